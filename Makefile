@@ -1,0 +1,76 @@
+# Everything a developer runs. `make check test` is what a change must pass.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTO_VENV := .venv-protos
+PROTO_BIN := $(PROTO_VENV)/bin
+STUBS := clients/python
+PROTOS := $(wildcard protos/camserve/v1/*.proto)
+BASE ?= origin/main
+
+.PHONY: setup demo test check bench protos lint types contracts proto-check clean
+
+setup: $(VENV)/.done  ## make the .venv with everything in it
+
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,dev]"
+	touch $@
+
+$(PROTO_VENV)/.done:
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_BIN)/python -m pip install -q --disable-pip-version-check grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
+	touch $@
+
+# The generator is older than the runtime, so that the stubs work with every runtime from it on; hence a venv of its own.
+define generate
+	$(PROTO_BIN)/python -m grpc_tools.protoc -Iprotos \
+	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=$(PROTO_BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+endef
+
+protos: $(PROTO_VENV)/.done  ## generate the stubs from protos/
+	$(call generate,$(STUBS))
+
+demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
+	$(BIN)/python examples/demo.py
+
+test: setup  ## every test, with coverage
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
+
+check: lint types contracts proto-check  ## everything that can be checked without running it
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs protos service clients tests examples
+	$(BIN)/hadolint service/Dockerfile
+
+types: setup
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+contracts: setup
+	$(BIN)/lint-imports --no-cache
+
+proto-check: setup $(PROTO_VENV)/.done
+	$(BIN)/buf lint protos
+	$(BIN)/buf format --diff --exit-code protos
+	@if git rev-parse -q --verify $(BASE) >/dev/null && git cat-file -e $(BASE):protos/buf.yaml 2>/dev/null; then \
+	  $(BIN)/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'; \
+	else echo "no $(BASE) with protos: nothing to break"; fi
+	@rm -rf .protocheck && mkdir .protocheck
+	$(call generate,.protocheck)
+	@for f in .protocheck/camserve/v1/*; do cmp $$f $(STUBS)/camserve/v1/$$(basename $$f) || \
+	  { echo "the stubs are not what protos/ says: run 'make protos'"; exit 1; }; done
+	@rm -rf .protocheck
+
+bench: setup  ## measure; see benchmarks/
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) $(PROTO_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

@@ -1,0 +1,76 @@
+"""What can go wrong, in camserve's own words; `servicer.STATUS` says what each is on the wire.
+
+    ServiceError
+    ├── InvalidArgument      a field or the image is wrong, whatever the server's state
+    ├── NotFound             no such model, layer, label or method
+    ├── FailedPrecondition   it exists, but not together: a method that cannot explain a layer
+    ├── ResourceExhausted    no room now; `retry_after` says when to come again
+    ├── DeadlineExceeded     too late to be worth computing
+    ├── Unavailable          starting, draining, or the engine is gone
+    └── Internal             our fault; the log has the rest
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ServiceError(Exception):
+    """A refusal or failure that a caller may read.
+
+    Args:
+        message: what is wrong, in words for the caller; never a path, an address or a traceback.
+        field: path of the request's field at fault, such as `targets[0].label`; empty if none is.
+        retry_after: seconds after which trying again makes sense.
+    """
+
+    def __init__(self, message: str, *, field: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after = retry_after
+
+
+class InvalidArgument(ServiceError):
+    """A field or the image is wrong, whatever the server's state."""
+
+
+class NotFound(ServiceError):
+    """No such model, layer, label or method."""
+
+
+class FailedPrecondition(ServiceError):
+    """The parts exist, but cannot be used together."""
+
+
+class ResourceExhausted(ServiceError):
+    """No room now."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The caller's deadline passed before the work was done."""
+
+
+class Unavailable(ServiceError):
+    """The server is starting, draining, or has lost its engine."""
+
+
+class Internal(ServiceError):
+    """Our fault; the log has the rest."""
+
+
+class ConfigError(Exception):
+    """The configuration, or a model that it names, cannot be used; for the operator, never on the wire."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean "…"?)` for the nearest known name, or nothing.
+
+    Example:
+        >>> did_you_mean("grdcam", ["gradcam", "saliency"])
+        ' (did you mean "gradcam"?)'
+        >>> did_you_mean("xyz", ["gradcam"])
+        ''
+    """
+    by_lower = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f' (did you mean "{by_lower[close[0]]}"?)' if close else ""
