@@ -93,7 +93,10 @@ class ContrastTarget:
     why_not: int
 
 
-Target: TypeAlias = ClassTarget | RankTarget | ContrastTarget
+FixedTarget: TypeAlias = ClassTarget | ContrastTarget
+"""A target that does not depend on what the model predicts."""
+
+Target: TypeAlias = FixedTarget | RankTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +145,133 @@ class Picture:
     data: bytes
     width: int
     height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the image's grid is in a layer's output.
+
+    Attributes:
+        axes: "nchw" [B,C,h,w], "nhwc" [B,h,w,C] or "tokens" [B,prefix+h*w,C].
+        height: rows of the grid.
+        width: columns of the grid.
+        prefix: class and register tokens before the grid's first.
+    """
+
+    axes: Literal["nchw", "nhwc", "tokens"]
+    height: int
+    width: int
+    prefix: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInfo:
+    """A module of a model, as one forward and one backward pass showed it.
+
+    Attributes:
+        name: as `named_modules` gives it.
+        type: its class's name.
+        shape: of its output for one image, the first being the batch.
+        parameters: how many it has.
+        calls: how often one forward pass calls it; the last call is what is captured.
+        layout: where its grid is; None if it cannot be explained.
+        reason: why it cannot be explained; empty if it can.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    parameters: int
+    calls: int
+    layout: Layout | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """All that is known of a loaded model, without the model.
+
+    Attributes:
+        name: in requests.
+        source: where it comes from, as "timm:resnet50".
+        weights: "default", "file" or "none".
+        digest: SHA-256 of its parameters and buffers, hexadecimal.
+        labels: one per class, or none at all.
+        classes: how many logits it has.
+        parameters: how many it has.
+        preprocess: how it wants its input.
+        layers: every module that runs, by name, in the order in which they finish.
+        default_layer: explained when a request names none.
+        precision: "float32", "bfloat16" or "float16".
+        device: "cpu", "cuda:0", ….
+    """
+
+    name: str
+    source: str
+    weights: str
+    digest: str
+    labels: tuple[str, ...]
+    classes: int
+    parameters: int
+    preprocess: Preprocess
+    layers: Mapping[str, LayerInfo]
+    default_layer: str
+    precision: str
+    device: str
+
+    def label(self, index: int) -> str:
+        """Return the label of a class, or nothing where the model has none."""
+        return self.labels[index] if index < len(self.labels) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What rows must have in common to share a batch: never the method, never the target.
+
+    Attributes:
+        model: its name.
+        kind: what is computed.
+        size: height and width of the input.
+        layers: whose feature maps and gradients are captured.
+    """
+
+    model: str
+    kind: Kind
+    size: tuple[int, int]
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The unit of batching: one copy of an image with one target.
+
+    Attributes:
+        image: what the model sees, uint8 [h,w,3]; rows of one request share the array.
+        target: whose score is differentiated.
+        calls: the methods that want this row: any number for "cam", one for "saliency".
+        copy: which of the method's copies of the image this is.
+    """
+
+    image: Pixels
+    target: Target
+    calls: tuple[MethodCall, ...] = ()
+    copy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What came of one row.
+
+    Attributes:
+        logits: float32 [classes].
+        target: the row's, its rank resolved.
+        score: the logit, or difference of logits, that was differentiated.
+        maps: by layer, then by call: float32 [h,w] each; for "saliency" the one term, float32 [3,h,w].
+        dead: by layer, whether the gradient was zero everywhere.
+    """
+
+    logits: NDArray[np.float32]
+    target: FixedTarget
+    score: float
+    maps: tuple[tuple[NDArray[np.float32], ...], ...] = ()
+    dead: tuple[bool, ...] = ()

@@ -1,0 +1,112 @@
+"""The capture: a forward hook takes a layer's feature maps, a full backward hook their gradients.
+
+    with watching({"layer4": model.layer4}) as captures:
+        score(model(images)).backward()
+    captures["layer4"].activation, captures["layer4"].gradient
+
+The full backward hook does not sit on the layer itself but on a probe, an `nn.Identity` that the forward hook lets the
+layer's output pass through. On the layer it would fail wherever the model goes on to change the output in place
+(`nn.ReLU(inplace=True)` behind a convolution, `F.relu(x, inplace=True)` in DenseNet, `out += identity` in a ResNet), and
+it would make autograd go back through the layer, for a gradient at its input that nobody wants. What the probe lets
+through is cloned behind it, outside the hooked module, so that what the model does with it cannot reach the capture.
+
+The output is cut from the graph before the probe (unless a layer watched before it needs the graph): nothing up to and
+including the layer is differentiated.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
+
+from camserve_server.errors import FailedPrecondition
+
+Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+
+
+@dataclass(slots=True)
+class Capture:
+    """What one layer gave in the last of its calls.
+
+    Attributes:
+        activation: its output, without a graph.
+        gradient: of the score with respect to it, after a backward pass; None before one, or where the score does not
+            depend on it.
+    """
+
+    activation: Tensor
+    gradient: Tensor | None = None
+    _version: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        self._version = self.activation._version
+
+    def intact(self) -> bool:
+        """Tell whether the activation is still what the layer returned."""
+        return self.activation._version == self._version
+
+    def keep(self, _probe: nn.Module, _input: Any, output: tuple[Tensor, ...]) -> None:
+        """Keep the gradient: the full backward hook."""
+        self.gradient = output[0].detach()
+
+
+@contextmanager
+def watching(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Capture]]:
+    """Capture what the layers return, and the gradients that come back to them.
+
+    Leaves no hook behind, however the block ends. Where one pass calls a layer several times, the last call counts.
+
+    Args:
+        layers: the modules, by the names under which their captures are wanted.
+
+    Yields:
+        The captures by name; empty until the model has run.
+    """
+    captures: dict[str, Capture] = {}
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(layer.register_forward_hook(_tap(name, captures)))
+        yield captures
+
+
+def _tap(name: str, captures: dict[str, Capture]) -> Hook:
+    def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        parts, structure = pytree.tree_flatten(output)
+        place = next((i for i, part in enumerate(parts) if _differentiable(part)), None)
+        if place is None:
+            raise FailedPrecondition(f'layer "{name}" returns no tensor of numbers')
+        parts[place] = _probed(parts[place], name, captures)
+        return pytree.tree_unflatten(parts, structure)
+
+    return forward_hook
+
+
+def _probed(output: Tensor, name: str, captures: dict[str, Capture]) -> Tensor:
+    source = output if output.requires_grad else output.detach().requires_grad_()
+    captures[name] = capture = Capture(source.detach())
+    probe = nn.Identity()
+    probe.register_full_backward_hook(capture.keep)
+    through: Tensor = probe(source)
+    return through.clone()
+
+
+def hook_count(model: nn.Module) -> int:
+    """Count the hooks of every kind on a model and its modules: 0 between two passes."""
+    return sum(
+        len(hooks)
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if name.endswith("_hooks") and "state_dict" not in name
+    )
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """Return the first tensor of a module's output, which is the one captured, or None."""
+    return next((part for part in pytree.tree_leaves(output) if _differentiable(part)), None)
+
+
+def _differentiable(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.is_floating_point()

