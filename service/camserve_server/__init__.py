@@ -1,6 +1,32 @@
 """The camserve server: explanations of vision models over gRPC.
 
-    with camserve_server.running() as address:
-        with camserve.Client(address) as client:
-            client.explain("cat.jpg").explanations[0].save("why.jpg")
+with camserve_server.running() as address, camserve.Client(address) as client:
+    client.explain("cat.jpg").explanations[0].save("why.jpg")
 """
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["running"]
+
+
+@contextmanager
+def running(models: Sequence[str] = ("efficientnet_lite0",), **settings: Any) -> Iterator[str]:
+    """Serve on a free port of this machine inside the block: for tests and notebooks.
+
+    Args:
+        models: to load, as `[NAME=]SOURCE:ARCH[?option=value]`.
+        settings: any other setting of the server by its name, such as `max_batch_rows=16`.
+
+    Yields:
+        The address, such as "127.0.0.1:41234".
+
+    Raises:
+        ConfigError: a setting or a model cannot be used.
+    """
+    from camserve_server import config, server  # noqa: PLC0415 -- they need the extra [server]; `import` does not
+
+    chosen = config.load(flags={"address": "127.0.0.1:0", "models": tuple(models), **settings}, environment={})
+    with server.serve_in_thread(chosen) as address:
+        yield address

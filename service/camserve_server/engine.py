@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from camserve_server import targets
-from camserve_server.errors import FailedPrecondition, ResourceExhausted
+from camserve_server.errors import FailedPrecondition, OutOfMemory
 from camserve_server.hooks import Capture, first_tensor, watching
 from camserve_server.methods import METHODS, Cam, Saliency
 from camserve_server.models import LoadedModel
@@ -28,10 +28,6 @@ from camserve_server.types import (
     Row,
     RowResult,
 )
-
-
-class OutOfMemory(ResourceExhausted):
-    """The device has no room for a batch of this size."""
 
 
 class Engine:
@@ -167,9 +163,7 @@ class _Turn:
     scores: Tensor
     logits: Tensor
 
-    def result(
-        self, place: int, maps: tuple[tuple[Map, ...], ...], dead: tuple[bool, ...]
-    ) -> RowResult:
+    def result(self, place: int, maps: tuple[tuple[Map, ...], ...], dead: tuple[bool, ...]) -> RowResult:
         logits, score = _numpy(self.logits[place]), float(self.scores[place])
         return RowResult(logits, self.targets[place], score, maps, dead)
 
@@ -182,13 +176,11 @@ def _backward(logits: Tensor, units: _Units, rows: Sequence[Row]) -> Iterator[_T
         fixed = targets.resolve(mine, [rows[index].target for index in indices])
         scores = targets.scores(mine, fixed)
         if scores.requires_grad:  # else no score depends on what is watched, and its gradient is zero
-            scores.sum().backward(retain_graph=number < len(units.turns))
+            torch.autograd.backward(scores.sum(), retain_graph=number < len(units.turns))
         yield _Turn(indices, at, fixed, scores.detach(), mine.detach())
 
 
-def _see(
-    info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]
-) -> tuple[Tensor, Tensor]:
+def _see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]) -> tuple[Tensor, Tensor]:
     """Return a layer's activations and gradients [b,C,h,w] for some units, and forget the gradients."""
     layout, capture = info.layers[name].layout, captures.get(name)
     if layout is None or capture is None:
@@ -216,10 +208,7 @@ def _weigh(
         found = method.weigh(activations[places], gradients[places], scores[places])
         for place, heatmap in zip(places, _numpy(found), strict=True):
             maps[place][name] = heatmap
-    return [
-        tuple(found[call.name] for call in row_calls)
-        for found, row_calls in zip(maps, calls, strict=True)
-    ]
+    return [tuple(found[call.name] for call in row_calls) for found, row_calls in zip(maps, calls, strict=True)]
 
 
 def _forward(model: LoadedModel, inputs: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """What can go wrong, in camserve's own words; `servicer.STATUS` says what each is on the wire.
 
-    ServiceError
-    ├── InvalidArgument      a field or the image is wrong, whatever the server's state
-    ├── NotFound             no such model, layer, label or method
-    ├── FailedPrecondition   it exists, but not together: a method that cannot explain a layer
-    ├── ResourceExhausted    no room now; `retry_after` says when to come again
-    ├── DeadlineExceeded     too late to be worth computing
-    ├── Unavailable          starting, draining, or the engine is gone
-    └── Internal             our fault; the log has the rest
+ServiceError
+├── InvalidArgument      a field or the image is wrong, whatever the server's state
+├── NotFound             no such model, layer, label or method
+├── FailedPrecondition   it exists, but not together: a method that cannot explain a layer
+├── ResourceExhausted    no room now; `retry_after` says when to come again
+│   └── OutOfMemory      on the device, for a batch of this size
+├── DeadlineExceeded     too late to be worth computing
+├── Unavailable          starting, draining, or the engine is gone
+└── Internal             our fault; the log has the rest
 """
 
 import difflib
@@ -44,6 +45,10 @@ class FailedPrecondition(ServiceError):
 
 class ResourceExhausted(ServiceError):
     """No room now."""
+
+
+class OutOfMemory(ResourceExhausted):
+    """The device has no memory for a batch of this size."""
 
 
 class DeadlineExceeded(ServiceError):

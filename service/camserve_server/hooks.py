@@ -6,8 +6,8 @@
 
 The full backward hook does not sit on the layer itself but on a probe, an `nn.Identity` that the forward hook lets the
 layer's output pass through. On the layer it would fail wherever the model goes on to change the output in place
-(`nn.ReLU(inplace=True)` behind a convolution, `F.relu(x, inplace=True)` in DenseNet, `out += identity` in a ResNet), and
-it would make autograd go back through the layer, for a gradient at its input that nobody wants. What the probe lets
+(`nn.ReLU(inplace=True)` behind a convolution, `F.relu(x, inplace=True)` in DenseNet, `out += identity` in a ResNet),
+and it would make autograd go back through the layer, for a gradient at its input that nobody wants. What the probe lets
 through is cloned behind it, outside the hooked module, so that what the model does with it cannot reach the capture.
 
 The output is cut from the graph before the probe (unless a layer watched before it needs the graph): nothing up to and
@@ -42,11 +42,11 @@ class Capture:
     _version: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        self._version = self.activation._version
+        self._version = self.activation._version  # noqa: SLF001 -- torch has no other count of in-place changes
 
     def intact(self) -> bool:
         """Tell whether the activation is still what the layer returned."""
-        return self.activation._version == self._version
+        return self.activation._version == self._version  # noqa: SLF001 -- as above
 
     def keep(self, _probe: nn.Module, _input: Any, output: tuple[Tensor, ...]) -> None:
         """Keep the gradient: the full backward hook."""

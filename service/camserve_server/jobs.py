@@ -148,9 +148,7 @@ def _cam_findings(job: Job, call: MethodCall, answers: list[RowResult]) -> Itera
             yield Finding(call, layer, answer.target, answer.score, heatmap, verdict)
 
 
-async def _means(
-    job: Job, call: MethodCall, image: Pixels, fixed: list[FixedTarget], submit: Submit
-) -> list[Map]:
+async def _means(job: Job, call: MethodCall, image: Pixels, fixed: list[FixedTarget], submit: Submit) -> list[Map]:
     """Return, for each target, the mean of the method's terms over its copies, float32 [3,h,w]."""
     count, totals = copies(call), [np.zeros((3, *job.model.preprocess.size), np.float32) for _ in fixed]
 

@@ -19,10 +19,7 @@ def resolve(logits: Tensor, targets: Sequence[Target]) -> list[FixedTarget]:
     if deepest < 0:
         return [t for t in targets if not isinstance(t, RankTarget)]
     ranking = logits.topk(deepest + 1, dim=1).indices.tolist()
-    return [
-        ClassTarget(ranking[i][t.rank]) if isinstance(t, RankTarget) else t
-        for i, t in enumerate(targets)
-    ]
+    return [ClassTarget(ranking[i][t.rank]) if isinstance(t, RankTarget) else t for i, t in enumerate(targets)]
 
 
 def scores(logits: Tensor, targets: Sequence[FixedTarget]) -> Tensor:

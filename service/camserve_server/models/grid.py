@@ -13,7 +13,8 @@ def find(output: Tensor, model: nn.Module) -> Layout | None:
     """Find the grid in a layer's output for one image.
 
     Four dimensions are [1,C,h,w], or [1,h,w,C] where only the first two of the three can be a grid; three are tokens
-    [1,N,C] with a square grid behind the class and register tokens.
+    [1,N,C] with a square grid behind the class and register tokens. An output whose first dimension is not the batch
+    (the windows of a Swin), or that is not square as the image is (the heads of an attention), has no grid.
 
     Args:
         output: of the layer, for one square image.
@@ -22,6 +23,8 @@ def find(output: Tensor, model: nn.Module) -> Layout | None:
     Returns:
         The layout, or None where there is no grid larger than one cell.
     """
+    if output.dim() == 0 or output.shape[0] != 1:
+        return None
     if output.dim() == 4:  # noqa: PLR2004 -- batch, channels, height, width
         return _image_grid(output)
     if output.dim() == 3:  # noqa: PLR2004 -- batch, tokens, channels
@@ -33,7 +36,8 @@ def _image_grid(output: Tensor) -> Layout | None:
     _, first, second, third = output.shape
     if first == second != third and second > 1:
         return Layout("nhwc", first, second)
-    return Layout("nchw", second, third) if second * third > 1 else None
+    square = abs(second - third) <= 1 < second * third
+    return Layout("nchw", second, third) if square else None
 
 
 def _token_grid(tokens: int, prefix: int | None) -> Layout | None:
@@ -52,5 +56,6 @@ def to_grid(output: Tensor, layout: Layout) -> Tensor:
     if layout.axes == "nhwc":
         output = output.movedim(3, 1)
     elif layout.axes == "tokens":
-        output = output[:, layout.prefix :].transpose(1, 2).unflatten(2, (layout.height, layout.width))
+        tokens = output[:, layout.prefix :].transpose(1, 2)
+        output = tokens.reshape(*tokens.shape[:2], layout.height, layout.width)
     return output.float()

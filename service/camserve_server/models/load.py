@@ -129,7 +129,7 @@ def _revive(module: nn.Module) -> None:
 def _settle(module: nn.Module, device: str) -> nn.Module:
     for part in module.modules():
         if getattr(part, "inplace", False) is True:
-            part.inplace = False  # type: ignore[assignment] -- what a layer returned must stay as it was
+            setattr(part, "inplace", False)  # noqa: B010 -- what a layer returned must stay as it was
     return module.eval().requires_grad_(requires_grad=False).to(device)
 
 
@@ -146,11 +146,7 @@ def _sized(preprocess: Preprocess, size: int | None) -> Preprocess:
     # The same share of the photo is cropped away at every size.
     grown = size / preprocess.size[0]
     resize = preprocess.resize
-    scaled = (
-        round(resize * grown)
-        if isinstance(resize, int)
-        else (round(resize[0] * grown), round(resize[1] * grown))
-    )
+    scaled = round(resize * grown) if isinstance(resize, int) else (round(resize[0] * grown), round(resize[1] * grown))
     return replace(preprocess, size=(size, size), resize=scaled)
 
 

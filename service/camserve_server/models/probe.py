@@ -35,23 +35,26 @@ def probe(model: nn.Module, size: tuple[int, int]) -> tuple[dict[str, LayerInfo]
         logits = _logits(model, image.requires_grad_())
         gradients = _gradients(logits, {name: outputs[-1] for name, outputs in calls.items()})
     modules = dict(model.named_modules())
-    layers = {
-        name: _describe(name, modules[name], model, outputs, gradients[name])
-        for name, outputs in calls.items()
-    }
+    layers = {name: _describe(name, modules[name], model, outputs, gradients[name]) for name, outputs in calls.items()}
     return layers, logits.shape[1]
 
 
 def default_layer(layers: dict[str, LayerInfo]) -> str:
-    """Return the last layer to finish that can be explained.
+    """Return the last layer to finish that can be explained; among tokens, the last norm.
+
+    Behind the first norm of a transformer's last block, only the class token still reaches the score. What comes
+    between that norm and the attention (queries, keys, values) is no feature of the image by itself.
 
     Raises:
         ConfigError: there is none.
     """
-    explainable = [layer.name for layer in layers.values() if layer.layout]
+    explainable = [layer for layer in layers.values() if layer.layout]
     if not explainable:
         raise ConfigError("it has no layer with a grid over the image that the score depends on")
-    return explainable[-1]
+    last = explainable[-1]
+    if last.layout and last.layout.axes == "tokens":
+        last = next((one for one in reversed(explainable) if "norm" in one.type.lower()), last)
+    return last.name
 
 
 @contextmanager

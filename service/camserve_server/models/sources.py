@@ -23,8 +23,9 @@ IMAGENET_LABELS: tuple[str, ...] = tuple(zoo.ResNet50_Weights.IMAGENET1K_V1.meta
 USUAL = Preprocess((224, 224), 256, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
 """What most ImageNet models were evaluated with, for those that do not say."""
 
-# Of the authors' own evaluation of EfficientNet-Lite: 127/255 and 128/255.
-LITE = Preprocess((224, 224), 256, "bicubic", (0.498, 0.498, 0.498), (0.502, 0.502, 0.502))
+# Mean and deviation are the authors' 127/255 and 128/255. The crop leaves nothing of the shorter side out: what the
+# model does not see cannot be explained.
+LITE = Preprocess((224, 224), 224, "bicubic", (0.498, 0.498, 0.498), (0.502, 0.502, 0.502))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def _torchvision(spec: ModelSpec) -> Source:
     _known(spec, zoo.list_models(), "torchvision")
     weights = zoo.get_model_weights(spec.arch)
     best = weights["DEFAULT"] if "DEFAULT" in weights.__members__ else None
-    options = {} if spec.classes is None else {"num_classes": spec.classes}
+    options: dict[str, Any] = {} if spec.classes is None else {"num_classes": spec.classes}
     module = _fetched(
         spec, lambda: zoo.get_model(spec.arch, weights=best if spec.weights == "default" else None, **options)
     )
@@ -89,12 +90,10 @@ def _torchvision_preprocess(transform: Any) -> Preprocess:
 
 def _timm(spec: ModelSpec) -> Source:
     _known(spec, timm.list_models(), "timm")
-    options = {} if spec.classes is None else {"num_classes": spec.classes}
+    options: dict[str, Any] = {} if spec.classes is None else {"num_classes": spec.classes}
     if spec.size is not None and "img_size" in timm.models.model_entrypoint(spec.arch).__code__.co_varnames:
         options["img_size"] = spec.size
-    module = _fetched(
-        spec, lambda: timm.create_model(spec.arch, pretrained=spec.weights == "default", **options)
-    )
+    module = _fetched(spec, lambda: timm.create_model(spec.arch, pretrained=spec.weights == "default", **options))
     config = timm.data.resolve_model_data_config(module)
     _, height, width = config["input_size"]
     scaled = (int(height / config["crop_pct"]), int(width / config["crop_pct"]))

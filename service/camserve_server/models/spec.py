@@ -14,9 +14,7 @@ EMBEDDED = "efficientnet_lite0"
 
 OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256")
 
-_FORM = re.compile(
-    r"(?:(?P<name>[\w.-]+)=)?(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+)(?:\?(?P<options>.*))?"
-)
+_FORM = re.compile(r"(?:(?P<name>[\w.-]+)=)?(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+)(?:\?(?P<options>.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,7 @@ def parse(text: str) -> ModelSpec:
         raise ConfigError(f'cannot read the model "{text}": write [NAME=]SOURCE:ARCH[?option=value]')
     source, arch = form["source"] or "embedded", form["arch"]
     if source == "embedded" and arch != EMBEDDED:
-        raise ConfigError(
-            f'"{arch}" needs a source: write torchvision:{arch}, timm:{arch} or your.module:{arch}'
-        )
+        raise ConfigError(f'"{arch}" needs a source: write torchvision:{arch}, timm:{arch} or your.module:{arch}')
     options = _options(text, form["options"] or "")
     return ModelSpec(
         name=form["name"] or arch,

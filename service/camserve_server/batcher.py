@@ -1,0 +1,342 @@
+"""Waits for company: gathers rows of many requests into batches, and pulls one whenever the engine is free.
+
+Rows that have their `Pass` in common share a batch, whatever their methods and targets. No timer holds a batch back
+unless one is asked for: while the engine works on one batch, the next one gathers.
+
+What runs first is what is due first: a ticket is due a fixed patience after it began to wait, or at its deadline if
+that is sooner. A ticket that got some of its rows into a batch begins to wait anew, so that a request of a thousand
+rows takes turns with those of one, and cannot starve them, nor they it.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self, TypeAlias
+
+from camserve_server.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    OutOfMemory,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+)
+from camserve_server.types import Pass, Row, RowResult
+
+log = logging.getLogger(__name__)
+
+Run: TypeAlias = Callable[[Pass, Sequence[Row]], list[RowResult]]
+"""The engine, as the batcher knows it: plain values in, plain values out, in a thread of its own."""
+
+Collect: TypeAlias = Callable[[int, RowResult], None]
+
+PATIENCE = 1.0  # seconds that a ticket may wait before it goes ahead of those with nearer deadlines
+SHORTEST_RETRY = 0.05
+LONGEST_RETRY = 5.0
+
+
+@dataclass(slots=True)
+class Spent:
+    """Where the time of some rows went.
+
+    Attributes:
+        queue: seconds of waiting for batches.
+        compute: seconds of running in them.
+        batch_rows: rows in the largest of them.
+    """
+
+    queue: float = 0.0
+    compute: float = 0.0
+    batch_rows: int = 0
+
+    def add(self, other: "Spent") -> None:
+        """Add what other rows of the same request spent."""
+        self.queue += other.queue
+        self.compute += other.compute
+        self.batch_rows = max(self.batch_rows, other.batch_rows)
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a batcher has done since it began."""
+
+    batches: int = 0
+    rows: int = 0
+    refused: int = 0
+    expired: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """Rows of one request that wait, and how far they have come."""
+
+    pass_: Pass
+    rows: Sequence[Row]
+    collect: Collect
+    deadline: float
+    since: float
+    done: asyncio.Future[None]
+    spent: Spent
+    taken: int = 0
+    missing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.rows)
+
+    @property
+    def due(self) -> float:
+        return min(self.deadline, self.since + PATIENCE)
+
+    @property
+    def waiting(self) -> int:
+        return 0 if self.done.done() else len(self.rows) - self.taken
+
+    def take(self, most: int) -> "list[_Place]":
+        """Give up to so many rows into a batch."""
+        first, self.taken = self.taken, self.taken + min(most, self.waiting)
+        return [(self, index) for index in range(first, self.taken)]
+
+    def deliver(self, index: int, result: RowResult) -> None:
+        if self.done.done():
+            return
+        self.collect(index, result)
+        self.missing -= 1
+        if self.missing == 0:
+            self.done.set_result(None)
+
+    def fail(self, error: ServiceError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+_Place: TypeAlias = tuple[_Ticket, int]
+
+
+class Batcher:
+    """Runs rows in batches, within a limit on how many it has accepted.
+
+    Args:
+        run: the engine.
+        max_batch_rows: rows in a batch at most.
+        max_queue_rows: rows accepted and not yet answered at most.
+        max_delay: seconds that the oldest row may be held back for company; 0 for none.
+    """
+
+    def __init__(
+        self, run: Run, *, max_batch_rows: int = 8, max_queue_rows: int = 1024, max_delay: float = 0.0
+    ) -> None:
+        self.stats = Stats()
+        self.admitted = 0
+        self._run = run
+        self._max_batch = max_batch_rows
+        self._max_queue = max_queue_rows
+        self._max_delay = max_delay
+        self._caps: dict[Pass, int] = {}
+        self._queues: dict[Pass, list[_Ticket]] = {}
+        self._row_seconds = 0.01
+        self._arrived = asyncio.Event()
+        self._free = asyncio.Condition()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._loop: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Begin to pull batches."""
+        self._loop = asyncio.create_task(self._serve())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop after the batch that runs; whatever still waits is answered with Unavailable."""
+        if self._loop:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+        for queue in self._queues.values():
+            for ticket in queue:
+                ticket.fail(Unavailable("the server is shutting down"))
+        self._thread.shutdown(wait=True)
+
+    def pause(self) -> None:
+        """Form no further batch until `resume`; what arrives waits."""
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        """Form batches again."""
+        self._resumed.set()
+
+    @asynccontextmanager
+    async def admit(self, rows: int, *, wait: bool = False) -> AsyncIterator[None]:
+        """Hold room for so many rows inside the block.
+
+        Args:
+            rows: that the request will run.
+            wait: for room, rather than refuse.
+
+        Raises:
+            ResourceExhausted: there is no room; `retry_after` is a guess at when there will be.
+            InvalidArgument: there never will be.
+        """
+        if rows > self._max_queue:
+            raise InvalidArgument(f"the request costs {rows} rows, and {self._max_queue} is the limit")
+        if wait:
+            async with self._free:
+                await self._free.wait_for(lambda: self._fits(rows))
+                self.admitted += rows
+        elif not self._fits(rows):
+            self.stats.refused += 1
+            raise ResourceExhausted("the queue is full", retry_after=self._retry_after())
+        else:
+            self.admitted += rows
+        try:
+            yield
+        finally:
+            self.admitted -= rows
+            await self._tell_free()
+
+    async def submit(self, pass_: Pass, rows: Sequence[Row], collect: Collect, deadline: float = math.inf) -> Spent:
+        """Run rows.
+
+        Args:
+            pass_: what they have in common.
+            rows: at least one.
+            collect: takes the index of a row and its result; called as they come, in the rows' order.
+            deadline: on the event loop's clock; rows that have not run by then never will.
+
+        Returns:
+            Where the time went.
+
+        Raises:
+            DeadlineExceeded: the deadline passed before the last row was put in a batch.
+            ServiceError: a row could not be computed.
+        """
+        loop = asyncio.get_running_loop()
+        ticket = _Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), Spent())
+        self._queues.setdefault(pass_, []).append(ticket)
+        self._arrived.set()
+        await ticket.done  # a cancelled caller cancels the future, and with it the rows not yet run
+        return ticket.spent
+
+    async def _serve(self) -> None:
+        while True:
+            await self._arrived.wait()
+            await self._company()
+            await self._resumed.wait()
+            batch = self._form()
+            if batch:
+                await self._execute(batch[0][0].pass_, batch)
+            else:
+                self._arrived.clear()
+
+    async def _company(self) -> None:
+        """Wait for more rows, no longer than the oldest may be held back, and not for a full batch."""
+        while (oldest := self._first()) and self._max_delay:
+            rows = sum(ticket.waiting for ticket in self._queues[oldest.pass_])
+            left = oldest.since + self._max_delay - asyncio.get_running_loop().time()
+            if left <= 0 or rows >= self._max_batch:
+                return
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    def _first(self) -> _Ticket | None:
+        self._forget()
+        tickets = (ticket for queue in self._queues.values() for ticket in queue)
+        return min(tickets, key=lambda ticket: ticket.due, default=None)
+
+    def _forget(self) -> None:
+        """Drop what is cancelled, expired or wholly taken."""
+        now = asyncio.get_running_loop().time()
+        for pass_, queue in list(self._queues.items()):
+            for ticket in queue:
+                if ticket.waiting and ticket.deadline <= now:
+                    self.stats.expired += 1
+                    ticket.fail(DeadlineExceeded("the deadline passed while the request was waiting"))
+            self._queues[pass_] = [ticket for ticket in queue if ticket.waiting]
+            if not self._queues[pass_]:
+                del self._queues[pass_]
+
+    def _form(self) -> list[_Place]:
+        first = self._first()
+        if first is None:
+            return []
+        queue = sorted(self._queues[first.pass_], key=lambda ticket: ticket.due)
+        room = self._caps.get(first.pass_, self._max_batch)
+        batch: list[_Place] = []
+        # Everyone gets a share before anyone gets more.
+        for most in (max(1, room // len(queue)), room):
+            for ticket in queue:
+                batch += ticket.take(min(most, room - len(batch)))
+        self._account(batch)
+        return batch
+
+    def _account(self, batch: list[_Place]) -> None:
+        now = asyncio.get_running_loop().time()
+        self.stats.batches += 1
+        self.stats.rows += len(batch)
+        for ticket in {ticket: None for ticket, _ in batch}:
+            ticket.spent.queue += now - ticket.since
+            ticket.spent.batch_rows = max(ticket.spent.batch_rows, len(batch))
+            ticket.since = now
+
+    async def _execute(self, pass_: Pass, batch: list[_Place]) -> None:
+        """Run a batch; one that fails is split until the row at fault is alone."""
+        batch = [(ticket, index) for ticket, index in batch if not ticket.done.done()]
+        if not batch:
+            return
+        try:
+            results = await self._timed(pass_, batch)
+        except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
+            await self._isolate(pass_, batch, error)
+            return
+        for (ticket, index), result in zip(batch, results, strict=True):
+            ticket.deliver(index, result)
+
+    async def _timed(self, pass_: Pass, batch: list[_Place]) -> list[RowResult]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        rows = [ticket.rows[index] for ticket, index in batch]
+        results = await loop.run_in_executor(self._thread, self._run, pass_, rows)
+        if len(results) != len(rows):
+            raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
+        took = loop.time() - began
+        self._row_seconds += 0.2 * (took / len(rows) - self._row_seconds)
+        for ticket in {ticket: None for ticket, _ in batch}:
+            ticket.spent.compute += took
+            ticket.since = loop.time()
+        return results
+
+    async def _isolate(self, pass_: Pass, batch: list[_Place], error: Exception) -> None:
+        if len(batch) == 1:
+            batch[0][0].fail(_ours(error))
+            return
+        half = len(batch) // 2
+        if isinstance(error, OutOfMemory):
+            self._caps[pass_] = half
+            log.warning("out of memory with %d rows: batches have at most %d now", len(batch), half)
+        await self._execute(pass_, batch[:half])
+        await self._execute(pass_, batch[half:])
+
+    def _fits(self, rows: int) -> bool:
+        return self.admitted + rows <= self._max_queue
+
+    def _retry_after(self) -> float:
+        return min(max(self.admitted * self._row_seconds / 2, SHORTEST_RETRY), LONGEST_RETRY)
+
+    async def _tell_free(self) -> None:
+        async with self._free:
+            self._free.notify_all()
+
+
+def _ours(error: Exception) -> ServiceError:
+    if isinstance(error, ServiceError):
+        return error
+    log.error("a row failed", exc_info=error)
+    return Internal("the explanation failed")

@@ -1,0 +1,108 @@
+"""Settings: a TOML file, overridden by the environment, overridden by flags."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from camserve_server.errors import ConfigError, did_you_mean
+from camserve_server.types import Limits
+
+ENVIRONMENT = "CAMSERVE_"
+
+
+class Settings(BaseModel):
+    """All that an operator can set; each field's description is what the README says of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str = Field(default="127.0.0.1:50051", description="Host and port to listen on; port 0 takes a free one.")
+    models: tuple[str, ...] = Field(
+        default=("efficientnet_lite0",),
+        min_length=1,
+        description="Models to load, as `[NAME=]SOURCE:ARCH[?option=value]`; the first is the default.",
+    )
+    device: str = Field(default="auto", description="`cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one.")
+    threads: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Threads that decode and draw, and that torch computes with; 0 for one a core.",
+    )
+    max_batch_rows: int = Field(
+        default=0, ge=0, le=4096, description="Rows in a batch at most; 0 for 8 on a CPU and 32 on a GPU."
+    )
+    max_queue_rows: int = Field(
+        default=1024, ge=1, le=1_000_000, description="Rows accepted and not yet answered at most; more is refused."
+    )
+    max_queue_delay_ms: float = Field(
+        default=0.0, ge=0, le=10_000, description="How long the oldest row may be held back for company."
+    )
+    max_request_rows: int = Field(default=1024, ge=1, le=1_000_000, description="Rows that one request may cost.")
+    max_message_mib: int = Field(default=16, ge=1, le=1024, description="Size of a request at most.")
+    max_pixels: int = Field(default=50_000_000, ge=1, description="Pixels of a photo at most; checked before decoding.")
+    max_side: int = Field(default=16_384, ge=1, description="Longer side of a photo at most, in pixels.")
+    max_streams: int = Field(default=100, ge=1, le=10_000, description="Calls under way on one connection at most.")
+    stream_in_flight: int = Field(
+        default=16, ge=1, le=1024, description="Requests of one ExplainStream under way at most; the rest wait unread."
+    )
+    drain_seconds: float = Field(
+        default=30.0, ge=0, le=3600, description="How long a stopping server may take to finish what it accepted."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+    log_format: Literal["text", "json"] = Field(default="text", description="`text` for people, `json` for machines.")
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Take the models apart that an environment variable holds, separated by spaces or commas."""
+        return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+    @property
+    def limits(self) -> Limits:
+        """What one request may ask for."""
+        return Limits(pixels=self.max_pixels, side=self.max_side, rows=min(self.max_request_rows, self.max_queue_rows))
+
+
+def load(
+    path: str | Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Put the settings together.
+
+    Args:
+        path: of a TOML file, or None.
+        flags: that were given; those that are None were not.
+        environment: where `CAMSERVE_MAX_QUEUE_ROWS` stands for `max_queue_rows`.
+
+    Raises:
+        ConfigError: something cannot be read, is unknown or is out of range.
+    """
+    values = _read(path) if path else {}
+    known = Settings.model_fields
+    values |= {name: environment[key] for name in known if (key := ENVIRONMENT + name.upper()) in environment}
+    values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_words, error.errors()))) from error
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+
+
+def _words(error: Any) -> str:
+    name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f'unknown setting "{name}"{did_you_mean(name, Settings.model_fields)}'
+    return f"{name} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

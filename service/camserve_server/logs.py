@@ -1,0 +1,54 @@
+"""Logs: one line an event, as text for people or JSON for machines, each with the id of its request."""
+
+import json
+import logging
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, message, then `key=value` for each field."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line, *rest = super().format(record).split("\n", 1)
+        return "\n".join([" ".join([line, *(f"{k}={v}" for k, v in _fields(record).items())]), *rest])
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        entry = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry | _fields(record), ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields = dict(getattr(record, "fields", {}))
+    if request_id := REQUEST_ID.get():
+        fields["request_id"] = request_id
+    return fields
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """Return what a logging call takes as `extra` to log these fields."""
+    return {"fields": values}
+
+
+def configure(level: str, form: str) -> None:
+    """Log to standard error, from this level up, as "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logger = logging.getLogger("camserve_server")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,238 @@
+"""Wiring: settings in, a running server out; health, reflection, and a stop that loses nothing."""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve_server import logs
+from camserve_server.batcher import Batcher
+from camserve_server.config import Settings
+from camserve_server.engine import Engine
+from camserve_server.errors import ConfigError
+from camserve_server.models import LoadedModel, load, parse
+from camserve_server.pipeline import Pipeline
+from camserve_server.servicer import ExplainServicer, House, ModelServicer
+from camserve_server.types import MethodCall, Pass, RankTarget, Row
+
+log = logging.getLogger(__name__)
+
+CPU_BATCH, GPU_BATCH = 8, 32
+
+SERVICES = (
+    "",
+    explain_pb2.DESCRIPTOR.services_by_name["ExplainService"].full_name,
+    models_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+)
+"""What has a health of its own; the empty name is the server as a whole."""
+
+
+@dataclass(slots=True)
+class Stop:
+    """How a running server is told to stop.
+
+    Attributes:
+        asked: finish what was accepted, then stop.
+        hurry: stop at once.
+    """
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def signalled(self) -> None:
+        """Take a signal: the first asks, the second hurries."""
+        (self.hurry if self.asked.is_set() else self.asked).set()
+
+
+@asynccontextmanager
+async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
+    """Load the models, warm them up, and hold a pipeline open inside the block.
+
+    Raises:
+        ConfigError: a model cannot be loaded.
+    """
+    threads = settings.threads or os.cpu_count() or 1
+    loaded = await asyncio.to_thread(_load, settings, threads)
+    on_gpu = next(iter(loaded.values())).info.device != "cpu"
+    batcher = Batcher(
+        Engine(loaded).run,
+        max_batch_rows=settings.max_batch_rows or (GPU_BATCH if on_gpu else CPU_BATCH),
+        max_queue_rows=settings.max_queue_rows,
+        max_delay=settings.max_queue_delay_ms / 1e3,
+    )
+    infos = {name: model.info for name, model in loaded.items()}
+    with ThreadPoolExecutor(threads, thread_name_prefix="image") as pool:
+        async with batcher:
+            yield Pipeline(infos, batcher, pool, settings.limits)
+
+
+def _load(settings: Settings, threads: int) -> dict[str, LoadedModel]:
+    torch.set_num_threads(threads)
+    device = _device(settings.device)
+    models: dict[str, LoadedModel] = {}
+    for text in settings.models:
+        spec = parse(text)
+        if spec.name in models:
+            raise ConfigError(f'two models are called "{spec.name}": name one as NAME={spec.origin}')
+        models[spec.name] = model = load(spec, device)
+        _warm_up(model)
+        info = model.info
+        log.info("model %s is warm", info.name, extra=logs.fields(source=info.source, layer=info.default_layer))
+    return models
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f'device "{name}": torch sees no CUDA device here')
+    return name
+
+
+def _warm_up(model: LoadedModel) -> None:
+    """Run one row of each kind, so that the first request does not pay for what is made on first use."""
+    info = model.info
+    engine, image = Engine({info.name: model}), np.full((*info.preprocess.size, 3), 128, np.uint8)
+    for name, pass_ in (
+        ("gradcam", Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))),
+        ("saliency", Pass(info.name, "saliency", info.preprocess.size)),
+    ):
+        engine.run(pass_, [Row(image, RankTarget(0), (MethodCall(name),))])
+
+
+async def serve(settings: Settings, stop: Stop, ready: Callable[[int], None] = lambda _port: None) -> None:
+    """Serve until told to stop.
+
+    The port is open from the start, with a health of NOT_SERVING until the models are warm. Told to stop, the server
+    turns NOT_SERVING, refuses what is new, finishes what it accepted, and returns.
+
+    Args:
+        settings: of this server.
+        stop: tells it to stop.
+        ready: called with the port once the models are warm.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or a model cannot be loaded.
+    """
+    house = House(settings.stream_in_flight)
+    checks = health.aio.HealthServicer()
+    server = _build(settings, house, checks)
+    port = _listen(server, settings.address)
+    await _set_health(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await server.start()
+    try:
+        async with opened(settings) as pipeline:
+            house.pipeline = pipeline
+            await _set_health(checks, health_pb2.HealthCheckResponse.SERVING)
+            log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
+            ready(port)
+            await stop.asked.wait()
+            await _drain(server, house, checks, settings.drain_seconds, stop)
+    finally:
+        await server.stop(None)
+
+
+async def _drain(
+    server: grpc.aio.Server, house: House, checks: health.aio.HealthServicer, seconds: float, stop: Stop
+) -> None:
+    log.info("draining", extra=logs.fields(seconds=seconds))
+    await _set_health(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
+    house.draining.set()
+    stopping = asyncio.ensure_future(server.stop(seconds))
+    hurrying = asyncio.ensure_future(stop.hurry.wait())
+    await asyncio.wait((stopping, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        log.warning("cut short by a second signal")
+        await server.stop(None)
+    hurrying.cancel()
+    await stopping
+    log.info("stopped")
+
+
+def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) -> grpc.aio.Server:
+    size = settings.max_message_mib * 2**20
+    server = grpc.aio.server(
+        options=(
+            ("grpc.max_receive_message_length", size),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_concurrent_streams", settings.max_streams),
+            ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a cluster
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        )
+    )
+    explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), server)
+    models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(house), server)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection((*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server
+
+
+def _listen(server: grpc.aio.Server, address: str) -> int:
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: is the port taken, or the host unknown?") from error
+
+
+async def _set_health(checks: health.aio.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    for service in SERVICES:
+        await checks.set(service, status)
+
+
+async def serve_until_signal(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; a second one cuts the drain short.
+
+    Returns:
+        The exit code: 0 after a clean stop, 1 after one cut short.
+    """
+    stop, loop = Stop(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.signalled)
+    await serve(settings, stop)
+    return int(stop.hurry.is_set())
+
+
+@contextmanager
+def serve_in_thread(settings: Settings) -> Iterator[str]:
+    """Serve in a thread inside the block.
+
+    Yields:
+        The address, such as "127.0.0.1:41234".
+
+    Raises:
+        ConfigError: the server cannot start.
+    """
+    started: Future[tuple[asyncio.AbstractEventLoop, Stop, int]] = Future()
+
+    async def main() -> None:
+        stop, loop = Stop(), asyncio.get_running_loop()
+        await serve(settings, stop, lambda port: started.set_result((loop, stop, port)))
+
+    def work() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=work, name="camserve-server", daemon=True)
+    thread.start()
+    loop, stop, port = started.result()
+    try:
+        yield f"{settings.address.rpartition(':')[0]}:{port}"
+    finally:
+        loop.call_soon_threadsafe(stop.asked.set)
+        thread.join()

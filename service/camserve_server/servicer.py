@@ -1,0 +1,255 @@
+"""The RPCs. Read a request's way from `ExplainServicer.Explain` downward."""
+
+import asyncio
+import logging
+import math
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve_server import errors, logs, wire
+from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unavailable
+from camserve_server.methods import METHODS, Cam
+from camserve_server.pipeline import Pipeline
+from camserve_server.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.Internal: grpc.StatusCode.INTERNAL,
+}
+"""What each of our errors is on the wire."""
+
+LONGEST_ID = 128
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class House:
+    """What the RPCs answer from, once it is there.
+
+    Attributes:
+        stream_in_flight: requests of one stream under way at most.
+        pipeline: None until the models are warm.
+        draining: set when the server stops.
+    """
+
+    stream_in_flight: int
+    pipeline: Pipeline | None = None
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def open(self) -> Pipeline:
+        """Return the pipeline.
+
+        Raises:
+            Unavailable: the server is starting or stopping.
+        """
+        if self.pipeline is None:
+            raise Unavailable("the server is starting: its models are not warm yet", retry_after=1.0)
+        if self.draining.is_set():
+            raise Unavailable("the server is draining", retry_after=1.0)
+        return self.pipeline
+
+
+class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
+    """Explains."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+
+    async def Explain(  # noqa: N802 -- the RPC's name
+        self, request: explain_pb2.ExplainRequest, context: Context
+    ) -> explain_pb2.ExplainResponse:
+        """Explain one image."""
+        async with _answering(context, "Explain") as call:
+            response = await self._house.open().explain(request, deadline=call.deadline)
+            response.request_id = call.request_id
+            call.seen(response)
+            return response
+
+    async def ExplainStream(  # type: ignore[override]  # noqa: N802 -- the RPC's name; writes rather than yields
+        self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest], context: Context
+    ) -> None:
+        """Explain many images, each answered as it is ready."""
+        async with _answering(context, "ExplainStream") as call:
+            self._house.open()
+            free, writing = asyncio.Semaphore(self._house.stream_in_flight), asyncio.Lock()
+
+            async def answer(item: explain_pb2.ExplainStreamRequest) -> None:
+                reply = await self._reply(item, call.deadline)
+                async with writing:
+                    await context.write(reply)
+                free.release()
+
+            async with asyncio.TaskGroup() as group:
+                await free.acquire()
+                while (item := await self._next(requests)) is not None:
+                    group.create_task(answer(item))
+                    await free.acquire()
+            if self._house.draining.is_set():
+                raise Unavailable("the server is draining: send the rest to another", retry_after=1.0)
+
+    async def _next(
+        self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest]
+    ) -> explain_pb2.ExplainStreamRequest | None:
+        """Return the next request, or None when there are no more or the server stops."""
+        reading = asyncio.ensure_future(anext(requests, None))
+        draining = asyncio.ensure_future(self._house.draining.wait())
+        try:
+            await asyncio.wait((reading, draining), return_when=asyncio.FIRST_COMPLETED)
+            return reading.result() if reading.done() else None
+        finally:
+            draining.cancel()
+            reading.cancel()
+
+    async def _reply(
+        self, item: explain_pb2.ExplainStreamRequest, deadline: float
+    ) -> explain_pb2.ExplainStreamResponse:
+        request_id = item.request_id
+        try:
+            _check_id(request_id)
+            logs.REQUEST_ID.set(request_id)
+            pipeline = self._house.pipeline or self._house.open()
+            response = await pipeline.explain(item.request, deadline=deadline, wait=True)
+        except Exception as error:  # noqa: BLE001 -- one request's failure leaves the stream open
+            return explain_pb2.ExplainStreamResponse(request_id=request_id, error=_message(_ours(error)))
+        response.request_id = request_id
+        return explain_pb2.ExplainStreamResponse(request_id=request_id, response=response)
+
+
+class ModelServicer(models_pb2_grpc.ModelServiceServicer):
+    """Describes models, layers and methods."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+
+    async def ListModels(  # noqa: N802 -- the RPC's name
+        self, _request: models_pb2.ListModelsRequest, context: Context
+    ) -> models_pb2.ListModelsResponse:
+        """List the models."""
+        async with _answering(context, "ListModels"):
+            models = self._house.open().models.values()
+            return models_pb2.ListModelsResponse(models=map(wire.describe_model, models))
+
+    async def GetModel(  # noqa: N802 -- the RPC's name
+        self, request: models_pb2.GetModelRequest, context: Context
+    ) -> models_pb2.GetModelResponse:
+        """Describe one model."""
+        async with _answering(context, "GetModel"):
+            info = self._model(request.name, "name")
+            return models_pb2.GetModelResponse(model=wire.describe_model(info), labels=info.labels)
+
+    async def ListLayers(  # noqa: N802 -- the RPC's name
+        self, request: models_pb2.ListLayersRequest, context: Context
+    ) -> models_pb2.ListLayersResponse:
+        """List the layers of a model."""
+        async with _answering(context, "ListLayers"):
+            layers = self._model(request.model, "model").layers.values()
+            return models_pb2.ListLayersResponse(layers=map(wire.describe_layer, layers))
+
+    async def ListMethods(  # noqa: N802 -- the RPC's name
+        self, _request: models_pb2.ListMethodsRequest, context: Context
+    ) -> models_pb2.ListMethodsResponse:
+        """List the methods, CAMs first."""
+        async with _answering(context, "ListMethods"):
+            names = sorted(METHODS, key=lambda name: not isinstance(METHODS[name], Cam))
+            return models_pb2.ListMethodsResponse(methods=map(wire.describe_method, names))
+
+    def _model(self, name: str, field: str) -> ModelInfo:
+        return wire.read_model(name, self._house.open().models, field)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One RPC.
+
+    Attributes:
+        request_id: the caller's, or one of ours.
+        deadline: on the event loop's clock.
+        fields: that its line in the log shall have.
+    """
+
+    request_id: str
+    deadline: float
+    fields: dict[str, object] = field(default_factory=dict)
+
+    def seen(self, response: explain_pb2.ExplainResponse) -> None:
+        """Note for the log what was answered."""
+        self.fields = {
+            "model": response.model,
+            "explanations": len(response.explanations),
+            "batch_rows": response.timing.batch_rows,
+        }
+
+
+@asynccontextmanager
+async def _answering(context: Context, rpc: str) -> AsyncIterator[_Call]:
+    """Give the block its request id and deadline; turn what it raises into a status; log how it went."""
+    loop = asyncio.get_running_loop()
+    began, remaining = loop.time(), cast("float | None", context.time_remaining())
+    call = _Call(_request_id(context), math.inf if remaining is None else began + remaining)
+    logs.REQUEST_ID.set(call.request_id)
+    context.set_trailing_metadata((("x-request-id", call.request_id),))
+    code = grpc.StatusCode.CANCELLED
+    try:
+        yield call
+        code = grpc.StatusCode.OK
+    except Exception as error:  # noqa: BLE001 -- the border: nothing of ours goes out unmapped
+        ours = _ours(error)
+        code = STATUS[type(ours)]
+        call.fields["error"] = ours.message
+        await context.abort(code, ours.message, _trailers(ours, call.request_id))
+    finally:
+        took = round(1e3 * (loop.time() - began), 1)
+        log.info(rpc, extra=logs.fields(code=code.name, ms=took, **call.fields))
+
+
+def _request_id(context: Context) -> str:
+    theirs = str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
+    return theirs if theirs.isprintable() and 0 < len(theirs) <= LONGEST_ID else uuid.uuid4().hex
+
+
+def _check_id(request_id: str) -> None:
+    if not 0 < len(request_id) <= LONGEST_ID:
+        raise InvalidArgument(f"a request_id has 1 to {LONGEST_ID} characters", field="request_id")
+
+
+def _ours(error: Exception) -> ServiceError:
+    """Return our own errors as they are, and Internal for every other, which is logged."""
+    if isinstance(error, ServiceError):
+        return error
+    log.error("an RPC failed", exc_info=error)
+    return Internal(f"internal error; the server's log has more under request id {logs.REQUEST_ID.get()}")
+
+
+def _trailers(error: ServiceError, request_id: str) -> tuple[tuple[str, str | bytes], ...]:
+    status = status_pb2.Status(code=code_pb2.Code.Value(STATUS[type(error)].name), message=error.message)
+    status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    trailers = (("x-request-id", request_id), ("grpc-status-details-bin", status.SerializeToString()))
+    if error.retry_after is None:
+        return trailers
+    return *trailers, ("grpc-retry-pushback-ms", str(math.ceil(1e3 * error.retry_after)))
+
+
+def _message(error: ServiceError) -> explain_pb2.Error:
+    violations = [explain_pb2.FieldViolation(field=error.field, description=error.message)] if error.field else []
+    retry = None if error.retry_after is None else math.ceil(1e3 * error.retry_after)
+    code = code_pb2.Code.Value(STATUS[type(error)].name)
+    return explain_pb2.Error(code=code, message=error.message, fields=violations, retry_after_ms=retry)

@@ -1,0 +1,195 @@
+"""Replies: the server's values as protobuf."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from camserve.v1 import explain_pb2, models_pb2
+from camserve_server.jobs import Finding, copies
+from camserve_server.methods import METHODS, Cam, Parameter
+from camserve_server.types import (
+    Box,
+    ClassTarget,
+    FixedTarget,
+    LayerInfo,
+    Map,
+    MethodCall,
+    ModelInfo,
+    ParameterValue,
+    Picture,
+    Verdict,
+)
+from camserve_server.wire.formats import FORMATS
+
+_FORMATS = {name: value for value, name in FORMATS.items() if name}
+
+_VERDICTS = {
+    Verdict.OK: explain_pb2.VERDICT_OK,
+    Verdict.ALL_NEGATIVE: explain_pb2.VERDICT_ALL_NEGATIVE,
+    Verdict.FLAT: explain_pb2.VERDICT_FLAT,
+    Verdict.ZERO_GRADIENT: explain_pb2.VERDICT_ZERO_GRADIENT,
+    Verdict.NON_FINITE: explain_pb2.VERDICT_NON_FINITE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finding and its pictures.
+
+    Attributes:
+        finding: the raw map and what it explains.
+        heatmap: whether the raw map goes out.
+        overlay: drawn on the photo, or None.
+        heatmap_image: the map alone, or None.
+    """
+
+    finding: Finding
+    heatmap: bool
+    overlay: Picture | None
+    heatmap_image: Picture | None
+
+
+def explain_response(
+    model: ModelInfo, logits: Map, predictions: int, answers: list[Answer], size: tuple[int, int], seen: Box
+) -> explain_pb2.ExplainResponse:
+    """Put the reply to one request together; its id and timing are the caller's to fill in.
+
+    Args:
+        model: that answered.
+        logits: float32 [classes].
+        predictions: how many of the most probable classes to name.
+        answers: in the order of the request.
+        size: height and width of the photo.
+        seen: the part of the photo that the model saw.
+    """
+    probabilities = _softmax(logits)
+    return explain_pb2.ExplainResponse(
+        model=model.name,
+        predictions=[_prediction(model, logits, probabilities, i) for i in _ranking(logits)[:predictions]],
+        explanations=[_explanation(model, logits, probabilities, answer) for answer in answers],
+        photo=explain_pb2.Photo(height=size[0], width=size[1], seen=_box(seen)),
+    )
+
+
+def _ranking(logits: Map) -> list[int]:
+    order: list[int] = np.argsort(-logits, kind="stable").tolist()
+    return order
+
+
+def _softmax(logits: Map) -> Map:
+    powers = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities: Map = (powers / powers.sum()).astype(np.float32)
+    return probabilities
+
+
+def _prediction(model: ModelInfo, logits: Map, probabilities: Map, index: int) -> explain_pb2.Prediction:
+    return explain_pb2.Prediction(
+        class_index=index, label=model.label(index), probability=probabilities[index], score=logits[index]
+    )
+
+
+def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answer) -> explain_pb2.Explanation:
+    finding = answer.finding
+    why, why_not = _classes(finding.target)
+    message = explain_pb2.Explanation(
+        method=finding.call.name,
+        layer=finding.layer,
+        target=_prediction(model, logits, probabilities, why),
+        score=finding.score,
+        verdict=_VERDICTS[finding.verdict],
+        verdict_message="" if finding.verdict is Verdict.OK else finding.verdict.value,
+        parameters=_parameters(finding.call),
+        heatmap=_heatmap(finding.heatmap) if answer.heatmap else None,
+        overlay=_picture(answer.overlay),
+        heatmap_image=_picture(answer.heatmap_image),
+    )
+    if why_not is not None:
+        message.contrast.CopyFrom(_prediction(model, logits, probabilities, why_not))
+    return message
+
+
+def _classes(target: FixedTarget) -> tuple[int, int | None]:
+    return (target.index, None) if isinstance(target, ClassTarget) else (target.why, target.why_not)
+
+
+def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:
+    height, width = heatmap.shape
+    return explain_pb2.Heatmap(height=height, width=width, data=heatmap.astype("<f4").tobytes())
+
+
+def _picture(picture: Picture | None) -> explain_pb2.Picture | None:
+    if picture is None:
+        return None
+    return explain_pb2.Picture(
+        format=_FORMATS[picture.format], data=picture.data, width=picture.width, height=picture.height
+    )
+
+
+def _box(box: Box) -> explain_pb2.Box:
+    return explain_pb2.Box(left=box.left, top=box.top, right=box.right, bottom=box.bottom)
+
+
+def _parameters(call: MethodCall) -> dict[str, explain_pb2.Parameter]:
+    return {name: _parameter(value) for name, value in call.parameters.items()}
+
+
+def _parameter(value: ParameterValue) -> explain_pb2.Parameter:
+    return explain_pb2.Parameter(text=value) if isinstance(value, str) else explain_pb2.Parameter(number=value)
+
+
+def describe_model(info: ModelInfo) -> models_pb2.Model:
+    """Describe a model."""
+    height, width = info.preprocess.size
+    return models_pb2.Model(
+        name=info.name,
+        source=info.source,
+        weights=info.weights,
+        digest=info.digest,
+        classes=info.classes,
+        input_height=height,
+        input_width=width,
+        default_layer=info.default_layer,
+        parameters=info.parameters,
+        precision=info.precision,
+        device=info.device,
+    )
+
+
+def describe_layer(layer: LayerInfo) -> models_pb2.Layer:
+    """Describe a layer."""
+    return models_pb2.Layer(
+        name=layer.name,
+        type=layer.type,
+        output_shape=layer.shape,
+        parameters=layer.parameters,
+        calls=layer.calls,
+        explainable=layer.layout is not None,
+        grid_height=layer.layout.height if layer.layout else 0,
+        grid_width=layer.layout.width if layer.layout else 0,
+        reason=layer.reason,
+    )
+
+
+def describe_method(name: str) -> models_pb2.MethodInfo:
+    """Describe the method of that name."""
+    method = METHODS[name]
+    defaults = {parameter.name: parameter.default for parameter in method.parameters}
+    return models_pb2.MethodInfo(
+        name=name,
+        kind=models_pb2.METHOD_KIND_CAM if isinstance(method, Cam) else models_pb2.METHOD_KIND_SALIENCY,
+        summary=method.summary,
+        paper=method.paper,
+        parameters=[_parameter_info(parameter) for parameter in method.parameters],
+        rows=copies(MethodCall(name, defaults)),
+    )
+
+
+def _parameter_info(parameter: Parameter) -> models_pb2.ParameterInfo:
+    return models_pb2.ParameterInfo(
+        name=parameter.name,
+        summary=parameter.summary,
+        default_value=_parameter(parameter.default),
+        minimum=parameter.minimum,
+        maximum=parameter.maximum,
+        integer=parameter.integer,
+    )
