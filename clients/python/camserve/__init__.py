@@ -1,0 +1,80 @@
+"""Ask a camserve server why a vision model said what it said.
+
+    import camserve
+
+    with camserve.Client("localhost:50051") as client:
+        result = client.explain("cat.jpg", methods=["gradcam", "layercam"], targets=["tabby"])
+        print(result.predictions[0].label, result.predictions[0].probability)
+        result.explanations[0].save("why.jpg")
+        for each in client.explain_many(paths, progress=True):
+            print(each.predictions[0].label, each.explanations[0].verdict)
+
+``AsyncClient`` is the same, awaited.
+"""
+
+from camserve._aio import AsyncClient
+from camserve._client import Client
+from camserve._errors import (
+    CamserveError,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+)
+from camserve._picture import Box, Photo, Picture
+from camserve._result import Explanation, Prediction, Result, Timing, Verdict
+from camserve._retry import Retry
+from camserve._values import (
+    Contrast,
+    Health,
+    Layer,
+    Method,
+    MethodInfo,
+    Model,
+    ParameterInfo,
+    contrast,
+)
+from camserve._wire import ExplainOptions, ImageLike, MethodLike, TargetLike
+
+__all__ = [
+    "AsyncClient",
+    "Box",
+    "CamserveError",
+    "Cancelled",
+    "Client",
+    "Contrast",
+    "DeadlineExceeded",
+    "ExplainOptions",
+    "Explanation",
+    "FailedPrecondition",
+    "Health",
+    "ImageLike",
+    "Internal",
+    "InvalidArgument",
+    "Layer",
+    "Method",
+    "MethodInfo",
+    "MethodLike",
+    "Model",
+    "NotFound",
+    "ParameterInfo",
+    "PermissionDenied",
+    "Photo",
+    "Picture",
+    "Prediction",
+    "ResourceExhausted",
+    "Result",
+    "Retry",
+    "TargetLike",
+    "Timing",
+    "Unauthenticated",
+    "Unavailable",
+    "Verdict",
+    "contrast",
+]

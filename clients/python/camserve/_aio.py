@@ -1,0 +1,333 @@
+"""The client, awaited: the same as ``_client``, line by line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+
+import grpc.aio
+
+from camserve import _stream, _wire
+from camserve._errors import CamserveError, Cancelled, border
+from camserve._progress import progress_bar
+from camserve._retry import Retry, Tries
+from camserve._settings import (
+    CHANNEL_OPTIONS,
+    HEALTH_CHECK,
+    IN_FLIGHT,
+    LOCAL,
+    TIMEOUT,
+    health,
+    health_request,
+    new_request_id,
+    settings,
+)
+from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+    from typing import Self, Unpack
+
+    from camserve._result import Result
+    from camserve._settings import Settings
+    from camserve._values import Health, Layer, MethodInfo, Model
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_Outbox: TypeAlias = "asyncio.Queue[explain_pb2.ExplainStreamRequest | None]"
+_Inbox: TypeAlias = "asyncio.Queue[explain_pb2.ExplainStreamResponse | CamserveError]"
+
+
+class AsyncClient:
+    """A connection to a camserve server, for one event loop: ``Client``, awaited.
+
+    Args:
+        address: HOST:PORT.
+        timeout: Seconds that a call may take, retries and pauses included; ``math.inf`` for no
+            limit.
+        retries: How often a call is sent again when the server is unavailable or its queue is full;
+            a ``Retry`` sets the pauses as well.
+        credentials: For TLS: ``grpc.ssl_channel_credentials(...)``. Default: no encryption.
+        metadata: Sent with every call, such as ``{"authorization": "Bearer …"}``.
+
+    Raises:
+        InvalidArgument: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        address: str = LOCAL,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._settings = settings(address, timeout, retries, metadata)
+        self._credentials = credentials
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls under way end with Cancelled."""
+        await self._channel.close()
+
+    async def explain(
+        self,
+        image: _wire.ImageLike,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> Result:
+        """Explain what the model saw in one image: see ``Client.explain``."""
+        question = _wire.Question(**options).request()
+        # Reading and encoding an image would hold up the loop.
+        request = await asyncio.to_thread(_wire.with_image, question, image)
+        return _wire.result(await self._call(self._explain.Explain, request, timeout))
+
+    @overload
+    def explain_many(
+        self,
+        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        *,
+        progress: bool = ...,
+        in_flight: int = ...,
+        on_error: Literal["raise"] = ...,
+        timeout: float | None = ...,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> AsyncGenerator[Result, None]: ...
+    @overload
+    def explain_many(
+        self,
+        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        *,
+        progress: bool = ...,
+        in_flight: int = ...,
+        on_error: Literal["return"],
+        timeout: float | None = ...,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> AsyncGenerator[Result | CamserveError, None]: ...
+    def explain_many(
+        self,
+        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        *,
+        progress: bool = False,
+        in_flight: int = IN_FLIGHT,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> AsyncGenerator[Any, None]:
+        """Explain many images over one stream: see ``Client.explain_many``.
+
+        The images may be an asynchronous iterable too. Leave the loop early under
+        ``contextlib.aclosing``, or the stream ends only when Python notices.
+        """
+        patience = timeout or self._settings.timeout
+        window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
+        question = _wire.Question(**options).request()
+        return self._explained(_stream.many(images), question, window, progress=progress)
+
+    async def models(self) -> tuple[Model, ...]:
+        """List the models that the server has loaded; the first one is its default."""
+        reply = await self._call(self._models.ListModels, models_pb2.ListModelsRequest())
+        return tuple(map(_wire.model, reply.models))
+
+    async def model(self, name: str = "") -> Model:
+        """Describe one model, with its labels; the server's first where no name is given."""
+        reply = await self._call(self._models.GetModel, models_pb2.GetModelRequest(name=name))
+        return _wire.model(reply.model, reply.labels)
+
+    async def layers(self, model: str = "") -> tuple[Layer, ...]:
+        """List the layers of a model in the order in which they run."""
+        request = models_pb2.ListLayersRequest(model=model)
+        reply = await self._call(self._models.ListLayers, request)
+        return tuple(map(_wire.layer, reply.layers))
+
+    async def methods(self) -> tuple[MethodInfo, ...]:
+        """List the methods that the server knows, and their parameters."""
+        reply = await self._call(self._models.ListMethods, models_pb2.ListMethodsRequest())
+        return tuple(map(_wire.method, reply.methods))
+
+    async def health(self, service: str = "") -> Health:
+        """Ask once whether the server, or a service, takes requests: see ``Client.health``."""
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
+        return health(await self._call(check, health_request(service), retry=Retry(attempts=0)))
+
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        # Not before the first call: a channel belongs to the loop in which it was made.
+        address = self._settings.address
+        if self._credentials:
+            return grpc.aio.secure_channel(address, self._credentials, CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+
+    @cached_property
+    def _explain(self) -> explain_pb2_grpc.ExplainServiceAsyncStub:
+        return explain_pb2_grpc.ExplainServiceStub(self._channel)
+
+    @cached_property
+    def _models(self) -> models_pb2_grpc.ModelServiceAsyncStub:
+        return models_pb2_grpc.ModelServiceStub(self._channel)
+
+    async def _call(
+        self,
+        rpc: grpc.aio.UnaryUnaryMultiCallable[Q, R],
+        request: Q,
+        timeout: float | None = None,
+        retry: Retry | None = None,
+    ) -> R:
+        request_id = new_request_id()
+        metadata = self._settings.metadata_with(request_id)
+        tries = Tries(retry or self._settings.retry, timeout or self._settings.timeout)
+        while True:
+            try:
+                with border(self._settings.address, request_id):
+                    return await _own(rpc(request, timeout=tries.start(), metadata=metadata))
+            except CamserveError as error:
+                pause = tries.pause(error)
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
+
+    async def _explained(
+        self,
+        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        question: explain_pb2.ExplainRequest,
+        window: _stream.Window,
+        *,
+        progress: bool,
+    ) -> AsyncGenerator[_stream.Outcome, None]:
+        source = _each(images)
+        with progress_bar(images, shown=progress) as advance:
+            async with self._line() as line:
+                while not window.done:
+                    if window.room:
+                        image = await anext(source, _stream.END)
+                        window.take(await asyncio.to_thread(_stream.asked, question, image))
+                    await line.send(window.due())
+                    window.hear(await line.hear(window.patience()))
+                    for outcome in window.ready():
+                        advance()
+                        yield outcome
+                await line.finish()
+
+    def _line(self) -> _Line:
+        return _Line(self._explain, self._settings)
+
+
+async def _own(call: grpc.aio.UnaryUnaryCall[Any, R]) -> R:
+    """Await a call; one that the closing of the client cancels does not cancel its task."""
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Cancelled("the client was closed") from error
+
+
+async def _each(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+class _Line:
+    """One stream at a time, opened when there is something to send and none is open.
+
+    Both directions go through queues, so that waiting for an answer has an end.
+    """
+
+    def __init__(self, stub: explain_pb2_grpc.ExplainServiceAsyncStub, settings: Settings) -> None:
+        self._stub = stub
+        self._settings = settings
+        self._call: grpc.aio.Call | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._outbox: _Outbox = asyncio.Queue()
+        self._inbox: _Inbox = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._drop()
+
+    async def send(self, requests: Sequence[explain_pb2.ExplainStreamRequest]) -> None:
+        """Send requests, on a new stream if there is none."""
+        if requests and self._call is None:
+            self._open()
+        for request in requests:
+            self._outbox.put_nowait(request)
+
+    async def hear(self, seconds: float) -> _stream.Event:
+        """Wait for an answer, or for the error that the stream breaks with."""
+        try:
+            async with asyncio.timeout(seconds):
+                event = await self._inbox.get()
+        except TimeoutError:
+            return None
+        if isinstance(event, CamserveError):
+            await self._drop()
+        return event
+
+    async def finish(self) -> None:
+        """End the stream in good order, so that the server does not see it cancelled."""
+        if self._call is not None:
+            self._outbox.put_nowait(None)
+            await self.hear(_stream.FAREWELL)
+
+    def _open(self) -> None:
+        self._outbox, self._inbox = asyncio.Queue(), asyncio.Queue()
+        request_id = new_request_id()
+        edge = border(self._settings.address, request_id)
+        with border(self._settings.address, request_id):
+            call = self._stub.ExplainStream(
+                _until_none(self._outbox), metadata=self._settings.metadata_with(request_id)
+            )
+        self._reader = asyncio.create_task(_read(call, self._inbox, edge))
+        self._call = call
+
+    async def _drop(self) -> None:
+        self._outbox.put_nowait(None)
+        if self._call is not None and self._reader is not None:
+            self._call.cancel()
+            await asyncio.wait({self._reader})
+            self._call = None
+
+
+async def _until_none(outbox: _Outbox) -> AsyncIterator[explain_pb2.ExplainStreamRequest]:
+    while (request := await outbox.get()) is not None:
+        yield request
+
+
+async def _read(
+    answers: AsyncIterable[explain_pb2.ExplainStreamResponse],
+    inbox: _Inbox,
+    edge: AbstractContextManager[None],
+) -> None:
+    try:
+        with edge:
+            async for answer in answers:
+                inbox.put_nowait(answer)
+        inbox.put_nowait(_stream.ended())
+    except asyncio.CancelledError:
+        inbox.put_nowait(Cancelled("the client was closed"))
+    except CamserveError as error:
+        inbox.put_nowait(error)

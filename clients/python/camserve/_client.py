@@ -1,0 +1,319 @@
+"""The client."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+
+import grpc
+
+from camserve import _stream, _wire
+from camserve._errors import CamserveError, border
+from camserve._progress import progress_bar
+from camserve._retry import Retry, Tries
+from camserve._settings import (
+    CHANNEL_OPTIONS,
+    HEALTH_CHECK,
+    IN_FLIGHT,
+    LOCAL,
+    TIMEOUT,
+    health,
+    health_request,
+    new_request_id,
+    settings,
+)
+from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+    from typing import Self, Unpack
+
+    from camserve._result import Result
+    from camserve._settings import Settings
+    from camserve._values import Health, Layer, MethodInfo, Model
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+_Outbox: TypeAlias = "queue.SimpleQueue[explain_pb2.ExplainStreamRequest | None]"
+_Inbox: TypeAlias = "queue.SimpleQueue[explain_pb2.ExplainStreamResponse | CamserveError]"
+
+
+class Client:
+    """A connection to a camserve server; may be shared between threads.
+
+    Args:
+        address: HOST:PORT.
+        timeout: Seconds that a call may take, retries and pauses included; ``math.inf`` for no
+            limit.
+        retries: How often a call is sent again when the server is unavailable or its queue is full;
+            a ``Retry`` sets the pauses as well.
+        credentials: For TLS: ``grpc.ssl_channel_credentials(...)``. Default: no encryption.
+        metadata: Sent with every call, such as ``{"authorization": "Bearer …"}``.
+
+    Raises:
+        InvalidArgument: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        address: str = LOCAL,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._settings = settings(address, timeout, retries, metadata)
+        self._channel = (
+            grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
+            if credentials
+            else grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        )
+        self._explain = explain_pb2_grpc.ExplainServiceStub(self._channel)
+        self._models = models_pb2_grpc.ModelServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; calls under way end with Cancelled."""
+        self._channel.close()
+
+    def explain(
+        self,
+        image: _wire.ImageLike,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> Result:
+        """Explain what the model saw in one image.
+
+        Args:
+            image: A path, bytes of a JPEG, PNG, WebP or BMP file, a PIL image, or a uint8 [H, W, 3]
+                array in RGB.
+            timeout: Seconds, instead of the client's.
+            **options: What to explain and what to return: see ``ExplainOptions``.
+
+        Raises:
+            CamserveError: The class below it says why; what can be seen to be wrong here is not
+                sent.
+        """
+        request = _wire.with_image(_wire.Question(**options).request(), image)
+        return _wire.result(self._call(self._explain.Explain, request, timeout))
+
+    @overload
+    def explain_many(
+        self,
+        images: Iterable[_wire.ImageLike],
+        *,
+        progress: bool = ...,
+        in_flight: int = ...,
+        on_error: Literal["raise"] = ...,
+        timeout: float | None = ...,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> Generator[Result, None, None]: ...
+    @overload
+    def explain_many(
+        self,
+        images: Iterable[_wire.ImageLike],
+        *,
+        progress: bool = ...,
+        in_flight: int = ...,
+        on_error: Literal["return"],
+        timeout: float | None = ...,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> Generator[Result | CamserveError, None, None]: ...
+    def explain_many(
+        self,
+        images: Iterable[_wire.ImageLike],
+        *,
+        progress: bool = False,
+        in_flight: int = IN_FLIGHT,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> Generator[Any, None, None]:
+        """Explain many images over one stream; yields one result for each, in their order.
+
+        Images are taken as they are needed, so the iterable may be endless. Leaving the loop early
+        ends the stream. A stream that breaks is opened again, and what was unanswered sent again.
+
+        Args:
+            images: What ``explain`` takes.
+            progress: Whether to draw a progress bar on standard error.
+            in_flight: How many images are read ahead of the last result handed on, at most.
+            on_error: "raise", or "return" to yield the error of an image in place of its result.
+                A server that is lost altogether is always raised.
+            timeout: Seconds of silence, with images unanswered, after which the server is taken for
+                dead; instead of the client's.
+            **options: What to explain and what to return: see ``ExplainOptions``.
+
+        Raises:
+            CamserveError: The class below it says why.
+        """
+        patience = timeout or self._settings.timeout
+        window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
+        question = _wire.Question(**options).request()
+        return self._explained(_stream.many(images), question, window, progress=progress)
+
+    def models(self) -> tuple[Model, ...]:
+        """List the models that the server has loaded; the first one is its default."""
+        reply = self._call(self._models.ListModels, models_pb2.ListModelsRequest())
+        return tuple(map(_wire.model, reply.models))
+
+    def model(self, name: str = "") -> Model:
+        """Describe one model, with its labels; the server's first where no name is given."""
+        reply = self._call(self._models.GetModel, models_pb2.GetModelRequest(name=name))
+        return _wire.model(reply.model, reply.labels)
+
+    def layers(self, model: str = "") -> tuple[Layer, ...]:
+        """List the layers of a model in the order in which they run."""
+        reply = self._call(self._models.ListLayers, models_pb2.ListLayersRequest(model=model))
+        return tuple(map(_wire.layer, reply.layers))
+
+    def methods(self) -> tuple[MethodInfo, ...]:
+        """List the methods that the server knows, and their parameters."""
+        reply = self._call(self._models.ListMethods, models_pb2.ListMethodsRequest())
+        return tuple(map(_wire.method, reply.methods))
+
+    def health(self, service: str = "") -> Health:
+        """Ask once, without retries, whether the server, or one of its services, takes requests.
+
+        Raises:
+            NotFound: There is no such service.
+            Unavailable: Nothing answers.
+        """
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
+        return health(self._call(check, health_request(service), retry=Retry(attempts=0)))
+
+    def _call(
+        self,
+        rpc: grpc.UnaryUnaryMultiCallable[Q, R],
+        request: Q,
+        timeout: float | None = None,
+        retry: Retry | None = None,
+    ) -> R:
+        request_id = new_request_id()
+        metadata = self._settings.metadata_with(request_id)
+        tries = Tries(retry or self._settings.retry, timeout or self._settings.timeout)
+        while True:
+            try:
+                with border(self._settings.address, request_id):
+                    return rpc(request, timeout=tries.start(), metadata=metadata)
+            except CamserveError as error:
+                pause = tries.pause(error)
+                if pause is None:
+                    raise
+            time.sleep(pause)
+
+    def _line(self) -> _Line:
+        return _Line(self._explain, self._settings)
+
+    def _explained(
+        self,
+        images: Iterable[_wire.ImageLike],
+        question: explain_pb2.ExplainRequest,
+        window: _stream.Window,
+        *,
+        progress: bool,
+    ) -> Generator[_stream.Outcome, None, None]:
+        source = iter(images)
+        with progress_bar(images, shown=progress) as advance, self._line() as line:
+            while not window.done:
+                if window.room:
+                    window.take(_stream.asked(question, next(source, _stream.END)))
+                line.send(window.due())
+                window.hear(line.hear(window.patience()))
+                for outcome in window.ready():
+                    advance()
+                    yield outcome
+            line.finish()
+
+
+class _Line:
+    """One stream at a time, opened when there is something to send and none is open.
+
+    Both directions go through queues: gRPC takes requests in a thread of its own, and a thread here
+    takes the answers, so that waiting for one has an end.
+    """
+
+    def __init__(self, stub: explain_pb2_grpc.ExplainServiceStub, settings: Settings) -> None:
+        self._stub = stub
+        self._settings = settings
+        self._call: grpc.RpcContext | None = None
+        self._outbox: _Outbox = queue.SimpleQueue()
+        self._inbox: _Inbox = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._drop()
+
+    def send(self, requests: Sequence[explain_pb2.ExplainStreamRequest]) -> None:
+        """Send requests, on a new stream if there is none."""
+        if requests and self._call is None:
+            self._open()
+        for request in requests:
+            self._outbox.put(request)
+
+    def hear(self, seconds: float) -> _stream.Event:
+        """Wait for an answer, or for the error that the stream breaks with."""
+        try:
+            event = self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(event, CamserveError):
+            self._drop()
+        return event
+
+    def finish(self) -> None:
+        """End the stream in good order, so that the server does not see it cancelled."""
+        if self._call is not None:
+            self._outbox.put(None)
+            self.hear(_stream.FAREWELL)
+
+    def _open(self) -> None:
+        self._outbox, self._inbox = queue.SimpleQueue(), queue.SimpleQueue()
+        request_id = new_request_id()
+        edge = border(self._settings.address, request_id)
+        with border(self._settings.address, request_id):
+            call = self._stub.ExplainStream(
+                iter(self._outbox.get, None), metadata=self._settings.metadata_with(request_id)
+            )
+        reader = threading.Thread(target=_read, args=(call, self._inbox, edge), daemon=True)
+        reader.start()
+        self._call = call
+
+    def _drop(self) -> None:
+        self._outbox.put(None)  # or gRPC's thread would wait for it for ever
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+
+def _read(
+    answers: Iterable[explain_pb2.ExplainStreamResponse],
+    inbox: _Inbox,
+    edge: AbstractContextManager[None],
+) -> None:
+    try:
+        with edge:
+            for answer in answers:
+                inbox.put(answer)
+        inbox.put(_stream.ended())
+    except CamserveError as error:
+        inbox.put(error)

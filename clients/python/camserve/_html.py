@@ -1,0 +1,34 @@
+"""Results as HTML, for notebooks: one string, pictures inside, nothing fetched."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from camserve._picture import Picture
+
+
+def figure(picture: Picture | None, title: str, note: str) -> str:
+    """Show a picture over its title and a note."""
+    image = _inline(picture, title) if picture else "<em>no overlay</em>"
+    small = f"<br><small>{escape(note)}</small>" if note else ""
+    caption = f"<figcaption>{escape(title)}{small}</figcaption>"
+    return f'<figure style="margin:0;max-width:24em">{image}{caption}</figure>'
+
+
+def page(title: str, rows: Iterable[tuple[str, str]], figures: Iterable[str]) -> str:
+    """Show a table of predictions beside figures."""
+    lines = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
+    table = f"<table><caption>{escape(title)}</caption>{lines}</table>"
+    parts = "".join((table, *figures))
+    return f'<div style="display:flex;flex-wrap:wrap;gap:1em">{parts}</div>'
+
+
+def _inline(picture: Picture, title: str) -> str:
+    data = b64encode(picture.data).decode()
+    source = f"data:image/{escape(picture.format)};base64,{data}"
+    return f'<img style="max-width:100%" alt="{escape(title)}" src="{source}">'

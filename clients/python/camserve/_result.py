@@ -1,0 +1,222 @@
+"""What comes back: predictions, and a heatmap for every method, layer and target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from camserve import _html
+from camserve._errors import FailedPrecondition, InvalidArgument
+from camserve._picture import FORMATS, Photo, Picture, onto_photo
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+    from PIL import Image
+
+T = TypeVar("T")
+
+
+class Verdict(StrEnum):
+    """Whether a map can be read as an explanation."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    OK = "OK"
+    ALL_NEGATIVE = "ALL_NEGATIVE"
+    FLAT = "FLAT"
+    ZERO_GRADIENT = "ZERO_GRADIENT"
+    NON_FINITE = "NON_FINITE"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A class and how probable the model finds it.
+
+    Attributes:
+        label: Of the class; empty where the model has none.
+        probability: After softmax, 0 to 1.
+        class_index: Index in the model's output, from 0.
+        score: The logit.
+    """
+
+    label: str
+    probability: float
+    class_index: int
+    score: float
+
+    @property
+    def name(self) -> str:
+        """The label, or the index where there is none."""
+        return self.label or str(self.class_index)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time went, in milliseconds, and how many rows the largest batch had."""
+
+    decode_ms: float
+    queue_ms: float
+    compute_ms: float
+    render_ms: float
+    batch_rows: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Explanation:
+    """One method's answer, on one layer, for one target.
+
+    Attributes:
+        method: Name of the method.
+        layer: Name of the layer; empty for methods that look at the input.
+        target: The class explained.
+        contrast: The class that it was explained against, if any.
+        score: The score explained: a logit, or for a contrast the difference of two.
+        verdict: Whether the map can be read as an explanation.
+        verdict_message: The verdict in words; empty when it is OK.
+        parameters: What the method ran with, defaults included.
+        photo: Geometry of the photo.
+        heatmap: float32 [h, w], read-only: signed, not normalised, on the layer's own grid; None
+            if it was not asked for.
+        overlay_picture: The overlay with its format and size; None if it was not asked for.
+        colored_picture: The heatmap alone in colour; None if it was not asked for.
+    """
+
+    method: str
+    layer: str
+    target: Prediction
+    contrast: Prediction | None
+    score: float
+    verdict: Verdict
+    verdict_message: str
+    parameters: Mapping[str, float | str]
+    photo: Photo = field(repr=False)
+    heatmap: NDArray[np.float32] | None = field(repr=False)
+    overlay_picture: Picture | None = field(repr=False)
+    colored_picture: Picture | None = field(repr=False)
+
+    @property
+    def title(self) -> str:
+        """What is explained, in words."""
+        against = f", not {self.contrast.name}" if self.contrast else ""
+        return f"{self.target.name}{against}"
+
+    @property
+    def overlay(self) -> bytes:
+        """The file of the heatmap drawn on the photo.
+
+        Raises:
+            FailedPrecondition: It was not asked for.
+        """
+        return _present(self.overlay_picture, "overlay", 'overlay="jpeg"').data
+
+    @property
+    def image(self) -> Image.Image:
+        """The heatmap drawn on the photo, decoded.
+
+        Raises:
+            FailedPrecondition: It was not asked for.
+        """
+        return _present(self.overlay_picture, "overlay", 'overlay="jpeg"').open()
+
+    @property
+    def heatmap_image(self) -> bytes:
+        """The file of the heatmap alone, in colour.
+
+        Raises:
+            FailedPrecondition: It was not asked for.
+        """
+        return _present(self.colored_picture, "heatmap image", 'heatmap_image="png"').data
+
+    @property
+    def heatmap_on_image(self) -> NDArray[np.float32]:
+        """The raw map in the photo's own pixels: float32 [height, width].
+
+        Bilinear, still signed and not normalised; NaN where the model did not look.
+
+        Raises:
+            FailedPrecondition: The heatmap was not asked for.
+        """
+        return onto_photo(_present(self.heatmap, "heatmap", "heatmap=True"), self.photo)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the overlay (.jpg, .png, .webp) or the raw map (.npy).
+
+        The overlay is written as it came, and encoded again only where the suffix asks for
+        another format than the one received.
+
+        Returns:
+            The path.
+
+        Raises:
+            InvalidArgument: The suffix is none of these.
+            FailedPrecondition: The part was not asked for.
+            OSError: The file cannot be written.
+        """
+        to = Path(path)
+        suffix = to.suffix.lower()
+        if suffix == ".npy":
+            np.save(to, _present(self.heatmap, "heatmap", "heatmap=True"), allow_pickle=False)
+        elif suffix in FORMATS:
+            picture = _present(self.overlay_picture, "overlay", 'overlay="jpeg"')
+            to.write_bytes(picture.encoded(FORMATS[suffix]))
+        else:
+            known = ", ".join((*FORMATS, ".npy"))
+            raise InvalidArgument(f"cannot save as {to.suffix or to.name!r}; there are {known}")
+        return to
+
+    def _repr_png_(self) -> bytes | None:
+        return self.overlay_picture.encoded("png") if self.overlay_picture else None
+
+    def html(self) -> str:
+        """The overlay with its title, for a notebook."""
+        return _html.figure(self.overlay_picture, f"{self.title} · {self.method}", self._note())
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def _note(self) -> str:
+        trouble = "" if self.verdict is Verdict.OK else f"{self.verdict}: {self.verdict_message}"
+        return " · ".join(filter(None, (self.layer, trouble)))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Result:
+    """The predictions for one image and their explanations.
+
+    Attributes:
+        predictions: The most probable classes, most probable first.
+        explanations: One for each method, layer and target: all targets of the first layer of the
+            first method first.
+        model: Name of the model that answered.
+        request_id: What to look for in the server's log.
+        photo: Geometry of the photo, and of the part that the model saw.
+        timing: Where the time went.
+    """
+
+    predictions: tuple[Prediction, ...]
+    explanations: tuple[Explanation, ...]
+    model: str
+    request_id: str
+    photo: Photo
+    timing: Timing
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the photo in pixels, upright."""
+        return self.photo.width, self.photo.height
+
+    def _repr_html_(self) -> str:
+        rows = [(each.name, f"{each.probability:.1%}") for each in self.predictions]
+        return _html.page(self.model, rows, [each.html() for each in self.explanations])
+
+
+def _present(part: T | None, name: str, option: str) -> T:
+    if part is None:
+        raise FailedPrecondition(f"the result has no {name}; ask for it: client.explain(..., {option})")
+    return part

@@ -1,0 +1,77 @@
+"""What every call of a client has in common: pure, so that both clients share it."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from grpc_health.v1 import health_pb2  # pyright: ignore[reportMissingTypeStubs]  # it ships no types
+
+from camserve._errors import REQUEST_ID, InvalidArgument
+from camserve._retry import Retry
+from camserve._values import Health
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LOCAL: Final = "localhost:50051"
+TIMEOUT: Final = 30.0
+IN_FLIGHT: Final = 16
+
+_MAX_MESSAGE: Final = 64 * 2**20
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE),
+    # Connecting again keeps pace with Retry, or its tries would meet the last one's failure.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5000),
+)
+HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to reach a server, and how long and how often to try."""
+
+    address: str
+    timeout: float
+    retry: Retry
+    metadata: Mapping[str, str] = field(repr=False)  # it may hold a token
+
+    def __post_init__(self) -> None:
+        if not self.address or self.address.startswith(("http://", "https://")):
+            raise InvalidArgument(f"an address is HOST:PORT, as {LOCAL}, not {self.address!r}")
+        if not self.timeout > 0:
+            raise InvalidArgument(f"timeout must be above 0 seconds, not {self.timeout}")
+
+    def metadata_with(self, request_id: str) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call."""
+        return (*self.metadata.items(), (REQUEST_ID, request_id))
+
+
+def settings(address: str, timeout: float, retries: int | Retry, metadata: Mapping[str, str] | None) -> Settings:
+    """Gather what a client was given.
+
+    Raises:
+        InvalidArgument: Something is out of range, or the address is none.
+    """
+    retry = retries if isinstance(retries, Retry) else Retry(attempts=retries)
+    return Settings(address, timeout, retry, dict(metadata or {}))
+
+
+def new_request_id() -> str:
+    """Make an id by which a request is found in the server's log."""
+    return uuid.uuid4().hex
+
+
+def health_request(service: str) -> bytes:
+    """Encode the question whether a service takes requests."""
+    packed: bytes = health_pb2.HealthCheckRequest(service=service).SerializeToString()
+    return packed
+
+
+def health(packed: bytes) -> Health:
+    """Read the answer."""
+    number = health_pb2.HealthCheckResponse.FromString(packed).status
+    return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(number))

@@ -1,0 +1,117 @@
+"""What the commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from camserve._result import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from camserve._result import Explanation, Result
+    from camserve._values import Layer, MethodInfo, Model, ParameterInfo
+
+STYLES = {Verdict.OK: "green", Verdict.UNSPECIFIED: "", Verdict.NON_FINITE: "red"}
+
+
+def as_json(values: object) -> str:
+    """Write values as JSON."""
+    return json.dumps(values, default=_plain, indent=2, ensure_ascii=False)
+
+
+def _plain(value: object) -> dict[str, Any]:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+def show(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """Print a table on standard output; in a pipe as wide as it needs to be."""
+    table = Table(*headings, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        # As text, so that brackets in a label are no markup.
+        table.add_row(*(each if isinstance(each, Text) else Text(each) for each in row))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=console.measure(table).maximum)
+    console.print(table)
+
+
+def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:
+    """Describe models, one a row."""
+    return [
+        (
+            each.name,
+            each.source,
+            each.weights,
+            f"{each.classes:,}",
+            f"{each.input_height}×{each.input_width}",
+            each.default_layer,
+            _count(each.parameters),
+            f"{each.precision} on {each.device}",
+        )
+        for each in models
+    ]
+
+
+def layer_rows(layers: Iterable[Layer]) -> list[tuple[str, ...]]:
+    """Describe layers, one a row."""
+    return [
+        (
+            each.name,
+            each.type,
+            "×".join(map(str, each.output_shape)),
+            _count(each.parameters),
+            "yes" if each.explainable else f"no: {each.reason}",
+        )
+        for each in layers
+    ]
+
+
+def method_rows(methods: Iterable[MethodInfo]) -> list[tuple[str, ...]]:
+    """Describe methods, one a row."""
+    return [
+        (
+            each.name,
+            each.kind.lower(),
+            str(each.rows),
+            " ".join(map(_parameter, each.parameters)),
+            each.summary,
+        )
+        for each in methods
+    ]
+
+
+def result_rows(
+    image: Path, written: Iterable[tuple[Explanation, Path]], result: Result
+) -> list[tuple[str | Text, ...]]:
+    """Describe what came out for one image, one explanation a row."""
+    best = result.predictions[0] if result.predictions else None
+    said = f"{best.name} {best.probability:.1%}" if best else ""
+    return [(str(image), said, each.method, each.title, _verdict(each), path.name) for each, path in written]
+
+
+def _verdict(explanation: Explanation) -> Text:
+    message = f": {explanation.verdict_message}" if explanation.verdict_message else ""
+    return Text(f"{explanation.verdict}{message}", style=STYLES.get(explanation.verdict, "yellow"))
+
+
+def _parameter(info: ParameterInfo) -> str:
+    default = f"{info.default:g}" if isinstance(info.default, float) else info.default
+    return f"{info.name}={default}"
+
+
+def _count(number: int) -> str:
+    """Write a large number shortly: 4.65M."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)

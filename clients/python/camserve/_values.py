@@ -1,0 +1,154 @@
+"""The values that say what to explain, and those that describe what a server can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method and its parameters; those left out have the server's defaults.
+
+    >>> Method("smoothgrad", {"samples": 32})
+    Method(name='smoothgrad', parameters={'samples': 32})
+    """
+
+    name: str
+    parameters: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """Why one class and not another: labels, or indices in the model's output."""
+
+    why: str | int
+    why_not: str | int
+
+
+def contrast(why: str | int, why_not: str | int) -> Contrast:
+    """Ask why the model says one class and not another.
+
+    >>> contrast("tabby", "tiger cat")
+    Contrast(why='tabby', why_not='tiger cat')
+
+    Args:
+        why: The class to explain, by label or index.
+        why_not: The class to explain it against.
+    """
+    return Contrast(why, why_not)
+
+
+class Health(StrEnum):
+    """Whether a server, or one of its services, takes requests."""
+
+    UNKNOWN = "UNKNOWN"
+    SERVING = "SERVING"
+    NOT_SERVING = "NOT_SERVING"
+    SERVICE_UNKNOWN = "SERVICE_UNKNOWN"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that the server has loaded.
+
+    Attributes:
+        name: Its name in requests.
+        source: Where it comes from, such as "timm:resnet50".
+        weights: Which weights it has: "default", "file", or "none" for random ones.
+        digest: SHA-256 over its parameters and buffers, in hexadecimal.
+        classes: How many classes it tells apart.
+        input_height: Of its input, in pixels.
+        input_width: Of its input, in pixels.
+        default_layer: The layer explained when a request names none.
+        parameters: How many it has.
+        precision: "float32", "bfloat16" or "float16".
+        device: Where it runs: "cpu", "cuda:0", …
+        labels: Of every class, in the order of the output; empty in a list of models.
+    """
+
+    name: str
+    source: str
+    weights: str
+    digest: str
+    classes: int
+    input_height: int
+    input_width: int
+    default_layer: str
+    parameters: int
+    precision: str
+    device: str
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module of a model.
+
+    Attributes:
+        name: Its name in requests.
+        type: Its class, such as "Conv2d".
+        output_shape: Of its output for one image, the batch first.
+        parameters: How many it has.
+        calls: How often one pass through the model calls it.
+        explainable: Whether class activation methods can explain it.
+        grid: Rows and columns of its grid over the image; None where it has none.
+        reason: Why it cannot be explained; empty where it can.
+    """
+
+    name: str
+    type: str
+    output_shape: tuple[int, ...]
+    parameters: int
+    calls: int
+    explainable: bool
+    grid: tuple[int, int] | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """A parameter of a method.
+
+    Attributes:
+        name: Its name in requests.
+        summary: What it does, in a sentence.
+        default: Its value when left out; None where the server does not say.
+        minimum: Smallest number allowed.
+        maximum: Largest number allowed.
+        integer: Whether it must be a whole number.
+        choices: Words allowed; empty where it is a number.
+    """
+
+    name: str
+    summary: str
+    default: float | str | None
+    minimum: float
+    maximum: float
+    integer: bool
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodInfo:
+    """A method that the server knows.
+
+    Attributes:
+        name: Its name in requests.
+        kind: What it computes from: "CAM", "SALIENCY", …
+        summary: What it does, in a sentence.
+        paper: The paper that defines it.
+        parameters: What can be set.
+        rows: Image copies that one target costs with the default parameters.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    paper: str
+    parameters: tuple[ParameterInfo, ...]
+    rows: int

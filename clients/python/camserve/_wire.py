@@ -1,0 +1,395 @@
+"""Arguments to protobuf, and protobuf to values: pure, so that both clients share it."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypedDict, TypeGuard, cast
+
+import numpy as np
+from PIL import Image
+
+from camserve import _picture
+from camserve._errors import CamserveError, Details, Internal, InvalidArgument, code_of, make, merged
+from camserve._picture import Box, Photo, Picture
+from camserve._result import Explanation, Prediction, Result, Timing, Verdict
+from camserve._values import Contrast, Layer, Method, MethodInfo, Model, ParameterInfo
+from camserve.v1 import explain_pb2, models_pb2
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[np.uint8]"
+MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
+TargetLike: TypeAlias = "str | SupportsIndex | Contrast"
+
+_FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
+    None: explain_pb2.IMAGE_FORMAT_UNSPECIFIED,
+    "jpeg": explain_pb2.IMAGE_FORMAT_JPEG,
+    "png": explain_pb2.IMAGE_FORMAT_PNG,
+    "webp": explain_pb2.IMAGE_FORMAT_WEBP,
+}
+_FORMAT_NAMES = {number: name for name, number in _FORMATS.items() if name}
+_LARGEST_INDEX = 2**32 - 1
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "top_k": (1, 16),
+    "alpha": (0, 1),
+    "max_side": (16, 16384),
+    "quality": (1, 100),
+    "max_predictions": (0, 1000),
+}
+
+
+class ExplainOptions(TypedDict, total=False):
+    """What to explain and what to return; everything may be left out.
+
+    Attributes:
+        model: Name of a loaded model. Default: the server's first.
+        methods: One method or several, each a name, a ``Method``, or a pair of name and
+            parameters. Default: gradcam.
+        targets: One target or several: labels, class indices, or ``contrast(a, b)``. Default: the
+            ``top_k`` most probable classes.
+        layers: One layer or several, by name. Default: the model's default layer.
+        top_k: How many classes to explain where there are no targets, 1 to 16. Default: 1.
+        heatmap: Whether to return the raw map. Default: True.
+        overlay: "jpeg", "png", "webp", or None for no overlay. Default: "jpeg".
+        heatmap_image: The same for the heatmap alone, in colour. Default: None.
+        colormap: Name of the colour map. Default: "jet".
+        alpha: Opacity of the heatmap over the photo, 0 to 1. Default: 0.5.
+        max_side: Longer side of the pictures at most, in pixels, 16 to 16384. Default: the photo's.
+        quality: Of JPEG and WebP pictures, 1 to 100. Default: the server's.
+        max_predictions: How many predictions to return, 0 to 1000. Default: 5.
+    """
+
+    model: str | None
+    methods: MethodLike | Sequence[MethodLike]
+    targets: TargetLike | Iterable[TargetLike] | None
+    layers: str | Sequence[str] | None
+    top_k: int
+    heatmap: bool
+    overlay: str | None
+    heatmap_image: str | None
+    colormap: str
+    alpha: float
+    max_side: int | None
+    quality: int | None
+    max_predictions: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """ExplainOptions with their defaults."""
+
+    model: str | None = None
+    methods: MethodLike | Sequence[MethodLike] = ("gradcam",)
+    targets: TargetLike | Iterable[TargetLike] | None = None
+    layers: str | Sequence[str] | None = None
+    top_k: int = 1
+    heatmap: bool = True
+    overlay: str | None = "jpeg"
+    heatmap_image: str | None = None
+    colormap: str = "jet"
+    alpha: float = 0.5
+    max_side: int | None = None
+    quality: int | None = None
+    max_predictions: int = 5
+
+    def request(self) -> explain_pb2.ExplainRequest:
+        """Return the request, still without an image.
+
+        Raises:
+            InvalidArgument: An option is out of range or of a wrong kind.
+        """
+        for name, (low, high) in _RANGES.items():
+            _check_range(name, getattr(self, name), low, high)
+        return explain_pb2.ExplainRequest(
+            model=self.model or "",
+            methods=[_method(each) for each in _methods(self.methods)],
+            targets=[_target(each, at) for at, each in enumerate(_targets(self.targets))],
+            top_k=self.top_k,
+            layers=[self.layers] if isinstance(self.layers, str) else self.layers or (),
+            rendering=self._rendering(),
+            max_predictions=self.max_predictions,
+        )
+
+    def _rendering(self) -> explain_pb2.Rendering:
+        return explain_pb2.Rendering(
+            overlay=_format("overlay", self.overlay),
+            heatmap=self.heatmap,
+            heatmap_image=_format("heatmap_image", self.heatmap_image),
+            colormap=self.colormap,
+            alpha=self.alpha,
+            max_side=self.max_side or 0,
+            quality=self.quality or 0,
+        )
+
+
+def with_image(question: explain_pb2.ExplainRequest, image: object) -> explain_pb2.ExplainRequest:
+    """Return the request for one image.
+
+    Raises:
+        InvalidArgument: The image cannot be read, or is no image.
+    """
+    request = explain_pb2.ExplainRequest(image=image_bytes(image))
+    request.MergeFrom(question)
+    return request
+
+
+def image_bytes(image: object) -> bytes:
+    """Return the file of an image: paths and bytes untouched, pixels encoded as PNG.
+
+    Raises:
+        InvalidArgument: The image cannot be read, or is no image.
+    """
+    data = _file(image)
+    if not data:
+        raise _bad("image", "it is empty")
+    return data
+
+
+def _file(image: object) -> bytes:
+    for kinds, read in _READERS:
+        if isinstance(image, kinds):
+            return read(image)
+    wanted = "a path, bytes, a PIL image or a uint8 [H, W, 3] array"
+    raise _bad("image", f"it must be {wanted}, not {type(image).__name__}")
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _bad("image", f"cannot read {os.fspath(path)!r}: {reason}") from error
+
+
+_READERS: Sequence[tuple[tuple[type, ...], Callable[[Any], bytes]]] = (
+    ((str, os.PathLike), _read),
+    ((bytes, bytearray, memoryview), bytes),
+    ((Image.Image,), _picture.from_pil),
+    ((np.ndarray,), _picture.from_array),
+)
+
+
+def _methods(given: MethodLike | Sequence[MethodLike]) -> Sequence[MethodLike]:
+    if isinstance(given, str | Method) or _is_pair(given):
+        return (given,)
+    return cast("Sequence[MethodLike]", given)
+
+
+def _is_pair(given: Sequence[object]) -> TypeGuard[tuple[str, Mapping[str, float | str]]]:
+    # A tuple of two names is two methods.
+    return isinstance(given, tuple) and isinstance(given[-1], Mapping)
+
+
+def _method(given: MethodLike) -> explain_pb2.Method:
+    if isinstance(given, str):
+        return explain_pb2.Method(name=given)
+    method = given if isinstance(given, Method) else Method(*given)
+    parameters = {name: _parameter(name, value) for name, value in method.parameters.items()}
+    return explain_pb2.Method(name=method.name, parameters=parameters)
+
+
+def _parameter(name: str, value: object) -> explain_pb2.Parameter:
+    if isinstance(value, str):
+        return explain_pb2.Parameter(text=value)
+    try:
+        return explain_pb2.Parameter(number=value)  # type: ignore[arg-type]  # protobuf checks it
+    except TypeError as error:
+        kind = type(value).__name__
+        raise _bad(f"methods.{name}", f"it must be a number or a word, not {kind}") from error
+
+
+def _targets(given: TargetLike | Iterable[TargetLike] | None) -> Iterable[TargetLike]:
+    if given is None:
+        return ()
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        return given
+    return (given,)
+
+
+def _target(given: TargetLike, at: int) -> explain_pb2.Target:
+    field = f"targets[{at}]"
+    if isinstance(given, Contrast):
+        sides = explain_pb2.Contrast(
+            why=_class_name(given.why, f"{field}.contrast.why"),
+            why_not=_class_name(given.why_not, f"{field}.contrast.why_not"),
+        )
+        return explain_pb2.Target(contrast=sides)
+    if isinstance(given, str):
+        return explain_pb2.Target(label=given)
+    return explain_pb2.Target(class_index=_index(given, field))
+
+
+def _class_name(given: str | int, field: str) -> explain_pb2.ClassName:
+    if isinstance(given, str):
+        return explain_pb2.ClassName(label=given)
+    return explain_pb2.ClassName(class_index=_index(given, field))
+
+
+def _index(given: object, field: str) -> int:
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+        kind = type(given).__name__
+        raise _bad(field, f"a class is a label or an index, not {kind}")
+    index = operator.index(given)
+    if not 0 <= index <= _LARGEST_INDEX:
+        raise _bad(field, f"a class index counts from 0, so it is not {index}")
+    return index
+
+
+def _format(field: str, name: str | None) -> explain_pb2.ImageFormat.ValueType:
+    if name not in _FORMATS:
+        known = ", ".join(map(repr, _FORMATS))
+        raise _bad(f"rendering.{field}", f"there is no {name!r}; there are {known}")
+    return _FORMATS[name]
+
+
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise _bad(name, f"{value} is not between {low} and {high}")
+
+
+def _bad(field: str, reason: str) -> InvalidArgument:
+    return InvalidArgument(f"{field}: {reason}", fields={field: reason})
+
+
+def result(response: explain_pb2.ExplainResponse) -> Result:
+    """Read a response.
+
+    Raises:
+        Internal: A raw map has not as many values as it says.
+    """
+    photo = _photo(response.photo)
+    timing = response.timing
+    return Result(
+        predictions=tuple(map(_prediction, response.predictions)),
+        explanations=tuple(_explanation(each, photo) for each in response.explanations),
+        model=response.model,
+        request_id=response.request_id,
+        photo=photo,
+        timing=Timing(
+            timing.decode_ms,
+            timing.queue_ms,
+            timing.compute_ms,
+            timing.render_ms,
+            timing.batch_rows,
+        ),
+    )
+
+
+def outcome(reply: explain_pb2.ExplainStreamResponse) -> Result | CamserveError:
+    """Read one answer of a stream: what came out, or why nothing did."""
+    if reply.WhichOneof("outcome") == "response":
+        try:
+            return result(reply.response)
+        except CamserveError as error:
+            return error
+    said = reply.error
+    after = said.retry_after_ms / 1000 if said.HasField("retry_after_ms") else None
+    wrong = merged((each.field, each.description) for each in said.fields)
+    return make(code_of(said.code), said.message, Details(reply.request_id, wrong, after))
+
+
+def _photo(said: explain_pb2.Photo) -> Photo:
+    seen = said.seen
+    box = Box(seen.left, seen.top, seen.right, seen.bottom)
+    whole = Box(0.0, 0.0, float(said.width), float(said.height))
+    return Photo(said.width, said.height, box if said.HasField("seen") else whole)
+
+
+def _prediction(said: explain_pb2.Prediction) -> Prediction:
+    return Prediction(said.label, said.probability, said.class_index, said.score)
+
+
+def _explanation(said: explain_pb2.Explanation, photo: Photo) -> Explanation:
+    return Explanation(
+        method=said.method,
+        layer=said.layer,
+        target=_prediction(said.target),
+        contrast=_prediction(said.contrast) if said.HasField("contrast") else None,
+        score=said.score,
+        verdict=_verdict(said.verdict),
+        verdict_message=said.verdict_message,
+        parameters={name: _value(each) for name, each in said.parameters.items()},
+        photo=photo,
+        heatmap=_heatmap(said.heatmap) if said.HasField("heatmap") else None,
+        overlay_picture=_pictured(said.overlay) if said.HasField("overlay") else None,
+        colored_picture=_pictured(said.heatmap_image) if said.HasField("heatmap_image") else None,
+    )
+
+
+def _verdict(number: int) -> Verdict:
+    # A newer server may know more verdicts than this client.
+    if number not in explain_pb2.Verdict.values():
+        return Verdict.UNSPECIFIED
+    name = explain_pb2.Verdict.Name(explain_pb2.Verdict.ValueType(number))
+    return Verdict(name.removeprefix("VERDICT_"))
+
+
+def _heatmap(said: explain_pb2.Heatmap) -> NDArray[np.float32]:
+    values = np.frombuffer(said.data, "<f4") if len(said.data) % 4 == 0 else np.empty(0)
+    if values.size != said.height * said.width:
+        raise Internal(f"the server sent no {said.height} by {said.width} heatmap")
+    return values.astype(np.float32, copy=False).reshape(said.height, said.width)
+
+
+def _pictured(said: explain_pb2.Picture) -> Picture:
+    return Picture(_FORMAT_NAMES.get(said.format, ""), said.data, said.width, said.height)
+
+
+def _value(said: explain_pb2.Parameter) -> float | str:
+    return said.text if said.WhichOneof("value") == "text" else said.number
+
+
+def model(said: models_pb2.Model, labels: Iterable[str] = ()) -> Model:
+    """Read the description of a model."""
+    same = {each.name: getattr(said, each.name) for each in fields(Model) if each.name != "labels"}
+    return Model(labels=tuple(labels), **same)
+
+
+def layer(said: models_pb2.Layer) -> Layer:
+    """Read the description of a layer."""
+    return Layer(
+        name=said.name,
+        type=said.type,
+        output_shape=tuple(said.output_shape),
+        parameters=said.parameters,
+        calls=said.calls,
+        explainable=said.explainable,
+        grid=(said.grid_height, said.grid_width) if said.grid_height else None,
+        reason=said.reason,
+    )
+
+
+def method(said: models_pb2.MethodInfo) -> MethodInfo:
+    """Read the description of a method."""
+    return MethodInfo(
+        name=said.name,
+        kind=_kind(said.kind),
+        summary=said.summary,
+        paper=said.paper,
+        parameters=tuple(map(_parameter_info, said.parameters)),
+        rows=said.rows,
+    )
+
+
+def _kind(number: int) -> str:
+    if number not in models_pb2.MethodKind.values():
+        return str(number)
+    name = models_pb2.MethodKind.Name(models_pb2.MethodKind.ValueType(number))
+    return name.removeprefix("METHOD_KIND_")
+
+
+def _parameter_info(said: models_pb2.ParameterInfo) -> ParameterInfo:
+    return ParameterInfo(
+        name=said.name,
+        summary=said.summary,
+        default=_value(said.default_value) if said.HasField("default_value") else None,
+        minimum=said.minimum,
+        maximum=said.maximum,
+        integer=said.integer,
+        choices=tuple(said.choices),
+    )

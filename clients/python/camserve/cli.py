@@ -1,0 +1,275 @@
+"""The command `camserve`: explain photos, and see what a server can."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import click
+
+import camserve
+from camserve import _files, _tables
+from camserve._settings import LOCAL, TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from typing import Unpack
+
+    from rich.text import Text
+
+FAILED, INTERRUPTED = 1, 130
+
+_SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
+
+
+class _Commands(click.Group):
+    """Says whatever goes wrong in one line, and with the exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        try:
+            code: object = super().main(*args, **kwargs)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = error.exit_code
+        except (click.ClickException, click.Abort, camserve.CamserveError, OSError) as error:
+            code = _complain(error)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(error: Exception) -> int:
+    if isinstance(error, click.Abort):
+        return _say("interrupted", INTERRUPTED)
+    if isinstance(error, click.ClickException):
+        return _say(error.format_message(), error.exit_code)
+    return _say(str(error), FAILED)
+
+
+def _say(words: str, code: int = FAILED) -> int:
+    line = " ".join(words.split())
+    click.echo(f"error: {line}", err=True)
+    return code
+
+
+def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = click.option(
+        "--timeout",
+        default=TIMEOUT,
+        show_default=True,
+        metavar="SECONDS",
+        type=click.FloatRange(0, min_open=True),
+        help="How long to wait for an answer.",
+    )(command)
+    return click.option(
+        "--server",
+        default=LOCAL,
+        show_default=True,
+        envvar="CAMSERVE_SERVER",
+        show_envvar=True,
+        metavar="HOST:PORT",
+        help="Where the server listens.",
+    )(command)
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="camserve")
+def main() -> None:
+    """Ask a camserve server why a vision model said what it said."""
+
+
+def _method(text: str) -> camserve.Method:
+    name, _, rest = text.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    for key, equals, _value in pairs:
+        if not equals:
+            raise click.BadParameter(f"{key!r} is not KEY=VALUE")
+    return camserve.Method(name, {k.strip(): _number_or_word(v.strip()) for k, _, v in pairs})
+
+
+def _target(text: str) -> camserve.TargetLike:
+    why, against, why_not = text.partition(" vs ")
+    if against:
+        return camserve.contrast(_index_or_label(why), _index_or_label(why_not))
+    return _index_or_label(why)
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _index_or_label(text: str) -> int | str:
+    text = text.strip()
+    return int(text) if text.isdecimal() else text
+
+
+class Wishes(TypedDict):
+    """What `explain` was asked for, beside the images and the folder."""
+
+    model: str | None
+    methods: tuple[camserve.Method, ...]
+    targets: tuple[camserve.TargetLike, ...]
+    layers: tuple[str, ...]
+    top_k: int
+    colormap: str
+    alpha: float
+    overlay: str
+    heatmap: bool
+    max_side: int | None
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar="PATH...")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for the overlays; made where it is missing.",
+)
+@click.option("--model", metavar="NAME", help="A model of the server. Default: its first.")
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    default=("gradcam",),
+    show_default=True,
+    type=_method,
+    metavar="NAME[:KEY=VALUE,...]",
+    help="Repeat it for several, as smoothgrad:samples=32.",
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=_target,
+    metavar="CLASS[ vs CLASS]",
+    help='A label, an index, or "tabby vs tiger cat". Repeat it. Default: what the model predicts.',
+)
+@click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: the model's.")
+@click.option(
+    "--top-k",
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How many predicted classes to explain.",
+)
+@click.option("--colormap", default="jet", show_default=True, metavar="NAME", help="Of the heatmap.")
+@click.option("--alpha", default=0.5, show_default=True, help="Opacity of the heatmap, 0 to 1.")
+@click.option(
+    "--format",
+    "overlay",
+    default="jpeg",
+    show_default=True,
+    type=click.Choice(["jpeg", "png", "webp"]),
+    help="Of the overlays.",
+)
+@click.option("--heatmaps", "heatmap", is_flag=True, help="Write the raw maps too, as .npy.")
+@click.option("--max-side", type=int, metavar="PIXELS", help="Longer side of the overlays at most.")
+@_connected
+def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, **wishes: Unpack[Wishes]) -> int:
+    """Draw what the model saw over photos.
+
+    PATH is a photo, or a folder whose photos are explained. Each overlay is written as
+    PHOTO.METHOD.CLASS.SUFFIX.
+    """
+    names = _files.Names(output)
+    rows: list[Sequence[str | Text]] = []
+    failed = 0
+    with _checked():
+        images = _files.images_in(paths, output)
+        client = camserve.Client(server, timeout=timeout)
+    with client:
+        with _checked():
+            outcomes = client.explain_many(images, progress=True, on_error="return", **wishes)
+        output.mkdir(parents=True, exist_ok=True)
+        for image, outcome in zip(images, outcomes, strict=True):
+            if isinstance(outcome, camserve.CamserveError):
+                failed += _say(f"{image}: {outcome}")
+            else:
+                rows += _tables.result_rows(image, _written(names, image, outcome, wishes), outcome)
+    _tables.show(("image", "prediction", "method", "target", "verdict", "file"), rows)
+    return FAILED if failed else 0
+
+
+@contextmanager
+def _checked() -> Generator[None, None, None]:
+    """Turn what is seen to be wrong before anything is sent into an error of usage."""
+    try:
+        yield
+    except camserve.InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _written(
+    names: _files.Names, image: Path, result: camserve.Result, wishes: Wishes
+) -> list[tuple[camserve.Explanation, Path]]:
+    written: list[tuple[camserve.Explanation, Path]] = []
+    for each in result.explanations:
+        stem = _files.stem_of(image, each, with_layer=len(wishes["layers"]) > 1)
+        path = each.save(names.unique(stem, _SUFFIX[wishes["overlay"]]))
+        if wishes["heatmap"]:
+            each.save(path.with_suffix(".npy"))
+        written.append((each, path))
+    return written
+
+
+@main.command()
+@_connected
+@_json
+def models(server: str, timeout: float, *, as_json: bool) -> None:
+    """List the models that the server has loaded, the default first."""
+    with camserve.Client(server, timeout=timeout) as client:
+        found = client.models()
+    heads = ("model", "source", "weights", "classes", "input", "default layer", "parameters", "")
+    _show(found, heads, _tables.model_rows(found), as_json=as_json)
+
+
+@main.command()
+@click.argument("model", default="")
+@_connected
+@_json
+def layers(model: str, server: str, timeout: float, *, as_json: bool) -> None:
+    """List the layers of MODEL, by default the server's first."""
+    with camserve.Client(server, timeout=timeout) as client:
+        found = client.layers(model)
+    heads = ("layer", "type", "output", "parameters", "explainable")
+    _show(found, heads, _tables.layer_rows(found), as_json=as_json)
+
+
+@main.command()
+@_connected
+@_json
+def methods(server: str, timeout: float, *, as_json: bool) -> None:
+    """List the methods that the server knows, and their parameters with their defaults."""
+    with camserve.Client(server, timeout=timeout) as client:
+        found = client.methods()
+    heads = ("method", "kind", "rows", "parameters", "")
+    _show(found, heads, _tables.method_rows(found), as_json=as_json)
+
+
+@main.command()
+@click.argument("service", default="")
+@_connected
+@_json
+def health(service: str, server: str, timeout: float, *, as_json: bool) -> int:
+    """Say whether the server, or one SERVICE of it, takes requests; exit with 0 if so."""
+    with camserve.Client(server, timeout=timeout) as client:
+        status = client.health(service)
+    _show({"service": service, "status": status}, ("status",), [(status,)], as_json=as_json)
+    return 0 if status is camserve.Health.SERVING else FAILED
+
+
+def _show(values: object, heads: Sequence[str], rows: Sequence[Sequence[str]], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(_tables.as_json(values))
+    else:
+        _tables.show(heads, rows)
