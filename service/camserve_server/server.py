@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import grpc
 import numpy as np
@@ -112,7 +113,11 @@ def _warm_up(model: LoadedModel) -> None:
         engine.run(pass_, [Row(image, RankTarget(0), (MethodCall(name),))])
 
 
-async def serve(settings: Settings, stop: Stop, ready: Callable[[int], None] = lambda _port: None) -> None:
+Ready: TypeAlias = Callable[[int, Pipeline], None]
+"""Told the port and the pipeline once the models are warm."""
+
+
+async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pipeline: None) -> None:
     """Serve until told to stop.
 
     The port is open from the start, with a health of NOT_SERVING until the models are warm. Told to stop, the server
@@ -121,7 +126,7 @@ async def serve(settings: Settings, stop: Stop, ready: Callable[[int], None] = l
     Args:
         settings: of this server.
         stop: tells it to stop.
-        ready: called with the port once the models are warm.
+        ready: called once the models are warm.
 
     Raises:
         ConfigError: the address cannot be listened on, or a model cannot be loaded.
@@ -137,7 +142,7 @@ async def serve(settings: Settings, stop: Stop, ready: Callable[[int], None] = l
             house.pipeline = pipeline
             await _set_health(checks, health_pb2.HealthCheckResponse.SERVING)
             log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
-            ready(port)
+            ready(port, pipeline)
             await stop.asked.wait()
             await _drain(server, house, checks, settings.drain_seconds, stop)
     finally:
@@ -218,7 +223,7 @@ def serve_in_thread(settings: Settings) -> Iterator[str]:
 
     async def main() -> None:
         stop, loop = Stop(), asyncio.get_running_loop()
-        await serve(settings, stop, lambda port: started.set_result((loop, stop, port)))
+        await serve(settings, stop, lambda port, _pipeline: started.set_result((loop, stop, port)))
 
     def work() -> None:
         try:

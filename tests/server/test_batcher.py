@@ -1,0 +1,333 @@
+"""What the batcher promises, shown with an engine that can be held, counted and poisoned."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from camserve_server.batcher import Batcher
+from camserve_server.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutOfMemory,
+    ResourceExhausted,
+    Unavailable,
+)
+from camserve_server.types import ClassTarget, Pass, Row, RowResult
+
+CAM = Pass("net", "cam", (8, 8), ("layer4",))
+SALIENCY = Pass("net", "saliency", (8, 8))
+
+
+def row(value, poison=None):
+    """A row that is answered with its own value, or that fails its batch."""
+    image = np.full((1, 1, 3), value % 256, np.uint8)
+    return Row(image, ClassTarget(value), copy=0 if poison is None else poison)
+
+
+class Engine:
+    """Answers every row with its target's index; remembers the batches; can be held."""
+
+    def __init__(self, error=None, largest=None):
+        self.batches = []
+        self.error, self.largest = error, largest
+        self.free = threading.Event()
+        self.free.set()
+
+    def __call__(self, pass_, rows):
+        assert self.free.wait(10)
+        self.batches.append((pass_, [one.target.index for one in rows]))
+        if any(one.copy for one in rows):
+            raise self.error
+        if self.largest and len(rows) > self.largest:
+            raise OutOfMemory("no memory")
+        return [RowResult(np.zeros(1, np.float32), one.target, float(one.target.index)) for one in rows]
+
+    @property
+    def executed(self):
+        return [index for _, indices in self.batches for index in indices]
+
+
+async def ask(batcher, values, pass_=CAM, poison=(), **options):
+    """Submit rows; return their scores in order, and complain if one comes twice."""
+    found = {}
+
+    def collect(index, result):
+        assert index not in found
+        found[index] = result.score
+
+    rows = [row(value, poison=1 if value in poison else None) for value in values]
+    await batcher.submit(pass_, rows, collect, **options)
+    return [found[index] for index in range(len(values))]
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_each_row_gets_its_own_answer_whatever_shares_its_batch():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        asked = [asyncio.create_task(ask(batcher, [i, 1000 + i])) for i in range(100)]
+        await settle()
+        batcher.resume()
+        answers = await asyncio.gather(*asked)
+
+    assert answers == [[float(i), float(1000 + i)] for i in range(100)]
+
+
+async def test_rows_of_one_pass_share_batches_and_those_of_different_passes_never():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        asked = [asyncio.create_task(ask(batcher, [i], CAM if i % 2 else SALIENCY)) for i in range(16)]
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*asked)
+
+    assert [len(indices) for _, indices in engine.batches] == [8, 8]
+    assert all(len({index % 2 for index in indices}) == 1 for _, indices in engine.batches)
+
+
+@pytest.mark.parametrize("extra", [1, 2, 50])
+async def test_a_full_queue_refuses_exactly_what_does_not_fit(extra):
+    engine = Engine()
+    refused = []
+
+    async def call(batcher, value):
+        try:
+            async with batcher.admit(1):
+                return await ask(batcher, [value])
+        except ResourceExhausted as error:
+            refused.append(error)
+
+    async with Batcher(engine, max_batch_rows=4, max_queue_rows=8) as batcher:
+        batcher.pause()
+        calls = [asyncio.create_task(call(batcher, value)) for value in range(8 + extra)]
+        await settle()
+
+        assert len(refused) == batcher.stats.refused == extra
+        assert all(0 < error.retry_after <= 5 for error in refused)
+
+        batcher.resume()
+        answers = await asyncio.gather(*calls)
+
+    assert sorted(a[0] for a in answers if a) == [float(value) for value in range(8)]
+    assert batcher.admitted == 0
+
+
+async def test_a_full_queue_refuses_just_as_exactly_while_the_engine_is_busy():
+    engine = Engine()
+    engine.free.clear()
+    async with Batcher(engine, max_batch_rows=4, max_queue_rows=8) as batcher:
+
+        async def call(value):
+            async with batcher.admit(1):
+                return await ask(batcher, [value])
+
+        calls = [asyncio.create_task(call(value)) for value in range(20)]
+        await asyncio.sleep(0.05)
+        engine.free.set()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert sum(isinstance(answer, ResourceExhausted) for answer in answers) == 12
+
+
+async def test_who_waits_for_room_gets_it_in_turn():
+    async with Batcher(Engine(), max_queue_rows=2) as batcher:
+        most = 0
+
+        async def call(value):
+            nonlocal most
+            async with batcher.admit(2, wait=True):
+                most = max(most, batcher.admitted)
+                return await ask(batcher, [value])
+
+        answers = await asyncio.gather(*map(call, range(20)))
+
+    assert most == 2
+    assert answers == [[float(value)] for value in range(20)]
+
+
+async def test_what_can_never_fit_is_refused_rather_than_waited_for():
+    async with Batcher(Engine(), max_queue_rows=4) as batcher:
+        with pytest.raises(InvalidArgument, match="costs 5 rows, and 4 is the limit"):
+            async with batcher.admit(5, wait=True):
+                pass
+
+
+async def test_a_request_whose_deadline_passes_in_the_queue_is_never_executed():
+    engine = Engine()
+    async with Batcher(engine) as batcher:
+        batcher.pause()
+        deadline = asyncio.get_running_loop().time() + 0.05
+        calls = [asyncio.create_task(ask(batcher, [value], deadline=deadline)) for value in range(100)]
+        await asyncio.sleep(0.1)
+        batcher.resume()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        late = await ask(batcher, [7])
+
+    assert all(isinstance(answer, DeadlineExceeded) for answer in answers)
+    assert engine.executed == [7]
+    assert late == [7.0]
+    assert batcher.stats.expired == 100
+
+
+async def test_a_cancelled_request_is_never_executed():
+    engine = Engine()
+    async with Batcher(engine) as batcher:
+        batcher.pause()
+        calls = [asyncio.create_task(ask(batcher, [value])) for value in range(100)]
+        await settle()
+        for call in calls[::2]:
+            call.cancel()
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    assert sorted(engine.executed) == list(range(1, 100, 2))
+
+
+async def test_a_cancelled_long_request_stops_between_chunks():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=4) as batcher:
+        engine.free.clear()
+        call = asyncio.create_task(ask(batcher, range(400)))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await settle()
+        engine.free.set()
+        await ask(batcher, [1000])
+
+    assert engine.executed == [0, 1, 2, 3, 1000]
+
+
+async def test_a_long_request_shares_batches_and_starves_nobody():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        long = asyncio.create_task(ask(batcher, range(512), SALIENCY))
+        await settle()
+        short = [asyncio.create_task(ask(batcher, [1000 + i], SALIENCY)) for i in range(4)]
+        other = asyncio.create_task(ask(batcher, [2000], CAM))
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*short, other)
+        done = len(engine.executed)
+        await long
+
+    assert done <= 8 * 3  # the short ones did not wait for the 512 rows of the long one
+    assert len(engine.batches[0][1]) == 8
+    assert {1000, 1001, 1002, 1003} <= set(engine.batches[0][1])
+
+
+async def test_a_stream_of_short_requests_does_not_starve_a_long_one():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=2) as batcher:
+        long = asyncio.create_task(ask(batcher, range(20), SALIENCY))
+        for value in range(2000):
+            await ask(batcher, [1000 + value], CAM)
+            if long.done():
+                break
+
+    assert long.done()
+    assert len(engine.batches) < 100
+
+
+@pytest.mark.parametrize("position", range(8))
+@pytest.mark.parametrize("error", [NotFound("bad layer"), ValueError("a hook raised"), OutOfMemory("no memory")])
+async def test_one_bad_row_in_a_batch_of_eight_fails_alone(position, error):
+    engine = Engine(error=error)
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        calls = [asyncio.create_task(ask(batcher, [value], poison={position})) for value in range(8)]
+        await settle()
+        batcher.resume()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+
+    expected = Internal if isinstance(error, ValueError) else type(error)
+    assert type(answers[position]) is expected
+    assert [a for i, a in enumerate(answers) if i != position] == [[float(v)] for v in range(8) if v != position]
+    assert "raised" not in str(answers[position])  # what is not ours stays in the log
+
+
+async def test_a_batch_too_large_for_the_device_is_halved_and_the_size_remembered():
+    engine = Engine(largest=2)
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        first = await ask(batcher, range(8))
+        tries = len(engine.batches)
+        second = await ask(batcher, range(8))
+
+    assert first == second == [float(value) for value in range(8)]
+    assert all(len(indices) <= 2 for _, indices in engine.batches[tries:])
+
+
+async def test_an_engine_that_loses_a_row_is_found_out():
+    def lossy(_pass, rows):
+        return [RowResult(np.zeros(1, np.float32), one.target, 0.0) for one in rows[1:]]
+
+    async with Batcher(lossy) as batcher:
+        with pytest.raises(Internal):
+            await ask(batcher, [1])
+
+
+async def test_a_batch_is_held_back_for_company_no_longer_than_asked():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=4, max_delay=0.1) as batcher:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        first = asyncio.create_task(ask(batcher, [1]))
+        await asyncio.sleep(0.02)
+        await asyncio.gather(first, ask(batcher, [2]))
+        alone = loop.time() - began
+        full = loop.time()
+        await ask(batcher, range(4))
+        at_once = loop.time() - full
+
+    assert [sorted(indices) for _, indices in engine.batches] == [[1, 2], [0, 1, 2, 3]]
+    assert 0.09 < alone < 0.5
+    assert at_once < 0.09
+
+
+async def test_a_tight_deadline_goes_first():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=1) as batcher:
+        batcher.pause()
+        now = asyncio.get_running_loop().time()
+        calls = [asyncio.create_task(ask(batcher, [value])) for value in range(3)]
+        await settle()
+        calls.append(asyncio.create_task(ask(batcher, [9], deadline=now + 0.9)))
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*calls)
+
+    assert engine.executed == [9, 0, 1, 2]
+
+
+async def test_what_still_waits_when_the_batcher_closes_is_answered():
+    async with Batcher(Engine()) as batcher:
+        batcher.pause()
+        waiting = asyncio.create_task(ask(batcher, [1]))
+        await settle()
+
+    with pytest.raises(Unavailable):
+        await waiting
+
+
+async def test_time_spent_is_accounted_for():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        spent = asyncio.create_task(batcher.submit(CAM, [row(1), row(2)], lambda _i, _r: None))
+        await asyncio.sleep(0.05)
+        batcher.resume()
+        result = await spent
+
+    assert 0.04 < result.queue < 1
+    assert 0 <= result.compute < 1
+    assert result.batch_rows == 2
