@@ -52,6 +52,9 @@ _SCAN, _END = 0xDA, 0xD9
 _MAX_SCANS = 64
 _MAX_SEGMENTS = 4096
 
+_ANIMATION = frozenset((b"acTL", b"fcTL", b"fdAT"))
+_MAX_CHUNKS = 1 << 16
+
 
 def decode(data: bytes, limits: Limits) -> Pixels:
     """Decode a JPEG, PNG, WebP or BMP file to upright RGB.
@@ -120,10 +123,28 @@ def _check_size(size: Size, limits: Limits) -> None:
 
 
 def _png_size(data: bytes) -> Size:
-    chunk, width, height = struct.unpack_from(">4x4sII", data, 8)
-    if chunk != b"IHDR":
+    kinds = [kind for kind, _, _ in itertools.islice(_chunks(data), _MAX_CHUNKS)]
+    if kinds[0] != b"IHDR" or kinds[-1] != b"IEND":
         raise ValueError
+    width, height = struct.unpack_from(">II", data, 16)
     return height, width
+
+
+def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield kind, start and stop of each chunk of a PNG up to its end.
+
+    Raises:
+        ValueError: a chunk says that it is longer than the file. OpenCV would set aside as much memory, up to 4 GB.
+        struct.error: the file ends between two chunks.
+    """
+    kind, stop = b"", 8
+    while kind != b"IEND":
+        start = stop
+        length, kind = struct.unpack_from(">I4s", data, start)
+        stop = start + 12 + length
+        if stop > len(data):
+            raise ValueError
+        yield kind, start, stop
 
 
 def _bmp_size(data: bytes) -> Size:
@@ -177,9 +198,11 @@ def _check_scans(data: bytes) -> None:
 
 
 def _without_animation(data: bytes) -> bytes:
-    """Cut the chunk out of a PNG that makes it animated: 8 bytes of head, 8 of content, 4 of checksum."""
-    at = data.find(b"acTL", 0, data.find(b"IDAT")) - 4
-    return data[:at] + data[at + 20 :] if at > 0 else data
+    """Leave the chunks out of a PNG that animate it."""
+    chunks = list(_chunks(data))
+    if _ANIMATION.isdisjoint(kind for kind, _, _ in chunks):
+        return data
+    return data[:8] + b"".join(data[start:stop] for kind, start, stop in chunks if kind not in _ANIMATION)
 
 
 _MAGIC: Mapping[str, re.Pattern[bytes]] = {
@@ -239,9 +262,9 @@ class _Axis:
 def fit(photo: Pixels, preprocess: Preprocess) -> tuple[Pixels, Box]:
     """Resize and crop a photo as torchvision's and timm's evaluation transforms do.
 
-    On photographs, values equal those of the transforms on a PIL image to 1. They can differ by more where "bicubic"
-    overshoots black or white, as in bare noise: Pillow cuts off between its two passes, in an order that depends on its
-    version. A photo of extreme proportions is never resized whole, so that it costs no more than another.
+    Values equal those of the transforms on a PIL image to 1, save for some at hard edges with "bicubic": it overshoots
+    black and white there, and Pillow cuts that off between its two passes, in an order that depends on its version. A
+    photo of extreme proportions is never resized whole, so that it costs no more than another.
 
     Args:
         photo: uint8 [height, width, 3].

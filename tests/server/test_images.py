@@ -1,0 +1,473 @@
+"""Photos: what is decoded, what is refused, and what a model sees of them."""
+
+import contextlib
+import io
+import random
+import struct
+import subprocess
+import sys
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from skimage import data
+from sklearn.datasets import load_sample_images
+from timm.data import create_transform
+from torchvision import models, transforms
+
+from camserve_server import images
+from camserve_server.errors import InvalidArgument
+from camserve_server.types import Box, Limits, Preprocess
+
+LIMITS = Limits()
+PHOTO = Image.fromarray(data.chelsea()[:120, :161])
+ALPHA = Image.fromarray(np.tile(np.linspace(0, 255, 161).astype(np.uint8), (120, 1)))
+SIXTEEN = np.asarray(PHOTO).astype(np.uint16) * 256 + 77
+
+
+def status_mb(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
+
+
+@contextlib.contextmanager
+def at_most_mb(allowed):
+    """Check how far the process's memory rises inside, at its highest."""
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far becomes that of now
+    before = status_mb("VmRSS:")
+    yield
+    assert status_mb("VmHWM:") - before < allowed
+
+
+def test_memory_that_is_held_for_a_moment_is_noticed():
+    with pytest.raises(AssertionError), at_most_mb(100):
+        np.ones(130 << 20, np.uint8)
+
+
+def saved(image, file_format="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+def turned(orientation, file_format):
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    return saved(PHOTO, file_format, exif=exif)
+
+
+def with_alpha(mode):
+    image = PHOTO.convert(mode)
+    image.putalpha(ALPHA)
+    return image
+
+
+def cv2_png(bgr):
+    return cv2.imencode(".png", bgr)[1].tobytes()
+
+
+def palette(colours=64):
+    return PHOTO.convert("P", palette=Image.Palette.ADAPTIVE, colors=colours)
+
+
+KINDS = {
+    "grey": saved(PHOTO.convert("L")),
+    "grey jpeg": saved(PHOTO.convert("L"), "JPEG"),
+    "grey with alpha": saved(with_alpha("L")),
+    "grey with a transparent shade": saved(PHOTO.convert("L"), transparency=100),
+    "black and white": saved(PHOTO.convert("1")),
+    "palette": saved(palette()),
+    "palette of 2 bits": saved(palette(4), bits=2),
+    "palette with transparency": saved(palette(), transparency=bytes(range(0, 256, 4))),
+    "rgb": saved(PHOTO),
+    "rgba": saved(with_alpha("RGB")),
+    "16-bit rgb": cv2_png(SIXTEEN[..., ::-1]),
+    "16-bit rgba": cv2_png(np.dstack([SIXTEEN[..., ::-1], SIXTEEN[..., :1]])),
+    "jpeg": saved(PHOTO, "JPEG", quality=90),
+    "jpeg of full colour": saved(PHOTO, "JPEG", subsampling=0),
+    "cmyk jpeg": saved(PHOTO.convert("CMYK"), "JPEG", quality=95),
+    "progressive jpeg": saved(PHOTO, "JPEG", progressive=True),
+    "camera's jpeg of two pictures": saved(PHOTO, "MPO", save_all=True, append_images=[PHOTO.rotate(180)]),
+    "webp": saved(PHOTO, "WEBP"),
+    "lossless webp": saved(PHOTO, "WEBP", lossless=True),
+    "webp with alpha": saved(with_alpha("RGB"), "WEBP", exact=True),
+    "bmp": saved(PHOTO, "BMP"),
+    "bmp with alpha": saved(with_alpha("RGB"), "BMP"),
+    "palette bmp": saved(palette(), "BMP"),
+    "animated png": saved(PHOTO, save_all=True, append_images=[PHOTO.rotate(180)]),
+    "animated png, still picture first": saved(
+        PHOTO, save_all=True, append_images=[PHOTO.rotate(180), PHOTO], default_image=True
+    ),
+    "animated webp": saved(PHOTO, "WEBP", save_all=True, append_images=[PHOTO.rotate(180)]),
+} | {
+    f"orientation {turn}, {file_format}": turned(turn, file_format)
+    for turn in range(1, 9)
+    for file_format in ("JPEG", "PNG", "WEBP")
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_pixels_are_those_of_pillow_upright(kind):
+    with warnings.catch_warnings(action="ignore"):  # Pillow's, about transparency
+        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(KINDS[kind]))).convert("RGB")
+    pixels = images.decode(KINDS[kind], LIMITS)
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.c_contiguous
+    assert pixels.flags.writeable
+    assert pixels.shape == (expected.height, expected.width, 3)
+    assert np.abs(pixels.astype(int) - np.asarray(expected)).max() <= 2
+
+
+def test_sixteen_bits_of_grey_become_the_upper_eight():
+    """Pillow's convert("RGB") clips them at 255 instead, which leaves a white picture."""
+    grey = np.linspace(0, 65535, 90 * 70).reshape(90, 70).astype(np.uint16)
+    pixels = images.decode(saved(Image.fromarray(grey)), LIMITS)
+    assert np.abs(pixels.astype(int) - (grey >> 8)[..., None]).max() <= 1
+
+
+def test_a_transparent_pixel_keeps_its_colour():
+    image = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
+    assert (images.decode(saved(image), LIMITS) == (200, 100, 50)).all()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 16384), (16384, 1)])
+@pytest.mark.parametrize("file_format", ["PNG", "BMP", "JPEG"])
+def test_a_line_or_a_dot_is_a_photo(size, file_format):
+    pixels = images.decode(saved(Image.new("RGB", size, (9, 9, 9)), file_format), LIMITS)
+    assert pixels.shape == (size[1], size[0], 3)
+
+
+def test_bmp_stored_from_top_to_bottom_and_bmp_of_os2():
+    rows = bytes(range(2 * 4 * 3))
+    file = struct.pack("<2sIHHI", b"BM", 0, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, 4, -2, 1, 24, 0, 0, 0, 0, 0, 0)
+    top_down = images.decode(file + rows, LIMITS)
+    assert np.array_equal(top_down[..., ::-1], np.frombuffer(rows, np.uint8).reshape(2, 4, 3))
+    old = struct.pack("<2sIHHI", b"BM", 0, 0, 0, 26) + struct.pack("<IHHHH", 12, 4, 2, 1, 24)
+    assert np.array_equal(images.decode(old + rows, LIMITS), top_down[::-1])
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (b"", "the image is empty"),
+        (b"GIF89a", "not a JPEG, PNG, WebP or BMP file: it starts like a GIF"),
+        (b"\0\0\0\x20ftypavif", "it starts like an AVIF"),
+        (b"\0\0\0\x20ftypheic", "it starts like a HEIC"),
+        (b"BM\0\0ftypavif", "it starts like an AVIF"),
+        (b"II*\0", "it starts like a TIFF"),
+        (b"/9j/4AAQSkZJRg", "send the bytes themselves"),
+        (b"hello", "not a JPEG, PNG, WebP or BMP file"),
+        (b"\xff\xd8\xff", "the JPEG file is cut short or broken"),
+        (b"\x89PNG\r\n\x1a\n", "the PNG file is cut short or broken"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\x0dtEXt" + b"\1" * 8, "the PNG file is cut short or broken"),
+        (b"BM", "the BMP file is cut short or broken"),
+        (b"BM" + bytes(60), "the BMP file is cut short or broken"),
+        (b"RIFF\0\0\0\0WEBPVP8X", "the WebP file is cut short or broken"),
+    ],
+)
+def test_what_is_no_photo_is_refused_in_words(start, words):
+    with pytest.raises(InvalidArgument) as refusal:
+        images.decode(start, LIMITS)
+    assert words in refusal.value.message
+    assert refusal.value.field == "image"
+
+
+def png_header(width, height):
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.fixture(scope="module")
+def bomb():
+    return png_header(20_000, 20_000)
+
+
+def test_a_bomb_is_refused_at_once_and_without_memory(bomb):
+    assert len(bomb) < 60_000
+    started = time.perf_counter()
+    with at_most_mb(10), pytest.raises(InvalidArgument, match="20,000 x 20,000 pixels: 16,384 on a side"):
+        images.decode(bomb, LIMITS)
+    assert time.perf_counter() - started < 0.05
+
+
+def test_what_opencv_itself_refuses_is_refused(monkeypatch):
+    def refuse(*_):
+        raise cv2.error
+
+    monkeypatch.setattr(images.cv2, "imdecode", refuse)
+    with pytest.raises(InvalidArgument, match="cut short or broken"):
+        images.decode(KINDS["rgb"], LIMITS)
+
+
+def test_below_the_limits_opencv_has_its_own(bomb, tmp_path):
+    """In a process of its own, as the first to import OpenCV decides."""
+    (tmp_path / "bomb.png").write_bytes(bomb)
+    program = f"""
+from camserve_server._cv2 import cv2
+import numpy as np
+try:
+    cv2.imdecode(np.fromfile({str(tmp_path / "bomb.png")!r}, np.uint8), cv2.IMREAD_COLOR)
+except cv2.error:
+    print("refused", cv2.getNumThreads())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("refused 1\n", "")
+
+
+@pytest.mark.parametrize("kind", [b"IDAT", b"tEXt", b"eXIf"])
+def test_a_chunk_that_claims_to_be_huge_costs_nothing(kind):
+    """OpenCV would set the memory aside before it looks whether the file is as long."""
+    file = KINDS["rgb"]
+    at = file.find(b"IDAT") - 4
+    with at_most_mb(10), pytest.raises(InvalidArgument, match="cut short or broken"):
+        images.decode(file[:at] + b"\xcc\0\0\0" + kind + file[at + 8 :], LIMITS)
+
+
+def test_a_png_of_endless_chunks_is_refused():
+    file, chunk = KINDS["rgb"], struct.pack(">I4sI", 0, b"prVt", zlib.crc32(b"prVt"))
+    assert images.decode(file[:-12] + chunk * 1000 + file[-12:], LIMITS).size
+    started = time.perf_counter()
+    with pytest.raises(InvalidArgument, match="cut short or broken"):
+        images.decode(file[:-12] + chunk * 1_000_000 + file[-12:], LIMITS)
+    assert time.perf_counter() - started < 0.5
+
+
+def webp_header(kind, width, height):
+    size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    return {
+        "extended": b"RIFF\0\1\0\0WEBPVP8X\x0a\0\0\0" + bytes(4) + size,
+        "lossless": b"RIFF\0\1\0\0WEBPVP8L\0\1\0\0\x2f" + struct.pack("<I", width - 1 | height - 1 << 14),
+        "lossy": b"RIFF\0\1\0\0WEBPVP8 \0\1\0\0" + b"\0\0\0\x9d\x01\x2a" + struct.pack("<HH", width, height),
+    }[kind]
+
+
+JPEG_HEAD = b"\xff\xd8\xff\xe0\x00\x04\xff\xc0\xff\xff\xc2\x00\x11\x08"  # a marker inside of a segment is none
+HUGE = {
+    "png": png_header(9000, 8000),
+    "jpeg": JPEG_HEAD + struct.pack(">HH", 8000, 9000) + bytes(60),
+    "bmp": b"BM" + bytes(12) + struct.pack("<Iii", 40, 9000, -8000) + bytes(60),
+    "extended webp": webp_header("extended", 9000, 8000),
+    "lossless webp": webp_header("lossless", 9000, 8000),
+    "lossy webp": webp_header("lossy", 9000, 8000),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_the_size_is_read_from_the_header_of_every_kind(kind):
+    with pytest.raises(InvalidArgument, match="has 9,000 x 8,000 pixels: 50,000,000 in all are accepted"):
+        images.decode(HUGE[kind], LIMITS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_limits_are_inclusive(kind):
+    height, width = images.decode(KINDS[kind], Limits(pixels=161 * 120, side=161)).shape[:2]
+    assert {height, width} == {161, 120}
+    for limits in (Limits(pixels=161 * 120 - 1), Limits(side=160)):
+        with pytest.raises(InvalidArgument, match="accepted"):
+            images.decode(KINDS[kind], limits)
+
+
+def progressive_with_scans(more):
+    file = saved(PHOTO, "JPEG", progressive=True)
+    last = file[file.rfind(b"\xff\xda") : -2]
+    return file[:-2] + last * more + file[-2:]
+
+
+def test_a_jpeg_of_many_scans_is_refused():
+    """Each of a few bytes, each a pass over the whole picture."""
+    assert images.decode(progressive_with_scans(50), LIMITS).shape == (120, 161, 3)
+    with pytest.raises(InvalidArgument, match="more than 64 scans"):
+        images.decode(progressive_with_scans(60), LIMITS)
+    with pytest.raises(InvalidArgument, match="more than 64 scans"):
+        images.decode(progressive_with_scans(100_000), LIMITS)
+
+
+def test_bytes_after_a_jpeg_are_not_its_scans():
+    """Phones append a video to a photo."""
+    images.decode(saved(PHOTO, "JPEG") + b"\xff\xda\0\2" * 200, LIMITS)
+
+
+def broken(seed, good, bomb):
+    rng = random.Random(seed)
+    file = bytearray(rng.choice(good))
+    kind = seed % 6
+    if kind in (0, 1):
+        return bytes(file[: rng.randrange(len(file))])
+    if kind in (2, 3):
+        for _ in range(rng.randint(1, 40)):
+            file[rng.randrange(len(file))] ^= 1 << rng.randrange(8)
+        return bytes(file)
+    if kind == 4:
+        return bytes(file[: rng.randint(4, 40)]) + rng.randbytes(rng.randint(0, 3000))
+    return rng.choice([b"", b"hello", b"\xff\xd8" * 999, rng.randbytes(500), bomb, *HUGE.values()])
+
+
+def test_no_bytes_do_more_than_be_refused(bomb, capfd):
+    """300 broken files, as the service will meet them: a picture or InvalidArgument, quickly, in little memory."""
+    good = [*KINDS.values(), saved(Image.fromarray(data.astronaut()), "JPEG", progressive=True)]
+    decoded, slowest, refusals = 0, 0.0, []
+    with at_most_mb(100):
+        for seed in range(300):
+            started = time.perf_counter()
+            try:
+                decoded += images.decode(broken(seed, good, bomb), LIMITS).size > 0
+            except InvalidArgument as refusal:
+                refusals.append(refusal)
+            slowest = max(slowest, time.perf_counter() - started)
+    assert slowest < 1
+    assert all(refusal.field == "image" and len(refusal.message) < 200 for refusal in refusals)
+    assert 10 < decoded < 150
+    assert decoded + len(refusals) == 300
+    assert "OpenCV" not in capfd.readouterr().err
+
+
+ONE_FRAME = [kind for kind in KINDS if "animated" not in kind and "two pictures" not in kind]
+
+
+@pytest.mark.parametrize("kind", ONE_FRAME)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.98])
+def test_a_truncated_file_is_refused(kind, share):
+    file = KINDS[kind]
+    with pytest.raises(InvalidArgument, match="cut short or broken"):
+        images.decode(file[: int(len(file) * share)], LIMITS)
+
+
+# What a model sees
+
+
+def photos():
+    """Photographs upright and turned, and odd sizes of noise too faint to overshoot black and white."""
+    rng = np.random.default_rng(0)
+    found = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
+    found |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
+    found |= {f"{name}, turned": np.rot90(photo) for name, photo in found.items()}
+    sizes = ((1, 1), (333, 517), (50, 37), (224, 224), (225, 224), (256, 256), (257, 300), (299, 1000), (1500, 251))
+    return found | {f"{h}x{w}": rng.integers(90, 166, (h, w, 3), dtype=np.uint8) for h, w in sizes}
+
+
+PHOTOS = photos()
+
+
+def preprocess(size=224, resize=256, interpolation="bilinear"):
+    return Preprocess((size, size), resize, interpolation, (0, 0, 0), (1, 1, 1))
+
+
+def through_timm(photo, size, crop_pct, interpolation):
+    # timm's create_transform is what timm.data.resolve_data_config feeds; normalisation off keeps its bytes.
+    transform = create_transform((3, size, size), crop_pct=crop_pct, interpolation=interpolation, normalize=False)
+    return transform(Image.fromarray(photo)).permute(1, 2, 0).numpy()
+
+
+def check_equal(seen, expected, at_most=1):
+    difference = np.abs(seen.astype(int) - expected)
+    assert difference.max() <= at_most
+    assert (difference > 1).mean() < 3e-4
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize(
+    ("size", "crop_pct", "interpolation"),
+    [(224, 0.875, "bilinear"), (224, 0.875, "bicubic"), (224, 1.0, "bicubic"), (299, 0.95, "bilinear")],
+)
+def test_a_model_sees_what_timm_shows_it(name, size, crop_pct, interpolation):
+    seen, _ = images.fit(PHOTOS[name], preprocess(size, int(size / crop_pct), interpolation))
+    expected = through_timm(PHOTOS[name], size, crop_pct, interpolation)
+    check_equal(seen, expected, 2 if interpolation == "bicubic" else 1)
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize("weights", ["ResNet50_Weights.IMAGENET1K_V1", "ResNet50_Weights.IMAGENET1K_V2"])
+def test_a_model_sees_what_torchvision_shows_it(name, weights):
+    transform = models.get_weight(weights).transforms()
+    recipe = preprocess(transform.crop_size[0], transform.resize_size[0], transform.interpolation.value)
+    seen, _ = images.fit(PHOTOS[name], recipe)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (transform.mean, transform.std))
+    expected = ((transform(Image.fromarray(PHOTOS[name])) * std + mean) * 255).round()
+    check_equal(seen, expected.permute(1, 2, 0).numpy().astype(int))
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize(("size", "resize"), [((224, 224), (224, 224)), ((160, 320), (192, 340)), ((97, 64), 64)])
+def test_exact_sizes_and_oblong_crops(name, interpolation, size, resize):
+    """Bicubic overshoots at edges, and Pillow cuts off between its passes, the order of which differs here."""
+    recipe = Preprocess(size, resize, interpolation, (0, 0, 0), (1, 1, 1))
+    mode = transforms.InterpolationMode(interpolation)
+    expected = transforms.CenterCrop(size)(transforms.Resize(resize, mode)(Image.fromarray(PHOTOS[name])))
+    seen, _ = images.fit(PHOTOS[name], recipe)
+    at_most = {"nearest": 0, "bilinear": 1, "bicubic": 8}[interpolation]
+    check_equal(seen, np.asarray(expected), at_most)
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (41, 700), (100, 100), (101, 99)])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+def test_where_the_photo_ends_before_the_crop_the_model_sees_black(shape, interpolation):
+    photo = np.random.default_rng(1).integers(1, 256, (*shape, 3), dtype=np.uint8)
+    mode = transforms.InterpolationMode(interpolation)
+    expected = transforms.CenterCrop(225)(transforms.Resize(100, mode)(Image.fromarray(photo)))
+    seen, box = images.fit(photo, preprocess(225, 100, interpolation))
+    check_equal(seen, np.asarray(expected))
+    assert box.top < 0
+    assert box.bottom > shape[0]
+
+
+@pytest.mark.parametrize("shape", [(3, 700), (700, 3), (40, 2000), (2000, 301), (7, 100)])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+def test_a_long_photo_looks_as_if_it_were_resized_whole(shape, interpolation):
+    photo = np.random.default_rng(2).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    seen, _ = images.fit(photo, preprocess(64, 80, interpolation))
+    check_equal(seen, through_timm(photo, 64, 0.8, interpolation), 0 if interpolation == "nearest" else 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 16384), (16384, 1), (3, 5000), (16384, 3), (2000, 16384)])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+def test_extreme_photos_cost_little(shape, interpolation):
+    photo = np.full((*shape, 3), 77, np.uint8)
+    started = time.perf_counter()
+    with at_most_mb(100):
+        seen, box = images.fit(photo, preprocess(interpolation=interpolation))
+    assert time.perf_counter() - started < 0.5
+    assert (seen == 77).all()
+    assert seen.shape == (224, 224, 3)
+    middle = (box.left + box.right) / 2, (box.top + box.bottom) / 2
+    assert middle == pytest.approx((shape[1] / 2, shape[0] / 2), abs=0.01 * max(1, min(shape)))
+
+
+def test_the_box_says_which_part_of_the_photo_is_seen():
+    photo = np.zeros((300, 451, 3), np.uint8)
+    # 300 x 451 becomes 256 x 384 (384.85), of which rows 16 to 240 and columns 80 to 304 are kept.
+    _, box = images.fit(photo, preprocess())
+    edges = 80 * 451 / 384, 16 * 300 / 256, 304 * 451 / 384, 240 * 300 / 256
+    assert (box.left, box.top, box.right, box.bottom) == pytest.approx(edges, rel=1e-12)
+    _, box = images.fit(photo, Preprocess((224, 224), (224, 224), "bilinear", (0, 0, 0), (1, 1, 1)))
+    assert box == Box(0, 0, 451, 300)
+
+
+@pytest.mark.parametrize("shape", [(300, 451), (500, 333), (100, 900), (80, 81)])
+def test_a_spot_in_the_photo_lies_in_the_input_where_the_box_says(shape):
+    photo = np.zeros((*shape, 3), np.uint8)
+    row, column = shape[0] // 2 - 11, shape[1] // 2 + 9
+    photo[row, column] = 255
+    seen, box = images.fit(photo, preprocess())
+    weight = seen[..., 0].astype(float)
+    down, across = (weight.sum(axis) @ (np.arange(224) + 0.5) / weight.sum() / 224 for axis in (1, 0))
+    found = box.top + down * (box.bottom - box.top), box.left + across * (box.right - box.left)
+    assert found == pytest.approx((row + 0.5, column + 0.5), abs=0.1)
+
+
+def test_a_photo_that_may_not_be_written_to_is_left_alone():
+    photo = data.chelsea()[::-1]
+    photo.flags.writeable = False
+    for interpolation in ("nearest", "bilinear"):
+        seen, _ = images.fit(photo, preprocess(interpolation=interpolation))
+        assert seen.flags.c_contiguous
