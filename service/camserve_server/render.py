@@ -48,7 +48,8 @@ def _coolwarm() -> Pixels:
     length, angle, hue = np.concatenate((blue + half * (bluish - blue), reddish + half * (red - reddish))).T
     lab = length * np.stack((np.cos(angle), np.sin(angle) * np.cos(hue), np.sin(angle) * np.sin(hue)))
     rgb = cv2.cvtColor(lab.T.astype(np.float32)[None], cv2.COLOR_Lab2RGB)[0]
-    return np.rint(np.asarray(rgb) * 255).astype(np.uint8)
+    pixels: Pixels = (rgb * 255).round().astype(np.uint8)
+    return pixels
 
 
 def _gray() -> Pixels:
@@ -88,7 +89,8 @@ def intensity(heatmap: Map) -> Map:
     greatest = heatmap.max()
     if not (greatest > 0 and np.isfinite(heatmap).all()):
         return np.zeros(heatmap.shape, np.float32)
-    return np.divide(np.maximum(heatmap, 0), greatest, dtype=np.float32)
+    intensities: Map = np.maximum(heatmap, 0) / greatest
+    return intensities
 
 
 def draw(photo: Pixels, heatmap: Map, seen: Box, rendering: Rendering) -> tuple[Picture | None, Picture | None]:
@@ -189,12 +191,12 @@ def _painted(
 
 
 def _coarsened(heat: Map, box: Box) -> Map:
-    """Average a map that has more cells than its box has pixels, so that none of them is passed over."""
+    """Average a map that has more cells than its box has pixels, so that none is passed over; the greatest stays 1."""
     width = min(heat.shape[1], max(1, round(box.right - box.left)))
     height = min(heat.shape[0], max(1, round(box.bottom - box.top)))
     if (height, width) == heat.shape:
         return heat
-    return cv2.resize(heat, (width, height), interpolation=cv2.INTER_AREA).astype(np.float32)
+    return intensity(cv2.resize(heat, (width, height), interpolation=cv2.INTER_AREA).astype(np.float32))
 
 
 def _blend(values: Map, span: _Span, part: slice) -> Map:
