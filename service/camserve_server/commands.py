@@ -1,7 +1,8 @@
-"""What `camserve-server` can do: serve, explain files without a network, describe its settings."""
+"""What `camserve-server` can do: serve, and explain files without a network."""
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from camserve_server import config, logs, server
+from camserve import cli as client_cli
+from camserve_server import config, logs
 from camserve_server.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,13 +39,10 @@ def _told() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        raise click.UsageError(str(error)) from error
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=client_cli.Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="camserve")
 def program() -> None:
     """Explain what vision models see: Grad-CAM and saliency heatmaps over gRPC."""
@@ -53,13 +52,42 @@ def program() -> None:
 
 @program.command()
 @_settings_options
-def serve(path: str | None, **flags: Any) -> None:
+def serve(path: str | None, **flags: Any) -> int:
     """Serve until SIGTERM or Ctrl-C; a second one cuts the drain short.
 
     Every setting can also stand in the TOML file (by its name with underscores) or in the environment (as
     CAMSERVE_MAX_QUEUE_ROWS); flags win over the environment, and the environment over the file.
     """
+    from camserve_server import server  # noqa: PLC0415 -- torch takes seconds, which --help need not
+
     with _told():
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
-        sys.exit(asyncio.run(server.serve_until_signal(settings)))
+        return asyncio.run(server.serve_until_signal(settings))
+
+
+# What `camserve explain` asks a server, this asks one that lives no longer than the command, over a socket in a folder
+# of its own: no network, and nothing that could differ from the answer of a server.
+_QUESTIONS = [option for option in client_cli.explain.params if option.name not in ("server", "model")]
+
+
+@program.command(params=[*_QUESTIONS], help=client_cli.explain.help)
+@click.option(
+    "--model",
+    default="efficientnet_lite0",
+    show_default=True,
+    metavar="MODEL",
+    help="[NAME=]SOURCE:ARCH[?option=value].",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N.")
+@click.pass_context
+def explain(context: click.Context, /, model: str, device: str, **question: Any) -> int:
+    """Explain photos without a server."""
+    from camserve_server import server  # noqa: PLC0415 -- as above
+
+    with tempfile.TemporaryDirectory() as folder, _told():
+        logs.configure("warning", "text")
+        flags = {"models": (model,), "device": device, "address": f"unix:{folder}/camserve", "drain_seconds": 1}
+        with server.serve_in_thread(config.load(flags=flags)) as address:
+            code: int = context.invoke(client_cli.explain, server=address, model=None, **question)
+            return code

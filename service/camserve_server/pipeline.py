@@ -16,6 +16,8 @@ from camserve_server import images, jobs, render, wire
 from camserve_server.batcher import Batcher, Collect, Spent
 from camserve_server.types import Box, Limits, ModelInfo, Pass, Pixels, Preprocess, Row
 
+PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
+
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -80,7 +82,8 @@ def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> tuple[Pixels, P
 def _draw(order: wire.Order, photo: Pixels, seen: Box, outcome: jobs.Outcome) -> explain_pb2.ExplainResponse:
     answers = []
     for finding in outcome.findings:
-        overlay, alone = render.draw(photo, finding.heatmap, seen, order.rendering)
+        top = 1.0 if finding.layer else PIXELWISE_TOP
+        overlay, alone = render.draw(photo, finding.heatmap, seen, order.rendering, top)
         answers.append(wire.Answer(finding, order.rendering.heatmap, overlay, alone))
     size = (photo.shape[0], photo.shape[1])
     return wire.explain_response(order.job.model, outcome.logits, order.predictions, answers, size, seen)

@@ -77,11 +77,13 @@ def colormap(name: str) -> Pixels:
     return COLORMAPS[name]
 
 
-def intensity(heatmap: Map) -> Map:
+def intensity(heatmap: Map, top: float = 1.0) -> Map:
     """Turn a raw map into intensities: negative values to 0, the greatest to 1, as the Grad-CAM paper draws it.
 
     Args:
         heatmap: float32 [h, w], signed, of any magnitude.
+        top: quantile of the map that becomes 1, what is above it too. Maps of single pixels have a few values far above
+            all others; the SmoothGrad paper (section 3.2) cuts them at 0.99.
 
     Returns:
         float32 [h, w], 0 to 1; zero everywhere if nothing is above zero, or if a value is NaN or infinite.
@@ -89,11 +91,17 @@ def intensity(heatmap: Map) -> Map:
     greatest = heatmap.max()
     if not (greatest > 0 and np.isfinite(heatmap).all()):
         return np.zeros(heatmap.shape, np.float32)
-    intensities: Map = np.maximum(heatmap, 0) / greatest
+    if top < 1:
+        place = round(top * (heatmap.size - 1))
+        value = np.partition(heatmap, place, axis=None)[place]
+        greatest = value if value > 0 else greatest
+    intensities: Map = (heatmap / greatest).clip(0, 1)
     return intensities
 
 
-def draw(photo: Pixels, heatmap: Map, seen: Box, rendering: Rendering) -> tuple[Picture | None, Picture | None]:
+def draw(
+    photo: Pixels, heatmap: Map, seen: Box, rendering: Rendering, top: float = 1.0
+) -> tuple[Picture | None, Picture | None]:
     """Draw a raw map on the photo that it explains, and alone.
 
     The intensities are interpolated bilinearly between the centres of the map's cells; a pixel is coloured if its
@@ -104,6 +112,7 @@ def draw(photo: Pixels, heatmap: Map, seen: Box, rendering: Rendering) -> tuple[
         heatmap: float32 [h, w], raw.
         seen: what the map covers, in the photo's pixels; it may reach beyond the photo.
         rendering: which pictures, and how.
+        top: quantile of the map that has the strongest colour; see `intensity`.
 
     Returns:
         The overlay and the heatmap alone, each None if it is not asked for. Both have the photo's size, or are smaller
@@ -118,7 +127,7 @@ def draw(photo: Pixels, heatmap: Map, seen: Box, rendering: Rendering) -> tuple[
     overlay = _shrunk(photo, rendering.max_side)
     alone = np.zeros_like(overlay)
     box = _scaled(seen, overlay.shape[1] / photo.shape[1], overlay.shape[0] / photo.shape[0])
-    for place, painted in _painted(intensity(heatmap), box, overlay.shape[:2], colours):
+    for place, painted in _painted(intensity(heatmap, top), box, overlay.shape[:2], colours):
         alone[place] = painted
         cv2.addWeighted(overlay[place], 1 - rendering.alpha, painted, rendering.alpha, 0, dst=overlay[place])
     return (

@@ -31,6 +31,7 @@ from camserve_server.types import MethodCall, Pass, RankTarget, Row
 log = logging.getLogger(__name__)
 
 CPU_BATCH, GPU_BATCH = 8, 32
+QUIET, LONGEST_QUIET = 0.1, 1.0  # seconds without a new call before a draining server closes its port
 
 SERVICES = (
     "",
@@ -155,15 +156,30 @@ async def _drain(
     log.info("draining", extra=logs.fields(seconds=seconds))
     await _set_health(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
     house.draining.set()
-    stopping = asyncio.ensure_future(server.stop(seconds))
+    finishing = asyncio.ensure_future(_finished(house, seconds))
     hurrying = asyncio.ensure_future(stop.hurry.wait())
-    await asyncio.wait((stopping, hurrying), return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
+    await asyncio.wait((finishing, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    if stop.hurry.is_set():
         log.warning("cut short by a second signal")
-        await server.stop(None)
-    hurrying.cancel()
-    await stopping
+    for task in (finishing, hurrying):
+        task.cancel()
+    await server.stop(None if stop.hurry.is_set() else LONGEST_QUIET)  # health watches would stay for ever
     log.info("stopped")
+
+
+async def _finished(house: House, seconds: float) -> None:
+    """Return when every accepted call is answered, and no new one came to be refused for a while.
+
+    gRPC itself would cancel a call that it has received but not yet handed over at the moment it stops. So the calls
+    that still come are refused as Unavailable first, until their callers have noticed.
+    """
+    clock = asyncio.get_running_loop().time
+    late = clock() + seconds
+    while house.active and clock() < late:  # noqa: ASYNC110 -- once in a life, not worth an event on every call
+        await asyncio.sleep(0.01)
+    late = min(late, clock() + LONGEST_QUIET)
+    while clock() < min(late, house.arrived + QUIET):  # noqa: ASYNC110 -- as above
+        await asyncio.sleep(0.01)
 
 
 def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) -> grpc.aio.Server:
@@ -237,7 +253,8 @@ def serve_in_thread(settings: Settings) -> Iterator[str]:
     thread.start()
     loop, stop, port = started.result()
     try:
-        yield f"{settings.address.rpartition(':')[0]}:{port}"
+        host = settings.address.rpartition(":")[0]
+        yield settings.address if host == "unix" else f"{host}:{port}"
     finally:
         loop.call_soon_threadsafe(stop.asked.set)
         thread.join()

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -46,11 +46,15 @@ class House:
         stream_in_flight: requests of one stream under way at most.
         pipeline: None until the models are warm.
         draining: set when the server stops.
+        active: calls under way.
+        arrived: when the last call came, on the event loop's clock.
     """
 
     stream_in_flight: int
     pipeline: Pipeline | None = None
     draining: asyncio.Event = field(default_factory=asyncio.Event)
+    active: int = 0
+    arrived: float = 0.0
 
     def open(self) -> Pipeline:
         """Return the pipeline.
@@ -64,6 +68,16 @@ class House:
             raise Unavailable("the server is draining", retry_after=1.0)
         return self.pipeline
 
+    @contextmanager
+    def visited(self) -> Iterator[None]:
+        """Count a call as under way inside the block."""
+        self.arrived = asyncio.get_running_loop().time()
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
+
 
 class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     """Explains."""
@@ -75,7 +89,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         self, request: explain_pb2.ExplainRequest, context: Context
     ) -> explain_pb2.ExplainResponse:
         """Explain one image."""
-        async with _answering(context, "Explain") as call:
+        async with _answering(self._house, context, "Explain") as call:
             response = await self._house.open().explain(request, deadline=call.deadline)
             response.request_id = call.request_id
             call.seen(response)
@@ -85,7 +99,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest], context: Context
     ) -> None:
         """Explain many images, each answered as it is ready."""
-        async with _answering(context, "ExplainStream") as call:
+        async with _answering(self._house, context, "ExplainStream") as call:
             self._house.open()
             free, writing = asyncio.Semaphore(self._house.stream_in_flight), asyncio.Lock()
 
@@ -141,7 +155,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, _request: models_pb2.ListModelsRequest, context: Context
     ) -> models_pb2.ListModelsResponse:
         """List the models."""
-        async with _answering(context, "ListModels"):
+        async with _answering(self._house, context, "ListModels"):
             models = self._house.open().models.values()
             return models_pb2.ListModelsResponse(models=map(wire.describe_model, models))
 
@@ -149,7 +163,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, request: models_pb2.GetModelRequest, context: Context
     ) -> models_pb2.GetModelResponse:
         """Describe one model."""
-        async with _answering(context, "GetModel"):
+        async with _answering(self._house, context, "GetModel"):
             info = self._model(request.name, "name")
             return models_pb2.GetModelResponse(model=wire.describe_model(info), labels=info.labels)
 
@@ -157,7 +171,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, request: models_pb2.ListLayersRequest, context: Context
     ) -> models_pb2.ListLayersResponse:
         """List the layers of a model."""
-        async with _answering(context, "ListLayers"):
+        async with _answering(self._house, context, "ListLayers"):
             layers = self._model(request.model, "model").layers.values()
             return models_pb2.ListLayersResponse(layers=map(wire.describe_layer, layers))
 
@@ -165,7 +179,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, _request: models_pb2.ListMethodsRequest, context: Context
     ) -> models_pb2.ListMethodsResponse:
         """List the methods, CAMs first."""
-        async with _answering(context, "ListMethods"):
+        async with _answering(self._house, context, "ListMethods"):
             names = sorted(METHODS, key=lambda name: not isinstance(METHODS[name], Cam))
             return models_pb2.ListMethodsResponse(methods=map(wire.describe_method, names))
 
@@ -197,7 +211,7 @@ class _Call:
 
 
 @asynccontextmanager
-async def _answering(context: Context, rpc: str) -> AsyncIterator[_Call]:
+async def _answering(house: House, context: Context, rpc: str) -> AsyncIterator[_Call]:
     """Give the block its request id and deadline; turn what it raises into a status; log how it went."""
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
@@ -206,7 +220,8 @@ async def _answering(context: Context, rpc: str) -> AsyncIterator[_Call]:
     context.set_trailing_metadata((("x-request-id", call.request_id),))
     code = grpc.StatusCode.CANCELLED
     try:
-        yield call
+        with house.visited():
+            yield call
         code = grpc.StatusCode.OK
     except Exception as error:  # noqa: BLE001 -- the border: nothing of ours goes out unmapped
         ours = _ours(error)

@@ -32,7 +32,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle in a photo's pixels, edges from its upper left corner."""
+    """A rectangle in a photo's pixels, edges from its upper left corner; it may reach beyond the photo."""
 
     left: float
     top: float
@@ -47,7 +47,7 @@ class Preprocess:
     Attributes:
         size: height and width of the input, in pixels.
         resize: the photo's shorter side before the crop; or an exact (height, width).
-        interpolation: "nearest", "bilinear" or "bicubic", always antialiased.
+        interpolation: "nearest", or antialiased "bilinear" or "bicubic".
         mean: subtracted per channel from RGB values 0 to 1.
         std: divides each channel after that.
     """

@@ -295,3 +295,21 @@ def test_a_photo_too_long_for_webp_is_refused_in_words():
         render.draw(photo, MAP, SEEN, Rendering(overlay="webp"))
     assert render.draw(photo, MAP, SEEN, Rendering(overlay="webp", max_side=16000))[0].width == 16000
     assert overlay(photo, seen=Box(0, 0, 16384, 1)).shape == (1, 16384, 3)
+
+
+def test_a_lone_hot_pixel_does_not_darken_a_map_cut_at_its_99th_percentile():
+    heatmap = np.linspace(0, 1, 10_000, dtype=np.float32).reshape(100, 100)
+    heatmap[3, 5] = 1000.0
+    cut, uncut = render.intensity(heatmap, top=0.99), render.intensity(heatmap)
+
+    assert cut.max() == 1.0
+    assert (cut == 1).mean() == pytest.approx(0.01, abs=2e-3)
+    assert np.median(cut) == pytest.approx(0.505, abs=0.01)
+    assert np.median(uncut) < 0.001
+
+
+def test_a_map_with_less_than_a_hundredth_above_zero_is_still_drawn():
+    heatmap = np.zeros((100, 100), np.float32)
+    heatmap[3, 5] = 1e-9
+
+    assert render.intensity(heatmap, top=0.99)[3, 5] == 1.0

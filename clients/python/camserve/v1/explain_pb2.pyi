@@ -61,7 +61,9 @@ class _ProfileEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Profile.Value
     PROFILE_UNSPECIFIED: _Profile.ValueType  # 0
     """The same as PROFILE_PAPER."""
     PROFILE_PAPER: _Profile.ValueType  # 1
-    """As the papers do: negative values cut (ReLU), divided by the maximum, resized bilinearly."""
+    """As the papers do: negative values cut (ReLU), divided by the maximum, resized bilinearly. Maps of the input's pixels
+    are divided by their 99th percentile, and cut there.
+    """
 
 class Profile(_Profile, metaclass=_ProfileEnumTypeWrapper):
     """Conventions by which a raw map becomes the intensities 0 to 1 that are coloured."""
@@ -69,7 +71,9 @@ class Profile(_Profile, metaclass=_ProfileEnumTypeWrapper):
 PROFILE_UNSPECIFIED: Profile.ValueType  # 0
 """The same as PROFILE_PAPER."""
 PROFILE_PAPER: Profile.ValueType  # 1
-"""As the papers do: negative values cut (ReLU), divided by the maximum, resized bilinearly."""
+"""As the papers do: negative values cut (ReLU), divided by the maximum, resized bilinearly. Maps of the input's pixels
+are divided by their 99th percentile, and cut there.
+"""
 Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
 class _Verdict:

@@ -1,0 +1,16 @@
+"""One server with real weights for all the tests here."""
+
+import pytest
+
+from support import serving
+
+
+@pytest.fixture(scope="session")
+def served():
+    models = (
+        "efficientnet_lite0",
+        "torchvision:resnet18?weights=none",
+        "small=torchvision:mobilenet_v3_small?weights=none&size=64",
+    )
+    with serving(models=models) as one:
+        yield one

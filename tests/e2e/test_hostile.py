@@ -1,0 +1,102 @@
+"""Rubbish through the front door: each is answered, quickly, and costs nothing that stays."""
+
+import io
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import camserve
+from support import PHOTOS, serving
+
+MIB = 2**20
+
+
+def resident():
+    """Resident memory of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class Peak:
+    """Watches resident memory inside the block."""
+
+    def __enter__(self):
+        self.start, self.high, self._stop = resident(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._stop.wait(0.002):
+            self.high = max(self.high, resident())
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def grown(self):
+        return self.high - self.start
+
+
+def broken(count):
+    """Photos truncated at random or with bits flipped, empty ones, text, and a bomb."""
+    chance = random.Random(11)
+    small = Image.open(PHOTOS["chelsea"]).resize((225, 150))
+    sound = []
+    for form in ("JPEG", "PNG", "WEBP", "BMP"):
+        packed = io.BytesIO()
+        small.save(packed, form)
+        sound.append(packed.getvalue())
+    bomb = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
+    yield from (b"", b"hello, I am a cat", bomb.getvalue())
+    for number in range(count - 3):
+        data = bytearray(sound[number % 4])
+        if number % 8 < 4:
+            del data[chance.randrange(1, len(data)) :]
+        else:
+            for _ in range(chance.randint(1, 20)):
+                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        yield bytes(data)
+
+
+@pytest.fixture(scope="module")
+def client():
+    small = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+    with serving(models=(small,)) as served, camserve.Client(served.address, retries=0) as one:
+        for path in PHOTOS.values():
+            one.explain(path)
+        yield one
+
+
+def test_300_broken_images_are_answered_or_refused_within_a_second(client):
+    images, outcomes, slowest = list(broken(300)), [], 0.0
+    with Peak() as memory:
+        for data in images:
+            began = time.perf_counter()
+            try:
+                client.explain(data)
+                outcomes.append("OK")
+            except camserve.InvalidArgument:
+                outcomes.append("INVALID_ARGUMENT")
+            slowest = max(slowest, time.perf_counter() - began)
+
+    assert len(outcomes) == 300
+    assert outcomes[:3] == ["INVALID_ARGUMENT"] * 3
+    assert slowest <= 1.0
+    assert memory.grown <= 100 * MIB
+    assert client.explain(PHOTOS["chelsea"]).explanations[0].verdict in set(camserve.Verdict)
+
+
+def test_the_memory_watch_sees_what_a_bomb_would_take():
+    """The detector above is itself shown a bomb that goes off."""
+    with Peak() as memory:
+        data = bytearray(200 * MIB)
+        data[::4096] = b"x" * len(data[::4096])
+        time.sleep(0.05)
+
+    assert memory.grown > 100 * MIB

@@ -1,0 +1,242 @@
+"""The main job: a photo goes in over gRPC, an overlay and the reason come out."""
+
+import io
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import timm
+import timm.data
+import torch
+from PIL import Image, ImageDraw
+from safetensors.torch import save_file
+
+import camserve
+from camserve_server.hooks import hook_count
+from camserve_server.models import digest, load, parse
+from support import PHOTOS, jpeg, serving
+
+METHODS = ["gradcam", "hirescam", "layercam", "saliency", ("smoothgrad", {"samples": 3})]
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with camserve.Client(served.address, retries=0, timeout=60) as one:
+        yield one
+
+
+def the_cat():
+    """Chelsea's head and neck, drawn by hand around her in the photo, 451 x 300."""
+    mask = Image.new("1", (451, 300))
+    outline = [
+        (60, 0),
+        (330, 0),
+        (400, 0),
+        (425, 35),
+        (380, 90),
+        (385, 160),
+        (365, 235),
+        (330, 299),
+        (0, 299),
+        (25, 120),
+    ]
+    ImageDraw.Draw(mask).polygon(outline, fill=1)
+    return np.asarray(mask)
+
+
+def test_chelsea_is_an_egyptian_cat_and_the_reason_is_the_cat(client):
+    result = client.explain(PHOTOS["chelsea"])
+    explanation = result.explanations[0]
+    on_image = np.nan_to_num(explanation.heatmap_on_image, nan=-np.inf)
+    hottest = on_image >= np.quantile(on_image[np.isfinite(on_image)], 0.9)
+
+    assert result.predictions[0].label == "Egyptian cat"
+    assert result.predictions[0].probability >= 0.3
+    assert (explanation.method, explanation.layer, explanation.target.label) == ("gradcam", "bn2", "Egyptian cat")
+    assert explanation.verdict == "OK"
+    assert explanation.image.size == (451, 300)
+    assert explanation.heatmap.shape == (7, 7)
+    assert (hottest & the_cat()).sum() >= 0.95 * hottest.sum()
+
+
+def test_the_overlay_is_hot_where_the_raw_map_is(client):
+    explanation = client.explain(PHOTOS["chelsea"], overlay="png", alpha=1.0, colormap="gray").explanations[0]
+    drawn = np.asarray(explanation.image.convert("L"), np.float32)
+    raw = explanation.heatmap_on_image
+    seen = np.isfinite(raw) & (raw != 0)
+    expected = np.clip(raw, 0, None) / explanation.heatmap.max() * 255
+
+    assert np.abs(drawn - expected)[seen].max() <= 3
+
+
+@pytest.mark.parametrize("photo", PHOTOS)
+def test_predictions_equal_timms_own_evaluation(client, photo):
+    """The embedded model, with the transform that timm makes for its input."""
+    reference = load(parse("efficientnet_lite0"))
+    wants = reference.info.preprocess
+    transform = timm.data.create_transform(
+        (3, *wants.size), interpolation=wants.interpolation, mean=wants.mean, std=wants.std, crop_pct=1.0
+    )
+    with torch.inference_mode():
+        image = Image.open(PHOTOS[photo]).convert("RGB")
+        expected = reference.module(transform(image)[None]).softmax(1)[0].numpy()
+    result = client.explain(PHOTOS[photo], max_predictions=1000)
+
+    assert result.predictions[0].class_index == expected.argmax()
+    assert max(abs(p.probability - expected[p.class_index]) for p in result.predictions) <= 0.02
+
+
+def test_a_timm_model_gets_timms_own_transform(tmp_path):
+    """Named as timm's, with the real weights in a file, the model is evaluated as timm's configuration says."""
+    model = load(parse("efficientnet_lite0")).module
+    save_file(model.state_dict(), tmp_path / "lite0.safetensors")
+    reference = timm.create_model("tf_efficientnet_lite0").eval()
+    reference.load_state_dict(model.state_dict())
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(reference))
+    spec = f"lite0=timm:tf_efficientnet_lite0?weights={tmp_path / 'lite0.safetensors'}"
+
+    with serving(models=(spec,)) as served, camserve.Client(served.address) as client:
+        for path in PHOTOS.values():
+            with torch.inference_mode():
+                logits = reference(transform(Image.open(path).convert("RGB"))[None])
+                expected = logits.softmax(1)[0].numpy()
+            result = client.explain(path, max_predictions=1000, overlay=None)
+
+            assert result.predictions[0].class_index == expected.argmax()
+            assert max(abs(p.probability - expected[p.class_index]) for p in result.predictions) <= 0.02
+
+
+def test_every_method_layer_and_target_comes_back_in_the_order_asked(client):
+    layers = ["blocks.5", "bn2"]
+    targets = ["tabby", 281 + 4, camserve.contrast("tiger cat", "tabby")]
+    result = client.explain(PHOTOS["chelsea"], methods=["layercam", "saliency"], layers=layers, targets=targets)
+    got = [
+        (e.method, e.layer, e.target.class_index, e.contrast and e.contrast.class_index) for e in result.explanations
+    ]
+
+    cams = [("layercam", layer, *t) for layer in layers for t in ((281, None), (285, None), (282, 281))]
+    assert got == cams + [("saliency", "", *t) for t in ((281, None), (285, None), (282, 281))]
+
+
+def test_top_k_explains_what_the_model_predicts(client):
+    result = client.explain(PHOTOS["chelsea"], top_k=3)
+
+    assert [e.target for e in result.explanations] == list(result.predictions[:3])
+
+
+def crops(count):
+    """Different pictures: crops of the photos, as JPEGs."""
+    chance = random.Random(7)
+    photos = [np.asarray(Image.open(path).convert("RGB")) for path in PHOTOS.values()]
+    for number in range(count):
+        photo = photos[number % len(photos)]
+        height, width = photo.shape[:2]
+        top, left = chance.randrange(height - 200), chance.randrange(width - 200)
+        yield jpeg(photo[top : top + chance.randrange(120, 200), left : left + chance.randrange(120, 200)])
+
+
+def ask(client, number, image, model="efficientnet_lite0"):
+    methods = [METHODS[number % 3]] + ([METHODS[3 + number % 2]] if number % 8 == 0 else [])
+    targets = [number * 13 % 1000] if number % 3 else [number % 1000, camserve.contrast(number % 1000, 999)]
+    return client.explain(image, model=model, methods=methods, targets=targets, overlay=None)
+
+
+def test_64_concurrent_requests_are_each_answered_as_if_alone(served, client):
+    """Different images, targets and mixed methods; 1e-5 of the map's maximum; batches of at least 4 rows on average."""
+    images = list(crops(64))
+    alone = [ask(client, number, image) for number, image in enumerate(images)]
+    stats = served.pipeline.batcher.stats
+    batches, rows = stats.batches, stats.rows
+    with ThreadPoolExecutor(64) as threads:
+        together = list(threads.map(lambda n: ask(client, n, images[n]), range(64)))
+
+    assert (stats.rows - rows) / (stats.batches - batches) >= 4
+    for one, other in zip(alone, together, strict=True):
+        assert [p.class_index for p in one.predictions] == [p.class_index for p in other.predictions]
+        for mine, theirs in zip(one.explanations, other.explanations, strict=True):
+            assert (mine.method, mine.target.class_index) == (theirs.method, theirs.target.class_index)
+            assert np.abs(mine.heatmap - theirs.heatmap).max() <= 1e-5 * np.abs(mine.heatmap).max()
+
+
+def test_no_answer_is_swapped_in_2000_requests(client):
+    """Each request asks for its own class of its own picture; the score must be that picture's logit of that class."""
+    images = list(crops(20))
+    asks = {"model": "small", "overlay": None, "heatmap": False}
+    logits = [client.explain(image, max_predictions=1000, **asks).predictions for image in images]
+    scores = [{p.class_index: p.score for p in predictions} for predictions in logits]
+    spread = min(np.ptp(list(one.values())) for one in scores)
+
+    def right(number):
+        picture, target = number % 20, number * 7 % 1000
+        (explanation,) = client.explain(images[picture], targets=target, max_predictions=1, **asks).explanations
+        found = explanation.score - scores[picture][target]
+        return explanation.target.class_index == target and abs(found) <= 1e-5 * spread
+
+    with ThreadPoolExecutor(48) as threads:
+        assert all(threads.map(right, range(2000)))
+
+
+def test_500_mixed_requests_leave_the_models_as_they_were(served, client):
+    """With errors and cancellations among them: no hook stays, no parameter changes."""
+    engine = served.pipeline.batcher._run.__self__
+    before = {name: digest(model.module) for name, model in engine._models.items()}
+    images = list(crops(12))
+    chance = random.Random(3)
+
+    def one(number):
+        model = ("efficientnet_lite0", "resnet18")[number % 2]
+        kind = chance.random()
+        try:
+            if kind < 0.1:
+                client.explain(b"rubbish", model=model)
+            elif kind < 0.2:
+                client.explain(images[0], model=model, layers=["nowhere"])
+            elif kind < 0.4:
+                client.explain(images[0], model=model, methods="smoothgrad", timeout=0.02 * chance.random() + 1e-3)
+            else:
+                ask(client, number, images[number % 12], model)
+        except camserve.CamserveError as error:
+            return type(error).__name__
+        return "OK"
+
+    with ThreadPoolExecutor(24) as threads:
+        outcomes = list(threads.map(one, range(500)))
+
+    assert {"OK", "InvalidArgument", "NotFound", "DeadlineExceeded"} == set(outcomes)
+    for name, model in engine._models.items():
+        assert hook_count(model.module) == 0
+        assert digest(model.module) == before[name] == model.info.digest
+        assert not any(p.requires_grad or p.grad is not None for p in model.module.parameters())
+        assert not any(part.training for part in model.module.modules())
+    assert served.pipeline.batcher.admitted == 0
+
+
+def test_the_hook_count_sees_a_hook_that_stays(served):
+    """The detector above is itself shown a leak."""
+    module = next(iter(served.pipeline.batcher._run.__self__._models.values())).module
+    with module.register_forward_hook(lambda *_: None):
+        assert hook_count(module) == 1
+
+
+def test_many_images_stream_back_in_order(client):
+    images = list(crops(40))
+    results = list(client.explain_many(images, overlay=None, max_predictions=1000, heatmap=False))
+    alone = [client.explain(image, overlay=None, heatmap=False) for image in images[:5]]
+
+    assert len(results) == 40
+    for one, other in zip(alone, results, strict=False):
+        assert one.predictions[0].class_index == other.predictions[0].class_index
+        assert one.predictions[0].score == pytest.approx(other.predictions[0].score, abs=1e-3)
+
+
+def test_a_grey_photo_upside_down_comes_back_upright(client):
+    """EXIF orientation 3: the file's rows run from the bottom up; a viewer turns them, and so must the overlay."""
+    chelsea = Image.open(PHOTOS["chelsea"]).convert("L")
+    turned, exif = chelsea.transpose(Image.Transpose.ROTATE_180), Image.Exif()
+    exif[0x0112] = 3
+    packed = io.BytesIO()
+    turned.save(packed, "PNG", exif=exif)
+    overlay = client.explain(packed.getvalue(), overlay="png", alpha=0.0).explanations[0].image
+
+    assert np.abs(np.asarray(overlay.convert("L"), int) - np.asarray(chelsea, int)).max() <= 1

@@ -1,0 +1,67 @@
+"""What several tests need: a server whose insides are within reach, and photos to send it."""
+
+import asyncio
+import io
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import skimage
+import sklearn
+from PIL import Image
+
+from camserve_server import config, server
+from camserve_server.pipeline import Pipeline
+
+SKIMAGE = Path(skimage.__file__).parent / "data"
+SKLEARN = Path(sklearn.__file__).parent / "datasets" / "images"
+
+PHOTOS = {
+    "chelsea": SKIMAGE / "chelsea.png",
+    "coffee": SKIMAGE / "coffee.png",
+    "astronaut": SKIMAGE / "astronaut.png",
+    "rocket": SKIMAGE / "rocket.jpg",
+    "china": SKLEARN / "china.jpg",
+    "flower": SKLEARN / "flower.jpg",
+}
+
+
+@dataclass
+class Served:
+    address: str
+    pipeline: Pipeline
+    loop: asyncio.AbstractEventLoop
+
+    def do(self, function, *args):
+        """Call a function on the server's event loop."""
+        done = Future()
+        self.loop.call_soon_threadsafe(lambda: done.set_result(function(*args)))
+        return done.result(10)
+
+
+@contextmanager
+def serving(**settings):
+    """Serve on a free port, in a thread."""
+    started = Future()
+    chosen = config.load(flags={"address": "127.0.0.1:0", **settings}, environment={})
+
+    async def main():
+        stop, loop = server.Stop(), asyncio.get_running_loop()
+        await server.serve(chosen, stop, lambda port, pipeline: started.set_result((port, pipeline, loop, stop)))
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    thread.start()
+    port, pipeline, loop, stop = started.result(60)
+    try:
+        yield Served(f"127.0.0.1:{port}", pipeline, loop)
+    finally:
+        loop.call_soon_threadsafe(stop.asked.set)
+        thread.join(60)
+
+
+def jpeg(image, quality=92):
+    packed = io.BytesIO()
+    Image.fromarray(image).save(packed, "JPEG", quality=quality)
+    return packed.getvalue()

@@ -1,0 +1,94 @@
+"""What the documents say is so."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import camserve
+from camserve_server import config, methods
+from support import PHOTOS, serving
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+
+
+def shown(value):
+    return (
+        ", ".join(value) if isinstance(value, tuple) else format(value, "g") if isinstance(value, float) else str(value)
+    )
+
+
+def settings_table():
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, setting in config.Settings.model_fields.items():
+        lines.append(f"| `{name}` | `{shown(setting.default)}` | {setting.description} |")
+    return "\n".join(lines)
+
+
+def code(document, opening):
+    """The code block of a document that begins with these words, without its indentation."""
+    for indent, block in re.findall(r"^( *)```python\n(.*?)^ *```", document, re.DOTALL | re.MULTILINE):
+        text = "\n".join(line.removeprefix(indent) for line in block.splitlines())
+        if text.startswith(opening):
+            return text
+    pytest.fail(f"no code begins with {opening!r}")
+
+
+def test_the_readme_lists_every_setting():
+    table = re.search(r"<!-- settings:.*?-->\n(.*?)\n<!-- /settings -->", README, re.DOTALL).group(1)
+
+    assert table == settings_table()
+
+
+def test_the_readme_lists_every_method():
+    listed = re.findall(r"^\| `(\w+)` \| (?:a layer|the input)", README, re.MULTILINE)
+
+    assert listed == list(methods.METHODS)
+
+
+def test_the_readme_lists_every_error_class():
+    classes = re.findall(r"^\| [A-Z_]+ \| `(\w+)`", README, re.MULTILINE)
+
+    assert all(issubclass(getattr(camserve, name), camserve.CamserveError) for name in classes)
+    assert {"InvalidArgument", "NotFound", "ResourceExhausted", "Unavailable", "Internal"} <= set(classes)
+
+
+def test_the_readmes_python_works_when_pasted(tmp_path, monkeypatch, capsys):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    text = code(README, "import camserve")
+    assert len(text.splitlines()) <= 12
+
+    with serving(models=("efficientnet_lite0",)) as served:
+        exec(text.replace("localhost:50051", served.address), {})  # noqa: S102 -- that is the promise
+
+    assert capsys.readouterr().out.startswith("0.38  Egyptian cat\n")
+    assert (tmp_path / "why.jpg").stat().st_size > 10_000
+
+
+def test_a_method_is_one_function_and_one_line(monkeypatch):
+    """CONTRIBUTING's example, added while the server runs: every request, target, batch and picture takes it."""
+    names = {"Tensor": torch.Tensor}
+    exec(code(CONTRIBUTING, "def gradcam_elementwise"), names)  # noqa: S102 -- that is the promise
+    line = code(CONTRIBUTING, '"gradcam_elementwise"')
+    added = eval("{" + line + "}", {"Cam": methods.Cam, "cams": type("cams", (), names)})  # noqa: S307 -- the same
+
+    with serving(models=(SMALL,)) as served, camserve.Client(served.address) as client:
+        with pytest.raises(camserve.NotFound, match="unknown method"):
+            client.explain(PHOTOS["chelsea"], methods="gradcam_elementwise")
+        monkeypatch.setitem(methods.METHODS, "gradcam_elementwise", added["gradcam_elementwise"])
+        listed = {method.name: method.summary for method in client.methods()}
+        result = client.explain(
+            PHOTOS["chelsea"], methods=["gradcam_elementwise", "hirescam"], targets=[3, camserve.contrast(3, 4)]
+        )
+
+    assert listed["gradcam_elementwise"] == "Weigh each value by its gradient and keep what is positive"
+    new, old = result.explanations[0].heatmap, result.explanations[2].heatmap
+    assert (new >= np.maximum(old, 0) * (1 - 1e-6)).all()  # the positive parts alone are at least the sum
+    assert all(each.overlay for each in result.explanations)
