@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import grpc.aio
 
 from camserve import _stream, _wire
-from camserve._errors import CamserveError, Cancelled, border
+from camserve._errors import CamserveError, Cancelled, FailedPrecondition, border
 from camserve._progress import progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
@@ -70,6 +69,8 @@ class AsyncClient:
     ) -> None:
         self._settings = settings(address, timeout, retries, metadata)
         self._credentials = credentials
+        self._opened: _Stubs | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,7 +85,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; calls under way end with Cancelled."""
-        await self._channel.close()
+        self._closed = True
+        if self._opened is not None:
+            await self._opened.channel.close()
 
     async def explain(
         self,
@@ -97,7 +100,7 @@ class AsyncClient:
         question = _wire.Question(**options).request()
         # Reading and encoding an image would hold up the loop.
         request = await asyncio.to_thread(_wire.with_image, question, image)
-        return _wire.result(await self._call(self._explain.Explain, request, timeout))
+        return _wire.result(await self._call(self._stubs.explain.Explain, request, timeout))
 
     @overload
     def explain_many(
@@ -143,45 +146,39 @@ class AsyncClient:
 
     async def models(self) -> tuple[Model, ...]:
         """List the models that the server has loaded; the first one is its default."""
-        reply = await self._call(self._models.ListModels, models_pb2.ListModelsRequest())
+        reply = await self._call(self._stubs.models.ListModels, models_pb2.ListModelsRequest())
         return tuple(map(_wire.model, reply.models))
 
     async def model(self, name: str = "") -> Model:
         """Describe one model, with its labels; the server's first where no name is given."""
-        reply = await self._call(self._models.GetModel, models_pb2.GetModelRequest(name=name))
+        reply = await self._call(self._stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
         return _wire.model(reply.model, reply.labels)
 
     async def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run."""
         request = models_pb2.ListLayersRequest(model=model)
-        reply = await self._call(self._models.ListLayers, request)
+        reply = await self._call(self._stubs.models.ListLayers, request)
         return tuple(map(_wire.layer, reply.layers))
 
     async def methods(self) -> tuple[MethodInfo, ...]:
         """List the methods that the server knows, and their parameters."""
-        reply = await self._call(self._models.ListMethods, models_pb2.ListMethodsRequest())
+        reply = await self._call(self._stubs.models.ListMethods, models_pb2.ListMethodsRequest())
         return tuple(map(_wire.method, reply.methods))
 
     async def health(self, service: str = "") -> Health:
         """Ask once whether the server, or a service, takes requests: see ``Client.health``."""
-        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
-        return health(await self._call(check, health_request(service), retry=Retry(attempts=0)))
+        request = health_request(service)
+        return health(await self._call(self._stubs.check, request, retry=Retry(attempts=0)))
 
-    @cached_property
-    def _channel(self) -> grpc.aio.Channel:
-        # Not before the first call: a channel belongs to the loop in which it was made.
-        address = self._settings.address
-        if self._credentials:
-            return grpc.aio.secure_channel(address, self._credentials, CHANNEL_OPTIONS)
-        return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
-
-    @cached_property
-    def _explain(self) -> explain_pb2_grpc.ExplainServiceAsyncStub:
-        return explain_pb2_grpc.ExplainServiceStub(self._channel)
-
-    @cached_property
-    def _models(self) -> models_pb2_grpc.ModelServiceAsyncStub:
-        return models_pb2_grpc.ModelServiceStub(self._channel)
+    @property
+    def _stubs(self) -> _Stubs:
+        # gRPC may hang on a closed channel that is made to do something new.
+        if self._closed:
+            raise FailedPrecondition("the client is closed")
+        if self._opened is None:
+            # Not before the first call: a channel belongs to the loop in which it was made.
+            self._opened = _Stubs(self._settings.address, self._credentials)
+        return self._opened
 
     async def _call(
         self,
@@ -226,7 +223,21 @@ class AsyncClient:
                 await line.finish()
 
     def _line(self) -> _Line:
-        return _Line(self._explain, self._settings)
+        return _Line(self._stubs.explain, self._settings)
+
+
+class _Stubs:
+    """A channel and what is called through it, made together."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.channel = (
+            grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
+            if credentials
+            else grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+        )
+        self.explain = explain_pb2_grpc.ExplainServiceStub(self.channel)
+        self.models = models_pb2_grpc.ModelServiceStub(self.channel)
+        self.check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
 
 
 async def _own(call: grpc.aio.UnaryUnaryCall[Any, R]) -> R:

@@ -76,6 +76,7 @@ class Client:
         )
         self._explain = explain_pb2_grpc.ExplainServiceStub(self._channel)
         self._models = models_pb2_grpc.ModelServiceStub(self._channel)
+        self._check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
 
     def __enter__(self) -> Self:
         return self
@@ -196,8 +197,8 @@ class Client:
             NotFound: There is no such service.
             Unavailable: Nothing answers.
         """
-        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
-        return health(self._call(check, health_request(service), retry=Retry(attempts=0)))
+        request = health_request(service)
+        return health(self._call(self._check, request, retry=Retry(attempts=0)))
 
     def _call(
         self,

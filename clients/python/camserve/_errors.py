@@ -36,6 +36,9 @@ REQUEST_ID = "x-request-id"
 
 NEVER = -1.0
 
+# What grpc.aio says in place of the server's status: https://github.com/grpc/grpc/issues/36066
+_LOST = "Internal error from Core"
+
 
 class CamserveError(Exception):
     """Anything that a call to camserve ends with, other than its result.
@@ -112,6 +115,10 @@ class Unavailable(CamserveError):
     """Nothing answers at the address, or the server is starting or draining."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class StatusLost(Unavailable):
+    """A stream broke while it was written to, and gRPC lost what the server said."""
 
 
 class Unauthenticated(CamserveError):
@@ -204,6 +211,8 @@ def _translated(error: grpc.RpcError, address: str, request_id: str) -> Camserve
     trailers = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
     said = _from_status(trailers.get(DETAILS_TRAILER))
     own = _text(trailers.get(REQUEST_ID)) or request_id
+    if error.details() == _LOST:
+        return StatusLost("the stream broke", request_id=own)
     details = Details(said.request_id or own, said.fields, _seconds(trailers.get(PUSHBACK_TRAILER)))
     return make(error.code(), _readable(error.details() or "", address), details)
 

@@ -16,7 +16,13 @@ import grpc
 from PIL import Image
 
 from camserve import _wire
-from camserve._errors import CamserveError, DeadlineExceeded, InvalidArgument, Unavailable
+from camserve._errors import (
+    CamserveError,
+    DeadlineExceeded,
+    InvalidArgument,
+    StatusLost,
+    Unavailable,
+)
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -215,6 +221,8 @@ class Window:
         if not lost:
             return
         if error.code is grpc.StatusCode.UNAVAILABLE:
+            # One at a time a request is written whole before the server answers it.
+            self._suspects.update(lost if isinstance(error, StatusLost) else ())
             self._send_again(lost, error)
         elif len(lost) == 1:
             self._failed(lost[0], error)

@@ -24,19 +24,20 @@ FAILED, INTERRUPTED = 1, 130
 _SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
 
-class _Commands(click.Group):
+class Commands(click.Group):
     """Says whatever goes wrong in one line, and with the exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command, and exit."""
         kwargs["standalone_mode"] = False
         try:
-            code: object = super().main(*args, **kwargs)
+            code = super().main(*args, **kwargs)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = error.exit_code
         except (click.ClickException, click.Abort, camserve.CamserveError, OSError) as error:
             code = _complain(error)
-        sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(code)
 
 
 def _complain(error: Exception) -> int:
@@ -76,7 +77,7 @@ def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="camserve")
 def main() -> None:
     """Ask a camserve server why a vision model said what it said."""

@@ -1,0 +1,317 @@
+"""A server that says what a test tells it to, and both clients behind one face."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
+from PIL import Image
+
+import camserve
+from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+QUICK = camserve.Retry(attempts=4, first=0.01, longest=0.02)
+
+
+def picture(kind: str = "PNG", size: tuple[int, int] = (6, 4), color: str = "red") -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, color).save(out, kind)
+    return out.getvalue()
+
+
+@dataclass
+class Refusal:
+    """An error that the fake server answers with."""
+
+    code: grpc.StatusCode
+    message: str = "no"
+    fields: dict[str, str] = field(default_factory=dict)
+    request_id: str = ""
+    trailers: tuple[tuple[str, str | bytes], ...] = ()
+
+    def abort(self, context: grpc.ServicerContext) -> None:
+        context.set_trailing_metadata((*self.trailers, ("grpc-status-details-bin", self.packed())))
+        context.abort(self.code, self.message)
+
+    def packed(self) -> bytes:
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        request = error_details_pb2.BadRequest(
+            field_violations=[
+                error_details_pb2.BadRequest.FieldViolation(field=name, description=text)
+                for name, text in self.fields.items()
+            ]
+        )
+        for detail in (request, error_details_pb2.RequestInfo(request_id=self.request_id)):
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return status.SerializeToString()
+
+
+def answer(request: explain_pb2.ExplainRequest, request_id: str = "id") -> Any:
+    """Answer as a server with one class per image does: the class is the image's first byte."""
+    index = request.image[0]
+    target = explain_pb2.Prediction(class_index=index, label=f"class {index}", probability=0.75, score=2.5)
+    explanations = [
+        explain_pb2.Explanation(
+            method=method.name,
+            layer="features",
+            target=target,
+            score=2.5,
+            verdict=explain_pb2.VERDICT_OK,
+            heatmap=heatmap() if request.rendering.heatmap else None,
+            overlay=overlay(request.rendering.overlay),
+        )
+        for method in request.methods
+    ]
+    return explain_pb2.ExplainResponse(
+        request_id=request_id,
+        model=request.model or "tiny",
+        predictions=[target],
+        explanations=explanations,
+        photo=explain_pb2.Photo(width=6, height=4, seen=explain_pb2.Box(left=1, top=0, right=5, bottom=4)),
+        timing=explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=5),
+    )
+
+
+def heatmap() -> explain_pb2.Heatmap:
+    data = np.arange(4, dtype="<f4").tobytes()
+    return explain_pb2.Heatmap(height=2, width=2, data=data)
+
+
+def overlay(kind: int) -> explain_pb2.Picture | None:
+    if not kind:
+        return None
+    name = explain_pb2.ImageFormat.Name(kind).removeprefix("IMAGE_FORMAT_")
+    return explain_pb2.Picture(format=kind, data=picture(name), width=6, height=4)
+
+
+@dataclass
+class Call:
+    """What the server saw of a call."""
+
+    rpc: str
+    request: Any
+    metadata: dict[str, str]
+    time_remaining: float | None
+
+
+class Fake(
+    explain_pb2_grpc.ExplainServiceServicer,
+    models_pb2_grpc.ModelServiceServicer,
+):
+    """Answers the next of ``refusals`` while there are any, and sensibly after that."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.calls: list[Call] = []
+        self.refusals: list[Refusal] = []
+        self.streams: list[Callable[[Iterator[Any], grpc.ServicerContext], Iterator[Any]]] = []
+        self.answer = answer
+        self.stream_ended = threading.Event()
+        self.called = threading.Event()
+        self.hold = threading.Event()
+        self.hold.set()
+
+    refusal = Refusal
+
+    @staticmethod
+    def reply(each: Any) -> Any:
+        return reply(each)
+
+    @staticmethod
+    def error(each: Any, code: grpc.StatusCode, **rest: Any) -> Any:
+        return error_reply(each, code, **rest)
+
+    def _note(self, rpc: str, request: Any, context: grpc.ServicerContext) -> None:
+        metadata = dict(context.invocation_metadata())
+        self.calls.append(Call(rpc, request, metadata, context.time_remaining()))
+        self.called.set()
+        if self.refusals:
+            self.refusals.pop(0).abort(context)
+        self.hold.wait(10)
+
+    def Explain(self, request: Any, context: Any) -> Any:  # noqa: N802 -- gRPC's name
+        self._note("Explain", request, context)
+        return self.answer(request, dict(context.invocation_metadata())["x-request-id"])
+
+    def ExplainStream(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        context.add_callback(self.stream_ended.set)
+        self._note("ExplainStream", None, context)
+        serve = self.streams.pop(0) if self.streams else in_order
+        yield from serve(request_iterator, context)
+
+    def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("ListModels", request, context)
+        return models_pb2.ListModelsResponse(models=[model("tiny"), model("large")])
+
+    def GetModel(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("GetModel", request, context)
+        return models_pb2.GetModelResponse(model=model(request.name or "tiny"), labels=["cat", "dog"])
+
+    def ListLayers(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("ListLayers", request, context)
+        return models_pb2.ListLayersResponse(
+            layers=[
+                models_pb2.Layer(
+                    name="features",
+                    type="Conv2d",
+                    output_shape=[1, 8, 7, 7],
+                    parameters=1200,
+                    calls=1,
+                    explainable=True,
+                    grid_height=7,
+                    grid_width=7,
+                ),
+                models_pb2.Layer(name="head", type="Linear", output_shape=[1, 2], reason="no grid"),
+            ]
+        )
+
+    def ListMethods(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("ListMethods", request, context)
+        return models_pb2.ListMethodsResponse(methods=[gradcam(), smoothgrad()])
+
+
+def model(name: str) -> models_pb2.Model:
+    return models_pb2.Model(
+        name=name,
+        source=f"timm:{name}",
+        weights="default",
+        digest="ab" * 32,
+        classes=1000,
+        input_height=224,
+        input_width=224,
+        default_layer="features",
+        parameters=4_650_000,
+        precision="float32",
+        device="cpu",
+    )
+
+
+def gradcam() -> models_pb2.MethodInfo:
+    return models_pb2.MethodInfo(
+        name="gradcam", kind=models_pb2.METHOD_KIND_CAM, summary="Weighs maps.", paper="P", rows=1
+    )
+
+
+def smoothgrad() -> models_pb2.MethodInfo:
+    number = models_pb2.ParameterInfo(
+        name="samples",
+        summary="How many.",
+        default_value=explain_pb2.Parameter(number=16),
+        minimum=1,
+        maximum=256,
+        integer=True,
+    )
+    word = models_pb2.ParameterInfo(
+        name="finish",
+        default_value=explain_pb2.Parameter(text="max"),
+        choices=["max", "mean"],
+    )
+    return models_pb2.MethodInfo(
+        name="smoothgrad",
+        kind=models_pb2.METHOD_KIND_SALIENCY,
+        summary="Averages.",
+        parameters=[number, word, models_pb2.ParameterInfo(name="seed")],
+        rows=16,
+    )
+
+
+def in_order(requests: Iterator[Any], _context: Any) -> Iterator[Any]:
+    for each in requests:
+        yield reply(each)
+
+
+def reply(each: Any) -> Any:
+    return explain_pb2.ExplainStreamResponse(request_id=each.request_id, response=answer(each.request, each.request_id))
+
+
+def error_reply(each: Any, code: grpc.StatusCode, **rest: Any) -> Any:
+    error = explain_pb2.Error(code=code.value[0], message=f"{code.name} it is", **rest)
+    return explain_pb2.ExplainStreamResponse(request_id=each.request_id, error=error)
+
+
+@pytest.fixture
+def server() -> Iterator[Fake]:
+    fake = Fake()
+    pool = ThreadPoolExecutor(16)
+    running = grpc.server(pool, options=(("grpc.so_reuseport", 0),))
+    explain_pb2_grpc.add_ExplainServiceServicer_to_server(fake, running)
+    models_pb2_grpc.add_ModelServiceServicer_to_server(fake, running)
+    health = HealthServicer()
+    health.set("", health_pb2.HealthCheckResponse.SERVING)
+    health.set("asleep", health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health, running)
+    fake.address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
+    running.start()
+    yield fake
+    fake.hold.set()
+    running.stop(None).wait()
+    pool.shutdown()
+
+
+class Awaited:
+    """The sync client, called from threads: the same tests run for both clients."""
+
+    def __init__(self, client: camserve.Client) -> None:
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.client, name)
+        return lambda *args, **kwargs: asyncio.to_thread(method, *args, **kwargs)
+
+    async def explain_many(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        results = self.client.explain_many(*args, **kwargs)
+        try:
+            while (result := await asyncio.to_thread(next, results, None)) is not None:
+                yield result
+        finally:
+            await asyncio.to_thread(results.close)
+
+
+@pytest.fixture(params=["sync", "async"])
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Any]]:
+    """Make clients that are closed at the end of the test."""
+    clients: list[Any] = []
+
+    def make(address: str, **options: Any) -> Any:
+        options.setdefault("retries", QUICK)
+        kind = camserve.Client if request.param == "sync" else camserve.AsyncClient
+        made = kind(address, **options)
+        clients.append(Awaited(made) if request.param == "sync" else made)
+        return clients[-1]
+
+    yield make
+    for each in clients:
+        await each.close()
+
+
+@pytest.fixture
+def client(connect: Callable[..., Any], server: Fake) -> Any:
+    return connect(server.address)
+
+
+@pytest.fixture
+def refusal() -> type[Refusal]:
+    return Refusal
+
+
+@pytest.fixture
+def replies() -> Any:
+    """What a scripted stream answers with."""
+    return SimpleNamespace(reply=reply, error=error_reply, in_order=in_order)

@@ -1,0 +1,392 @@
+"""The command: what it writes, what it prints, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+import camserve
+from camserve import _files, cli
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
+
+
+@pytest.fixture
+def photos(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Make a folder with two photos of one name, one below, and what is no photo."""
+    folder = tmp_path / "photos"
+    (folder / "more").mkdir(parents=True)
+    (folder / "cat.jpg").write_bytes(b"\x01")
+    (folder / "cat.PNG").write_bytes(b"\x02")
+    (folder / "more" / "dog.webp").write_bytes(b"\x03")
+    (folder / "notes.txt").write_bytes(b"\x04")
+    (folder / ".hidden.jpg").write_bytes(b"\x05")
+    return folder
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_a_photo_becomes_an_overlay(run: Any, photos: Any, tmp_path: Any) -> None:
+    out = tmp_path / "new" / "out"
+
+    done = run("explain", photos / "cat.jpg", "-o", out)
+
+    assert done.exit_code == 0, done.output
+    assert names(out) == ["cat.gradcam.class_1.jpg"]
+    with Image.open(out / "cat.gradcam.class_1.jpg") as overlay:
+        assert overlay.size == (6, 4)
+    words = done.stdout.split()
+    assert {"75.0%", "gradcam", "OK", "cat.gradcam.class_1.jpg"} <= set(words)
+
+
+def test_a_folder_becomes_many_and_no_name_is_given_twice(run: Any, photos: Any, tmp_path: Any) -> None:
+    (photos / "cat.PNG").write_bytes(b"\x01")  # the same class too
+    out = tmp_path / "out"
+
+    done = run("explain", photos, "-o", out)
+
+    assert done.exit_code == 0, done.output
+    assert names(out) == [
+        "cat.gradcam.class_1-2.jpg",
+        "cat.gradcam.class_1.jpg",
+        "dog.gradcam.class_3.jpg",
+    ]
+
+
+def test_a_second_run_overwrites_and_does_not_explain_the_first(run: Any, photos: Any) -> None:
+    for _ in range(2):
+        done = run("explain", photos, "-o", photos / "out")
+        assert done.exit_code == 0, done.output
+
+    assert len(names(photos / "out")) == 3
+
+
+def test_the_photos_own_folder_may_take_the_overlays(run: Any, photos: Any) -> None:
+    done = run("explain", photos, "-o", photos)
+
+    assert done.exit_code == 0, done.output
+    assert "cat.gradcam.class_1.jpg" in names(photos)
+
+
+def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+    requests: list[Any] = []
+
+    def keep(stream: Any, _: Any) -> Any:
+        for each in stream:
+            requests.append(each.request)
+            yield server.reply(each)
+
+    server.streams = [keep]
+    options = (
+        *("--model", "tiny", "--top-k", 2, "--colormap", "viridis", "--alpha", 0.25),
+        *("--method", "gradcam", "--method", "smoothgrad:samples=32,finish=mean"),
+        *("--target", "tabby", "--target", "282", "--target", "tabby vs 282"),
+        *("--layer", "a", "--layer", "b", "--format", "png", "--heatmaps", "--max-side", 640),
+    )
+
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *options)
+
+    assert done.exit_code == 0, done.output
+    assert names(tmp_path / "out") == [
+        "cat.gradcam.features.class_1.npy",
+        "cat.gradcam.features.class_1.png",
+        "cat.smoothgrad.features.class_1.npy",
+        "cat.smoothgrad.features.class_1.png",
+    ]
+    saved = np.load(tmp_path / "out" / "cat.gradcam.features.class_1.npy")
+    np.testing.assert_array_equal(saved, [[0, 1], [2, 3]])
+    question = camserve._wire.Question(
+        model="tiny",
+        methods=["gradcam", ("smoothgrad", {"samples": 32, "finish": "mean"})],
+        targets=["tabby", 282, camserve.contrast("tabby", 282)],
+        layers=["a", "b"],
+        top_k=2,
+        colormap="viridis",
+        alpha=0.25,
+        overlay="png",
+        max_side=640,
+    )
+    assert requests == [camserve._wire.with_image(question.request(), b"\x01")]
+
+
+def test_heatmaps_are_not_asked_for_where_they_are_not_written(run: Any, photos: Any, tmp_path: Any) -> None:
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--format", "webp")
+
+    assert done.exit_code == 0, done.output
+    assert names(tmp_path / "out") == ["cat.gradcam.class_1.webp"]
+
+
+def test_a_photo_that_fails_does_not_stop_the_others(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+    def second_is_bad(stream: Any, _: Any) -> Any:
+        for each in stream:
+            bad = each.request.image == b"\x02"
+            no = grpc.StatusCode.INVALID_ARGUMENT
+            yield server.error(each, no) if bad else server.reply(each)
+
+    server.streams = [second_is_bad]
+
+    done = run("explain", photos, "-o", tmp_path / "out")
+
+    assert done.exit_code == 1
+    assert names(tmp_path / "out") == ["cat.gradcam.class_1.jpg", "dog.gradcam.class_3.jpg"]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "cat.PNG: INVALID_ARGUMENT it is" in errors[0]
+    assert "dog.gradcam.class_3.jpg" in done.stdout
+
+
+def test_what_fails_everywhere_prints_no_table(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+    server.refusals = [server.refusal(grpc.StatusCode.PERMISSION_DENIED, "not for you")] * 9
+
+    done = run("explain", photos, "-o", tmp_path / "out")
+
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert "error: not for you" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["models", "layers", "methods", "health"])
+def test_without_a_server_there_is_one_line(command: str) -> None:
+    done = CliRunner().invoke(cli.main, [command, "--server", "127.0.0.1:1", "--timeout", "0.3"])
+
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no server answers at 127.0.0.1:1")
+    assert done.stderr.count("\n") == 1
+
+
+def test_models_are_listed(run: Any) -> None:
+    done = run("models")
+
+    assert done.exit_code == 0
+    assert "tiny" in done.stdout
+    assert "4.65M" in done.stdout
+    assert "224×224" in done.stdout
+    assert "float32 on cpu" in done.stdout
+
+
+def test_layers_are_listed(run: Any, server: Any) -> None:
+    done = run("layers", "tiny")
+
+    assert done.exit_code == 0
+    assert "1×8×7×7" in done.stdout
+    assert "no: no grid" in done.stdout
+    assert server.calls[0].request.model == "tiny"
+
+
+def test_methods_are_listed(run: Any) -> None:
+    done = run("methods")
+
+    assert done.exit_code == 0
+    assert "samples=16 finish=max seed" in done.stdout
+    assert "Weighs maps." in done.stdout
+
+
+@pytest.mark.parametrize("command", ["models", "layers", "methods"])
+def test_lists_are_there_as_json(run: Any, command: str) -> None:
+    done = run(command, "--json")
+
+    found = json.loads(done.stdout)
+    assert len(found) == 2
+    assert found[0]["name"] in {"tiny", "features", "gradcam"}
+
+
+def test_health_is_the_exit_code(run: Any) -> None:
+    well, asleep, nobody = run("health"), run("health", "asleep", "--json"), run("health", "who")
+
+    assert (well.exit_code, asleep.exit_code, nobody.exit_code) == (0, 1, 1)
+    assert "SERVING" in well.stdout
+    assert json.loads(asleep.stdout) == {"service": "asleep", "status": "NOT_SERVING"}
+    assert nobody.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("explain",), "Missing"),
+        (("explain", "no-such-file.jpg", "-o", "out"), "does not exist"),
+        (("explain", "{photos}"), "'-o'"),
+        (("explain", "{photos}", "-o", "out", "--format", "gif"), "gif"),
+        (("explain", "{photos}", "-o", "out", "--alpha", "7"), "alpha: 7.0 is not between 0 and 1"),
+        (("explain", "{photos}", "-o", "out", "--method", "a:b"), "'b' is not KEY=VALUE"),
+        (("explain", "{photos}", "-o", "out", "--server", "http://a"), "HOST:PORT"),
+        (("explain", "{empty}", "-o", "out"), "there are no images in"),
+        (("models", "--timeout", "0"), "timeout"),
+        (("models", "--wrong"), "--wrong"),
+        (("nothing",), "nothing"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(run: Any, photos: Any, tmp_path: Any, args: Any, words: str) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"photos": photos, "empty": tmp_path / "empty"}
+
+    done = run(*(each.format(**places) for each in args))
+
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_without_a_command_there_is_help() -> None:
+    done = CliRunner().invoke(cli.main, [])
+
+    assert done.exit_code == 2
+    assert "Commands:" in done.output
+
+
+def test_help_and_version_succeed() -> None:
+    for option in ("--help", "--version"):
+        assert CliRunner().invoke(cli.main, [option]).exit_code == 0
+
+
+def test_control_c_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(camserve.Client, "models", interrupted)
+
+    done = run("models")
+
+    assert done.exit_code == 130
+    assert done.stderr.strip() == "error: interrupted"
+
+
+def test_a_full_disk_is_one_line(run: Any, photos: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(camserve.Explanation, "save", full)
+
+    done = run("explain", photos, "-o", tmp_path / "out")
+
+    assert done.exit_code == 1
+    assert "error: [Errno 28] No space left on device" in done.stderr
+
+
+def test_brackets_in_a_label_are_no_markup(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+    def labelled(stream: Any, _: Any) -> Any:
+        for each in stream:
+            answer = server.reply(each)
+            answer.response.explanations[0].target.label = "[red]../cat[/red]"
+            answer.response.explanations[0].verdict = 2
+            answer.response.explanations[0].verdict_message = "nothing for it"
+            yield answer
+
+    server.streams = [labelled]
+
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out")
+
+    assert "[red]../cat[/red]" in done.stdout
+    assert "ALL_NEGATIVE: nothing for it" in done.stdout
+    assert names(tmp_path / "out") == ["cat.gradcam.red_cat_red.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("label", "part"),
+    [
+        ("tabby, tabby cat", "tabby_tabby_cat"),
+        ("../../etc/passwd", "etc_passwd"),
+        ("кошка", "кошка"),
+        ("///", "_"),
+        ("x" * 300, "x" * 60),
+        ("", "7"),
+    ],
+)
+def test_labels_become_parts_of_names(tmp_path: Any, label: str, part: str) -> None:
+    explanation = answered(label)
+
+    assert _files.stem_of(tmp_path / "cat.jpg", explanation, with_layer=False) == f"cat.m.{part}"
+
+
+def test_a_contrast_is_in_the_name(tmp_path: Any) -> None:
+    explanation = answered("tabby", against="tiger cat")
+
+    stem = _files.stem_of(tmp_path / "a.b.jpg", explanation, with_layer=True)
+
+    assert stem == "a.b.m.layer_1.tabby-not-tiger_cat"
+
+
+def answered(label: str, against: str = "") -> camserve.Explanation:
+    return camserve.Explanation(
+        method="m",
+        layer="layer.1",
+        target=camserve.Prediction(label, 0.5, 7, 1.0),
+        contrast=camserve.Prediction(against, 0.5, 8, 1.0) if against else None,
+        score=1.0,
+        verdict=camserve.Verdict.OK,
+        verdict_message="",
+        parameters={},
+        photo=camserve.Photo(1, 1, camserve.Box(0, 0, 1, 1)),
+        heatmap=None,
+        overlay_picture=None,
+        colored_picture=None,
+    )
+
+
+def test_names_that_differ_in_case_only_are_the_same(tmp_path: Any) -> None:
+    given = _files.Names(tmp_path)
+
+    found = [given.unique(stem, ".jpg").name for stem in ("Cat", "cat", "CAT", "cat-2")]
+
+    assert found == ["Cat.jpg", "cat-2.jpg", "CAT-3.jpg", "cat-2-2.jpg"]
+
+
+def test_only_values_have_json() -> None:
+    with pytest.raises(TypeError):
+        cli._tables.as_json(object())
+
+
+def test_small_and_large_counts_are_short() -> None:
+    assert [cli._tables._count(each) for each in (7, 1200, 4_650_000, 2 * 10**9)] == [
+        "7",
+        "1.2k",
+        "4.65M",
+        "2G",
+    ]
+
+
+def test_the_installed_command_interrupts_cleanly(server: Any) -> None:
+    server.hold.clear()
+    code = "from camserve.cli import main; main()"
+    command = [sys.executable, "-c", code, "models", "--server", server.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert server.called.wait(10)
+        running.send_signal(2)
+        _, errors = running.communicate(timeout=10)
+
+    assert running.returncode == 130
+    assert errors.decode().strip() == "error: interrupted"
+
+
+def test_on_a_terminal_a_table_is_as_wide_as_that(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+
+    cli._tables.show(("a", "b"), [("x " * 30, "y")])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2
+    assert max(len(line) for line in lines if line.startswith("x")) <= 40

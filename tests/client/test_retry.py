@@ -1,0 +1,70 @@
+"""When to try again, and how long to wait before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import camserve
+from camserve._retry import Tries
+
+BUSY = camserve.Unavailable("busy")
+
+
+def test_pauses_double_up_to_the_longest_and_vary_by_a_half() -> None:
+    retry = camserve.Retry(attempts=6, first=1, longest=5)
+
+    for tries, ceiling in enumerate((1, 2, 4, 5, 5, 5), start=1):
+        pauses = [retry.pause(tries, BUSY) for _ in range(200)]
+        assert ceiling / 2 <= min(pauses) < ceiling * 0.6
+        assert ceiling * 0.9 < max(pauses) <= ceiling
+
+
+def test_after_so_many_attempts_there_is_no_other() -> None:
+    assert camserve.Retry(attempts=2).pause(2, BUSY) is not None
+    assert camserve.Retry(attempts=2).pause(3, BUSY) is None
+    assert camserve.Retry(attempts=0).pause(1, BUSY) is None
+
+
+def test_a_pause_asked_for_is_kept() -> None:
+    assert camserve.Retry().pause(1, camserve.Unavailable("", retry_after=7)) == 7
+    assert camserve.Retry().pause(1, camserve.Unavailable("", retry_after=-1)) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        camserve.InvalidArgument(""),
+        camserve.Internal(""),
+        camserve.DeadlineExceeded(""),
+        camserve.InvalidArgument("", retry_after=1),
+        camserve.ResourceExhausted("Received message larger than max (9 vs. 4)"),
+    ],
+)
+def test_what_would_fail_again_is_not_retried(error: camserve.CamserveError) -> None:
+    assert camserve.Retry().pause(1, error) is None
+
+
+def test_a_full_queue_is_retried() -> None:
+    assert camserve.Retry().pause(1, camserve.ResourceExhausted("queue full")) is not None
+
+
+@pytest.mark.parametrize("wrong", [{"attempts": -1}, {"first": -1}, {"longest": -0.1}])
+def test_nothing_is_negative(wrong: dict[str, float]) -> None:
+    with pytest.raises(camserve.InvalidArgument):
+        camserve.Retry(**wrong)
+
+
+def test_no_pause_outlasts_the_deadline() -> None:
+    tries = Tries(camserve.Retry(), timeout=10)
+    tries.start()
+
+    assert tries.pause(camserve.Unavailable("", retry_after=9)) == 9
+    assert tries.pause(camserve.Unavailable("", retry_after=11)) is None
+
+
+def test_a_try_has_what_is_left_of_the_time() -> None:
+    assert 9 < Tries(camserve.Retry(), 10).start() <= 10
+    assert Tries(camserve.Retry(), -1).start() == 0
+    assert Tries(camserve.Retry(), math.inf).start() is None

@@ -1,0 +1,149 @@
+"""What the window of a stream decides, without a stream."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+
+import camserve
+from camserve import _stream
+from camserve.v1 import explain_pb2
+
+QUESTION = explain_pb2.ExplainRequest()
+
+
+def window(limit: int = 4, **retry: Any) -> _stream.Window:
+    return _stream.Window(limit, camserve.Retry(**retry), timeout=30, on_error="return")
+
+
+def filled(made: _stream.Window, count: int) -> list[str]:
+    """Take so many images and send them; return their ids."""
+    for number in range(count):
+        made.take(_stream.asked(QUESTION, bytes([number + 1])))
+    return [each.request_id for each in made.due()]
+
+
+def answer(request_id: str) -> explain_pb2.ExplainStreamResponse:
+    return explain_pb2.ExplainStreamResponse(
+        request_id=request_id, response=explain_pb2.ExplainResponse(request_id=request_id)
+    )
+
+
+def ids(made: _stream.Window) -> list[str]:
+    return [each.request_id for each in made.ready() if isinstance(each, camserve.Result)]
+
+
+def test_there_is_room_until_the_limit_and_again_after_a_result_was_handed_on() -> None:
+    made = window(limit=2)
+    first, second = filled(made, 2)
+    assert not made.room
+
+    made.hear(answer(second))
+    assert ids(made) == []
+    assert not made.room
+
+    made.hear(answer(first))
+    assert ids(made) == [first, second]
+    assert made.room
+
+
+def test_it_is_done_when_the_last_was_handed_on() -> None:
+    made = window()
+    (only,) = filled(made, 1)
+    made.take(_stream.asked(QUESTION, _stream.END))
+    assert not made.room
+    assert not made.done
+
+    made.hear(answer(only))
+    assert ids(made) == [only]
+    assert made.done
+
+
+def test_it_does_not_wait_while_there_is_room() -> None:
+    made = window(limit=2)
+    filled(made, 1)
+    assert made.patience() == 0
+
+    filled(made, 1)
+    assert 29 < made.patience() <= 30
+
+
+def test_without_a_limit_it_still_looks_up_now_and_then() -> None:
+    made = _stream.Window(1, camserve.Retry(), timeout=math.inf, on_error="return")
+    filled(made, 1)
+
+    assert made.patience() == 3600
+
+
+def test_it_waits_only_until_something_is_to_be_sent_again() -> None:
+    made = window(limit=1)
+    (only,) = filled(made, 1)
+    error = explain_pb2.Error(code=14, retry_after_ms=2000)
+
+    made.hear(explain_pb2.ExplainStreamResponse(request_id=only, error=error))
+
+    assert made.due() == []
+    assert 1.9 < made.patience() <= 2
+
+
+def test_a_stream_that_breaks_with_nothing_under_way_costs_nothing() -> None:
+    made = window(attempts=0)
+    (only,) = filled(made, 1)
+    made.hear(answer(only))
+
+    made.hear(camserve.Unavailable("drained"))
+
+    assert ids(made) == [only]
+
+
+def test_what_was_under_way_is_sent_again_in_its_order() -> None:
+    made = window(first=0)
+    sent = filled(made, 3)
+
+    made.hear(camserve.Unavailable("gone"))
+
+    assert [each.request_id for each in made.due()] == sent
+
+
+def test_suspects_go_one_at_a_time_and_the_culprit_fails_alone() -> None:
+    made = window(first=0)
+    one, two, three = filled(made, 3)
+    broken = camserve.Internal("broken")
+
+    made.hear(broken)
+    assert [each.request_id for each in made.due()] == [one]
+    assert made.due() == []
+    made.hear(answer(one))
+    assert [each.request_id for each in made.due()] == [two]
+    made.hear(broken)
+    assert [each.request_id for each in made.due()] == [three]
+    made.hear(answer(three))
+
+    found = list(made.ready())
+    assert [type(each) for each in found] == [camserve.Result, camserve.Internal, camserve.Result]
+    assert len(filled(made, 4)) == 4
+
+
+@pytest.mark.parametrize("code", ["CANCELLED", "UNAUTHENTICATED", "UNIMPLEMENTED"])
+def test_what_would_end_so_again_is_raised(code: str) -> None:
+    made = window()
+    filled(made, 1)
+    error = camserve.CamserveError("no")
+    error.code = grpc.StatusCode[code]
+
+    with pytest.raises(camserve.CamserveError):
+        made.hear(error)
+
+
+def test_an_answer_resets_the_count_of_breaks() -> None:
+    made = window(limit=99, attempts=1, first=0)
+    sent = filled(made, 9)
+    for each in sent:
+        made.hear(camserve.Unavailable("gone"))
+        assert made.due()
+        made.hear(answer(each))
+
+    assert ids(made) == sent

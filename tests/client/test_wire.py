@@ -1,0 +1,296 @@
+"""What is asked for becomes a request, and a response becomes values."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from PIL import Image
+
+import camserve
+from camserve import _wire
+from camserve.v1 import explain_pb2
+
+if TYPE_CHECKING:
+    import pathlib
+
+RED = (200, 30, 10)
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    """Say a question as JSON, with the names of the fields in the proto."""
+    request = _wire.Question(**options).request()
+    return json_format.MessageToDict(request, preserving_proto_field_name=True)
+
+
+def pixels(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def test_defaults_ask_for_gradcam_with_a_heatmap_and_a_jpeg() -> None:
+    assert asked() == {
+        "methods": [{"name": "gradcam"}],
+        "top_k": 1,
+        "rendering": {
+            "overlay": "IMAGE_FORMAT_JPEG",
+            "heatmap": True,
+            "colormap": "jet",
+            "alpha": 0.5,
+        },
+        "max_predictions": 5,
+    }
+
+
+def test_every_option_reaches_the_request() -> None:
+    everything = asked(
+        model="m",
+        methods=["a"],
+        targets=["t"],
+        layers=["l"],
+        top_k=3,
+        heatmap=False,
+        overlay=None,
+        heatmap_image="webp",
+        colormap="viridis",
+        alpha=0,
+        max_side=100,
+        quality=80,
+        max_predictions=0,
+    )
+    assert everything == {
+        "model": "m",
+        "methods": [{"name": "a"}],
+        "targets": [{"label": "t"}],
+        "layers": ["l"],
+        "top_k": 3,
+        "rendering": {
+            "heatmap_image": "IMAGE_FORMAT_WEBP",
+            "colormap": "viridis",
+            "alpha": 0.0,
+            "max_side": 100,
+            "quality": 80,
+        },
+        "max_predictions": 0,
+    }
+
+
+def test_the_typed_options_are_those_there_are() -> None:
+    typed = camserve.ExplainOptions.__annotations__
+
+    assert list(typed) == list(_wire.Question.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        ("saliency", [{"name": "saliency"}]),
+        (("a", "b"), [{"name": "a"}, {"name": "b"}]),
+        (camserve.Method("a"), [{"name": "a"}]),
+        (("a", {"n": 2}), [{"name": "a", "parameters": {"n": {"number": 2.0}}}]),
+        (
+            ["a", ("b", {"how": "max"}), camserve.Method("c", {"x": 0.5})],
+            [
+                {"name": "a"},
+                {"name": "b", "parameters": {"how": {"text": "max"}}},
+                {"name": "c", "parameters": {"x": {"number": 0.5}}},
+            ],
+        ),
+    ],
+)
+def test_methods_are_names_pairs_or_values(methods: Any, expected: Any) -> None:
+    assert asked(methods=methods)["methods"] == expected
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("tabby", [{"label": "tabby"}]),
+        (0, [{"class_index": 0}]),
+        (np.int64(3), [{"class_index": 3}]),
+        (np.array([3, 4]), [{"class_index": 3}, {"class_index": 4}]),
+        (["tabby", 281], [{"label": "tabby"}, {"class_index": 281}]),
+        (
+            camserve.contrast("tabby", 282),
+            [{"contrast": {"why": {"label": "tabby"}, "why_not": {"class_index": 282}}}],
+        ),
+    ],
+)
+def test_targets_are_labels_indices_or_contrasts(targets: Any, expected: Any) -> None:
+    assert asked(targets=targets)["targets"] == expected
+
+
+def test_one_layer_needs_no_list() -> None:
+    assert asked(layers="features")["layers"] == ["features"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 17}, "top_k"),
+        ({"alpha": 1.1}, "alpha"),
+        ({"alpha": float("nan")}, "alpha"),
+        ({"max_side": 15}, "max_side"),
+        ({"quality": 0}, "quality"),
+        ({"max_predictions": 1001}, "max_predictions"),
+        ({"overlay": "gif"}, "rendering.overlay"),
+        ({"heatmap_image": "bmp"}, "rendering.heatmap_image"),
+        ({"targets": -1}, "targets[0]"),
+        ({"targets": [1, 2**32]}, "targets[1]"),
+        ({"targets": [True]}, "targets[0]"),
+        ({"targets": [1.5]}, "targets[0]"),
+        ({"targets": camserve.contrast("a", -1)}, "targets[0].contrast.why_not"),
+        ({"methods": ("a", {"n": [1]})}, "methods.n"),
+    ],
+)
+def test_what_is_out_of_range_is_named(options: Any, field: str) -> None:
+    with pytest.raises(camserve.InvalidArgument) as caught:
+        asked(**options)
+
+    assert list(caught.value.fields) == [field]
+    assert str(caught.value) == f"{field}: {caught.value.fields[field]}"
+
+
+def test_an_unknown_option_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="'method'"):
+        asked(method="gradcam")
+
+
+def test_files_and_bytes_are_sent_untouched(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "any.jpg"
+    path.write_bytes(b"any bytes")
+
+    for image in (path, str(path), b"any bytes", bytearray(b"any bytes"), memoryview(b"any bytes")):
+        assert _wire.image_bytes(image) == b"any bytes"
+
+
+def test_an_array_is_sent_as_it_is() -> None:
+    array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+
+    for view in (array, array[:, ::-1]):
+        sent = pixels(_wire.image_bytes(view))
+        np.testing.assert_array_equal(np.asarray(sent), view)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+def test_pil_images_keep_their_mode(mode: str) -> None:
+    image = Image.new(mode, (3, 2))
+
+    sent = pixels(_wire.image_bytes(image))
+
+    assert sent.mode == mode
+    assert sent.size == (3, 2)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
+def test_pil_images_that_png_cannot_hold_become_rgb(mode: str) -> None:
+    image = Image.new("RGB", (3, 2), RED).convert(mode)
+
+    sent = pixels(_wire.image_bytes(image))
+
+    assert sent.mode == "RGB"
+    np.testing.assert_allclose(np.asarray(sent)[0, 0], RED, atol=4)
+
+
+def test_a_pil_image_is_turned_upright() -> None:
+    image = Image.new("RGB", (4, 2))
+    image.getexif()[0x0112] = 6  # the camera was held on its side
+    turned = io.BytesIO()
+    image.save(turned, "JPEG", exif=image.getexif())
+
+    sent = pixels(_wire.image_bytes(pixels(turned.getvalue())))
+
+    assert sent.size == (2, 4)
+    assert 0x0112 not in sent.getexif()
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (b"", "it is empty"),
+        ("no/such/file.jpg", "cannot read 'no/such/file.jpg': No such file"),
+        ("a\0b", "cannot read"),
+        (".", "Is a directory"),
+        (3, "not int"),
+        (None, "not NoneType"),
+        (np.zeros((2, 2, 3)), "not float64"),
+        (np.zeros((2, 2), np.uint8), r"not uint8 \(2, 2\)"),
+        (np.zeros((2, 2, 4), np.uint8), "RGB"),
+        (np.zeros((0, 2, 3), np.uint8), "RGB"),
+        (Image.new("F", (2, 2)), "mode F"),
+    ],
+)
+def test_what_is_no_image_is_refused(image: Any, words: str) -> None:
+    with pytest.raises(camserve.InvalidArgument, match=words) as caught:
+        _wire.image_bytes(image)
+
+    assert list(caught.value.fields) == ["image"]
+
+
+def explanation(**fields: Any) -> camserve.Explanation:
+    response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation(**fields)])
+    return _wire.result(response).explanations[0]
+
+
+def test_a_heatmap_is_read_row_by_row() -> None:
+    data = np.arange(6, dtype="<f4").tobytes()
+
+    heatmap = explanation(heatmap=explain_pb2.Heatmap(height=2, width=3, data=data)).heatmap
+
+    np.testing.assert_array_equal(heatmap, [[0, 1, 2], [3, 4, 5]])
+    assert heatmap.dtype == np.float32
+
+
+@pytest.mark.parametrize("size", [0, 5, 20, 28])
+def test_a_heatmap_of_another_size_is_the_servers_fault(size: int) -> None:
+    with pytest.raises(camserve.Internal):
+        explanation(heatmap=explain_pb2.Heatmap(height=2, width=3, data=bytes(size)))
+
+
+def test_parts_that_were_not_asked_for_are_absent() -> None:
+    bare = explanation(method="gradcam")
+
+    assert bare.heatmap is None
+    assert bare.overlay_picture is None
+    assert bare.colored_picture is None
+    assert bare.contrast is None
+
+
+def test_a_contrast_and_the_parameters_are_read() -> None:
+    full = explanation(
+        target=explain_pb2.Prediction(label="tabby"),
+        contrast=explain_pb2.Prediction(class_index=282),
+        parameters={
+            "n": explain_pb2.Parameter(number=3),
+            "how": explain_pb2.Parameter(text="max"),
+        },
+    )
+
+    assert full.title == "tabby, not 282"
+    assert full.parameters == {"n": 3.0, "how": "max"}
+
+
+@pytest.mark.parametrize("verdict", explain_pb2.Verdict.values())
+def test_verdicts_have_the_names_of_the_proto(verdict: int) -> None:
+    name = explain_pb2.Verdict.Name(verdict)
+
+    assert f"VERDICT_{explanation(verdict=verdict).verdict}" == name
+
+
+def test_a_verdict_of_a_newer_server_is_unspecified() -> None:
+    assert explanation(verdict=99).verdict is camserve.Verdict.UNSPECIFIED
+
+
+def test_a_kind_of_method_of_a_newer_server_is_its_number() -> None:
+    from camserve.v1 import models_pb2  # noqa: PLC0415 -- used here only
+
+    assert _wire.method(models_pb2.MethodInfo(kind=99)).kind == "99"
+
+
+def test_without_a_box_the_whole_photo_was_seen() -> None:
+    photo = _wire.result(explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=4, height=3))).photo
+
+    assert photo.seen == camserve.Box(0, 0, 4, 3)
