@@ -10,7 +10,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, then `key=value` for each field."""
+    """Time, level, message, then `key=value` for each field; a value that could be misread is quoted."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -18,7 +18,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         line, *rest = super().format(record).split("\n", 1)
-        return "\n".join([" ".join([line, *(f"{k}={v}" for k, v in _fields(record).items())]), *rest])
+        return "\n".join([" ".join([line, *(f"{k}={_quoted(v)}" for k, v in _fields(record).items())]), *rest])
 
 
 class JsonFormatter(logging.Formatter):
@@ -30,6 +30,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry | _fields(record), ensure_ascii=False)
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text, ensure_ascii=False)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

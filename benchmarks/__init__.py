@@ -1,0 +1,1 @@
+"""Measurements: `make bench`. A speed is a ratio of things timed in turn in one run; medians."""
