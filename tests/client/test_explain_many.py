@@ -346,18 +346,18 @@ async def test_silence_has_an_end(client: Any, server: Any, replies: Any) -> Non
 
     server.streams = [two_then_silent]
 
-    found = await collected_with_error(client.explain_many(images(5), timeout=0.2))
+    found = await collected_with_error(client.explain_many(images(5), timeout=0.1))
 
     assert classes(found) == [0, 1, "DeadlineExceeded"]
-    assert str(found[2]) == "the server said nothing for 0.2 s"
+    assert str(found[2]).startswith("the server said nothing for ")
     assert server.stream_ended.wait(5)
 
 
 async def test_a_slow_consumer_does_not_make_the_server_silent(client: Any) -> None:
     found = []
-    async for each in client.explain_many(images(6), in_flight=2, timeout=0.1):
+    async for each in client.explain_many(images(6), in_flight=2, timeout=0.3):
         found.append(each)
-        await asyncio.sleep(0.15 if len(found) == 2 else 0)
+        await asyncio.sleep(0.7 if len(found) == 2 else 0)
 
     assert classes(found) == list(range(6))
 

@@ -68,7 +68,16 @@ def test_it_does_not_wait_while_there_is_room() -> None:
     assert made.patience() == 0
 
     filled(made, 1)
-    assert 29 < made.patience() <= 30
+    assert made.patience() > 0
+
+
+def test_it_waits_as_long_as_the_server_may_take_for_all_under_way() -> None:
+    made = window(limit=3)
+    one, *_ = filled(made, 3)
+    assert 89 < made.patience() <= 90
+
+    made.hear(answer(one))
+    assert 59 < made.patience() <= 60
 
 
 def test_without_a_limit_it_still_looks_up_now_and_then() -> None:

@@ -158,8 +158,9 @@ class Client:
             in_flight: How many images are read ahead of the last result handed on, at most.
             on_error: "raise", or "return" to yield the error of an image in place of its result.
                 A server that is lost altogether is always raised.
-            timeout: Seconds of silence, with images unanswered, after which the server is taken for
-                dead; instead of the client's.
+            timeout: Seconds that the server may take for one image, instead of the client's. Since it
+                may work on all that are under way at once, it is taken for dead after so long a
+                silence for each of them.
             **options: What to explain and what to return: see ``ExplainOptions``.
 
         Raises:

@@ -86,7 +86,7 @@ class Window:
     Args:
         limit: How many images may be taken and not yet handed on.
         retry: When to send again.
-        timeout: Seconds of silence after which the server is taken for dead.
+        timeout: Seconds that the server may take for one image.
         on_error: What ``ready`` does with the error of an image: "raise", or "return" it.
 
     Raises:
@@ -154,7 +154,7 @@ class Window:
         if self._under_way():
             # What is due already waits for those under way, not for the clock.
             ends = [due for due in ends if due > time.monotonic()]
-            ends.append(self._heard + self._timeout)
+            ends.append(self._silent_until())
         return min(_LONGEST_WAIT, max(0.0, min(ends, default=0.0) - time.monotonic()))
 
     def hear(self, event: Event) -> None:
@@ -167,8 +167,9 @@ class Window:
             self._answered(event)
         elif event is not None:
             self._broken(event)
-        elif self._under_way() and time.monotonic() >= self._heard + self._timeout:
-            raise DeadlineExceeded(f"the server said nothing for {self._timeout:g} s")
+        elif self._under_way() and time.monotonic() >= self._silent_until():
+            silence = time.monotonic() - self._heard
+            raise DeadlineExceeded(f"the server said nothing for {silence:.3g} s")
 
     def ready(self) -> Iterator[Outcome]:
         """Hand on what comes next in the order of the images, as far as it is there.
@@ -187,6 +188,10 @@ class Window:
 
     def _under_way(self) -> list[str]:
         return [key for key, slot in self._slots.items() if slot.under_way]
+
+    def _silent_until(self) -> float:
+        # A server may work on all of them at once and end them together.
+        return self._heard + self._timeout * len(self._under_way())
 
     def _answered(self, reply: explain_pb2.ExplainStreamResponse) -> None:
         self._heard = time.monotonic()

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from camserve._result import Explanation, Result
     from camserve._values import Layer, MethodInfo, Model, ParameterInfo
 
-STYLES = {Verdict.OK: "green", Verdict.UNSPECIFIED: "", Verdict.NON_FINITE: "red"}
+RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
+
+_WIDEST = 10_000
+_STYLES = {Verdict.OK: "green", Verdict.UNSPECIFIED: "", Verdict.NON_FINITE: "red"}
 
 
 def as_json(values: object) -> str:
@@ -35,14 +38,15 @@ def _plain(value: object) -> dict[str, Any]:
 
 def show(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
     """Print a table on standard output; in a pipe as wide as it needs to be."""
-    table = Table(*headings, box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
     for row in rows:
         # As text, so that brackets in a label are no markup.
         table.add_row(*(each if isinstance(each, Text) else Text(each) for each in row))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=console.measure(table).maximum)
-    console.print(table)
+    # The width of a terminal is no limit for a file.
+    console = Console() if Console().is_terminal else Console(width=_WIDEST)
+    console.print(table, width=min(console.width, console.measure(table).maximum))
 
 
 def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:
@@ -101,7 +105,7 @@ def result_rows(
 
 def _verdict(explanation: Explanation) -> Text:
     message = f": {explanation.verdict_message}" if explanation.verdict_message else ""
-    return Text(f"{explanation.verdict}{message}", style=STYLES.get(explanation.verdict, "yellow"))
+    return Text(f"{explanation.verdict}{message}", style=_STYLES.get(explanation.verdict, "yellow"))
 
 
 def _parameter(info: ParameterInfo) -> str:

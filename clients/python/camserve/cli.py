@@ -192,12 +192,17 @@ def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, 
         with _checked():
             outcomes = client.explain_many(images, progress=True, on_error="return", **wishes)
         output.mkdir(parents=True, exist_ok=True)
-        for image, outcome in zip(images, outcomes, strict=True):
-            if isinstance(outcome, camserve.CamserveError):
-                failed += _say(f"{image}: {outcome}")
-            else:
-                rows += _tables.result_rows(image, _written(names, image, outcome, wishes), outcome)
-    _tables.show(("image", "prediction", "method", "target", "verdict", "file"), rows)
+        try:
+            for image, outcome in zip(images, outcomes, strict=True):
+                if isinstance(outcome, camserve.CamserveError):
+                    failed += _say(f"{image}: {outcome}")
+                    continue
+                written = _written(names, image, outcome, wishes)
+                rows += _tables.result_rows(image, written, outcome)
+        finally:
+            # Whatever ended it, what was written before is there.
+            if rows:
+                _tables.show(_tables.RESULT_HEADINGS, rows)
     return FAILED if failed else 0
 
 
