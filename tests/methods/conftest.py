@@ -1,0 +1,73 @@
+"""Models and photos that several tests explain."""
+
+import sys
+from types import ModuleType
+
+import cv2
+import pytest
+import torch
+from skimage import data
+from sklearn.datasets import load_sample_image
+
+from camserve_server import models
+from camserve_server.models import ModelSpec
+from methods.tools import Toy
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    # Two threads for operations as small as these wait for each other more than they work.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def lite0():
+    """The embedded model with its ImageNet weights."""
+    return models.load(models.parse("efficientnet_lite0"))
+
+
+@pytest.fixture(scope="session")
+def resnet():
+    """A model with random weights, for small images."""
+    return models.load(models.parse("torchvision:resnet18?weights=none&size=64"))
+
+
+@pytest.fixture(scope="session")
+def photos():
+    """Photos by name, each uint8 [224,224,3]."""
+    found = {name: getattr(data, name)() for name in ("chelsea", "coffee", "astronaut", "rocket")}
+    found |= {name: load_sample_image(f"{name}.jpg") for name in ("china", "flower")}
+    return {name: _square(photo) for name, photo in found.items()}
+
+
+def _square(photo):
+    height, width = photo.shape[:2]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    return cv2.resize(photo[top : top + side, left : left + side], (224, 224), interpolation=cv2.INTER_AREA)
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Load a model from a factory, as from a user's own module."""
+
+    def load(factory, size=16, **options):
+        module = ModuleType("planted")
+        module.make = factory
+        monkeypatch.setitem(sys.modules, "planted", module)
+        return models.load(ModelSpec("planted", "planted", "make", size=size, **options))
+
+    return load
+
+
+@pytest.fixture
+def smooth(plant):
+    """A model without kinks.
+
+    Where there is a ReLU, rounding may move a value across zero, and the gradient jumps: by 2 % of the largest value
+    between float32 and float64 for noisy photos in the embedded model.
+    """
+    return plant(lambda: Toy(lambda net, seen: torch.tanh(net.layer(seen))))

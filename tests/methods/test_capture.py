@@ -1,0 +1,342 @@
+"""The capture: what a layer returned and the gradient that came back to it, and nothing left behind."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchvision.models import get_model
+
+from camserve_server import models
+from camserve_server.errors import FailedPrecondition
+from camserve_server.hooks import hook_count, watching
+from camserve_server.types import ClassTarget, Row
+from methods.tools import Toy, call, gap, inputs, maps, noise, run
+
+INDEX = 7
+EXACT = 1e-5  # of the largest value, in float32
+
+# The size of the image, the default layer, and three others: in-place modules, layers whose output torchvision's own
+# code changes in place, layers called twice, tokens, tuples, channels last.
+ZOO = {
+    "resnet18": (64, "layer4", ("relu", "layer1.0.relu", "layer2.0.bn1")),
+    "densenet121": (64, "features", ("features.relu0", "features.denseblock2.denselayer3.relu2", "features.norm5")),
+    "vgg11": (64, "avgpool", ("features.0", "features.1", "features.17")),
+    "mobilenet_v3_small": (64, "features", ("features.0.2", "features.1.block.0.2", "features.4.block.0.1")),
+    "convnext_tiny": (64, "features", ("features.1.0.stochastic_depth", "features.5.3.block.3", "features.7.2.block")),
+    "swin_t": (64, "permute", ("features.1.0.stochastic_depth", "features.5.3.attn", "features.7.1.norm2")),
+    "vit_b_16": (
+        224,
+        "encoder.layers.encoder_layer_11.ln_1",
+        ("conv_proj", "encoder.layers.encoder_layer_3.self_attention", "encoder.layers.encoder_layer_10"),
+    ),
+}
+
+
+def oracle(arch, state, image, layers):
+    """Activations and gradients in float64 of torchvision's own model, with all that it does in place.
+
+    Returns:
+        By layer the activation and the gradient; and the gradient at the image.
+    """
+    with torch.device("meta"):
+        model = get_model(arch, weights=None).eval()
+    model.load_state_dict({k: v.double() if v.is_floating_point() else v for k, v in state.items()}, assign=True)
+    model.requires_grad_(requires_grad=False)
+    kept = {}
+
+    def keep(name):
+        def hook(_module, _args, output):
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            kept[name] = first.clone()
+            through = kept[name].clone()
+            return (through, *rest) if isinstance(output, tuple) else through
+
+        return hook
+
+    for name in layers:
+        model.get_submodule(name).register_forward_hook(keep(name))
+    image = image.double().requires_grad_()
+    score = model(image)[0, INDEX]
+    *gradients, at_image = torch.autograd.grad(score, [*(kept[name] for name in layers), image])
+    return {name: (kept[name].detach(), grad) for name, grad in zip(layers, gradients, strict=True)}, at_image
+
+
+def smooth(arch, model, size, layers):
+    """An image at which float32 and float64 are on the same side of every ReLU, and what the oracle says of it.
+
+    Where rounding moves one value across zero the gradient jumps, whoever takes it. That it did not is seen in the
+    gradient at the image, which needs no capture.
+    """
+    for seed in range(8):
+        picture = noise(seed, size)
+        image = inputs(model, picture)
+        expected, at_image = oracle(arch, model.module.state_dict(), image, layers)
+        leaf = image.clone().requires_grad_()
+        if gap(torch.autograd.grad(model.module(leaf)[0, INDEX], leaf)[0], at_image) <= EXACT:
+            return types.SimpleNamespace(model=model, layers=layers, picture=picture, image=image, expected=expected)
+    raise AssertionError
+
+
+def backward(model, image, layers):
+    """Capture layers of a model while the score of one class is differentiated."""
+    with watching({name: model.module.get_submodule(name) for name in layers}) as captures:
+        model.module(image)[0, INDEX].backward()
+    return captures
+
+
+def graph(node):
+    """The names of all nodes of autograd's graph."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [above for above, _ in node.next_functions]
+    return sorted(node.name() for node in seen)
+
+
+@pytest.fixture(scope="module", params=ZOO)
+def zoo(request):
+    size, default, others = ZOO[request.param]
+    model = models.load(models.parse(f"torchvision:{request.param}?weights=none&size={size}"))
+    assert model.info.default_layer == default
+    assert all(model.info.layers[name].layout for name in others)
+    return smooth(request.param, model, size, (default, *others))
+
+
+def test_captured_activations_and_gradients_equal_a_float64_oracle(zoo):
+    for name in zoo.layers:
+        capture = backward(zoo.model, zoo.image, [name])[name]
+        activation, gradient = zoo.expected[name]
+        assert capture.intact()
+        assert gap(capture.activation, activation) <= EXACT, name
+        assert gap(capture.gradient, gradient) <= EXACT, name
+
+
+def test_the_engines_elementwise_maps_equal_the_oracles(zoo):
+    calls = (call("hirescam"), call("layercam"))
+    (result,) = run(zoo.model, [Row(zoo.picture, ClassTarget(INDEX), calls)], zoo.layers)
+    for name, (hirescam, layercam) in zip(zoo.layers, result.maps, strict=True):
+        activation, gradient = (grid(one[0], zoo.model.info.layers[name].layout) for one in zoo.expected[name])
+        terms = gradient * activation
+        assert gap(layercam, (gradient.clamp(min=0) * activation).sum(0)) <= EXACT, name
+        # Before a layer norm gradient and activation are orthogonal: HiResCAM's sum cancels to nothing.
+        assert np.abs(hirescam - terms.sum(0).numpy()).max() <= EXACT * terms.abs().sum(0).max(), name
+
+
+def test_layers_watched_together_capture_what_each_captures_alone_and_leave_the_model_as_it_was(zoo):
+    together = backward(zoo.model, zoo.image, zoo.layers)
+    assert set(together) == set(zoo.layers)
+    for name, (activation, gradient) in zoo.expected.items():
+        assert gap(together[name].activation, activation) <= EXACT, name
+        assert gap(together[name].gradient, gradient) <= EXACT, name
+    assert untouched(zoo.model)
+
+
+def untouched(model):
+    """Whether a model is what it was when it was loaded."""
+    parameters, modules = list(model.module.parameters()), list(model.module.modules())
+    return (
+        hook_count(model.module) == 0
+        and models.digest(model.module) == model.info.digest
+        and not any(one.requires_grad or one.grad is not None for one in parameters)
+        and not any(module.training for module in modules)
+    )
+
+
+def grid(output, layout):
+    """One image's [C,h,w], by hand."""
+    if layout.axes == "nchw":
+        return output
+    if layout.axes == "nhwc":
+        return torch.einsum("hwc->chw", output)
+    return torch.stack([output[layout.prefix + i] for i in range(layout.height * layout.width)], 1).unflatten(
+        1, (layout.height, layout.width)
+    )
+
+
+@pytest.mark.parametrize("name", ["conv1", "layer2.0.bn1", "layer3", "layer4"])
+def test_nothing_up_to_the_watched_layer_is_differentiated(resnet, name):
+    tracked = []
+    # Registered before the capture's own hook, it sees what the layer itself returned.
+    hook = resnet.module.get_submodule(name).register_forward_hook(
+        lambda _module, args, out: tracked.extend([*args, out])
+    )
+    backward(resnet, inputs(resnet, noise(0, 64)), [name])
+    hook.remove()
+    assert len(tracked) == 2
+    assert not any(one.requires_grad or one.grad_fn for one in tracked)
+
+
+def test_only_the_head_behind_the_layer_is_in_the_graph(resnet):
+    with watching({"layer4": resnet.module.layer4}):
+        score = resnet.module(inputs(resnet, noise(0, 64)))[0, INDEX]
+    names = graph(score.grad_fn)
+    assert not [name for name in names if "Conv" in name or "Norm" in name]
+    assert len(names) <= 16
+
+
+def test_without_the_capture_the_test_above_would_see_the_whole_graph(resnet):
+    score = resnet.module(inputs(resnet, noise(0, 64)).requires_grad_())[0, INDEX]
+    assert sum("Conv" in name for name in graph(score.grad_fn)) == 20
+
+
+def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
+    layers = {name: resnet.module.get_submodule(name) for name in ("layer1", "layer4")}
+    with watching(layers):
+        assert hook_count(resnet.module) == 2
+    with pytest.raises(RuntimeError, match="channels"), watching(layers):
+        resnet.module(torch.zeros(1, 5, 64, 64))
+    assert untouched(resnet)
+
+
+def test_no_hook_is_left_when_the_block_is_left_before_the_backward(resnet):
+    with watching({"layer4": resnet.module.layer4}) as captures:
+        resnet.module(inputs(resnet, noise(0, 64)))
+    assert hook_count(resnet.module) == 0
+    assert captures["layer4"].gradient is None
+
+
+def test_hook_count_counts_hooks_of_every_kind():
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: None)
+    layer.register_forward_hook(lambda *_: None)
+    layer.register_full_backward_hook(lambda *_: None)
+    layer.register_full_backward_pre_hook(lambda *_: None)
+    assert hook_count(nn.Sequential(layer)) == 4
+
+
+def test_of_several_calls_the_last_one_counts(resnet):
+    image = inputs(resnet, noise(0, 64))
+    captures = backward(resnet, image, ["layer1.0.relu", "layer1.0"])
+    assert torch.equal(captures["layer1.0.relu"].activation, captures["layer1.0"].activation)
+    assert torch.equal(captures["layer1.0.relu"].gradient, captures["layer1.0"].gradient)
+    assert resnet.info.layers["layer1.0.relu"].calls == 2
+
+
+def test_a_second_backward_pass_leaves_the_first_ones_gradient_as_it_was(resnet):
+    with watching({"layer4": resnet.module.layer4}) as captures:
+        logits = resnet.module(inputs(resnet, noise(0, 64)).contiguous())
+        logits[0, 1].backward(retain_graph=True)
+        first = captures["layer4"].gradient
+        before = first.clone()
+        logits[0, 2].backward()
+    assert not torch.equal(captures["layer4"].gradient, before)
+    assert torch.equal(first, before)
+
+
+class Keeps(nn.Module):
+    """Returns three times what it gets, and holds on to it."""
+
+    def forward(self, seen):
+        self.kept = seen * 3
+        return self.kept
+
+
+def overwrite_input(net, seen):
+    """Change what an Identity returned through the name that it had before."""
+    found = net.layer(seen)
+    seen.mul_(2)
+    return found
+
+
+def overwrite_kept(net, seen):
+    """Change what a layer returned through the layer's own copy."""
+    found = net.layer(seen)
+    net.layer.kept.mul_(2)
+    return found
+
+
+@pytest.mark.parametrize(("middle", "layer"), [(overwrite_input, None), (overwrite_kept, Keeps())])
+@pytest.mark.parametrize("watched", [("layer",), ("conv", "layer")])
+def test_a_model_that_overwrites_the_captured_output_through_an_alias_is_refused(plant, middle, layer, watched):
+    model = plant(lambda: Toy(middle, layer))
+    row = Row(noise(0, 16), ClassTarget(1), (call("hirescam"),))
+    with pytest.raises(FailedPrecondition, match='overwrites what layer "layer" returns'):
+        run(model, [row], watched)
+
+
+def test_an_output_changed_in_place_by_name_is_captured_as_it_was(plant):
+    def relu_in_place(net, seen):
+        return nn.functional.relu(net.layer(seen), inplace=True)
+
+    model = plant(lambda: Toy(relu_in_place))
+    capture = backward_toy(model)["layer"]
+    assert capture.intact()
+    assert capture.activation.min() < 0
+    clean = plant(lambda: Toy(lambda net, seen: nn.functional.relu(net.layer(seen))))
+    assert torch.equal(capture.gradient, backward_toy(clean)["layer"].gradient)
+
+
+def backward_toy(model):
+    with watching({"layer": model.module.layer}) as captures:
+        model.module(inputs(model, noise(0, 16)))[0, 1].backward()
+    return captures
+
+
+class Wraps(nn.Module):
+    """Returns its input in a structure."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, seen):
+        return self.wrap(seen)
+
+
+STRUCTURES = {
+    "tuple": (lambda t: (None, t), lambda found: found[1]),
+    "list": (lambda t: [t, "words"], lambda found: found[0]),
+    "dict": (lambda t: {"mask": t > 0, "features": t}, lambda found: found["features"]),
+    "nested": (lambda t: {"a": [(None, {"b": t})]}, lambda found: found["a"][0][1]["b"]),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_the_first_tensor_of_numbers_in_a_structure_is_captured(plant, kind):
+    wrap, unwrap = STRUCTURES[kind]
+    plain = plant(Toy)
+    model = plant(lambda: Toy(lambda net, seen: unwrap(net.layer(seen)), Wraps(wrap)))
+    model.module.load_state_dict(plain.module.state_dict())
+    ours, theirs = (maps(one, noise(0, 16), "layer") for one in (model, plain))
+    for name, heatmap in theirs.items():
+        np.testing.assert_array_equal(ours[name], heatmap)
+
+
+def test_a_layer_that_returns_no_tensor_of_numbers_is_refused_in_words(plant):
+    def say(net, seen):
+        net.layer(seen)
+        return seen
+
+    model = plant(lambda: Toy(say, Wraps(lambda t: (t > 0, "words"))))
+    with pytest.raises(FailedPrecondition, match='"layer" returns no tensor of numbers'):
+        backward_toy(model)
+    assert hook_count(model.module) == 0
+
+
+def test_a_layer_that_an_image_does_not_run_through_is_refused_in_words(plant):
+    model = plant(lambda: Toy(lambda net, seen: net.layer(seen) if seen.abs().max() > 0 else seen))
+    for part in model.module.conv.parameters():
+        part.zero_()
+    assert model.info.layers["layer"].layout
+    with pytest.raises(FailedPrecondition, match='"layer" did not run'):
+        maps(model, noise(0, 16), "layer")
+
+
+def test_a_layer_that_never_runs_is_refused_in_words(plant):
+    model = plant(Toy)
+    assert "unused" not in model.info.layers
+    with pytest.raises(FailedPrecondition, match='"unused" did not run'):
+        maps(model, noise(0, 16), "unused")
+
+
+def test_a_score_that_does_not_depend_on_the_layer_has_a_gradient_of_zero(plant):
+    model = plant(Toy)
+    model.module.middle = lambda net, seen: (net.layer(seen), seen)[1]
+    (result,) = run(model, [Row(noise(0, 16), ClassTarget(1), (call("gradcam"),))], ["layer"])
+    assert model.info.layers["layer"].layout
+    assert result.dead == (True,)
+    assert not result.maps[0][0].any()

@@ -1,0 +1,219 @@
+"""Jobs: what a request costs, in which order it is answered, what is shared, and whether a map can be read."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from camserve_server import jobs
+from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row, Verdict
+from methods.tools import Toy, call, explain, gap, job, noise, run
+
+IMAGE = noise(0, 64)
+THREE = (RankTarget(0), ClassTarget(5), ContrastTarget(1, 2))
+THREE_OF_FIVE = (RankTarget(0), ClassTarget(4), ContrastTarget(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("calls", "rows"),
+    [
+        (["gradcam"], 1),
+        (["gradcam", "hirescam", "layercam"], 1),  # one pass gives the feature maps to all of them
+        (["saliency"], 1),
+        (["gradcam", "saliency"], 2),
+        ([call("smoothgrad", samples=16)], 17),  # one more for what the model predicts for the image as it is
+        ([call("smoothgrad", samples=16), "saliency"], 17),  # which saliency makes use of
+        ([call("smoothgrad", samples=16), "gradcam"], 17),  # and a CAM
+        ([call("smoothgrad", samples=16), "gradcam", "saliency"], 18),
+        ([call("smoothgrad", samples=16), call("smoothgrad", samples=4, seed=1)], 21),
+    ],
+)
+def test_a_target_costs_one_row_for_each_copy_of_the_image(resnet, calls, rows):
+    batches = []
+    for targets in (THREE[:1], THREE):
+        asked = job(resnet, calls, targets)
+        assert asked.rows == rows * len(targets)
+    explain(resnet, IMAGE, job(resnet, calls, THREE), batches=batches)
+    assert sum(size for _, size in batches) == rows * 3
+
+
+def test_layers_cost_no_rows(resnet):
+    assert job(resnet, ["gradcam"], THREE, ["layer3", "layer4"]).rows == 3
+
+
+def test_findings_come_method_by_method_then_layer_by_layer_then_target_by_target(resnet):
+    calls = ["layercam", call("smoothgrad", samples=2), "gradcam", "saliency"]
+    asked = job(resnet, calls, THREE, ["layer4", "layer2"])
+    outcome = explain(resnet, IMAGE, asked)
+    fixed = [ClassTarget(int(outcome.logits.argmax())), *THREE[1:]]
+    layers = {"layercam": ["layer4", "layer2"], "gradcam": ["layer4", "layer2"]}
+    expected = [(one, layer, target) for one in asked.calls for layer in layers.get(one.name, [""]) for target in fixed]
+    assert [(one.call, one.layer, one.target) for one in outcome.findings] == expected
+
+
+def test_every_finding_is_what_it_would_be_alone(smooth):
+    calls = ["layercam", call("smoothgrad", samples=2), "gradcam", "saliency"]
+    together = explain(smooth, noise(0, 16), job(smooth, calls, THREE_OF_FIVE, ["layer", "conv"]), chunk=4)
+    for one in together.findings:
+        alone = explain(smooth, noise(0, 16), job(smooth, [one.call], [one.target], [one.layer or "layer"]))
+        (finding,) = alone.findings
+        assert gap(one.heatmap, finding.heatmap) <= 1e-5
+        assert one.score == pytest.approx(finding.score, rel=1e-5)
+        assert one.verdict is finding.verdict
+
+
+def test_the_score_is_that_of_the_image_as_it_is(resnet):
+    outcome = explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=2, noise=0.9)], THREE))
+    logits = outcome.logits
+    expected = [logits.max(), logits[5], logits[1] - logits[2]]
+    assert [one.score for one in outcome.findings] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_method_asked_for_twice_is_answered_twice(resnet):
+    first, second = explain(resnet, IMAGE, job(resnet, ["gradcam", "gradcam"], THREE[:1])).findings
+    np.testing.assert_array_equal(first.heatmap, second.heatmap)
+
+
+def counted(model, monkeypatch):
+    """Count images that go forward, and backward passes."""
+    counts = {"images": 0, "forwards": 0, "backwards": 0}
+    backward = torch.autograd.backward
+
+    def count_forward(_module, args):
+        counts["forwards"] += 1
+        counts["images"] += len(args[0])
+
+    def count_backward(*args, **options):
+        counts["backwards"] += 1
+        return backward(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "backward", count_backward)
+    return counts, model.module.register_forward_pre_hook(count_forward)
+
+
+@pytest.mark.parametrize(
+    ("calls", "kind", "images", "backwards"),
+    [
+        (("gradcam", "hirescam", "layercam"), "cam", 2, 3),
+        (("saliency",), "saliency", 2, 3),
+        ((), "score", 2, 0),
+    ],
+)
+def test_the_targets_of_one_image_share_its_forward_pass(resnet, monkeypatch, calls, kind, images, backwards):
+    first, second = noise(0, 64), noise(1, 64)
+    rows = [Row(first, t, tuple(map(call, calls))) for t in THREE] + [Row(second, THREE[1], tuple(map(call, calls)))]
+    counts, hook = counted(resnet, monkeypatch)
+    try:
+        run(resnet, rows, ["layer4"] if kind == "cam" else [], kind)
+    finally:
+        hook.remove()
+    assert counts == {"images": images, "forwards": 1, "backwards": backwards}
+
+
+def test_a_copy_of_an_image_goes_forward_once_for_all_its_targets(resnet, monkeypatch):
+    counts, hook = counted(resnet, monkeypatch)
+    try:
+        explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=4)], THREE))
+    finally:
+        hook.remove()
+    assert counts == {"images": 1 + 4, "forwards": 2, "backwards": 3}
+
+
+def test_copies_with_different_noise_do_not_share_a_forward_pass(resnet, monkeypatch):
+    calls = [call("smoothgrad", seed=1), call("smoothgrad", seed=2), call("smoothgrad", seed=1, noise=0.3)]
+    rows = [Row(IMAGE, THREE[1], (one,), copy) for one in calls for copy in (0, 1)]
+    counts, hook = counted(resnet, monkeypatch)
+    try:
+        run(resnet, rows, kind="saliency")
+    finally:
+        hook.remove()
+    assert counts == {"images": 6, "forwards": 1, "backwards": 1}
+
+
+@pytest.mark.parametrize(
+    ("heatmap", "dead", "verdict"),
+    [
+        ([[1.0, -2.0]], False, Verdict.OK),
+        ([[1e-30, 0.0]], False, Verdict.OK),
+        ([[-1.0, -2.0]], False, Verdict.ALL_NEGATIVE),
+        ([[0.0, -2.0]], False, Verdict.ALL_NEGATIVE),
+        ([[3.0, 3.0]], False, Verdict.FLAT),
+        ([[0.0, 0.0]], False, Verdict.FLAT),
+        ([[0.0, 0.0]], True, Verdict.ZERO_GRADIENT),
+        ([[np.nan, 1.0]], False, Verdict.NON_FINITE),
+        ([[np.inf, 1.0]], False, Verdict.NON_FINITE),
+        ([[np.nan, 0.0]], True, Verdict.NON_FINITE),
+    ],
+)
+def test_a_planted_map_gets_its_verdict(heatmap, dead, verdict):
+    assert jobs.judge(np.array(heatmap, np.float32), dead=dead) is verdict
+
+
+class Only(nn.Module):
+    """A head that gives every class the same weight on every channel."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, pooled):
+        return self.weight * pooled.sum(1, keepdim=True).expand(-1, 5)
+
+
+class Judged(Toy):
+    """A model whose maps can be planted."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = Only(1.0)
+
+    def forward(self, image):
+        return self.head(self.layer(self.conv(image).abs()).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "verdict"),
+    [
+        (1.0, Verdict.OK),
+        (-1.0, Verdict.ALL_NEGATIVE),
+        (0.0, Verdict.ZERO_GRADIENT),
+        (float("nan"), Verdict.NON_FINITE),
+        (float("inf"), Verdict.NON_FINITE),
+    ],
+)
+def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight, verdict):
+    model = plant(Judged)
+    model.module.head.weight = weight
+    for method in ("gradcam", "hirescam"):
+        (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)], ["layer"])).findings
+        assert finding.verdict is verdict, method
+
+
+@pytest.mark.parametrize(
+    ("weight", "verdict"), [(1.0, Verdict.OK), (0.0, Verdict.ZERO_GRADIENT), (float("nan"), Verdict.NON_FINITE)]
+)
+@pytest.mark.parametrize("method", ["saliency", "smoothgrad"])
+def test_the_verdict_of_a_saliency_map_says_what_is_wrong_with_it(plant, method, weight, verdict):
+    model = plant(Judged)
+    model.module.head.weight = weight
+    (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)])).findings
+    assert finding.verdict is verdict
+
+
+def test_a_map_with_the_same_value_everywhere_is_called_flat(plant):
+    model = plant(Judged)
+    nn.init.zeros_(model.module.conv.weight)
+    (finding,) = explain(model, noise(0, 16), job(model, ["gradcam"], [ClassTarget(1)], ["layer"])).findings
+    assert finding.heatmap.max() > 0
+    assert finding.verdict is Verdict.FLAT
+
+
+def test_one_images_dead_gradient_says_nothing_of_its_neighbours(plant):
+    def dark_is_dead(net, seen):
+        return net.layer(seen) * (seen.amax((1, 2, 3), keepdim=True) > 1)
+
+    model = plant(lambda: Toy(dark_is_dead))
+    nn.init.zeros_(model.module.conv.bias)
+    dark, bright = np.full((16, 16, 3), 124, np.uint8), noise(0, 16)
+    rows = [Row(image, ClassTarget(1), (call("gradcam"),)) for image in (bright, dark, bright.copy())]
+    assert [one.dead for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]

@@ -1,0 +1,476 @@
+"""Models: named on a command line, read from files that are not trusted, and looked at once."""
+
+import hashlib
+import logging
+import os
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from camserve_server import models
+from camserve_server.errors import ConfigError
+from camserve_server.models import ModelSpec, parse
+from camserve_server.models.load import digest
+from camserve_server.types import ClassTarget, Layout, RankTarget, Row
+from methods.tools import CAMS, Toy, call, explain, inputs, job, maps, noise, run
+
+TINY = "torchvision:squeezenet1_1?weights={}&size=64&classes=7"
+
+# --- names ---
+
+
+def test_a_model_is_named_by_its_source_and_architecture():
+    assert parse("torchvision:resnet50") == ModelSpec("resnet50", "torchvision", "resnet50")
+    assert parse("my.nets:make_net") == ModelSpec("make_net", "my.nets", "make_net")
+    assert parse("timm:vit_base_patch16_224.augreg_in21k").arch == "vit_base_patch16_224.augreg_in21k"
+
+
+def test_a_model_without_a_source_is_the_embedded_one():
+    assert parse("efficientnet_lite0") == ModelSpec(models.EMBEDDED, "embedded", models.EMBEDDED)
+    assert parse("cats=efficientnet_lite0").name == "cats"
+
+
+def test_every_option_is_read():
+    text = "net=timm:resnet18?weights=/w.pth&precision=bfloat16&labels=/l.txt&classes=7&size=96&sha256=ABC"
+    assert parse(text) == ModelSpec(
+        "net", "timm", "resnet18", "/w.pth", "bfloat16", "/l.txt", classes=7, size=96, sha256="abc"
+    )
+
+
+@pytest.mark.parametrize("path", ["/a/run+1/w.pth", "/a/100%/w.pth", "/a/two words/w.pth", "/a/Grüße=1/w.pth"])
+def test_a_path_is_read_as_it_is_written(path):
+    assert parse(f"timm:resnet18?weights={path}").weights == path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot read the model"),
+        ("a:b:c", "cannot read the model"),
+        ("timm:", "cannot read the model"),
+        ("resnet50", r"needs a source: write torchvision:resnet50, timm:resnet50 or"),
+        ("timm:resnet18?wieghts=none", r'no option "wieghts" \(did you mean "weights"\?\): weights, precision, '),
+        ("timm:resnet18?precision=int8", "precision is one of float32, bfloat16, float16"),
+        ("timm:resnet18?classes=0", 'classes is a whole number above 0, not "0"'),
+        ("timm:resnet18?classes=-1", 'classes is a whole number above 0, not "-1"'),
+        ("timm:resnet18?size=2.5", 'size is a whole number above 0, not "2.5"'),
+        ("timm:resnet18?size=", 'size is a whole number above 0, not ""'),
+    ],
+)
+def test_a_name_that_cannot_be_read_is_refused_in_words(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse(text)
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_an_unknown_architecture_is_refused_with_a_hint(library):
+    with pytest.raises(ConfigError, match=rf'{library} has no model "resnet81" \(did you mean "resnet\d+"\?\)'):
+        models.load(parse(f"{library}:resnet81"))
+
+
+# --- weights ---
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return models.load(parse(TINY.format("none")))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Weights that no seed gives."""
+    torch.manual_seed(99)
+    return torchvision.models.squeezenet1_1(weights=None, num_classes=7).eval()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth", "state_dict", "model"])
+def test_local_weights_are_read(tmp_path, trained, kind):
+    path, state = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pth"), trained.state_dict()
+    if kind == "safetensors":
+        safetensors.torch.save_file(state, path)
+    else:
+        torch.save(state if kind == "pth" else {kind: state, "epoch": 3}, path)
+    model = models.load(parse(TINY.format(path)))
+    assert model.info.weights == "file"
+    assert model.info.digest == digest(trained)
+    with torch.no_grad():
+        assert torch.equal(model.module(inputs(model, noise(0, 64))), trained(inputs(model, noise(0, 64))))
+
+
+def test_local_weights_are_read_for_the_embedded_architecture(tmp_path):
+    net = timm.create_model("tf_efficientnet_lite0", num_classes=3)
+    torch.save(net.state_dict(), tmp_path / "w.pth")
+    model = models.load(parse(f"efficientnet_lite0?weights={tmp_path / 'w.pth'}&classes=3&size=64"))
+    assert (model.info.classes, model.info.labels, model.info.digest) == (3, (), digest(net))
+
+
+def wrong_shapes(path):
+    torch.save(torchvision.models.squeezenet1_1(weights=None, num_classes=9).state_dict(), path)
+
+
+def other_net(path):
+    torch.save({"state_dict": nn.Linear(2, 2).state_dict()}, path)
+
+
+def whole_module(path):
+    torch.save(nn.Linear(2, 2), path)
+
+
+def a_list(path):
+    torch.save([1, 2], path)
+
+
+def words(path):
+    path.write_text("no weights at all")
+
+
+def nothing(path):
+    path.touch()
+
+
+@pytest.mark.parametrize("write", [wrong_shapes, other_net, whole_module, a_list, words, nothing])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_a_file_that_holds_no_weights_of_the_model_is_refused_in_words(tmp_path, write, suffix):
+    path = tmp_path / f"w.{suffix}"
+    write(path)
+    with pytest.raises(ConfigError, match=r"the weights in .* do not fit torchvision:squeezenet1_1: "):
+        models.load(parse(TINY.format(path)))
+
+
+def test_half_a_file_is_refused_in_words(tmp_path, trained):
+    for suffix, save in (("pth", torch.save), ("safetensors", safetensors.torch.save_file)):
+        path = tmp_path / f"w.{suffix}"
+        save(trained.state_dict(), path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(ConfigError, match="do not fit"):
+            models.load(parse(TINY.format(path)))
+
+
+class Runs:
+    """A pickle of it runs a command when it is read."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_that_runs_a_command_is_refused_and_runs_nothing(tmp_path, legacy):
+    canary, path = tmp_path / "canary", tmp_path / "w.pth"
+    torch.save({"state_dict": Runs(f"touch {canary}")}, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(ConfigError, match="do not fit"):
+        models.load(parse(TINY.format(path)))
+    assert not canary.exists()
+    torch.load(path, weights_only=False)  # the payload is alive
+    assert canary.exists()
+
+
+def test_a_missing_file_is_refused_in_words(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no weights file .*gone\.pth"):
+        models.load(parse(TINY.format(tmp_path / "gone.pth")))
+
+
+def test_a_file_is_read_only_with_the_sha256_that_was_given(tmp_path, trained):
+    path = tmp_path / "w.safetensors"
+    safetensors.torch.save_file(trained.state_dict(), path)
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert models.load(parse(f"{TINY.format(path)}&sha256={right.upper()}")).info.weights == "file"
+    with pytest.raises(ConfigError, match="does not have the SHA-256 that was given"):
+        models.load(parse(f"{TINY.format(path)}&sha256={right[:-1]}{'0' if right[-1] != '0' else '1'}"))
+
+
+def test_random_weights_are_the_same_every_time_and_said_loudly(tiny, caplog):
+    torch.manual_seed(12345)
+    before = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING):
+        again = models.load(parse(TINY.format("none")))
+    assert again.info.digest == tiny.info.digest
+    assert again.info.weights == "none"
+    assert "random weights: its explanations mean nothing" in caplog.text
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_weights_leave_no_layer_without_a_part(plant):
+    def blank():
+        net = Toy()
+        nn.init.zeros_(net.head.weight)
+        return net
+
+    model = plant(blank, weights="none")
+    assert model.info.layers["layer"].layout
+    assert plant(blank, weights="none").info.digest == model.info.digest
+
+
+def test_the_embedded_models_digest_is_that_of_the_weights_it_came_with(lite0):
+    assert lite0.info.digest == DIGEST
+    assert digest(lite0.module) == DIGEST
+
+
+DIGEST = "153bf98ba91b079cc608abb4abe024d429991d5c8bd59ff1bdc6cfc077363a4f"
+
+
+def test_one_changed_weight_changes_the_digest(tiny):
+    before = digest(tiny.module)
+    weight = next(tiny.module.parameters())
+    was = weight[0, 0, 0, 0].clone()
+    weight[0, 0, 0, 0] += 1e-3
+    changed = digest(tiny.module)
+    weight[0, 0, 0, 0] = was
+    assert changed != before
+    assert digest(tiny.module) == before
+
+
+# --- classes, labels, size ---
+
+
+def test_classes_gives_an_architecture_so_many(tiny):
+    assert tiny.info.classes == 7
+    assert tiny.info.labels == ()
+
+
+def test_classes_that_the_embedded_weights_do_not_have_are_refused_in_words():
+    with pytest.raises(ConfigError, match="classes"):
+        models.load(parse("efficientnet_lite0?classes=10"))
+
+
+def test_labels_come_from_a_file_one_a_line(tmp_path):
+    (tmp_path / "l.txt").write_text("eins\n zwei \ndrei\nvier\nfünf\nsechs\nsieben\n", encoding="utf-8")
+    model = models.load(parse(f"{TINY.format('none')}&labels={tmp_path / 'l.txt'}"))
+    assert model.info.labels == ("eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben")
+    assert (model.info.label(4), model.info.label(7)) == ("fünf", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"one\ntwo\n", "2 labels for 7 classes"), (b"gr\xfc\xdfe\n" * 7, "cannot read the labels")],
+    ids=["too few", "not UTF-8"],
+)
+def test_labels_that_do_not_fit_are_refused_in_words(tmp_path, content, said):
+    (tmp_path / "l.txt").write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        models.load(parse(f"{TINY.format('none')}&labels={tmp_path / 'l.txt'}"))
+
+
+def test_a_labels_file_that_is_not_there_is_refused_in_words(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the labels in .*: No such file"):
+        models.load(parse(f"{TINY.format('none')}&labels={tmp_path / 'l.txt'}"))
+
+
+def test_size_scales_the_crop_with_it(tiny):
+    assert tiny.info.preprocess.size == (64, 64)
+    assert tiny.info.preprocess.resize == round(256 * 64 / 224)
+
+
+def test_size_reaches_timms_transformers():
+    model = models.load(parse("timm:vit_tiny_patch16_224?weights=none&size=96"))
+    assert model.info.preprocess.size == (96, 96)
+    assert model.info.layers[model.info.default_layer].layout == Layout("tokens", 6, 6, 1)
+
+
+def test_a_size_that_a_model_cannot_take_is_refused_in_words():
+    with pytest.raises(ConfigError, match="does not run on an image of 96x96 pixels: Wrong image height"):
+        models.load(parse("torchvision:vit_b_16?weights=none&size=96"))
+
+
+# --- a user's own module ---
+
+FACTORY = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4 * 28 * 28, 3))
+
+def words():
+    return "no module"
+
+def breaks():
+    raise OSError("no disk")
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "my_own_nets.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("module")
+def test_a_factory_in_the_users_own_module_is_called():
+    model = models.load(parse("mine=my_own_nets:make"))
+    assert (model.info.name, model.info.source, model.info.classes) == ("mine", "my_own_nets:make", 3)
+    assert model.info.default_layer == "1"
+    assert not model.module[1].inplace
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("my_own_nets:words", "made a str, not a torch.nn.Module"),
+        ("my_own_nets:breaks", "cannot be made: OSError: no disk"),
+        ("my_own_nets:nothing", "cannot be made: AttributeError"),
+        ("no_such_module:make", "cannot be made: ModuleNotFoundError"),
+    ],
+)
+def test_a_factory_that_makes_no_model_is_refused_in_words(text, said):
+    with pytest.raises(ConfigError, match=said):
+        models.load(parse(text))
+
+
+# --- made safe, and looked at ---
+
+
+def test_a_loaded_model_is_frozen_in_evaluation_and_not_in_place(tiny):
+    assert not tiny.module.training
+    assert not any(one.requires_grad for one in tiny.module.parameters())
+    assert not any(getattr(one, "inplace", False) for one in tiny.module.modules())
+
+
+def test_a_model_whose_predictions_hang_on_an_in_place_module_keeps_them_or_is_refused(plant):
+    """`y` is what the ReLU made of it, here: out of place it would be what it was before."""
+    net = Toy(lambda net, y: net.relu(y) * 2 + y).eval()
+    image = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        before = net(image)
+    try:
+        model = plant(lambda: net)
+    except ConfigError:
+        return
+    torch.testing.assert_close(model.module(image), before)
+
+
+def test_a_model_that_changes_its_input_in_place_can_be_explained(plant):
+    def subtract(net, image):
+        image -= 0.1
+        return Toy.forward(net, image)
+
+    model = plant(type("Subtracts", (Toy,), {"forward": subtract}))
+    plain = plant(type("Plain", (Toy,), {"forward": lambda net, image: Toy.forward(net, image - 0.1)}))
+    for method in ("gradcam", "saliency"):
+        ours, theirs = (
+            explain(one, noise(0, 16), job(one, [method], [ClassTarget(1)])).findings[0] for one in (model, plain)
+        )
+        np.testing.assert_allclose(ours.heatmap, theirs.heatmap, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "layer", "layout"),
+    [
+        ("torchvision:resnet18?weights=none&size=64", "layer4", Layout("nchw", 2, 2)),
+        ("torchvision:densenet121?weights=none&size=64", "features", Layout("nchw", 2, 2)),
+        ("torchvision:swin_t?weights=none&size=64", "permute", Layout("nchw", 2, 2)),
+        ("timm:vit_tiny_patch16_224?weights=none", "blocks.11.norm1", Layout("tokens", 14, 14, 1)),
+        ("timm:swin_tiny_patch4_window7_224?weights=none", "norm", Layout("nhwc", 7, 7)),
+        ("timm:vit_small_patch16_dinov3?weights=none&classes=5", None, Layout("tokens", 16, 16, 5)),
+        ("torchvision:vit_b_16?weights=none", "encoder.layers.encoder_layer_11.ln_1", Layout("tokens", 14, 14, 1)),
+    ],
+)
+def test_the_default_layer_is_the_last_one_with_a_grid_and_a_gradient(text, layer, layout):
+    info = models.load(parse(text)).info
+    assert layer is None or info.default_layer == layer
+    assert info.layers[info.default_layer].layout == layout
+    assert info.layers[info.default_layer].reason == ""
+    if layout.prefix == 1:  # a class token: behind the norm nothing else reaches the score
+        assert "gradient there is zero" in info.layers[next(reversed(last_block(info)))].reason
+
+
+def last_block(info):
+    """The layers of a transformer's last block, in the order in which they finish."""
+    block = info.default_layer.rsplit(".", 1)[0]
+    return {name: layer for name, layer in info.layers.items() if name.startswith(block)}
+
+
+def test_every_layer_says_why_it_cannot_be_explained(lite0):
+    reasons = {name: layer.reason for name, layer in lite0.info.layers.items()}
+    assert reasons["bn2"] == reasons["blocks.4.2"] == ""
+    assert reasons["global_pool"] == reasons["classifier"] == "its output has no grid over the image"
+    assert all(bool(layer.layout) != bool(layer.reason) for layer in lite0.info.layers.values())
+
+
+def test_a_layer_off_the_way_to_the_score_says_so(plant):
+    model = plant(lambda: Toy(lambda net, seen: (net.layer(seen), seen)[1], nn.Tanh()))
+    assert model.info.layers["layer"].reason == "the score does not depend on its grid: every gradient there is zero"
+    assert model.info.default_layer == "conv"
+
+
+def test_a_model_without_any_grid_is_refused_in_words(plant):
+    with pytest.raises(ConfigError, match="no layer with a grid over the image that the score depends on"):
+        plant(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5)))
+
+
+@pytest.mark.parametrize("arch", ["lraspp_mobilenet_v3_large", "fcn_resnet50", "ssdlite320_mobilenet_v3_large"])
+def test_a_model_that_is_no_classifier_is_refused_in_words_and_fetches_nothing(arch, monkeypatch):
+    fetched = []
+
+    def fetch(url, *_args, **_options):
+        fetched.append(url)
+        raise OSError
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fetch)
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fetch)
+    with pytest.raises(ConfigError, match=r"no classifier|does not run"):
+        models.load(parse(f"torchvision:{arch}?weights=none&size=64"))
+    assert not fetched
+
+
+ANSWERS = {
+    "a segmentation's tensor": lambda t: t,
+    "a segmentation's dict": lambda t: {"out": t},
+    "a detector's boxes": lambda t: [{"boxes": t.flatten()[:12].reshape(3, 4)}],
+    "words": lambda _t: "words",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_that_is_not_batch_by_classes_is_refused_in_words(plant, answer):
+    class Answers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, image):
+            return answer(self.conv(image))
+
+    with pytest.raises(ConfigError, match=r"no classifier: it answers with .*, not \[batch, classes\]"):
+        plant(Answers)
+
+
+def test_default_weights_that_cannot_be_fetched_are_refused_in_words(monkeypatch, tmp_path):
+    def fail(*_args, **_options):
+        raise OSError("no way out")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
+    with pytest.raises(ConfigError, match=r"cannot be fetched \(OSError\): give weights=PATH of a .* or weights=none"):
+        models.load(parse("torchvision:squeezenet1_1"))
+
+
+# --- precision ---
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_sees_what_float32_sees(lite0, photos, precision):
+    model = models.load(parse(f"efficientnet_lite0?precision={precision}"))
+    rows = [Row(photos["chelsea"], RankTarget(0), tuple(map(call, CAMS)))]
+    ((half,), (full,)) = (run(one, rows, [lite0.info.default_layer]) for one in (model, lite0))
+    assert half.target == full.target == ClassTarget(285)
+    for ours, theirs in zip(half.maps[0], full.maps[0], strict=True):
+        assert ours.dtype == np.float32
+        assert (ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs) >= 0.99
+
+
+def test_the_embedded_model_knows_an_egyptian_cat(lite0, photos):
+    (result,) = run(lite0, [Row(photos["chelsea"], RankTarget(0))], kind="score")
+    probability = np.exp(result.logits - result.logits.max())
+    assert lite0.info.label(result.target.index) == "Egyptian cat"
+    assert probability.max() / probability.sum() >= 0.3
+    heatmap = maps(lite0, photos["chelsea"], lite0.info.default_layer, result.target)["gradcam"]
+    assert heatmap[2:, 1:6].max() == heatmap.max()

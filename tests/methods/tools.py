@@ -1,0 +1,86 @@
+"""What the tests of methods share: rows run without a server, and one way to say how far two answers are apart."""
+
+import asyncio
+
+import numpy as np
+import torch
+from torch import nn
+
+from camserve_server import jobs
+from camserve_server.engine import Engine, normalise
+from camserve_server.methods import METHODS
+from camserve_server.types import ClassTarget, MethodCall, Pass, Row
+
+CAMS = ("gradcam", "hirescam", "layercam")
+
+
+def call(name, **parameters):
+    """A method with its defaults filled in."""
+    return MethodCall(name, {p.name: p.default for p in METHODS[name].parameters} | parameters)
+
+
+def gap(ours, theirs):
+    """The largest difference, as a share of the largest value."""
+    ours, theirs = (np.asarray(one, np.float64) for one in (ours, theirs))
+    assert ours.shape == theirs.shape
+    assert np.isfinite(ours).all()
+    assert np.abs(theirs).max() > 0
+    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+
+
+def noise(seed, size):
+    """An image of noise, uint8 [size,size,3]."""
+    return np.random.default_rng(seed).integers(0, 256, (size, size, 3), np.uint8)
+
+
+def inputs(model, *images):
+    """What the model gets to see of the images, float32 [B,3,h,w]."""
+    return normalise(torch.from_numpy(np.stack(images)), model.info.preprocess)
+
+
+def run(model, rows, layers=(), kind="cam"):
+    """Run rows as one batch."""
+    pass_ = Pass(model.info.name, kind, model.info.preprocess.size, tuple(layers))
+    return Engine({model.info.name: model}).run(pass_, rows)
+
+
+def maps(model, image, layer, target=None, methods=CAMS):
+    """One image's raw maps by method."""
+    (result,) = run(model, [Row(image, target or ClassTarget(1), tuple(call(name) for name in methods))], [layer])
+    return dict(zip(methods, result.maps[0], strict=True))
+
+
+def job(model, calls, targets, layers=None):
+    """A request for a model; methods may be given by name."""
+    calls = tuple(call(one) if isinstance(one, str) else one for one in calls)
+    return jobs.Job(model.info, calls, tuple(layers or [model.info.default_layer]), tuple(targets))
+
+
+def explain(model, image, asked, chunk=64, batches=None):
+    """Run a request in batches of at most `chunk` rows; `batches` gets each one's pass and number of rows."""
+
+    async def submit(pass_, rows, collect):
+        for start in range(0, len(rows), chunk):
+            some = rows[start : start + chunk]
+            if batches is not None:
+                batches.append((pass_, len(some)))
+            for place, result in enumerate(run(model, some, pass_.layers, pass_.kind)):
+                collect(start + place, result)
+
+    return asyncio.run(jobs.explain(asked, image, submit))
+
+
+class Toy(nn.Module):
+    """A model small enough to plant faults in: `middle` says what happens between the convolutions and the head."""
+
+    def __init__(self, middle=None, layer=None):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.layer = layer or nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+        self.unused = nn.Conv2d(3, 3, 1)
+        self.head = nn.Linear(4, 5)
+        self.middle = middle or (lambda net, seen: net.layer(seen))
+
+    def forward(self, image):
+        return self.head((self.middle(self, self.conv(image)) ** 2).mean((2, 3)))
