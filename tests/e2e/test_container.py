@@ -1,0 +1,283 @@
+"""The container: what its files promise, and, where CAMSERVE_TEST_IMAGE names a built image, that the image keeps it.
+
+To build one and test it: docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test
+"""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import time
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+import camserve
+from camserve_server import config
+from support import PHOTOS
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "service/Dockerfile").read_text("utf-8")
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+LOCKED = ["--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=200"]
+
+
+def instructions(text):
+    """Return the instructions of a Dockerfile, in order, as (NAME, words)."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in joined.splitlines() if line.strip()]
+
+
+def last(name):
+    return [words for each, words in instructions(DOCKERFILE) if each == name][-1]
+
+
+ENVIRONMENT = dict(pair.split("=", 1) for pair in shlex.split(last("ENV")))
+SETTINGS = config.load(environment=ENVIRONMENT)
+
+services = pytest.mark.parametrize("service", COMPOSE["services"].values(), ids=COMPOSE["services"].keys())
+
+
+def test_every_builder_can_read_the_dockerfile():
+    """What needs a front end from a registry, or BuildKit, is not used."""
+    assert not re.search(r"^#\s*syntax=", DOCKERFILE, re.MULTILINE)
+    assert "<<" not in DOCKERFILE
+    assert "--link" not in DOCKERFILE
+    assert "--mount" not in DOCKERFILE
+
+
+def test_the_image_runs_as_a_numeric_user_that_is_not_root():
+    assert int(last("USER")) > 0
+
+
+def test_the_image_starts_the_server_itself_so_that_it_gets_the_signal():
+    assert json.loads(last("ENTRYPOINT")) == ["camserve-server"]
+    assert json.loads(last("CMD")) == ["serve"]
+    assert last("STOPSIGNAL") == "SIGTERM"
+
+
+def test_the_image_listens_on_every_interface_at_the_port_it_exposes():
+    assert SETTINGS.address == f"0.0.0.0:{last('EXPOSE')}"
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:50051", "[::]:8001"])
+def test_the_health_check_asks_the_health_service_where_the_server_listens(address):
+    command = json.loads(last("HEALTHCHECK").partition(" CMD ")[2])
+    shown = [*command[:2], re.sub(r"\S*proxy=\S+ exec", "echo", command[2])]
+    asked = subprocess.run(shown, env={"CAMSERVE_ADDRESS": address}, capture_output=True, text=True, check=True).stdout
+
+    assert asked.startswith("camserve health ")
+    assert asked.split()[-2:] == ["--server", f"127.0.0.1:{address.rpartition(':')[2]}"]
+
+
+def test_the_label_says_the_version_that_is_installed():
+    assert ("ARG", f"VERSION={PROJECT['project']['version']}") in instructions(DOCKERFILE)
+
+
+def test_the_builder_is_sent_what_the_wheel_is_made_of():
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")}
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    files = ["pyproject.toml", "constraints.txt", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]]
+
+    assert sent == {*packages, *files}
+
+
+@services
+def test_compose_gives_the_server_longer_to_stop_than_it_takes_to_drain(service):
+    assert service["stop_grace_period"].endswith("s")
+    assert int(service["stop_grace_period"][:-1]) > SETTINGS.drain_seconds
+
+
+@services
+def test_compose_locks_the_container_up(service):
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["tmpfs"] == [ENVIRONMENT["HOME"]]
+    assert not {"user", "privileged", "cap_add", "network_mode"} & service.keys()
+
+
+@services
+def test_compose_publishes_the_port_to_this_machine_only(service):
+    assert service["ports"] == [f"127.0.0.1:${{CAMSERVE_PORT:-50051}}:{last('EXPOSE')}"]
+
+
+@services
+def test_compose_keeps_the_health_check_of_the_image(service):
+    assert "healthcheck" not in service
+
+
+@services
+def test_compose_passes_on_settings_that_there_are(service):
+    known = {config.ENVIRONMENT + name.upper() for name in config.Settings.model_fields}
+
+    assert service["environment"].keys() <= known
+    assert set(service["environment"].values()) == {None}  # as the server has it, unless the environment says
+
+
+@services
+def test_compose_keeps_the_models_in_a_volume(service):
+    (name, _, path) = service["volumes"][0].partition(":")
+
+    assert name in COMPOSE["volumes"]
+    assert path == last("WORKDIR")
+    assert ENVIRONMENT["TORCH_HOME"].startswith(path)
+    assert ENVIRONMENT["HF_HOME"].startswith(path)
+
+
+def test_compose_reserves_a_gpu_only_for_the_service_that_is_asked_for():
+    cpu, gpu = COMPOSE["services"]["camserve"], COMPOSE["services"]["gpu"]
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+
+    assert "profiles" not in cpu
+    assert "deploy" not in cpu
+    assert gpu["profiles"] == ["gpu"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+
+
+def docker(*words, **options):
+    return subprocess.run(("docker", *words), capture_output=True, text=True, check=True, **options).stdout.strip()
+
+
+def answers(*words):
+    try:
+        return bool(docker(*words, timeout=20))
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def _compose():
+    if not answers("compose", "version"):
+        pytest.skip("there is no `docker compose` here")
+
+
+@pytest.fixture(scope="module")
+def image():
+    name = os.environ.get("CAMSERVE_TEST_IMAGE")
+    if not name:
+        pytest.skip("CAMSERVE_TEST_IMAGE names no image to test")
+    if not answers("info", "--format", "{{.ServerVersion}}"):
+        pytest.skip("no Docker engine answers")
+    return name
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def running(image, *options):
+    """Run the image in the host's network, locked up, until it is healthy; yield its id and its address."""
+    address = free_address()
+    name = docker("run", "-d", "--network=host", *LOCKED, *options, "-e", f"CAMSERVE_ADDRESS={address}", image)
+    try:
+        wait_until_healthy(name)
+        yield name, address
+    finally:
+        docker("rm", "-f", name)
+
+
+def wait_until_healthy(name):
+    deadline = time.monotonic() + 120
+    while inspected(name, "State.Health.Status") != "healthy":
+        assert inspected(name, "State.Status") == "running", docker("logs", name)
+        assert time.monotonic() < deadline, inspected(name, "State.Health")
+        time.sleep(0.5)
+
+
+def inspected(name, path):
+    return docker("inspect", "--format", f"{{{{.{path}}}}}", name)
+
+
+@pytest.fixture(scope="module")
+def container(image):
+    with running(image) as (name, address):
+        yield name, address
+
+
+def explain_the_cat(address):
+    with camserve.Client(address, timeout=60) as client:
+        return client.explain(PHOTOS["chelsea"])
+
+
+@pytest.mark.timeout(300)
+def test_the_container_explains_a_photo(container):
+    _, address = container
+    result = explain_the_cat(address)
+
+    assert result.predictions[0].label == "Egyptian cat"
+    assert result.explanations[0].image.size == (451, 300)
+
+
+@pytest.mark.timeout(300)
+def test_the_server_is_process_one_without_any_privilege(container):
+    name, _ = container
+    status = dict(line.split(":\t", 1) for line in docker("exec", name, "cat", "/proc/1/status").splitlines())
+    command = docker("exec", name, "cat", "/proc/1/cmdline")
+
+    assert status["Uid"].split() == [last("USER")] * 4
+    assert int(status["CapEff"], 16) == 0
+    assert status["NoNewPrivs"] == "1"
+    assert "camserve-server" in command
+
+
+@pytest.mark.timeout(300)
+def test_the_image_holds_no_compiler_and_no_cache(container):
+    name, _ = container
+    found = docker("exec", name, "sh", "-c", "command -v gcc cc g++ make nvcc; ls -d /root/.cache || true")
+
+    assert found == ""
+
+
+@pytest.mark.timeout(300)
+def test_a_stopped_container_finishes_and_exits_with_zero(image):
+    with running(image, "--memory=2g") as (name, address):
+        explain_the_cat(address)
+        docker("stop", name)
+
+        assert inspected(name, "State.ExitCode") == "0"
+        assert inspected(name, "State.OOMKilled") == "false"
+
+
+@pytest.mark.timeout(300)
+def test_a_new_volume_can_be_written_by_the_server(image):
+    volume = docker("volume", "create")
+    options = (*LOCKED, "--rm", "--network=none", f"--volume={volume}:{last('WORKDIR')}", "--entrypoint=mkdir")
+    try:
+        docker("run", *options, image, "-p", ENVIRONMENT["TORCH_HOME"], ENVIRONMENT["HF_HOME"])
+    finally:
+        docker("volume", "rm", volume)
+
+
+@pytest.mark.usefixtures("_compose")
+@pytest.mark.parametrize("profile", [[], ["--profile", "gpu"]], ids=["cpu", "gpu"])
+def test_compose_reads_its_file(profile):
+    docker("compose", "--project-directory", str(ROOT), *profile, "config", "--quiet")
+
+
+@pytest.mark.usefixtures("_compose")
+@pytest.mark.timeout(300)
+def test_compose_waits_until_the_service_is_healthy(image, tmp_path):
+    address = free_address()
+    override = tmp_path / "override.yml"
+    override.write_text(
+        f"services: {{camserve: {{image: {image}, network_mode: host, ports: !reset [], "
+        f'environment: {{CAMSERVE_ADDRESS: "{address}"}}}}}}'
+    )
+    files = ("-f", str(ROOT / "docker-compose.yml"), "-f", str(override), "-p", "camserve-test")
+    try:
+        docker("compose", *files, "up", "--detach", "--wait", "--no-build")
+        assert explain_the_cat(address).predictions[0].label == "Egyptian cat"
+    finally:
+        docker("compose", *files, "down", "--volumes")
