@@ -3,9 +3,10 @@
 Rows that have their `Pass` in common share a batch, whatever their methods and targets. No timer holds a batch back
 unless one is asked for: while the engine works on one batch, the next one gathers.
 
-What runs first is what is due first: a ticket is due a fixed patience after it began to wait, or at its deadline if
-that is sooner. A ticket that got some of its rows into a batch begins to wait anew, so that a request of a thousand
-rows takes turns with those of one, and cannot starve them, nor they it.
+Passes take turns: what is due first is the pass that was served longest ago, or a deadline that is near. Within a pass
+the request with the fewest rows left goes first, so that short ones do not wait for long ones, and of many equal long
+ones the first to begin is the first to end. A part of every batch belongs to the request that has been there longest,
+so that short ones never starve a long one either.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ Run: TypeAlias = Callable[[Pass, Sequence[Row]], list[RowResult]]
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
 
-PATIENCE = 1.0  # seconds that a ticket may wait before it goes ahead of those with nearer deadlines
+PATIENCE = 1.0  # seconds: a deadline nearer than this is urgent
+OLDEST_SHARE = 4  # one row in so many of a batch is the oldest request's
 SHORTEST_RETRY = 0.05
 LONGEST_RETRY = 5.0
 
@@ -79,18 +81,15 @@ class _Ticket:
     rows: Sequence[Row]
     collect: Collect
     deadline: float
-    since: float
+    arrived: float
     done: asyncio.Future[None]
     spent: Spent
     taken: int = 0
     missing: int = field(init=False)
+    since: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.missing = len(self.rows)
-
-    @property
-    def due(self) -> float:
-        return min(self.deadline, self.since + PATIENCE)
+        self.missing, self.since = len(self.rows), self.arrived
 
     @property
     def waiting(self) -> int:
@@ -138,6 +137,7 @@ class Batcher:
         self._max_delay = max_delay
         self._caps: dict[Pass, int] = {}
         self._queues: dict[Pass, list[_Ticket]] = {}
+        self._served: dict[Pass, float] = {}
         self._row_seconds = 0.01
         self._arrived = asyncio.Event()
         self._free = asyncio.Condition()
@@ -234,10 +234,10 @@ class Batcher:
 
     async def _company(self) -> None:
         """Wait for more rows, no longer than the oldest may be held back, and not for a full batch."""
-        while (oldest := self._first()) and self._max_delay:
-            rows = sum(ticket.waiting for ticket in self._queues[oldest.pass_])
-            left = oldest.since + self._max_delay - asyncio.get_running_loop().time()
-            if left <= 0 or rows >= self._max_batch:
+        while self._max_delay and (pass_ := self._next_pass()):
+            queue = self._queues[pass_]
+            left = queue[0].since + self._max_delay - asyncio.get_running_loop().time()
+            if left <= 0 or sum(ticket.waiting for ticket in queue) >= self._max_batch:
                 return
             self._arrived.clear()
             try:
@@ -246,10 +246,15 @@ class Batcher:
             except TimeoutError:
                 return
 
-    def _first(self) -> _Ticket | None:
+    def _next_pass(self) -> Pass | None:
         self._forget()
-        tickets = (ticket for queue in self._queues.values() for ticket in queue)
-        return min(tickets, key=lambda ticket: ticket.due, default=None)
+        return min(self._queues, key=self._due, default=None)
+
+    def _due(self, pass_: Pass) -> float:
+        """Return when a pass should be served: since its last turn, or its oldest row, it has been patient."""
+        queue = self._queues[pass_]
+        turn = max(queue[0].arrived, self._served.get(pass_, 0.0)) + PATIENCE
+        return min(turn, *(ticket.deadline for ticket in queue))
 
     def _forget(self) -> None:
         """Drop what is cancelled, expired or wholly taken."""
@@ -262,18 +267,20 @@ class Batcher:
             self._queues[pass_] = [ticket for ticket in queue if ticket.waiting]
             if not self._queues[pass_]:
                 del self._queues[pass_]
+                self._served.pop(pass_, None)  # callers choose the layers, so there is no end of passes
 
     def _form(self) -> list[_Place]:
-        first = self._first()
-        if first is None:
+        pass_ = self._next_pass()
+        if pass_ is None:
             return []
-        queue = sorted(self._queues[first.pass_], key=lambda ticket: ticket.due)
-        room = self._caps.get(first.pass_, self._max_batch)
-        batch: list[_Place] = []
-        # Everyone gets a share before anyone gets more.
-        for most in (max(1, room // len(queue)), room):
-            for ticket in queue:
-                batch += ticket.take(min(most, room - len(batch)))
+        now = asyncio.get_running_loop().time()
+        queue, room = self._queues[pass_], self._caps.get(pass_, self._max_batch)
+        # A batch too small to be shared goes to the oldest whole, every fourth time.
+        reserved = room // OLDEST_SHARE or int(self.stats.batches % OLDEST_SHARE == 1)
+        batch = queue[0].take(reserved)
+        for ticket in sorted(queue, key=lambda one: (one.deadline > now + PATIENCE, one.waiting)):
+            batch += ticket.take(room - len(batch))
+        self._served[pass_] = now
         self._account(batch)
         return batch
 
@@ -281,7 +288,7 @@ class Batcher:
         now = asyncio.get_running_loop().time()
         self.stats.batches += 1
         self.stats.rows += len(batch)
-        for ticket in {ticket: None for ticket, _ in batch}:
+        for ticket in dict(batch):
             ticket.spent.queue += now - ticket.since
             ticket.spent.batch_rows = max(ticket.spent.batch_rows, len(batch))
             ticket.since = now
@@ -308,7 +315,7 @@ class Batcher:
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
         took = loop.time() - began
         self._row_seconds += 0.2 * (took / len(rows) - self._row_seconds)
-        for ticket in {ticket: None for ticket, _ in batch}:
+        for ticket in dict(batch):
             ticket.spent.compute += took
             ticket.since = loop.time()
         return results

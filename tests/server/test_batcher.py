@@ -217,13 +217,42 @@ async def test_a_long_request_shares_batches_and_starves_nobody():
         other = asyncio.create_task(ask(batcher, [2000], CAM))
         await settle()
         batcher.resume()
-        await asyncio.gather(*short, other)
-        done = len(engine.executed)
-        await long
+        await asyncio.gather(long, *short, other)
 
-    assert done <= 8 * 3  # the short ones did not wait for the 512 rows of the long one
-    assert len(engine.batches[0][1]) == 8
+    assert len(engine.batches[0][1]) == 8  # the first batch has all the short ones, and is filled by the long one
     assert {1000, 1001, 1002, 1003} <= set(engine.batches[0][1])
+    assert engine.batches[1] == (CAM, [2000])  # and the other pass has its turn before the next 500 rows
+
+
+async def test_of_many_equal_long_requests_the_first_to_begin_is_the_first_to_end():
+    engine, ended = Engine(), []
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+
+        async def long(number):
+            await ask(batcher, range(64))
+            ended.append((number, len(engine.executed)))
+
+        await asyncio.gather(*map(long, range(16)))
+
+    assert [number for number, _ in ended] == list(range(16))
+    assert ended[0][1] <= 2 * 64  # not with all the others at the end
+
+
+async def test_a_long_request_gets_on_beside_any_number_of_short_ones_in_its_pass():
+    engine = Engine()
+    for room in (1, 2, 8):
+        async with Batcher(engine, max_batch_rows=room) as batcher:
+            long = asyncio.create_task(ask(batcher, range(40), SALIENCY))
+            before = batcher.stats.batches
+
+            async def short(batcher=batcher, long=long):
+                while not long.done():
+                    await ask(batcher, [7], SALIENCY)
+
+            await asyncio.gather(*(short() for _ in range(30)))
+
+            # Every fourth batch at least has a row of the long one; then each short one ends what it has begun.
+            assert batcher.stats.batches - before <= 4 * 40 + 30 + 1
 
 
 async def test_a_stream_of_short_requests_does_not_starve_a_long_one():
