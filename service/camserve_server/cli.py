@@ -1,10 +1,14 @@
 """The command `camserve-server`; without the extra [server] it says which one is missing."""
 
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command line."""
+    # The first process of a container has no default handler: without this one, a stop in the seconds until the server
+    # has its own would be ignored.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if sys.argv[1:2] == ["serve"] else 128 + signal.SIGTERM))
     try:
         from camserve_server.commands import program  # noqa: PLC0415 -- what it imports may not be installed
 

@@ -102,7 +102,7 @@ def _run_saliency(model: LoadedModel, _pass: Pass, rows: Sequence[Row]) -> list[
     copies = _copies(model.info, units.rows).requires_grad_()
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
-        logits = _forward(model, copies)
+        logits = _forward(model, copies.clone())  # a model may change its input in place, but not a leaf
         for turn in _backward(logits, units, rows):
             gradients = _taken(copies)
             for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
@@ -182,15 +182,17 @@ def _backward(logits: Tensor, units: _Units, rows: Sequence[Row]) -> Iterator[_T
 
 def _see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]) -> tuple[Tensor, Tensor]:
     """Return a layer's activations and gradients [b,C,h,w] for some units, and forget the gradients."""
-    layout, capture = info.layers[name].layout, captures.get(name)
-    if layout is None or capture is None:
-        raise FailedPrecondition(f'layer "{name}" has no grid over the image')
+    layer, capture = info.layers.get(name), captures.get(name)
+    if layer is None or capture is None:
+        raise FailedPrecondition(f'layer "{name}" did not run')
+    if layer.layout is None:
+        raise FailedPrecondition(f'layer "{name}" cannot be explained: {layer.reason}')
     if not capture.intact():
         raise FailedPrecondition(f'the model overwrites what layer "{name}" returns')
     gradient = capture.gradient
     capture.gradient = None
-    activations = to_grid(capture.activation, layout)[at]
-    gradients = torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at]
+    activations = to_grid(capture.activation, layer.layout)[at]
+    gradients = torch.zeros_like(activations) if gradient is None else to_grid(gradient, layer.layout)[at]
     return activations, gradients
 
 

@@ -50,7 +50,8 @@ class Capture:
 
     def keep(self, _probe: nn.Module, _input: Any, output: tuple[Tensor, ...]) -> None:
         """Keep the gradient: the full backward hook."""
-        self.gradient = output[0].detach()
+        # A copy: autograd may go on to add to this very memory.
+        self.gradient = output[0].detach().clone()
 
 
 @contextmanager

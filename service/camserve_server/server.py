@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 import grpc
@@ -65,7 +66,7 @@ async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
     Raises:
         ConfigError: a model cannot be loaded.
     """
-    threads = settings.threads or os.cpu_count() or 1
+    threads = settings.threads or _cores()
     loaded = await asyncio.to_thread(_load, settings, threads)
     on_gpu = next(iter(loaded.values())).info.device != "cpu"
     batcher = Batcher(
@@ -78,6 +79,16 @@ async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
     with ThreadPoolExecutor(threads, thread_name_prefix="image") as pool:
         async with batcher:
             yield Pipeline(infos, batcher, pool, settings.limits)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use: a container's share counts, not the host's."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(allowed, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max" for no limit
+        return allowed
 
 
 def _load(settings: Settings, threads: int) -> dict[str, LoadedModel]:

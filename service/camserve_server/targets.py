@@ -32,8 +32,9 @@ def scores(logits: Tensor, targets: Sequence[FixedTarget]) -> Tensor:
     if not any(isinstance(t, ContrastTarget) for t in targets):
         return why
     against = [t.why_not if isinstance(t, ContrastTarget) else 0 for t in targets]
-    counts = [float(isinstance(t, ContrastTarget)) for t in targets]
-    return why - logits.new_tensor(counts) * _pick(logits, against)
+    contrasts = torch.tensor([isinstance(t, ContrastTarget) for t in targets], device=logits.device)
+    # Selected, not multiplied by 0: an infinite logit of one row must not reach another's score.
+    return torch.where(contrasts, why - _pick(logits, against), why)
 
 
 def _pick(logits: Tensor, indices: Sequence[int]) -> Tensor:

@@ -306,7 +306,6 @@ def test_a_factory_in_the_users_own_module_is_called():
     model = models.load(parse("mine=my_own_nets:make"))
     assert (model.info.name, model.info.source, model.info.classes) == ("mine", "my_own_nets:make", 3)
     assert model.info.default_layer == "1"
-    assert not model.module[1].inplace
 
 
 @pytest.mark.usefixtures("module")
@@ -327,10 +326,9 @@ def test_a_factory_that_makes_no_model_is_refused_in_words(text, said):
 # --- made safe, and looked at ---
 
 
-def test_a_loaded_model_is_frozen_in_evaluation_and_not_in_place(tiny):
+def test_a_loaded_model_is_frozen_and_in_evaluation(tiny):
     assert not tiny.module.training
     assert not any(one.requires_grad for one in tiny.module.parameters())
-    assert not any(getattr(one, "inplace", False) for one in tiny.module.modules())
 
 
 def test_a_model_whose_predictions_hang_on_an_in_place_module_keeps_them_or_is_refused(plant):

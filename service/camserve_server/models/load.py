@@ -1,4 +1,4 @@
-"""Loading: build, read the weights, freeze, make safe, look at it once."""
+"""Loading: build, read the weights, freeze, look at it once."""
 
 import hashlib
 import logging
@@ -24,7 +24,7 @@ class LoadedModel:
 
     Attributes:
         info: what is known of it.
-        module: frozen, in evaluation mode, without in-place modules, on its device.
+        module: frozen, in evaluation mode, on its device.
     """
 
     info: ModelInfo
@@ -127,17 +127,15 @@ def _revive(module: nn.Module) -> None:
 
 
 def _settle(module: nn.Module, device: str) -> nn.Module:
-    for part in module.modules():
-        if getattr(part, "inplace", False) is True:
-            setattr(part, "inplace", False)  # noqa: B010 -- what a layer returned must stay as it was
     return module.eval().requires_grad_(requires_grad=False).to(device)
 
 
 def _read_labels(path: str) -> tuple[str, ...]:
     try:
         return tuple(line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines())
-    except OSError as error:
-        raise ConfigError(f"cannot read the labels in {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"cannot read the labels in {path}: {reason}") from error
 
 
 def _sized(preprocess: Preprocess, size: int | None) -> Preprocess:

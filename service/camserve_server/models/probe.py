@@ -77,12 +77,12 @@ def _outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor | None]]]:
 
 def _logits(model: nn.Module, image: Tensor) -> Tensor:
     try:
-        output = model(image)
+        output = model(image.clone())  # it may change its input in place, but not a leaf
     except Exception as error:
         size = "x".join(map(str, image.shape[2:]))
         raise ConfigError(f"it does not run on an image of {size} pixels: {error}") from error
     logits = first_tensor(output)
-    if isinstance(output, dict) or logits is None or logits.dim() != 2:  # noqa: PLR2004 -- [batch, classes]
+    if isinstance(output, dict | list) or logits is None or logits.dim() != 2:  # noqa: PLR2004 -- [batch, classes]
         shape = f"a tensor {list(logits.shape)}" if logits is not None else "no tensor"
         raise ConfigError(f"it is no classifier: it answers with {shape}, not [batch, classes]")
     return logits

@@ -1,6 +1,7 @@
 """Where models come from: torchvision, timm, the user's own module, and the one that is always there."""
 
 import importlib
+import inspect
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -71,6 +72,9 @@ def _torchvision(spec: ModelSpec) -> Source:
     weights = zoo.get_model_weights(spec.arch)
     best = weights["DEFAULT"] if "DEFAULT" in weights.__members__ else None
     options: dict[str, Any] = {} if spec.classes is None else {"num_classes": spec.classes}
+    builder = inspect.signature(zoo.get_model_builder(spec.arch))
+    if "weights_backbone" in builder.parameters and spec.weights != "default":
+        options["weights_backbone"] = None  # else it would be fetched all the same
     module = _fetched(
         spec, lambda: zoo.get_model(spec.arch, weights=best if spec.weights == "default" else None, **options)
     )
@@ -91,9 +95,7 @@ def _torchvision_preprocess(transform: Any) -> Preprocess:
 def _timm(spec: ModelSpec) -> Source:
     _known(spec, timm.list_models(), "timm")
     options: dict[str, Any] = {} if spec.classes is None else {"num_classes": spec.classes}
-    if spec.size is not None and "img_size" in timm.models.model_entrypoint(spec.arch).__code__.co_varnames:
-        options["img_size"] = spec.size
-    module = _fetched(spec, lambda: timm.create_model(spec.arch, pretrained=spec.weights == "default", **options))
+    module = _fetched(spec, lambda: _timm_module(spec, options))
     config = timm.data.resolve_model_data_config(module)
     _, height, width = config["input_size"]
     scaled = (int(height / config["crop_pct"]), int(width / config["crop_pct"]))
@@ -105,6 +107,20 @@ def _timm(spec: ModelSpec) -> Source:
         std=config["std"],
     )
     return Source(module, preprocess, _timm_labels(module))
+
+
+def _timm_module(spec: ModelSpec, options: dict[str, Any]) -> nn.Module:
+    pretrained = spec.weights == "default"
+    module: nn.Module
+    if spec.size is not None:
+        try:
+            module = timm.create_model(spec.arch, pretrained=pretrained, img_size=spec.size, **options)
+        except TypeError:  # only transformers are built for a size
+            pass
+        else:
+            return module
+    module = timm.create_model(spec.arch, pretrained=pretrained, **options)
+    return module
 
 
 def _timm_labels(module: nn.Module) -> tuple[str, ...]:

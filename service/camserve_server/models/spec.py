@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
-from urllib.parse import parse_qsl
 
 from camserve_server.errors import ConfigError, did_you_mean
 
@@ -66,6 +65,9 @@ def parse(text: str) -> ModelSpec:
     if source == "embedded" and arch != EMBEDDED:
         raise ConfigError(f'"{arch}" needs a source: write torchvision:{arch}, timm:{arch} or your.module:{arch}')
     options = _options(text, form["options"] or "")
+    classes = _number(text, "classes", options)
+    if classes and options.get("weights", "default") == "default":
+        raise ConfigError(f'model "{text}": classes= needs weights=PATH or weights=none; the default has its own')
     return ModelSpec(
         name=form["name"] or arch,
         source=source,
@@ -73,14 +75,15 @@ def parse(text: str) -> ModelSpec:
         weights=options.get("weights", "default"),
         precision=_precision(text, options.get("precision", "float32")),
         labels=options.get("labels", ""),
-        classes=_number(text, "classes", options),
+        classes=classes,
         size=_number(text, "size", options),
         sha256=options.get("sha256", "").lower(),
     )
 
 
 def _options(text: str, query: str) -> dict[str, str]:
-    options = dict(parse_qsl(query, keep_blank_values=True))
+    # Not as in a URL: a path may hold a "+" or a "%".
+    options = {key: value for key, _, value in (part.partition("=") for part in query.split("&") if part)}
     for key in options:
         if key not in OPTIONS:
             hint = did_you_mean(key, OPTIONS)
