@@ -24,7 +24,6 @@ from camserve_server.errors import (
     InvalidArgument,
     OutOfMemory,
     ResourceExhausted,
-    ServiceError,
     Unavailable,
 )
 from camserve_server.types import Pass, Row, RowResult
@@ -108,7 +107,7 @@ class _Ticket:
         if self.missing == 0:
             self.done.set_result(None)
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
 
@@ -159,7 +158,7 @@ class Batcher:
         for queue in self._queues.values():
             for ticket in queue:
                 ticket.fail(Unavailable("the server is shutting down"))
-        self._thread.shutdown(wait=True)
+        await asyncio.to_thread(self._thread.shutdown)  # not on the loop: the batch that runs may hang
 
     def pause(self) -> None:
         """Form no further batch until `resume`; what arrives waits."""
@@ -212,7 +211,7 @@ class Batcher:
 
         Raises:
             DeadlineExceeded: the deadline passed before the last row was put in a batch.
-            ServiceError: a row could not be computed.
+            Exception: whatever the engine raised for a row that it could not compute.
         """
         loop = asyncio.get_running_loop()
         ticket = _Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), Spent())
@@ -322,7 +321,7 @@ class Batcher:
 
     async def _isolate(self, pass_: Pass, batch: list[_Place], error: Exception) -> None:
         if len(batch) == 1:
-            batch[0][0].fail(_ours(error))
+            batch[0][0].fail(error)
             return
         half = len(batch) // 2
         if isinstance(error, OutOfMemory):
@@ -340,10 +339,3 @@ class Batcher:
     async def _tell_free(self) -> None:
         async with self._free:
             self._free.notify_all()
-
-
-def _ours(error: Exception) -> ServiceError:
-    if isinstance(error, ServiceError):
-        return error
-    log.error("a row failed", exc_info=error)
-    return Internal("the explanation failed")

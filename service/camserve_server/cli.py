@@ -1,11 +1,13 @@
 """The command `camserve-server`; without the extra [server] it says which one is missing."""
 
+import os
 import signal
 import sys
 
 
 def main() -> None:
     """Run the command line."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC itself says of a port that is taken is said better here
     # The first process of a container has no default handler: without this one, a stop in the seconds until the server
     # has its own would be ignored.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if sys.argv[1:2] == ["serve"] else 128 + signal.SIGTERM))

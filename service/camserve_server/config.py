@@ -12,6 +12,7 @@ from camserve_server.errors import ConfigError, did_you_mean
 from camserve_server.types import Limits
 
 ENVIRONMENT = "CAMSERVE_"
+LAST_PORT = 65_535
 
 
 class Settings(BaseModel):
@@ -60,6 +61,15 @@ class Settings(BaseModel):
     def _split(cls, value: object) -> object:
         """Take the models apart that an environment variable holds, separated by spaces or commas."""
         return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        """Refuse what gRPC would guess at: no port, or one that is none."""
+        host, colon, port = value.rpartition(":")
+        if host != "unix" and not (host and colon and port.isdecimal() and int(port) <= LAST_PORT):
+            raise ValueError(f"write HOST:PORT, the port from 0 to {LAST_PORT}")
+        return value
 
     @property
     def limits(self) -> Limits:

@@ -14,6 +14,8 @@ ServiceError
 import difflib
 from collections.abc import Iterable
 
+LONGEST_NAME = 200  # characters; the comparison takes time that grows with their square
+
 
 class ServiceError(Exception):
     """A refusal or failure that a caller may read.
@@ -76,6 +78,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         >>> did_you_mean("xyz", ["gradcam"])
         ''
     """
+    if len(name) > LONGEST_NAME:
+        return ""
     by_lower = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f' (did you mean "{by_lower[close[0]]}"?)' if close else ""

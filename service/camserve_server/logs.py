@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import textwrap
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,15 +11,16 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, then `key=value` for each field; a value that could be misread is quoted."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+    """Time, level, message, then `key=value` for each field; what could be misread as a line of its own is quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        line, *rest = super().format(record).split("\n", 1)
-        return "\n".join([" ".join([line, *(f"{k}={_quoted(v)}" for k, v in _fields(record).items())]), *rest])
+        record.message = record.getMessage()
+        parts = [self.formatTime(record), record.levelname, _printable(record.message)]
+        line = " ".join(parts + [f"{key}={_quoted(value)}" for key, value in _fields(record).items()])
+        if record.exc_info:
+            line += "\n" + textwrap.indent(self.formatException(record.exc_info), "    ", lambda _line: True)
+        return line
 
 
 class JsonFormatter(logging.Formatter):
@@ -29,12 +31,16 @@ class JsonFormatter(logging.Formatter):
         entry = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry | _fields(record), ensure_ascii=False)
+        return json.dumps(entry | _fields(record), ensure_ascii=False, default=str)
 
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return text if text.isprintable() and " " not in text else json.dumps(text, ensure_ascii=False)
+    return text if text.isprintable() and " " not in text else _printable(json.dumps(text, ensure_ascii=False))
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

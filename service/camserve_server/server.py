@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -109,8 +110,10 @@ def _load(settings: Settings, threads: int) -> dict[str, LoadedModel]:
 def _device(name: str) -> str:
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f'device "{name}": torch sees no CUDA device here')
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f'device "{name}": there are cpu, cuda, cuda:N and auto')
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise ConfigError(f'device "{name}": torch sees {torch.cuda.device_count()} CUDA devices here')
     return name
 
 
@@ -226,13 +229,26 @@ async def _set_health(checks: health.aio.HealthServicer, status: health_pb2.Heal
 async def serve_until_signal(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; a second one cuts the drain short.
 
+    Does not return, but ends the process, where a thread could hold it up: one that still loads a model, or one in
+    which a model hangs.
+
     Returns:
         The exit code: 0 after a clean stop, 1 after one cut short.
     """
-    stop, loop = Stop(), asyncio.get_running_loop()
+    stop, loop, warm = Stop(), asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)
-    await serve(settings, stop)
+    serving = asyncio.ensure_future(serve(settings, stop, lambda _port, _pipeline: warm.set()))
+    asked, hurry = asyncio.ensure_future(stop.asked.wait()), asyncio.ensure_future(stop.hurry.wait())
+    await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+    if not (serving.done() or warm.is_set()):
+        log.info("stopped before the models were loaded")
+        os._exit(0)
+    await asyncio.wait((serving, hurry), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((serving,), timeout=LONGEST_QUIET)
+    if not serving.done():
+        os._exit(1)
+    await serving
     return int(stop.hurry.is_set())
 
 

@@ -235,12 +235,16 @@ async def _answering(house: House, context: Context, rpc: str) -> AsyncIterator[
 
 def _request_id(context: Context) -> str:
     theirs = str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
-    return theirs if theirs.isprintable() and 0 < len(theirs) <= LONGEST_ID else uuid.uuid4().hex
+    return theirs if _is_id(theirs) else uuid.uuid4().hex
 
 
 def _check_id(request_id: str) -> None:
-    if not 0 < len(request_id) <= LONGEST_ID:
-        raise InvalidArgument(f"a request_id has 1 to {LONGEST_ID} characters", field="request_id")
+    if not _is_id(request_id):
+        raise InvalidArgument(f"a request_id has 1 to {LONGEST_ID} printable characters", field="request_id")
+
+
+def _is_id(text: str) -> bool:
+    return text.isprintable() and 0 < len(text) <= LONGEST_ID
 
 
 def _ours(error: Exception) -> ServiceError:

@@ -77,8 +77,9 @@ def _ranking(logits: Map) -> list[int]:
 
 
 def _softmax(logits: Map) -> Map:
-    powers = np.exp(logits.astype(np.float64) - logits.max())
-    probabilities: Map = (powers / powers.sum()).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # infinite logits have no probabilities: NaN says so
+        powers = np.exp(logits.astype(np.float64) - logits.max())
+        probabilities: Map = (powers / powers.sum()).astype(np.float32)
     return probabilities
 
 

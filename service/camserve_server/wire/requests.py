@@ -182,7 +182,7 @@ def _find_label(label: str, model: ModelInfo, field: str) -> int:
         raise NotFound(f'{model.name} has no label "{_short(label)}"{hint}', field=field)
     if len(found) > 1:
         which = " and ".join(map(str, found))
-        raise InvalidArgument(f'"{label}" is the label of classes {which}: give the index', field=field)
+        raise InvalidArgument(f'"{_short(label)}" is the label of classes {which}: give the index', field=field)
     return found[0]
 
 
