@@ -2,9 +2,10 @@
 
 import asyncio
 
+import pytest
+
 import camserve
 import camserve_server
-import pytest
 from camserve_server.errors import ConfigError
 from support import PHOTOS
 
