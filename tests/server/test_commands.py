@@ -1,0 +1,276 @@
+"""`camserve-server` as an operator meets it: it starts, stops when told, and says in a line what is wrong."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from camserve.v1 import explain_pb2, explain_pb2_grpc
+from camserve_server import commands
+
+PROGRAM = Path(sys.executable).with_name("camserve-server")
+FLAGS = ["--address", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
+
+NETS = '''
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+
+
+class Sleepy(nn.Module):
+    """Falls asleep in the middle of its work, once it is told to."""
+
+    def forward(self, x):
+        if (HERE / "sleep").exists():
+            (HERE / "asleep").touch()
+            time.sleep(60)
+        return x
+
+
+def tiny():
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(
+        features=nn.Conv2d(3, 4, 3, 2, 1), sleepy=Sleepy(), pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(),
+        head=nn.Linear(4, 5),
+    ))
+
+
+def forever():
+    (HERE / "loading").touch()
+    time.sleep(60)
+    return tiny()
+
+
+def broken():
+    raise ValueError("one\\ntwo\\nthree")
+
+
+def nothing():
+    return None
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Be in a folder with a module of models, and no settings from elsewhere."""
+    (tmp_path / "command_nets.py").write_text(NETS)
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
+    for name in os.environ:
+        if name.startswith("CAMSERVE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "command_nets", raising=False)
+    logger = logging.getLogger("camserve_server")
+    before = logger.handlers[:], logger.level, logger.propagate
+    handler = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, handler)
+    logger.handlers[:], logger.level, logger.propagate = before
+    sys.modules.pop("command_nets", None)
+
+
+def until(condition, seconds=60):
+    """Wait for a condition, and return what it is."""
+    late = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < late, "waited in vain"
+        time.sleep(0.01)
+    return found
+
+
+class Served:
+    """`camserve-server serve` in a process of its own."""
+
+    def __init__(self, folder, *arguments, model="tiny"):
+        self.log = folder / "log.txt"
+        command = [PROGRAM, "serve", *FLAGS, "--model", f"command_nets:{model}?size=32", *arguments]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+
+    def port(self):
+        """Return the port, once the server serves."""
+        serving = until(lambda: re.search(r" serving port=(\d+)", self.log.read_text()) or self.ended())
+        return int(serving[1])
+
+    def ended(self):
+        assert self.process.poll() is None, self.log.read_text()
+
+    def tell(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+
+    def end(self, seconds):
+        """Return the exit code and what was logged, if it ends in time."""
+        code = self.process.wait(seconds)
+        return code, self.log.read_text()
+
+
+@contextmanager
+def served(*arguments, **options):
+    one = Served(*arguments, **options)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.wait()
+
+
+def connected(server):
+    return grpc.insecure_channel(f"127.0.0.1:{server.port()}")
+
+
+def explain(channel, folder):
+    """Ask for an explanation; return what will be the answer."""
+    request = explain_pb2.ExplainRequest(image=(folder / "photo.png").read_bytes())
+    return explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(request, timeout=60)
+
+
+def test_serve_answers_until_it_is_told_to_stop_and_ends_with_0(folder):
+    with served(folder) as server, connected(server) as channel:
+        reply = explain(channel, folder).result()
+        server.tell(signal.SIGTERM)
+        code, log = server.end(10)
+
+    assert code == 0
+    assert len(reply.explanations) == 1
+    assert [re.sub(r"^.{23} INFO (\S+).*", r"\1", line) for line in log.splitlines()] == [
+        "model",
+        "serving",
+        "Explain",
+        "draining",
+        "stopped",
+    ]
+
+
+def test_a_second_signal_ends_a_drain_at_once_with_1_even_if_the_model_hangs(folder):
+    with served(folder, "--drain-seconds", "50") as server, connected(server) as channel:
+        (folder / "sleep").touch()
+        call = explain(channel, folder)
+        until((folder / "asleep").exists)
+        server.tell(signal.SIGTERM)
+        until(lambda: "draining" in server.log.read_text())
+        server.tell(signal.SIGINT)
+        code, log = server.end(5)
+        error = call.exception(10)
+
+    assert code == 1
+    assert "second signal" in log
+    assert "Traceback" not in log
+    assert error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
+def test_a_signal_while_the_models_load_ends_it_soon_with_0(folder):
+    with served(folder, model="forever") as server:
+        until(lambda: (folder / "loading").exists() or server.ended())
+        server.tell()
+        code, log = server.end(5)
+
+    assert code == 0
+    assert "Traceback" not in log
+
+
+def test_a_signal_while_torch_is_still_imported_ends_it_soon_with_0(folder, monkeypatch):
+    """What runs first in a container never gets a signal that it has no handler for."""
+    (folder / "torch.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    with served(folder) as server:
+        until(lambda: (folder / "importing").exists() or server.ended())
+        server.tell()
+        code, log = server.end(5)
+
+    assert (code, log) == (0, "")
+
+
+def test_what_the_operator_got_wrong_is_all_that_is_printed(folder):
+    """Not even a line of gRPC's own, which writes to the terminal past Python."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        arguments = [PROGRAM, "serve", *FLAGS, "--model", "command_nets:tiny?size=32", "--address", address]
+        found = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+    assert found.returncode == 2
+    assert found.stderr == f"error: cannot listen on {address}: is the port taken, or the host unknown?\n"
+    assert found.stdout == ""
+
+
+WRONG = {
+    "no number": (["--threads", "many"], "threads = 'many': "),
+    "out of range": (["--max-queue-rows", "0"], "max_queue_rows = '0': "),
+    "no such file": (["--config", "missing.toml"], "cannot read missing.toml: No such file or directory"),
+    "no such flag": (["--thread", "3"], "--threads"),
+    "no such model": (["--model", "timm:resnet5000"], 'timm has no model "resnet5000" (did you mean'),
+    "model without a source": (["--model", "resnet50"], "torchvision:resnet50"),
+    "no such module": (["--model", "no_such_module:make"], "no_such_module:make cannot be made: ModuleNotFoundError"),
+    "model that cannot be made": (["--model", "command_nets:broken"], "ValueError: one two three"),
+    "model that is none": (["--model", "command_nets:nothing"], "made a NoneType, not a torch.nn.Module"),
+    "no such weights": (["--model", "command_nets:tiny?weights=gone.pth"], "there is no weights file gone.pth"),
+    "two models of one name": (["--model", "command_nets:tiny", "--model", "command_nets:tiny"], "two models"),
+    "no such device": (["--model", "command_nets:tiny", "--device", "gpu"], 'device "gpu"'),
+    "no such GPU": (["--model", "command_nets:tiny", "--device", "cuda:99"], 'device "cuda:99"'),
+    "half a GPU": (["--model", "command_nets:tiny", "--device", "cuda:x"], 'device "cuda:x"'),
+}
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_setting_ends_with_2_and_one_line_that_says_what_is_wrong(arguments, words):
+    found = CliRunner().invoke(commands.program, ["serve", *FLAGS, "--log-level", "error", *arguments])
+
+    assert found.exit_code == 2, found.exception
+    assert found.stderr.startswith("error: ")
+    assert found.stderr.count("\n") == 1
+    assert words in found.stderr
+    assert found.stdout == ""
+
+
+def test_photos_are_explained_without_a_server(folder):
+    arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
+    found = CliRunner().invoke(commands.program, arguments)
+
+    assert found.exit_code == 0, found.stderr
+    (written,) = (folder / "out").iterdir()
+    with Image.open(written) as overlay:
+        assert overlay.size == (40, 30)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_a_line_without_a_server_too(folder):
+    found = CliRunner().invoke(commands.program, ["explain", "photo.png", "--model", "timm:nothing", "-o", "out"])
+
+    assert found.exit_code == 2
+    assert re.fullmatch(r'error: timm has no model "nothing".*\n', found.stderr)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("missing", ["torch", "pydantic"])
+def test_without_what_the_extra_installs_it_says_which_extra_to_install(missing, folder, monkeypatch):
+    (folder / "sitecustomize.py").write_text(f'import sys; sys.modules["{missing}"] = None')
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    found = subprocess.run([PROGRAM, "serve"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+    assert found.returncode == 2
+    assert found.stderr == f'error: no module {missing}: the server needs `pip install "camserve[server]"`\n'
+
+
+def test_the_help_comes_without_loading_what_takes_seconds():
+    code = "import sys; sys.argv[1:] = ['serve', '--help']; from camserve_server.cli import main\n"
+    code += "try: main()\nfinally: assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "--max-queue-rows" in found.stdout

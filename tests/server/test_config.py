@@ -1,0 +1,220 @@
+"""Where settings come from, which wins, and how an operator is told what is wrong with one."""
+
+import math
+import os
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from camserve_server import commands, config
+from camserve_server.errors import ConfigError
+from camserve_server.types import Limits
+
+FIELDS = config.Settings.model_fields
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    """Keep the settings of whoever runs the tests out of them."""
+    for name in os.environ:
+        if name.startswith(config.ENVIRONMENT):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text):
+        path = tmp_path / "camserve.toml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    return write
+
+
+def complaint(**given):
+    with pytest.raises(ConfigError) as caught:
+        config.load(**{"environment": {}, **given})
+    return str(caught.value)
+
+
+def test_without_anything_a_server_listens_on_this_machine_alone_with_the_embedded_model():
+    settings = config.load(environment={})
+
+    assert settings == config.Settings()
+    assert settings.address == "127.0.0.1:50051"
+    assert settings.models == ("efficientnet_lite0",)
+
+
+def test_flags_win_over_the_environment_and_the_environment_over_the_file(toml):
+    path = toml("max_queue_rows = 1\nmax_batch_rows = 1\nthreads = 1\nlog_level = 'error'")
+    environment = {"CAMSERVE_MAX_BATCH_ROWS": "2", "CAMSERVE_THREADS": "2", "CAMSERVE_DEVICE": "cpu"}
+    settings = config.load(path, {"threads": "3", "drain_seconds": "4"}, environment)
+
+    assert settings.max_queue_rows == 1
+    assert settings.max_batch_rows == 2
+    assert settings.threads == 3
+    assert (settings.log_level, settings.device, settings.drain_seconds) == ("error", "cpu", 4.0)
+    assert settings.stream_in_flight == FIELDS["stream_in_flight"].default
+
+
+def test_a_flag_that_was_not_given_overrides_nothing():
+    settings = config.load(flags={"threads": None}, environment={"CAMSERVE_THREADS": "2"})
+
+    assert settings.threads == 2
+
+
+def test_the_environment_of_the_process_is_read_when_the_server_starts(monkeypatch):
+    monkeypatch.setenv("CAMSERVE_THREADS", "5")
+
+    assert config.load().threads == 5
+
+
+def test_a_word_too_much_in_the_environment_is_nobodys_business():
+    assert config.load(environment={"CAMSERVE_VERSION": "1", "THREADS": "9"}) == config.Settings()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_can_stand_in_the_environment_and_in_the_file(name, toml):
+    value = {
+        "address": "0.0.0.0:1234",
+        "models": "timm:resnet18",
+        "device": "cuda:1",
+        "log_level": "debug",
+        "log_format": "json",
+    }.get(name, 7)
+    said = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
+    written = config.load(toml(f"{name} = {value!r}"), environment={})
+
+    assert getattr(said, name) == ((value,) if name == "models" else value)
+    assert written == said != config.Settings()
+
+
+@pytest.mark.parametrize("written", ["timm:a torchvision:b", "timm:a,torchvision:b", " timm:a,\n torchvision:b , "])
+def test_models_in_the_environment_are_separated_by_spaces_or_commas(written):
+    assert config.load(environment={"CAMSERVE_MODELS": written}).models == ("timm:a", "torchvision:b")
+
+
+def test_models_in_the_file_are_a_list_and_those_of_flags_replace_them_all(toml):
+    path = toml("models = ['timm:a', 'cat=torchvision:b?weights=none']")
+
+    assert config.load(path, environment={}).models == ("timm:a", "cat=torchvision:b?weights=none")
+    assert config.load(path, {"models": ("timm:c",)}, {}).models == ("timm:c",)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("max_queue_row", "max_queue_rows"), ("adress", "address"), ("Threads", "threads"), ("zzz", None)],
+)
+def test_an_unknown_setting_is_named_with_the_one_that_was_probably_meant(name, hint, toml):
+    told = complaint(path=toml(f"{name} = 1"))
+
+    assert told == f'unknown setting "{name}"' + (f' (did you mean "{hint}"?)' if hint else "")
+
+
+def test_a_table_in_the_file_is_an_unknown_setting_too(toml):
+    assert complaint(path=toml("[server]\nthreads = 1")) == 'unknown setting "server"'
+
+
+OUT_OF_RANGE = [
+    ("threads", -1, "greater than or equal to 0"),
+    ("threads", 1025, "less than or equal to 1024"),
+    ("max_batch_rows", 4097, "less than or equal to 4096"),
+    ("max_queue_rows", 0, "greater than or equal to 1"),
+    ("max_queue_rows", 1_000_001, "less than or equal to 1000000"),
+    ("max_queue_delay_ms", -0.5, "greater than or equal to 0"),
+    ("max_queue_delay_ms", math.nan, "equal to"),
+    ("max_request_rows", 0, "greater than or equal to 1"),
+    ("max_message_mib", 0, "greater than or equal to 1"),
+    ("max_message_mib", 1025, "less than or equal to 1024"),
+    ("max_pixels", 0, "greater than or equal to 1"),
+    ("max_side", 0, "greater than or equal to 1"),
+    ("max_streams", 0, "greater than or equal to 1"),
+    ("stream_in_flight", 0, "greater than or equal to 1"),
+    ("stream_in_flight", 1025, "less than or equal to 1024"),
+    ("drain_seconds", -1, "greater than or equal to 0"),
+    ("drain_seconds", math.inf, "less than or equal to 3600"),
+    ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
+    ("log_format", "xml", "'text' or 'json'"),
+    ("models", [], "at least 1 item"),
+    ("threads", "many", "valid integer"),
+    ("threads", 1.5, "valid integer"),
+    ("drain_seconds", "soon", "valid number"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), OUT_OF_RANGE)
+def test_a_value_that_cannot_be_is_told_with_its_name_itself_and_what_could_be(name, value, words):
+    told = complaint(flags={name: value})
+
+    assert told.startswith(f"{name} = {value!r}: ")
+    assert words in told
+    assert "\n" not in told
+    assert "pydantic" not in told
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:http", ":50051x", ""])
+def test_an_address_without_a_port_or_with_one_that_cannot_be_is_refused_not_guessed(address):
+    assert complaint(flags={"address": address}).startswith(f"address = {address!r}: ")
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "0.0.0.0:65535", "localhost:50051", "[::1]:50051", "unix:/run/camserve"]
+)
+def test_an_address_is_a_host_and_a_port_or_a_socket_of_this_machine(address):
+    assert config.load(flags={"address": address}, environment={}).address == address
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    told = complaint(flags={"threads": -1, "log_level": "loud", "thread": 3})
+
+    assert [part.split(" ")[0] for part in told.split("; ")] == ["threads", "log_level", "unknown"]
+
+
+def test_a_file_that_cannot_be_read_is_told_with_its_path(tmp_path, toml):
+    missing = tmp_path / "missing.toml"
+
+    assert complaint(path=missing) == f"cannot read {missing}: No such file or directory"
+    assert complaint(path=tmp_path).startswith(f"cannot read {tmp_path}: ")
+    assert "is no TOML: " in complaint(path=toml("threads: 3"))
+    assert "is no TOML: " in complaint(path=toml(b"address = '\xff'"))
+
+
+def test_the_limits_of_a_request_are_what_was_set_and_never_more_than_the_queue_holds():
+    settings = config.load(flags={"max_pixels": 100, "max_side": 20, "max_request_rows": 50}, environment={})
+    small = config.load(flags={"max_request_rows": 50, "max_queue_rows": 8}, environment={})
+
+    assert settings.limits == Limits(pixels=100, side=20, rows=50)
+    assert small.limits.rows == 8
+
+
+def test_settings_do_not_change_once_they_are_made():
+    with pytest.raises(ValueError, match="frozen"):
+        config.Settings().threads = 3
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_says_what_it_is_and_has_a_flag_in_the_help(name, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    told = " ".join(CliRunner().invoke(commands.program, ["serve", "--help"], terminal_width=1000).output.split())
+    flag = "--model" if name == "models" else f"--{name.replace('_', '-')}"
+    description = FIELDS[name].description
+
+    assert description
+    assert description.endswith(".")
+    assert f"{flag} {'MODEL' if name == 'models' else 'VALUE'} {description}" in told
+
+
+def test_every_flag_of_the_command_sets_what_it_says(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "path", sys.path[:])  # the command puts the current folder there
+    monkeypatch.setattr(commands.config, "load", lambda path, flags: seen.append((path, flags)) or _stop())
+    given = {name: "7" for name in FIELDS if name != "models"}
+    arguments = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    CliRunner().invoke(commands.program, ["serve", "--config", "c.toml", "--model", "a", "--model", "b", *arguments])
+
+    assert seen == [("c.toml", {**given, "models": ("a", "b")})]
+
+
+def _stop():
+    raise ConfigError("far enough")

@@ -1,0 +1,200 @@
+"""A log is one line an event, for people or machines, and nobody but the server writes a line of it."""
+
+import asyncio
+import io
+import json
+import logging
+import re
+
+import numpy as np
+import pytest
+
+from camserve_server import logs
+
+LOG = logging.getLogger("camserve_server.anything")
+
+
+@pytest.fixture(autouse=True)
+def house():
+    """Put the loggers back as they were."""
+    logger = logging.getLogger("camserve_server")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Log in a form, and read what came of it."""
+    written = io.StringIO()
+
+    def configure(form, level="info"):
+        monkeypatch.setattr(logs.sys, "stderr", written)
+        logs.configure(level, form)
+        return lambda: written.getvalue().split("\n")[:-1]
+
+    return configure
+
+
+@pytest.fixture
+def request_id():
+    def put(value):
+        tokens.append(logs.REQUEST_ID.set(value))
+
+    tokens = []
+    yield put
+    for token in reversed(tokens):
+        logs.REQUEST_ID.reset(token)
+
+
+def test_text_is_time_level_and_message_and_then_the_fields_by_name(lines):
+    read = lines("text")
+    LOG.info("model %s is warm", "net", extra=logs.fields(layer="features", ms=1.5))
+
+    assert len(read()) == 1
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO model net is warm layer=features ms=1\.5", read()[0]
+    )
+
+
+def test_json_is_one_object_a_line_with_the_same_fields(lines):
+    read = lines("json")
+    LOG.warning("model %s is warm", "netж", extra=logs.fields(layer="features", ms=1.5))
+    LOG.info("serving")
+    first, second = map(json.loads, read())
+
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", first.pop("time"))
+    assert first == {"level": "warning", "message": "model netж is warm", "layer": "features", "ms": 1.5}
+    assert second.keys() == {"time", "level", "message"}
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_line_has_the_id_of_the_request_that_it_is_about_and_of_no_other(form, lines, request_id):
+    read = lines(form)
+    request_id("call-7")
+    LOG.info("Explain", extra=logs.fields(ms=1))
+    request_id("")
+    LOG.info("serving")
+    about, other = read()
+
+    assert json.loads(about)["request_id"] == "call-7" if form == "json" else about.endswith("ms=1 request_id=call-7")
+    assert "request_id" not in other
+
+
+async def test_requests_that_run_side_by_side_do_not_mix_their_ids(lines):
+    read = lines("json")
+
+    async def call(name):
+        logs.REQUEST_ID.set(name)
+        await asyncio.sleep(0)
+        LOG.info(name)
+
+    await asyncio.gather(*(call(f"call-{i}") for i in range(20)))
+    entries = [json.loads(line) for line in read()]
+
+    assert len(entries) == 20
+    assert all(entry["message"] == entry["request_id"] for entry in entries)
+
+
+def fail(message="one\ntwo"):
+    error = ValueError(message).with_traceback(None)
+    LOG.error("an RPC failed", exc_info=error, extra=logs.fields(rpc="Explain"))
+
+
+def test_json_has_an_exception_inside_its_line(lines):
+    read = lines("json")
+    fail()
+    (entry,) = map(json.loads, read())
+
+    assert entry["message"] == "an RPC failed"
+    assert entry["rpc"] == "Explain"
+    assert entry["exception"] == "ValueError: one\ntwo"
+
+
+def test_text_has_the_fields_before_the_exception_so_that_the_first_line_says_all(lines):
+    read = lines("text")
+    fail()
+
+    assert read()[0].endswith("ERROR an RPC failed rpc=Explain")
+    assert [line.strip() for line in read()[1:]] == ["ValueError: one", "two"]
+
+
+def test_no_line_of_an_exception_looks_like_a_line_of_the_log(lines):
+    read = lines("text")
+    fail("\n2026-01-01 00:00:00,000 INFO Explain code=OK")
+
+    assert all(line.startswith(" ") for line in read()[1:])
+
+
+def test_no_escape_sequence_in_an_exception_reaches_the_operators_terminal(lines):
+    read = lines("text")
+    fail("\x1b[2J\x1b]0;owned\x07")
+
+    assert all(line.isprintable() for line in read())
+
+
+def test_what_is_below_the_level_is_not_written(lines):
+    read = lines("text", "warning")
+    LOG.info("no")
+    LOG.warning("yes")
+
+    assert [line.rsplit(" ", 1)[1] for line in read()] == ["yes"]
+
+
+def test_to_configure_twice_does_not_write_twice_and_other_loggers_are_left_alone(lines):
+    lines("text")
+    read = lines("json")
+    LOG.info("once")
+    logging.getLogger("elsewhere").info("not ours")
+
+    assert len(read()) == 1
+
+
+def test_a_field_that_json_does_not_know_is_written_in_words_rather_than_lost(lines):
+    read = lines("json")
+    LOG.info("Explain", extra=logs.fields(rows=np.int64(3), path=logging))
+
+    assert [json.loads(line)["message"] for line in read()] == ["Explain"]
+
+
+# A caller chooses names of models, labels and layers, and ids of requests; errors repeat them, and the log the errors.
+FORGED = [
+    "x\n2026-01-01 00:00:00,000 INFO Explain code=OK",
+    "x\r\n2026-01-01 00:00:00,000 INFO Explain code=OK",
+    "x\r2026-01-01 00:00:00,000 INFO Explain code=OK",
+    "x\x0b2026\x0c-01\x1c-01\x85 INFO\u2028Explain\u2029code=OK",
+]
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_nothing_that_a_caller_says_makes_a_second_line(form, forged, lines):
+    read = lines(form)
+    LOG.info("Explain", extra=logs.fields(code="NOT_FOUND", error=f'unknown model "{forged}"'))
+    LOG.info("model %s is unknown", forged)
+
+    assert len(read()) == 2
+    assert form == "json" or "".join(read()).isprintable()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_nothing_in_a_request_id_makes_a_second_line(form, lines, request_id):
+    read = lines(form)
+    request_id(FORGED[0])
+    LOG.info("Explain")
+
+    assert len(read()) == 1
+
+
+def test_no_escape_sequence_of_a_caller_reaches_the_operators_terminal(lines):
+    read = lines("text")
+    LOG.info("Explain", extra=logs.fields(error='unknown model "\x1b[2J\x1b]0;owned\x07"'))
+
+    assert read()[0].isprintable()
+
+
+def test_no_value_of_a_caller_can_pass_for_another_field(lines):
+    read = lines("text")
+    LOG.info("Explain", extra=logs.fields(code="NOT_FOUND", error="unknown model x code=OK", ms=3))
+
+    assert re.search(r""" error=(["'])unknown model x code=OK\1 ms=3$""", read()[0])

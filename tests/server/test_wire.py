@@ -1,0 +1,682 @@
+"""What the border promises: a request is checked to its last field before it costs anything; a reply says it all."""
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from camserve.v1 import explain_pb2, models_pb2
+from camserve_server import wire
+from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from camserve_server.jobs import Finding
+from camserve_server.methods import METHODS, Cam, Parameter
+from camserve_server.types import (
+    Box,
+    ClassTarget,
+    ContrastTarget,
+    LayerInfo,
+    Layout,
+    Limits,
+    MethodCall,
+    ModelInfo,
+    Picture,
+    Preprocess,
+    RankTarget,
+    Rendering,
+    Verdict,
+)
+from camserve_server.wire import replies
+
+NO_GRID = "its output has no grid over the image"
+
+
+def layer(name, layout=None):
+    return LayerInfo(name, "Conv2d", (1, 4, 7, 7), 112, 1, layout, "" if layout else NO_GRID)
+
+
+def model(name, labels=(), classes=4):
+    layers = [
+        layer("stem", Layout("nchw", 14, 14)),
+        layer("stem.conv", Layout("nchw", 14, 14)),
+        layer("features", Layout("nchw", 7, 7)),
+        layer("head"),
+    ]
+    return ModelInfo(
+        name=name,
+        source=f"timm:{name}",
+        weights="default",
+        digest="ab" * 32,
+        labels=tuple(labels),
+        classes=classes,
+        parameters=1234,
+        preprocess=Preprocess((224, 192), 256, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+        layers={one.name: one for one in layers},
+        default_layer="features",
+        precision="float32",
+        device="cpu",
+    )
+
+
+NET = model("resnet50", ["tabby cat", "Egyptian cat", "crane", "crane"])
+MODELS = {
+    "resnet50": NET,
+    "wordless": model("wordless"),
+    "large": model("large", [f"c{i}" for i in range(1000)], classes=1000),
+}
+
+
+def ask(limits=Limits(), **fields):  # noqa: B008 -- frozen
+    return wire.read_order(explain_pb2.ExplainRequest(**fields), MODELS, limits)
+
+
+def method(name, **parameters):
+    values = {
+        key: explain_pb2.Parameter(text=value) if isinstance(value, str) else explain_pb2.Parameter(number=value)
+        for key, value in parameters.items()
+    }
+    return explain_pb2.Method(name=name, parameters=values)
+
+
+def index(value):
+    return explain_pb2.Target(class_index=value)
+
+
+def label(value):
+    return explain_pb2.Target(label=value)
+
+
+def contrast(why, why_not):
+    def name(value):
+        return explain_pb2.ClassName(**({"label": value} if isinstance(value, str) else {"class_index": value}))
+
+    return explain_pb2.Target(contrast=explain_pb2.Contrast(why=name(why), why_not=name(why_not)))
+
+
+def rendering(**fields):
+    return {"rendering": explain_pb2.Rendering(**fields)}
+
+
+# ----------------------------------------------------------------------------------------------------------- requests
+
+
+def test_what_a_request_leaves_out_has_the_defaults_that_explain_proto_states():
+    order = ask(image=b"photo")
+
+    assert order.image == b"photo"
+    assert order.job.model is NET  # "the first model that the server was given"
+    assert order.job.calls == (MethodCall("gradcam"),)  # "Default: gradcam."
+    assert order.job.targets == (RankTarget(0),)  # "Default: the top_k classes", and of top_k "Default: 1."
+    assert order.job.layers == ("features",)  # "Default: the model's default layer."
+    assert order.predictions == 5  # "Default: 5."
+    assert order.rendering == Rendering(
+        overlay=None,  # "Default: no overlay."
+        heatmap_image=None,  # "Default: none."
+        heatmap=False,
+        colormap="jet",  # "Default: "jet"."
+        alpha=0.5,  # "Default: 0.5."
+        max_side=None,  # "Default: the photo's."
+        quality=90,  # "Default: 90."
+    )
+
+
+def test_zero_is_a_value_of_its_own_where_a_field_can_be_absent():
+    order = ask(max_predictions=0, **rendering(alpha=0.0))
+
+    assert order.predictions == 0
+    assert order.rendering.alpha == 0.0
+
+
+def test_what_a_request_says_is_what_is_done():
+    order = ask(
+        model="large",
+        methods=[method("gradcam"), method("smoothgrad", samples=4, seed=7)],
+        targets=[index(999), label("C17"), contrast(1, "c2")],
+        layers=["features", "stem.conv"],
+        max_predictions=1000,
+        **rendering(
+            overlay=explain_pb2.IMAGE_FORMAT_JPEG,
+            heatmap_image=explain_pb2.IMAGE_FORMAT_WEBP,
+            heatmap=True,
+            colormap="viridis",
+            alpha=1.0,
+            max_side=16,
+            quality=100,
+            profile=explain_pb2.PROFILE_PAPER,
+        ),
+    )
+
+    assert order.job.model.name == "large"
+    assert order.job.calls == (
+        MethodCall("gradcam", {}),
+        MethodCall("smoothgrad", {"samples": 4, "noise": 0.15, "seed": 7}),
+    )
+    assert order.job.targets == (ClassTarget(999), ClassTarget(17), ContrastTarget(1, 2))
+    assert order.job.layers == ("features", "stem.conv")
+    assert order.predictions == 1000
+    assert order.rendering == Rendering("jpeg", "webp", True, "viridis", 1.0, 16, 100)
+
+
+def test_top_k_asks_for_the_classes_that_the_model_ranks_first():
+    assert ask(model="large", top_k=16).job.targets == tuple(RankTarget(rank) for rank in range(16))
+
+
+@pytest.mark.parametrize("written", ["Egyptian cat", "egyptian_cat", " EGYPTIAN CAT ", "Egyptian_Cat"])
+def test_a_label_is_found_whatever_its_case_and_with_an_underscore_for_a_space(written):
+    assert ask(targets=[label(written)]).job.targets == (ClassTarget(1),)
+
+
+def test_a_label_that_two_classes_share_can_still_be_named_by_index():
+    assert ask(targets=[index(3)]).job.targets == (ClassTarget(3),)
+
+
+WRONG = {
+    # what: (request, error, field, words that the message has)
+    "unknown model": ({"model": "resnet5"}, NotFound, "model", ["resnet5", 'did you mean "resnet50"', "wordless"]),
+    "unknown method": (
+        {"methods": [method("gradcam"), method("grdcam")]},
+        NotFound,
+        "methods[1].name",
+        ["grdcam", 'did you mean "gradcam"', "smoothgrad"],
+    ),
+    "method without a name": ({"methods": [method("")]}, NotFound, "methods[0].name", ["gradcam"]),
+    "unknown layer": (
+        {"layers": ["features", "feature"]},
+        NotFound,
+        "layers[1]",
+        ["feature", 'did you mean "features"', "stem, features"],
+    ),
+    "layer without a grid": (
+        {"layers": ["head"]},
+        FailedPrecondition,
+        "layers[0]",
+        ["head", NO_GRID, 'the default is "features"'],
+    ),
+    "layer named twice": ({"layers": ["stem", "stem"]}, InvalidArgument, "layers", ["twice"]),
+    "empty layer name": ({"layers": [""]}, NotFound, "layers[0]", ["features"]),
+    "unknown label": (
+        {"targets": [index(0), label("egyptian_catt")]},
+        NotFound,
+        "targets[1].label",
+        ["egyptian_catt", 'did you mean "Egyptian cat"'],
+    ),
+    "empty label": ({"targets": [label("")]}, NotFound, "targets[0].label", ["resnet50"]),
+    "ambiguous label": (
+        {"targets": [label("Crane")]},
+        InvalidArgument,
+        "targets[0].label",
+        ["Crane", "classes 2 and 3", "index"],
+    ),
+    "label of a model without labels": (
+        {"model": "wordless", "targets": [label("tabby cat")]},
+        NotFound,
+        "targets[0].label",
+        ["wordless has no labels", "index"],
+    ),
+    "class too large": ({"targets": [index(4)]}, NotFound, "targets[0].class_index", ["no class 4", "has 4, from 0"]),
+    "empty target": ({"targets": [explain_pb2.Target()]}, InvalidArgument, "targets[0]", ["class_index or a label"]),
+    "contrast of nothing": (
+        {"targets": [explain_pb2.Target(contrast=explain_pb2.Contrast())]},
+        InvalidArgument,
+        "targets[0].contrast.why",
+        ["class_index or a label"],
+    ),
+    "contrast with nothing": (
+        {
+            "targets": [
+                explain_pb2.Target(contrast=explain_pb2.Contrast(why=explain_pb2.ClassName(class_index=1))),
+            ]
+        },
+        InvalidArgument,
+        "targets[0].contrast.why_not",
+        ["class_index or a label"],
+    ),
+    "contrast of a class with itself": (
+        {"targets": [contrast(1, "egyptian cat")]},
+        InvalidArgument,
+        "targets[0].contrast.why_not",
+        ["two different classes"],
+    ),
+    "contrast with a class too large": (
+        {"targets": [contrast(1, 4)]},
+        NotFound,
+        "targets[0].contrast.why_not.class_index",
+        ["no class 4"],
+    ),
+    "contrast of an unknown label": (
+        {"targets": [contrast("tabby kat", 1)]},
+        NotFound,
+        "targets[0].contrast.why.label",
+        ['did you mean "tabby cat"'],
+    ),
+    "top_k 0": ({"top_k": 0}, InvalidArgument, "top_k", ["1 to 4", "not 0"]),
+    "top_k above the number of classes": ({"top_k": 5}, InvalidArgument, "top_k", ["1 to 4", "not 5"]),
+    "top_k above the limit": ({"model": "large", "top_k": 17}, InvalidArgument, "top_k", ["1 to 16", "not 17"]),
+    "too many methods": ({"methods": [method("gradcam")] * 17}, InvalidArgument, "methods", ["17", "16 is the limit"]),
+    "too many targets": ({"targets": [index(1)] * 17}, InvalidArgument, "targets", ["17", "16 is the limit"]),
+    "too many layers": ({"layers": ["stem"] * 9}, InvalidArgument, "layers", ["9", "8 is the limit"]),
+    "too many predictions": ({"max_predictions": 1001}, InvalidArgument, "max_predictions", ["0 to 1000", "1001"]),
+    "too many rows": (
+        {"methods": [method("smoothgrad", samples=512)], "top_k": 2},
+        InvalidArgument,
+        "methods",
+        ["1026 rows", "1024 is the limit"],
+    ),
+    "unknown parameter": (
+        {"methods": [method("smoothgrad", sample=3)]},
+        InvalidArgument,
+        "methods[0].parameters",
+        ['smoothgrad has no parameter "sample"', 'did you mean "samples"', "samples, noise, seed"],
+    ),
+    "parameter of a method that takes none": (
+        {"methods": [method("gradcam", samples=3)]},
+        InvalidArgument,
+        "methods[0].parameters",
+        ['gradcam has no parameter "samples"', "none"],
+    ),
+    "text for a number": (
+        {"methods": [method("smoothgrad", samples="many")]},
+        InvalidArgument,
+        'methods[0].parameters["samples"]',
+        ["samples is a number"],
+    ),
+    "a parameter without a value": (
+        {"methods": [explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb2.Parameter()})]},
+        InvalidArgument,
+        'methods[0].parameters["samples"]',
+        ["samples is a number"],
+    ),
+    "a fraction of a sample": (
+        {"methods": [method("smoothgrad", samples=1.5)]},
+        InvalidArgument,
+        'methods[0].parameters["samples"]',
+        ["whole number", "1.5"],
+    ),
+    "too few samples": (
+        {"methods": [method("smoothgrad", samples=0)]},
+        InvalidArgument,
+        'methods[0].parameters["samples"]',
+        ["1 to 512", "not 0"],
+    ),
+    "too many samples": (
+        {"methods": [method("gradcam"), method("smoothgrad", samples=513)]},
+        InvalidArgument,
+        'methods[1].parameters["samples"]',
+        ["1 to 512", "not 513"],
+    ),
+    "a noise that is no number": (
+        {"methods": [method("smoothgrad", noise=math.nan)]},
+        InvalidArgument,
+        'methods[0].parameters["noise"]',
+        ["0 to 1", "nan"],
+    ),
+    "infinite noise": (
+        {"methods": [method("smoothgrad", noise=math.inf)]},
+        InvalidArgument,
+        'methods[0].parameters["noise"]',
+        ["0 to 1", "inf"],
+    ),
+    "alpha NaN": (rendering(alpha=math.nan), InvalidArgument, "rendering.alpha", ["0 to 1", "nan"]),
+    "alpha -0.1": (rendering(alpha=-0.1), InvalidArgument, "rendering.alpha", ["0 to 1", "-0.1"]),
+    "alpha 1.1": (rendering(alpha=1.1), InvalidArgument, "rendering.alpha", ["0 to 1", "1.1"]),
+    "max_side 15": (rendering(max_side=15), InvalidArgument, "rendering.max_side", ["16 to 16384", "15"]),
+    "max_side 16385": (rendering(max_side=16385), InvalidArgument, "rendering.max_side", ["16 to 16384", "16385"]),
+    "quality 101": (rendering(quality=101), InvalidArgument, "rendering.quality", ["100", "101"]),
+    "unknown overlay": (rendering(overlay=99), InvalidArgument, "rendering.overlay", ["no image format 99"]),
+    "unknown heatmap": (rendering(heatmap_image=-1), InvalidArgument, "rendering.heatmap_image", ["image format -1"]),
+    "unknown profile": (rendering(profile=77), InvalidArgument, "rendering.profile", ["no profile 77"]),
+}
+
+
+@pytest.mark.parametrize(("request_", "error", "field", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_field_is_refused_with_its_name_and_what_would_be_right(request_, error, field, words):
+    with pytest.raises(ServiceError) as caught:
+        ask(image=b"photo", **request_)
+
+    assert type(caught.value) is error
+    assert caught.value.field == field
+    assert [word for word in words if word not in caught.value.message] == []
+
+
+def test_an_operator_can_lower_every_limit_on_what_a_request_may_ask_for():
+    low = Limits(rows=8, methods=1, targets=2, layers=1)
+    for fields, field in (
+        ({"methods": [method("gradcam")] * 2}, "methods"),
+        ({"targets": [index(0)] * 3}, "targets"),
+        ({"top_k": 3}, "top_k"),
+        ({"layers": ["stem", "features"]}, "layers"),
+        ({"methods": [method("smoothgrad", samples=8)]}, "methods"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            ask(low, **fields)
+        assert caught.value.field == field
+
+
+def test_methods_and_layers_of_one_pass_cost_one_row_for_each_target():
+    cams = [method(name) for name in METHODS if isinstance(METHODS[name], Cam)]
+    request = {"methods": cams, "layers": ["stem", "features"], "targets": [index(0), index(1)]}
+
+    assert ask(Limits(rows=2), **request).job.rows == 2
+    with pytest.raises(InvalidArgument, match="costs 2 rows, and 1 is the limit"):
+        ask(Limits(rows=1), **request)
+
+
+HOSTILE = {
+    "model": lambda name: {"model": name},
+    "method": lambda name: {"methods": [method(name)]},
+    "parameter": lambda name: {"methods": [method("smoothgrad", **{name: 1})]},
+    "layer": lambda name: {"layers": [name]},
+    "label": lambda name: {"targets": [label(name)]},
+    "label in a contrast": lambda name: {"targets": [contrast(0, name)]},
+}
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
+def test_a_long_name_is_repeated_to_64_characters_at_most(make):
+    with pytest.raises(ServiceError) as caught:
+        ask(**make("Ж" * 10_000))
+
+    assert "Ж" * 63 + "…" in caught.value.message
+    assert "Ж" * 64 not in caught.value.message + caught.value.field
+    assert len(caught.value.message) < 500
+
+
+def test_a_name_of_64_characters_is_repeated_whole():
+    with pytest.raises(NotFound, match=f'"{"z" * 64}"'):
+        ask(model="z" * 64)
+
+
+def test_an_ambiguous_label_is_cut_as_well_however_it_is_padded():
+    with pytest.raises(InvalidArgument) as caught:
+        ask(targets=[label("_" * 10_000 + "crane")])
+
+    assert len(caught.value.message) < 500
+
+
+def test_a_label_that_a_thousand_classes_share_names_a_few_of_them():
+    """A status travels in trailers, of which gRPC takes 8 KiB."""
+    net = replace(NET, labels=("unused",) * 1000, classes=1000)
+    with pytest.raises(InvalidArgument, match="0 and 1 and 2 ") as caught:
+        wire.read_order(explain_pb2.ExplainRequest(targets=[label("unused")]), {"net": net}, Limits())
+
+    assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
+def test_a_name_of_many_megabytes_is_refused_without_holding_up_the_others(make):
+    """Requests are checked on the event loop: what takes seconds there stops every call."""
+    request = make("tabby cat " * 1_500_000)
+    began = time.thread_time()
+    with pytest.raises(ServiceError):
+        ask(**request)
+
+    assert time.thread_time() - began < 0.5
+
+
+def test_a_model_with_many_layers_names_a_dozen_and_counts_the_rest():
+    layers = {f"block{i}": layer(f"block{i}", Layout("nchw", 7, 7)) for i in range(50)}
+    net = replace(NET, layers=layers)
+    with pytest.raises(NotFound) as caught:
+        wire.read_order(explain_pb2.ExplainRequest(layers=["zzz"]), {"net": net}, Limits())
+
+    assert "block11 and 38 more" in caught.value.message
+    assert "block12" not in caught.value.message
+
+
+NUMBERS = {
+    # every number and enum in an ExplainRequest, its least and its greatest value, and how a request says it
+    "methods.parameters.value.number": (1, 512, lambda v: {"methods": [method("smoothgrad", samples=v)]}),
+    "targets.class_index": (0, 3, lambda v: {"targets": [index(v)]}),
+    "targets.contrast.why.class_index": (0, 3, lambda v: {"targets": [contrast(v, 2)]}),
+    "targets.contrast.why_not.class_index": (0, 3, lambda v: {"targets": [contrast(2, v)]}),
+    "top_k": (1, 4, lambda v: {"top_k": v}),
+    "max_predictions": (0, 1000, lambda v: {"max_predictions": v}),
+    "rendering.overlay": (0, 3, lambda v: rendering(overlay=v)),
+    "rendering.heatmap_image": (0, 3, lambda v: rendering(heatmap_image=v)),
+    "rendering.alpha": (0, 1, lambda v: rendering(alpha=v)),
+    "rendering.max_side": (16, 16384, lambda v: rendering(max_side=v)),
+    "rendering.quality": (1, 100, lambda v: rendering(quality=v)),
+    "rendering.profile": (0, 1, lambda v: rendering(profile=v)),
+}
+ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}
+SAME_CLASS = {("targets.contrast.why.class_index", 2), ("targets.contrast.why_not.class_index", 2)}
+TRIED = {
+    "TYPE_UINT32": [0, 2**31 - 1, 2**31, 2**32 - 1],  # the last is what another language's -1 arrives as
+    "TYPE_ENUM": [-(2**31), -1, 0, 2**31 - 1],
+    "TYPE_FLOAT": [-math.inf, -1, -0.1, 0, 0.5, 2**31 - 1, math.inf, math.nan],
+    "TYPE_DOUBLE": [-math.inf, -1, 0, 0.5, 2**31 - 1, 1e308, math.inf, math.nan],
+}
+
+
+def numbers(descriptor, prefix=""):
+    """Yield path and type of every number and enum below a message."""
+    for field in descriptor.fields:
+        path = prefix + field.name
+        if field.type == field.TYPE_MESSAGE:
+            yield from numbers(field.message_type, f"{path}.")
+        elif field.type not in (field.TYPE_STRING, field.TYPE_BYTES, field.TYPE_BOOL):
+            yield path, next(name for name in TRIED if getattr(field, name) == field.type)
+
+
+def tries():
+    for path, kind in numbers(explain_pb2.ExplainRequest.DESCRIPTOR):
+        least, greatest, _ = NUMBERS[path]
+        yield from ((path, value) for value in [*TRIED[kind], least, greatest, greatest + 1])
+
+
+def allowed(path, value):
+    least, greatest, _ = NUMBERS[path]
+    if value == 0 and path in ZERO_IS_ABSENT:
+        return True
+    whole = path != "methods.parameters.value.number" or float(value).is_integer()
+    return least <= value <= greatest and whole and (path, value) not in SAME_CLASS
+
+
+@pytest.mark.parametrize(("path", "value"), list(tries()))
+def test_a_number_is_taken_within_its_range_and_refused_outside_whatever_it_is(path, value):
+    request = NUMBERS[path][2](value)
+    if allowed(path, value):
+        ask(**request)
+    else:
+        with pytest.raises((InvalidArgument, NotFound)) as caught:
+            ask(**request)
+        assert caught.value.field
+
+
+@pytest.mark.parametrize("parameter", [p for name in METHODS for p in METHODS[name].parameters], ids=lambda p: p.name)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 2.0**63, -0.0])
+def test_no_number_breaks_a_parameter(parameter, value):
+    name = next(name for name in METHODS if parameter in METHODS[name].parameters)
+    request = {"methods": [method(name, **{parameter.name: value})]}
+    whole = not parameter.integer or (math.isfinite(value) and value == int(value))
+    if parameter.minimum <= value <= parameter.maximum and whole:
+        assert ask(**request).job.calls[0].parameters[parameter.name] == value
+    else:
+        with pytest.raises(InvalidArgument, match=f"{parameter.name}"):
+            ask(**request)
+
+
+# ------------------------------------------------------------------------------------------------------------ replies
+
+
+def finding(heatmap=None, verdict=Verdict.OK, target=ClassTarget(1), **rest):  # noqa: B008 -- frozen
+    heatmap = np.zeros((2, 3), np.float32) if heatmap is None else heatmap
+    call = MethodCall("smoothgrad", {"samples": 4, "noise": 0.25, "seed": 0})
+    return Finding(call, rest.get("layer", ""), target, rest.get("score", 1.5), heatmap, verdict)
+
+
+def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET):
+    logits = np.asarray(logits, np.float32)
+    return wire.explain_response(net, logits, predictions, list(answers), (480, 640), Box(80.0, 0.0, 560.0, 480.0))
+
+
+def answer(one, *, heatmap=True, overlay=None, alone=None):
+    return wire.Answer(one, heatmap, overlay, alone)
+
+
+def test_predictions_come_most_probable_first_and_equals_by_index():
+    found = reply([1.0, 3.0, 3.0, -2.0]).predictions
+
+    assert [one.class_index for one in found] == [1, 2, 0, 3]
+    assert [one.label for one in found] == ["Egyptian cat", "crane", "tabby cat", "crane"]
+    assert [one.score for one in found] == [3.0, 3.0, 1.0, -2.0]
+
+
+@pytest.mark.parametrize(("wanted", "got"), [(0, 0), (1, 1), (4, 4), (1000, 4)])
+def test_as_many_predictions_come_as_were_asked_for_or_as_there_are(wanted, got):
+    assert len(reply(predictions=wanted).predictions) == got
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("logits", "probabilities"),
+    [
+        ([0, 0, 0, 0], [0.25, 0.25, 0.25, 0.25]),
+        ([1000, 1000, 0, -1000], [0.5, 0.5, 0, 0]),
+        ([LARGEST, -LARGEST, 0, 0], [1, 0, 0, 0]),
+        ([-LARGEST] * 4, [0.25] * 4),
+        ([-1e5, -1e5 - 1, -np.inf, -1e6], [1 / (1 + math.exp(-1)), 1 / (1 + math.e), 0, 0]),
+    ],
+)
+def test_probabilities_are_a_softmax_that_no_logit_overflows(logits, probabilities):
+    found = {one.class_index: one.probability for one in reply(logits).predictions}
+
+    np.testing.assert_allclose([found[i] for i in range(4)], probabilities, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_answered_all_the_same(broken):
+    found = reply([0.0, broken, 1.0, 2.0]).predictions
+
+    assert sorted(one.class_index for one in found) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("order", ["<f4", ">f4"])
+def test_a_heatmap_goes_out_as_little_endian_floats_row_by_row_whatever_the_machine(order):
+    values = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
+    sent = reply(answers=[answer(finding(values.astype(order)))]).explanations[0].heatmap
+
+    assert (sent.height, sent.width) == (2, 3)
+    assert sent.data[:4] == b"\x00\x00\x20\xc0"  # -2.5
+    np.testing.assert_array_equal(np.frombuffer(sent.data, "<f4").reshape(2, 3), values)
+
+
+def test_a_heatmap_that_is_a_view_goes_out_as_it_reads():
+    values = np.arange(6, dtype=np.float32).reshape(3, 2).T
+    sent = reply(answers=[answer(finding(values))]).explanations[0].heatmap
+
+    np.testing.assert_array_equal(np.frombuffer(sent.data, "<f4").reshape(2, 3), values)
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_every_verdict_has_its_own_value_on_the_wire_and_says_itself_in_words(verdict):
+    sent = reply(answers=[answer(finding(verdict=verdict))]).explanations[0]
+
+    assert explain_pb2.Verdict.Name(sent.verdict) == f"VERDICT_{verdict.name}"
+    assert sent.verdict_message == ("" if verdict is Verdict.OK else verdict.value)
+
+
+def test_every_verdict_of_the_proto_can_happen_but_the_unspecified():
+    assert {value.name for value in explain_pb2.Verdict.DESCRIPTOR.values} == {
+        "VERDICT_UNSPECIFIED",
+        *(f"VERDICT_{verdict.name}" for verdict in Verdict),
+    }
+
+
+def test_an_explanation_says_what_it_explains_and_how():
+    pictures = {"overlay": Picture("jpeg", b"over", 640, 480), "alone": Picture("png", b"heat", 320, 240)}
+    sent = reply(
+        answers=[answer(finding(target=ContrastTarget(1, 0), layer="features", score=1.0), **pictures)]
+    ).explanations[0]
+
+    assert (sent.method, sent.layer, sent.score) == ("smoothgrad", "features", 1.0)
+    assert (sent.target.class_index, sent.target.label, sent.target.score) == (1, "Egyptian cat", 1.0)
+    assert (sent.contrast.class_index, sent.contrast.label, sent.contrast.score) == (0, "tabby cat", 0.0)
+    assert {name: value.number for name, value in sent.parameters.items()} == {"samples": 4, "noise": 0.25, "seed": 0}
+    assert (sent.overlay.format, sent.overlay.data) == (explain_pb2.IMAGE_FORMAT_JPEG, b"over")
+    assert (sent.overlay.width, sent.overlay.height) == (640, 480)
+    assert (sent.heatmap_image.format, sent.heatmap_image.data) == (explain_pb2.IMAGE_FORMAT_PNG, b"heat")
+    assert (sent.heatmap_image.width, sent.heatmap_image.height) == (320, 240)
+
+
+def test_what_was_not_asked_for_is_absent():
+    sent = reply(answers=[answer(finding(), heatmap=False)]).explanations[0]
+
+    assert [name for name in ("contrast", "heatmap", "overlay", "heatmap_image") if sent.HasField(name)] == []
+
+
+def test_a_reply_says_which_model_answered_and_what_it_saw_of_the_photo():
+    sent = reply()
+
+    assert sent.model == "resnet50"
+    assert (sent.photo.height, sent.photo.width) == (480, 640)
+    assert sent.photo.seen == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
+
+
+def test_a_model_without_labels_answers_with_empty_ones():
+    assert [one.label for one in reply(net=MODELS["wordless"]).predictions] == [""] * 4
+
+
+# ------------------------------------------------------------------------------------------------------- descriptions
+
+
+def unfilled(message, *, but=()):
+    """Return the fields that a message leaves at nothing."""
+    filled = {field.name for field, _ in message.ListFields()}
+    return sorted({field.name for field in message.DESCRIPTOR.fields} - filled - set(but))
+
+
+def test_the_description_of_a_model_leaves_nothing_out():
+    described = wire.describe_model(NET)
+
+    assert unfilled(described) == []
+    assert (described.input_height, described.input_width) == (224, 192)
+    assert (described.name, described.source, described.weights) == ("resnet50", "timm:resnet50", "default")
+    assert (described.classes, described.parameters, described.default_layer) == (4, 1234, "features")
+    assert (described.digest, described.precision, described.device) == ("ab" * 32, "float32", "cpu")
+
+
+def test_the_description_of_a_layer_says_where_its_grid_is_or_why_it_has_none():
+    with_grid, without = (wire.describe_layer(NET.layers[name]) for name in ("features", "head"))
+
+    assert unfilled(with_grid, but=["reason"]) == []
+    assert (with_grid.name, with_grid.type, with_grid.parameters, with_grid.calls) == ("features", "Conv2d", 112, 1)
+    assert (list(with_grid.output_shape), with_grid.grid_height, with_grid.grid_width) == ([1, 4, 7, 7], 7, 7)
+    assert with_grid.explainable
+    assert not with_grid.reason
+    assert unfilled(without) == ["explainable", "grid_height", "grid_width"]
+    assert without.reason == NO_GRID
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_description_of_a_method_leaves_nothing_out(name):
+    described = wire.describe_method(name)
+
+    assert unfilled(described, but=["parameters"]) == []
+    assert described.name == name
+    assert models_pb2.MethodKind.Name(described.kind) == f"METHOD_KIND_{type(METHODS[name]).__name__.upper()}"
+    assert not described.summary.endswith(".")
+    assert [one.name for one in described.parameters] == [one.name for one in METHODS[name].parameters]
+    assert described.rows == ask(methods=[method(name)], top_k=1).job.rows - (name == "smoothgrad")
+
+
+@pytest.mark.parametrize("parameter", [p for name in METHODS for p in METHODS[name].parameters], ids=lambda p: p.name)
+def test_the_description_of_a_parameter_says_what_is_allowed_and_what_holds_without_it(parameter):
+    described = replies._parameter_info(parameter)
+
+    assert described.name == parameter.name
+    assert described.summary
+    assert described.default_value.WhichOneof("value") == "number"
+    assert described.minimum <= described.default_value.number == parameter.default <= described.maximum
+    assert (described.minimum, described.maximum) == (parameter.minimum, parameter.maximum)
+    assert described.integer == parameter.integer
+    assert list(described.choices) == []
+
+
+def test_the_default_of_a_parameter_can_be_a_word_on_the_wire():
+    described = replies._parameter_info(Parameter("finish", "How.", "max", 0, 0))
+
+    assert described.default_value.text == "max"
