@@ -12,6 +12,7 @@ so that short ones never starve a long one either.
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ from camserve_server.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from camserve_server.types import Pass, Row, RowResult
+from camserve_server.types import Kind, Pass, Row, RowResult
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ Run: TypeAlias = Callable[[Pass, Sequence[Row]], list[RowResult]]
 Collect: TypeAlias = Callable[[int, RowResult], None]
 
 PATIENCE = 1.0  # seconds: a deadline nearer than this is urgent
+RETRY_LARGER = 64  # a batch cut for want of memory may be one row larger again after so many
 OLDEST_SHARE = 4  # one row in so many of a batch is the oldest request's
 SHORTEST_RETRY = 0.05
 LONGEST_RETRY = 5.0
@@ -70,6 +72,7 @@ class Stats:
     rows: int = 0
     refused: int = 0
     expired: int = 0
+    failed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +105,11 @@ class _Ticket:
     def deliver(self, index: int, result: RowResult) -> None:
         if self.done.done():
             return
-        self.collect(index, result)
+        try:
+            self.collect(index, result)
+        except Exception as error:  # noqa: BLE001 -- theirs, not the batch's
+            self.fail(error)
+            return
         self.missing -= 1
         if self.missing == 0:
             self.done.set_result(None)
@@ -134,12 +141,12 @@ class Batcher:
         self._max_batch = max_batch_rows
         self._max_queue = max_queue_rows
         self._max_delay = max_delay
-        self._caps: dict[Pass, int] = {}
+        self._caps: dict[tuple[str, Kind], int] = {}
         self._queues: dict[Pass, list[_Ticket]] = {}
         self._served: dict[Pass, float] = {}
         self._row_seconds = 0.01
         self._arrived = asyncio.Event()
-        self._free = asyncio.Condition()
+        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -182,20 +189,36 @@ class Batcher:
         """
         if rows > self._max_queue:
             raise InvalidArgument(f"the request costs {rows} rows, and {self._max_queue} is the limit")
-        if wait:
-            async with self._free:
-                await self._free.wait_for(lambda: self._fits(rows))
-                self.admitted += rows
-        elif not self._fits(rows):
+        if self._fits(rows) and not (wait and self._line):
+            self.admitted += rows
+        elif wait:
+            await self._turn(rows)
+        else:
             self.stats.refused += 1
             raise ResourceExhausted("the queue is full", retry_after=self._retry_after())
-        else:
-            self.admitted += rows
         try:
             yield
         finally:
-            self.admitted -= rows
-            await self._tell_free()
+            self._leave(rows)
+
+    async def _turn(self, rows: int) -> None:
+        """Wait for room behind those who came before, so that small requests cannot keep a large one out."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((rows, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave(rows)
+            raise
+
+    def _leave(self, rows: int) -> None:
+        self.admitted -= rows
+        while self._line and (self._line[0][1].done() or self._fits(self._line[0][0])):
+            waiting, turn = self._line.popleft()
+            if not turn.done():
+                self.admitted += waiting
+                turn.set_result(None)
 
     async def submit(self, pass_: Pass, rows: Sequence[Row], collect: Collect, deadline: float = math.inf) -> Spent:
         """Run rows.
@@ -273,7 +296,7 @@ class Batcher:
         if pass_ is None:
             return []
         now = asyncio.get_running_loop().time()
-        queue, room = self._queues[pass_], self._caps.get(pass_, self._max_batch)
+        queue, room = self._queues[pass_], self._caps.get((pass_.model, pass_.kind), self._max_batch)
         # A batch too small to be shared goes to the oldest whole, every fourth time.
         reserved = room // OLDEST_SHARE or int(self.stats.batches % OLDEST_SHARE == 1)
         batch = queue[0].take(reserved)
@@ -302,6 +325,8 @@ class Batcher:
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
             await self._isolate(pass_, batch, error)
             return
+        if len(batch) == self._caps.get((pass_.model, pass_.kind)) and self.stats.batches % RETRY_LARGER == 0:
+            self._caps[pass_.model, pass_.kind] += 1
         for (ticket, index), result in zip(batch, results, strict=True):
             ticket.deliver(index, result)
 
@@ -309,7 +334,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         began = loop.time()
         rows = [ticket.rows[index] for ticket, index in batch]
-        results = await loop.run_in_executor(self._thread, self._run, pass_, rows)
+        results = await loop.run_in_executor(self._thread, _contained, self._run, pass_, rows)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
         took = loop.time() - began
@@ -321,14 +346,18 @@ class Batcher:
 
     async def _isolate(self, pass_: Pass, batch: list[_Place], error: Exception) -> None:
         if len(batch) == 1:
+            self.stats.failed += 1
             batch[0][0].fail(error)
             return
         half = len(batch) // 2
-        if isinstance(error, OutOfMemory):
-            self._caps[pass_] = half
-            log.warning("out of memory with %d rows: batches have at most %d now", len(batch), half)
+        before = self.stats.failed
         await self._execute(pass_, batch[:half])
         await self._execute(pass_, batch[half:])
+        if isinstance(error, OutOfMemory) and self.stats.failed == before:
+            # Both halves went well: it was the size, and not one row that takes all there is.
+            cap = min(half, self._caps.get((pass_.model, pass_.kind), half))
+            self._caps[pass_.model, pass_.kind] = cap
+            log.warning("out of memory with %d rows: batches have at most %d now", len(batch), cap)
 
     def _fits(self, rows: int) -> bool:
         return self.admitted + rows <= self._max_queue
@@ -336,6 +365,12 @@ class Batcher:
     def _retry_after(self) -> float:
         return min(max(self.admitted * self._row_seconds / 2, SHORTEST_RETRY), LONGEST_RETRY)
 
-    async def _tell_free(self) -> None:
-        async with self._free:
-            self._free.notify_all()
+
+def _contained(run: Run, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+    """Run a batch; a model that calls `sys.exit` fails its rows, and not the server."""
+    try:
+        return run(pass_, rows)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise Internal("the model tried to end the server") from error

@@ -200,17 +200,17 @@ def _weigh(
     calls: Sequence[tuple[MethodCall, ...]], activations: Tensor, gradients: Tensor, scores: Tensor
 ) -> list[tuple[Map, ...]]:
     """Compute every row's methods, each method once for all the rows that want it."""
-    wanted: dict[str, list[int]] = {}
+    wanted: dict[Hashable, tuple[MethodCall, list[int]]] = {}
     for place, row_calls in enumerate(calls):
         for call in row_calls:
-            wanted.setdefault(call.name, []).append(place)
-    maps: list[dict[str, Map]] = [{} for _ in calls]
-    for name, places in wanted.items():
-        method = cast("Cam", METHODS[name])
-        found = method.weigh(activations[places], gradients[places], scores[places])
+            wanted.setdefault(call.key, (call, []))[1].append(place)
+    maps: list[dict[Hashable, Map]] = [{} for _ in calls]
+    for key, (call, places) in wanted.items():
+        method = cast("Cam", METHODS[call.name])
+        found = method.weigh(activations[places], gradients[places], scores[places], **call.parameters)
         for place, heatmap in zip(places, _numpy(found), strict=True):
-            maps[place][name] = heatmap
-    return [tuple(found[call.name] for call in row_calls) for found, row_calls in zip(maps, calls, strict=True)]
+            maps[place][key] = heatmap
+    return [tuple(found[call.key] for call in row_calls) for found, row_calls in zip(maps, calls, strict=True)]
 
 
 def _forward(model: LoadedModel, inputs: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def _copies(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
 
 def _copy_key(row: Row) -> Hashable:
     call = row.calls[0]
-    return id(row.image), call.name, row.copy, *sorted(call.parameters.items())
+    return id(row.image), call.key, row.copy
 
 
 def _taken(leaf: Tensor) -> Tensor:

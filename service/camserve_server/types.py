@@ -66,6 +66,8 @@ class Limits:
     pixels: int = 50_000_000
     side: int = 16_384
     rows: int = 1024
+    explanations: int = 64
+    drawn_pixels: int = 200_000_000
     methods: int = 16
     targets: int = 16
     layers: int = 8
@@ -105,6 +107,11 @@ class MethodCall:
 
     name: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes two calls the same."""
+        return self.name, *sorted(self.parameters.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,46 @@ async def test_who_waits_for_room_gets_it_in_turn():
     assert answers == [[float(value)] for value in range(20)]
 
 
+async def test_a_large_request_that_waits_is_not_kept_out_by_small_ones_that_wait():
+    async with Batcher(Engine(), max_queue_rows=4) as batcher:
+        got_in = asyncio.Event()
+
+        async def small():
+            while not got_in.is_set():
+                async with batcher.admit(1, wait=True):
+                    await ask(batcher, [1])
+
+        async def large():
+            async with batcher.admit(4, wait=True):
+                got_in.set()
+
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(small())
+            await settle()
+            group.create_task(large())
+
+    assert batcher.admitted == 0
+
+
+async def test_who_gives_up_waiting_for_room_leaves_none_taken():
+    async with Batcher(Engine(), max_queue_rows=1) as batcher:
+
+        async def wait():
+            async with batcher.admit(1, wait=True):
+                pass
+
+        async with batcher.admit(1):
+            waiting = [asyncio.create_task(wait()) for _ in range(3)]
+            await settle()
+            waiting[0].cancel()
+        waiting[1].cancel()  # at the very moment when it has its turn
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert not waiting[2].cancelled()
+    assert batcher.admitted == 0
+
+
 async def test_what_can_never_fit_is_refused_rather_than_waited_for():
     async with Batcher(Engine(), max_queue_rows=4) as batcher:
         with pytest.raises(InvalidArgument, match="costs 5 rows, and 4 is the limit"):
@@ -292,6 +332,54 @@ async def test_a_batch_too_large_for_the_device_is_halved_and_the_size_remembere
 
     assert first == second == [float(value) for value in range(8)]
     assert all(len(indices) <= 2 for _, indices in engine.batches[tries:])
+
+
+async def test_one_row_that_takes_all_memory_does_not_shrink_everyones_batches():
+    engine = Engine(error=OutOfMemory("no memory"))
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        calls = [asyncio.create_task(ask(batcher, [value], poison={3})) for value in range(8)]
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await ask(batcher, range(8))
+
+    assert len(engine.batches[-1][1]) == 8
+
+
+async def test_batches_cut_for_want_of_memory_grow_again():
+    engine = Engine(largest=2)
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        await ask(batcher, range(8))
+        engine.largest = None
+        await ask(batcher, range(2000))
+
+    assert max(len(indices) for _, indices in engine.batches[20:]) > 2
+
+
+async def test_a_model_that_ends_the_program_fails_its_own_rows_only():
+    def leave(_pass, rows):
+        if rows[0].target.index == 1:
+            raise SystemExit
+        return [RowResult(np.zeros(1, np.float32), one.target, 7.0) for one in rows]
+
+    async with Batcher(leave) as batcher:
+        with pytest.raises(Internal):
+            await ask(batcher, [1])
+
+        assert await ask(batcher, [2]) == [7.0]
+
+
+async def test_a_request_that_cannot_take_its_result_fails_alone():
+    async with Batcher(Engine()) as batcher:
+
+        def refuse(_index, _result):
+            raise ValueError("full")
+
+        with pytest.raises(ValueError, match="full"):
+            await batcher.submit(CAM, [row(1)], refuse)
+
+        assert await ask(batcher, [2]) == [2.0]
 
 
 async def test_an_engine_that_loses_a_row_is_found_out():

@@ -10,8 +10,8 @@ from camserve_server.types import ParameterValue
 
 Parameters: TypeAlias = Mapping[str, ParameterValue]
 
-Weigh: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Activations [B,C,h,w], gradients [B,C,h,w], scores [B] -> signed maps [B,h,w]."""
+Weigh: TypeAlias = Callable[..., Tensor]
+"""Activations [B,C,h,w], gradients [B,C,h,w], scores [B], parameters by name -> signed maps [B,h,w]."""
 
 Copy: TypeAlias = Callable[[Tensor, int, Parameters], Tensor]
 """Normalised image [3,H,W], index of the copy, parameters -> the copy [3,H,W]."""

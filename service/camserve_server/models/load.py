@@ -61,7 +61,7 @@ def replace_module(source: Source, module: nn.Module, spec: ModelSpec) -> Source
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
-    layers, classes = probe.probe(source.module, source.preprocess.size)
+    layers, classes = probe.probe(source.module, source.preprocess.size, device)
     if spec.labels and len(source.labels) != classes:
         raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
     return ModelInfo(

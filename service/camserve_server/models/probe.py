@@ -16,12 +16,13 @@ NO_GRID = "its output has no grid over the image"
 NO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
 
 
-def probe(model: nn.Module, size: tuple[int, int]) -> tuple[dict[str, LayerInfo], int]:
+def probe(model: nn.Module, size: tuple[int, int], device: str) -> tuple[dict[str, LayerInfo], int]:
     """Run the model forward and back once, and describe every layer that ran.
 
     Args:
         model: frozen, in evaluation mode, on its device.
         size: height and width of its input.
+        device: that it is on.
 
     Returns:
         The layers by name, in the order in which they finish; and the number of classes.
@@ -29,7 +30,6 @@ def probe(model: nn.Module, size: tuple[int, int]) -> tuple[dict[str, LayerInfo]
     Raises:
         ConfigError: the model does not run, or does not answer with [batch, classes].
     """
-    device = next(model.parameters()).device
     image = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)).to(device) * 2 - 1
     with torch.enable_grad(), _outputs(model) as calls:
         logits = _logits(model, image.requires_grad_())
