@@ -12,7 +12,7 @@ __all__ = ["running"]
 
 
 @contextmanager
-def running(models: Sequence[str] = ("efficientnet_lite0",), **settings: Any) -> Iterator[str]:
+def running(models: str | Sequence[str] = ("efficientnet_lite0",), **settings: Any) -> Iterator[str]:
     """Serve on a free port of this machine inside the block: for tests and notebooks.
 
     Args:
@@ -27,6 +27,7 @@ def running(models: Sequence[str] = ("efficientnet_lite0",), **settings: Any) ->
     """
     from camserve_server import config, server  # noqa: PLC0415 -- they need the extra [server]; `import` does not
 
-    chosen = config.load(flags={"address": "127.0.0.1:0", "models": tuple(models), **settings}, environment={})
+    named = (models,) if isinstance(models, str) else tuple(models)
+    chosen = config.load(flags={"address": "127.0.0.1:0", "models": named, **settings}, environment={})
     with server.serve_in_thread(chosen) as address:
         yield address

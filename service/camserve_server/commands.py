@@ -87,7 +87,13 @@ def explain(context: click.Context, /, model: str, device: str, **question: Any)
 
     with tempfile.TemporaryDirectory() as folder, _told():
         logs.configure("warning", "text")
-        flags = {"models": (model,), "device": device, "address": f"unix:{folder}/camserve", "drain_seconds": 1}
+        flags = {
+            "models": (model,),
+            "device": device,
+            "address": f"unix:{folder}/camserve",
+            "drain_seconds": 1,
+            "max_message_mib": 1024,
+        }
         with server.serve_in_thread(config.load(flags=flags)) as address:
             code: int = context.invoke(client_cli.explain, server=address, model=None, **question)
             return code

@@ -1,17 +1,20 @@
 """Settings: a TOML file, overridden by the environment, overridden by flags."""
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from camserve_server.errors import ConfigError, did_you_mean
 from camserve_server.types import Limits
 
 ENVIRONMENT = "CAMSERVE_"
+ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\[\]]+):(?P<port>\d{1,5})", re.ASCII)
 LAST_PORT = 65_535
 
 
@@ -43,6 +46,10 @@ class Settings(BaseModel):
         default=0.0, ge=0, le=10_000, description="How long the oldest row may be held back for company."
     )
     max_request_rows: int = Field(default=1024, ge=1, le=1_000_000, description="Rows that one request may cost.")
+    max_explanations: int = Field(default=64, ge=1, le=4096, description="Maps that one request may ask for.")
+    max_drawn_pixels: int = Field(
+        default=200_000_000, ge=1, description="Pixels of all the pictures that one request may ask for, together."
+    )
     max_message_mib: int = Field(default=16, ge=1, le=1024, description="Size of a request at most.")
     max_pixels: int = Field(default=50_000_000, ge=1, description="Pixels of a photo at most; checked before decoding.")
     max_side: int = Field(default=16_384, ge=1, description="Longer side of a photo at most, in pixels.")
@@ -66,15 +73,22 @@ class Settings(BaseModel):
     @classmethod
     def _check_address(cls, value: str) -> str:
         """Refuse what gRPC would guess at: no port, or one that is none."""
-        host, colon, port = value.rpartition(":")
-        if host != "unix" and not (host and colon and port.isdecimal() and int(port) <= LAST_PORT):
-            raise ValueError(f"write HOST:PORT, the port from 0 to {LAST_PORT}")
+        if not value.startswith("unix:") and not (
+            (form := ADDRESS.fullmatch(value)) and int(form["port"]) <= LAST_PORT
+        ):
+            raise PydanticCustomError("address", f"write HOST:PORT, the port from 0 to {LAST_PORT}")
         return value
 
     @property
     def limits(self) -> Limits:
         """What one request may ask for."""
-        return Limits(pixels=self.max_pixels, side=self.max_side, rows=min(self.max_request_rows, self.max_queue_rows))
+        return Limits(
+            pixels=self.max_pixels,
+            side=self.max_side,
+            rows=min(self.max_request_rows, self.max_queue_rows),
+            explanations=self.max_explanations,
+            drawn_pixels=self.max_drawn_pixels,
+        )
 
 
 def load(

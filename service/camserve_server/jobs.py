@@ -57,6 +57,12 @@ class Job:
         return cams or plain[:1]
 
     @property
+    def explanations(self) -> int:
+        """How many maps come of it."""
+        cams = sum(isinstance(METHODS[call.name], Cam) for call in self.calls)
+        return len(self.targets) * (cams * len(self.layers) + len(self.calls) - cams)
+
+    @property
     def rows(self) -> int:
         """How many rows it costs."""
         others = (call for call in self.calls if call not in self.clean)

@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-import textwrap
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +18,8 @@ class TextFormatter(logging.Formatter):
         parts = [self.formatTime(record), record.levelname, _printable(record.message)]
         line = " ".join(parts + [f"{key}={_quoted(value)}" for key, value in _fields(record).items()])
         if record.exc_info:
-            line += "\n" + textwrap.indent(self.formatException(record.exc_info), "    ", lambda _line: True)
+            trace = self.formatException(record.exc_info).splitlines()
+            line = "\n".join([line, *("    " + _printable(each) for each in trace)])
         return line
 
 
@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
         entry = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry | _fields(record), ensure_ascii=False, default=str)
+        return json.dumps(entry | _fields(record), default=str)
 
 
 def _quoted(value: object) -> str:

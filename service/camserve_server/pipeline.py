@@ -7,16 +7,40 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for compa
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from camserve.v1 import explain_pb2
 from camserve_server import images, jobs, render, wire
 from camserve_server.batcher import Batcher, Collect, Spent
-from camserve_server.types import Box, Limits, ModelInfo, Pass, Pixels, Preprocess, Row
+from camserve_server.errors import InvalidArgument
+from camserve_server.types import Box, Limits, ModelInfo, Pass, Pixels, Row
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+HELD = 3_000_000  # bytes of a decoded photo that are held while its request waits; larger ones are decoded again
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A photo, decoded.
+
+    Attributes:
+        photo: uint8 [height, width, 3]; None where it is too large to be held while its request waits.
+        size: its height and width.
+        image: what the model sees, uint8 [h,w,3].
+        seen: the part of the photo that this is.
+    """
+
+    photo: Pixels | None
+    size: tuple[int, int]
+    image: Pixels
+    seen: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +78,53 @@ class Pipeline:
             return await self._explain(order, deadline)
 
     async def _explain(self, order: wire.Order, deadline: float) -> explain_pb2.ExplainResponse:
-        run = asyncio.get_running_loop().run_in_executor
         clock, spent = time.perf_counter, Spent()
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
             spent.add(await self.batcher.submit(pass_, rows, collect, deadline))
 
         began = clock()
-        photo, image, seen = await run(self.threads, _see, order.image, order.job.model.preprocess, self.limits)
+        view = await self._in_thread(_see, order, self.limits)
         decoded = clock()
-        outcome = await jobs.explain(order.job, image, submit)
+        outcome = await jobs.explain(order.job, view.image, submit)
         computed = clock()
-        response = await run(self.threads, _draw, order, photo, seen, outcome)
-        response.timing.decode_ms = 1e3 * (decoded - began)
-        response.timing.queue_ms = 1e3 * spent.queue
-        response.timing.compute_ms = 1e3 * spent.compute
-        response.timing.render_ms = 1e3 * (clock() - computed)
-        response.timing.batch_rows = spent.batch_rows
-        return response
+        answers = await self._draw(order, view, outcome)
+        seconds = wire.Seconds(decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows)
+        return wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
+
+    async def _draw(self, order: wire.Order, view: _View, outcome: jobs.Outcome) -> list[wire.Answer]:
+        wants = order.rendering
+        if not wants.pictures:
+            return [wire.Answer(finding, wants.heatmap) for finding in outcome.findings]
+        photo = view.photo
+        if photo is None:
+            photo = await self._in_thread(images.decode, order.image, self.limits)
+        answers = []
+        for finding in outcome.findings:  # one by one, so that a caller who gave up is noticed in between
+            top = 1.0 if finding.layer else PIXELWISE_TOP
+            pictures = await self._in_thread(render.draw, photo, finding.heatmap, view.seen, wants, top)
+            answers.append(wire.Answer(finding, wants.heatmap, *pictures))
+        return answers
+
+    async def _in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, partial(function, *args, **kwargs))
 
 
-def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> tuple[Pixels, Pixels, Box]:
-    photo = images.decode(data, limits)
-    return photo, *images.fit(photo, preprocess)
-
-
-def _draw(order: wire.Order, photo: Pixels, seen: Box, outcome: jobs.Outcome) -> explain_pb2.ExplainResponse:
-    answers = []
-    for finding in outcome.findings:
-        top = 1.0 if finding.layer else PIXELWISE_TOP
-        overlay, alone = render.draw(photo, finding.heatmap, seen, order.rendering, top)
-        answers.append(wire.Answer(finding, order.rendering.heatmap, overlay, alone))
+def _see(order: wire.Order, limits: Limits) -> _View:
+    photo = images.decode(order.image, limits)
     size = (photo.shape[0], photo.shape[1])
-    return wire.explain_response(order.job.model, outcome.logits, order.predictions, answers, size, seen)
+    _check_drawing(order, size, limits)
+    image, seen = images.fit(photo, order.job.model.preprocess)
+    kept = order.rendering.pictures and photo.size <= HELD
+    return _View(photo if kept else None, size, image, seen)
+
+
+def _check_drawing(order: wire.Order, size: tuple[int, int], limits: Limits) -> None:
+    shrunk = min(1.0, (order.rendering.max_side or math.inf) / max(size))
+    drawn = order.job.explanations * order.rendering.pictures * size[0] * size[1] * shrunk**2
+    if drawn > limits.drawn_pixels:
+        raise InvalidArgument(
+            f"the pictures have {drawn / 1e6:,.0f} million pixels, and {limits.drawn_pixels / 1e6:,.0f} is the limit: "
+            "set max_side, or ask for fewer",
+            field="rendering.max_side",
+        )

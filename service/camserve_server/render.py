@@ -125,10 +125,11 @@ def draw(
     if not (rendering.overlay or rendering.heatmap_image):
         return None, None
     overlay = _shrunk(photo, rendering.max_side)
-    alone = np.zeros_like(overlay)
+    alone = np.zeros_like(overlay) if rendering.heatmap_image else None
     box = _scaled(seen, overlay.shape[1] / photo.shape[1], overlay.shape[0] / photo.shape[0])
     for place, painted in _painted(intensity(heatmap, top), box, overlay.shape[:2], colours):
-        alone[place] = painted
+        if alone is not None:
+            alone[place] = painted
         cv2.addWeighted(overlay[place], 1 - rendering.alpha, painted, rendering.alpha, 0, dst=overlay[place])
     return (
         _encode(overlay, rendering.overlay, rendering.quality, _PNG_OVERLAY),
@@ -218,12 +219,12 @@ def _blend(values: Map, span: _Span, part: slice) -> Map:
 
 
 def _encode(
-    picture: Pixels,
+    picture: Pixels | None,
     kind: Literal["jpeg", "png", "webp"] | None,
     quality: int,
     png: Sequence[int],
 ) -> Picture | None:
-    if kind is None:
+    if kind is None or picture is None:
         return None
     height, width = picture.shape[:2]
     if kind == "webp" and max(height, width) > _WEBP_SIDE:

@@ -94,6 +94,8 @@ def _cores() -> int:
 
 def _load(settings: Settings, threads: int) -> dict[str, LoadedModel]:
     torch.set_num_threads(threads)
+    # float32 shall mean it: by default a GPU multiplies with the ten-bit mantissa of TF32 in convolutions.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
     device = _device(settings.device)
     models: dict[str, LoadedModel] = {}
     for text in settings.models:
@@ -154,8 +156,8 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
     await server.start()
     try:
         async with opened(settings) as pipeline:
-            house.pipeline = pipeline
             await _set_health(checks, health_pb2.HealthCheckResponse.SERVING)
+            house.pipeline = pipeline
             log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
             ready(port, pipeline)
             await stop.asked.wait()
@@ -244,7 +246,8 @@ async def serve_until_signal(settings: Settings) -> int:
     if not (serving.done() or warm.is_set()):
         log.info("stopped before the models were loaded")
         os._exit(0)
-    await asyncio.wait((serving, hurry), return_when=asyncio.FIRST_COMPLETED)
+    longest = settings.drain_seconds + 2 * LONGEST_QUIET
+    await asyncio.wait((serving, hurry), return_when=asyncio.FIRST_COMPLETED, timeout=longest)
     await asyncio.wait((serving,), timeout=LONGEST_QUIET)
     if not serving.done():
         os._exit(1)

@@ -62,10 +62,18 @@ class House:
         Raises:
             Unavailable: the server is starting or stopping.
         """
-        if self.pipeline is None:
-            raise Unavailable("the server is starting: its models are not warm yet", retry_after=1.0)
         if self.draining.is_set():
             raise Unavailable("the server is draining", retry_after=1.0)
+        return self.accepted()
+
+    def accepted(self) -> Pipeline:
+        """Return the pipeline for a request that was accepted before the server began to drain.
+
+        Raises:
+            Unavailable: the server is starting.
+        """
+        if self.pipeline is None:
+            raise Unavailable("the server is starting: its models are not warm yet", retry_after=1.0)
         return self.pipeline
 
     @contextmanager
@@ -133,16 +141,22 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     async def _reply(
         self, item: explain_pb2.ExplainStreamRequest, deadline: float
     ) -> explain_pb2.ExplainStreamResponse:
-        request_id = item.request_id
+        request_id, call = item.request_id, _Call(item.request_id, deadline)
+        began, code = asyncio.get_running_loop().time(), grpc.StatusCode.CANCELLED
         try:
             _check_id(request_id)
             logs.REQUEST_ID.set(request_id)
-            pipeline = self._house.pipeline or self._house.open()
-            response = await pipeline.explain(item.request, deadline=deadline, wait=True)
+            response = await self._house.accepted().explain(item.request, deadline=deadline, wait=True)
+            response.request_id = request_id
+            call.seen(response)
+            code = grpc.StatusCode.OK
+            return explain_pb2.ExplainStreamResponse(request_id=request_id, response=response)
         except Exception as error:  # noqa: BLE001 -- one request's failure leaves the stream open
-            return explain_pb2.ExplainStreamResponse(request_id=request_id, error=_message(_ours(error)))
-        response.request_id = request_id
-        return explain_pb2.ExplainStreamResponse(request_id=request_id, response=response)
+            ours = _ours(error)
+            code = call.failed(ours)
+            return explain_pb2.ExplainStreamResponse(request_id=request_id, error=_message(ours))
+        finally:
+            call.log("ExplainStream item", code, began)
 
 
 class ModelServicer(models_pb2_grpc.ModelServiceServicer):
@@ -209,6 +223,18 @@ class _Call:
             "batch_rows": response.timing.batch_rows,
         }
 
+    def failed(self, error: ServiceError) -> grpc.StatusCode:
+        """Note for the log what went wrong; return its status."""
+        self.fields["error"] = error.message
+        return STATUS[type(error)]
+
+    def log(self, what: str, code: grpc.StatusCode, began: float) -> None:
+        """Write the line of the log."""
+        now = asyncio.get_running_loop().time()
+        if code is grpc.StatusCode.CANCELLED and now >= self.deadline:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+        log.info(what, extra=logs.fields(code=code.name, ms=round(1e3 * (now - began), 1), **self.fields))
+
 
 @asynccontextmanager
 async def _answering(house: House, context: Context, rpc: str) -> AsyncIterator[_Call]:
@@ -225,12 +251,10 @@ async def _answering(house: House, context: Context, rpc: str) -> AsyncIterator[
         code = grpc.StatusCode.OK
     except Exception as error:  # noqa: BLE001 -- the border: nothing of ours goes out unmapped
         ours = _ours(error)
-        code = STATUS[type(ours)]
-        call.fields["error"] = ours.message
+        code = call.failed(ours)
         await context.abort(code, ours.message, _trailers(ours, call.request_id))
     finally:
-        took = round(1e3 * (loop.time() - began), 1)
-        log.info(rpc, extra=logs.fields(code=code.name, ms=took, **call.fields))
+        call.log(rpc, code, began)
 
 
 def _request_id(context: Context) -> str:

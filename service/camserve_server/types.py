@@ -136,6 +136,11 @@ class Rendering:
     max_side: int | None = None
     quality: int = 90
 
+    @property
+    def pictures(self) -> int:
+        """How many pictures of each explanation are asked for."""
+        return (self.overlay is not None) + (self.heatmap_image is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:

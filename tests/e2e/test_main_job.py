@@ -2,8 +2,10 @@
 
 import io
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import numpy as np
 import pytest
 import timm
@@ -13,6 +15,7 @@ from PIL import Image, ImageDraw
 from safetensors.torch import save_file
 
 import camserve
+from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.hooks import hook_count
 from camserve_server.models import digest, load, parse
 from support import PHOTOS, jpeg, serving
@@ -137,7 +140,7 @@ def crops(count):
 
 
 def ask(client, number, image, model="efficientnet_lite0"):
-    methods = [METHODS[number % 3]] + ([METHODS[3 + number % 2]] if number % 8 == 0 else [])
+    methods = [METHODS[number % 3]] + ([METHODS[3 + number // 8 % 2]] if number % 8 == 0 else [])
     targets = [number * 13 % 1000] if number % 3 else [number % 1000, camserve.contrast(number % 1000, 999)]
     return client.explain(image, model=model, methods=methods, targets=targets, overlay=None)
 
@@ -160,21 +163,57 @@ def test_64_concurrent_requests_are_each_answered_as_if_alone(served, client):
 
 
 def test_no_answer_is_swapped_in_2000_requests(client):
-    """Each request asks for its own class of its own picture; the score must be that picture's logit of that class."""
+    """Each asks for a class of a picture: score and map must be that picture's, of that class."""
     images = list(crops(20))
-    asks = {"model": "small", "overlay": None, "heatmap": False}
-    logits = [client.explain(image, max_predictions=1000, **asks).predictions for image in images]
-    scores = [{p.class_index: p.score for p in predictions} for predictions in logits]
-    spread = min(np.ptp(list(one.values())) for one in scores)
+    asks = {"model": "small", "overlay": None, "max_predictions": 1}
 
-    def right(number):
+    def answer(number):
         picture, target = number % 20, number * 7 % 1000
-        (explanation,) = client.explain(images[picture], targets=target, max_predictions=1, **asks).explanations
-        found = explanation.score - scores[picture][target]
-        return explanation.target.class_index == target and abs(found) <= 1e-5 * spread
+        (explanation,) = client.explain(images[picture], targets=target, **asks).explanations
+        return (picture, explanation.target.class_index), explanation.score, explanation.heatmap
 
+    def same(mine, theirs):
+        return np.abs(mine - theirs).max() <= 1e-5 * np.abs(mine).max()
+
+    first = [answer(number) for number in range(200)]  # one after the other
     with ThreadPoolExecutor(48) as threads:
-        assert all(threads.map(right, range(2000)))
+        then = list(threads.map(lambda number: answer(number % 200), range(2000)))
+
+    assert len({heatmap.tobytes() for _, _, heatmap in first}) == 200  # no two answers are alike
+    for number, (what, score, heatmap) in enumerate(then):
+        assert what == first[number % 200][0]
+        assert same(first[number % 200][2], heatmap)
+        assert score == pytest.approx(first[number % 200][1], abs=1e-5 * np.ptp([one for _, one, _ in first]))
+
+
+def given_up(address, image, model, after):
+    """Cancel a call some time after it was sent."""
+    request = explain_pb2.ExplainRequest(model=model, image=image, methods=[explain_pb2.Method(name="smoothgrad")])
+    with grpc.insecure_channel(address) as channel:
+        call = explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(request)
+        time.sleep(after)
+        call.cancel()
+        return "Cancelled" if call.cancelled() else "OK"
+
+
+def mixed(served, client, images, chance, number):
+    """One request of any kind; the outcome by name."""
+    model = ("efficientnet_lite0", "resnet18")[number % 2]
+    kind = chance.random()
+    try:
+        if kind < 0.1:
+            client.explain(b"rubbish", model=model)
+        elif kind < 0.2:
+            client.explain(images[0], model=model, layers=["nowhere"])
+        elif kind < 0.3:
+            client.explain(images[0], model=model, methods="smoothgrad", timeout=0.02 * chance.random() + 1e-3)
+        elif kind < 0.4:
+            return given_up(served.address, images[0], model, 0.05 * chance.random())
+        else:
+            ask(client, number, images[number % 12], model)
+    except camserve.CamserveError as error:
+        return type(error).__name__
+    return "OK"
 
 
 def test_500_mixed_requests_leave_the_models_as_they_were(served, client):
@@ -184,31 +223,18 @@ def test_500_mixed_requests_leave_the_models_as_they_were(served, client):
     images = list(crops(12))
     chance = random.Random(3)
 
-    def one(number):
-        model = ("efficientnet_lite0", "resnet18")[number % 2]
-        kind = chance.random()
-        try:
-            if kind < 0.1:
-                client.explain(b"rubbish", model=model)
-            elif kind < 0.2:
-                client.explain(images[0], model=model, layers=["nowhere"])
-            elif kind < 0.4:
-                client.explain(images[0], model=model, methods="smoothgrad", timeout=0.02 * chance.random() + 1e-3)
-            else:
-                ask(client, number, images[number % 12], model)
-        except camserve.CamserveError as error:
-            return type(error).__name__
-        return "OK"
-
     with ThreadPoolExecutor(24) as threads:
-        outcomes = list(threads.map(one, range(500)))
+        outcomes = list(threads.map(lambda number: mixed(served, client, images, chance, number), range(500)))
 
-    assert {"OK", "InvalidArgument", "NotFound", "DeadlineExceeded"} == set(outcomes)
+    assert {"OK", "InvalidArgument", "NotFound", "DeadlineExceeded", "Cancelled"} == set(outcomes)
     for name, model in engine._models.items():
         assert hook_count(model.module) == 0
         assert digest(model.module) == before[name] == model.info.digest
         assert not any(p.requires_grad or p.grad is not None for p in model.module.parameters())
         assert not any(part.training for part in model.module.modules())
+    give_up = time.monotonic() + 10
+    while served.pipeline.batcher.admitted and time.monotonic() < give_up:
+        time.sleep(0.01)
     assert served.pipeline.batcher.admitted == 0
 
 

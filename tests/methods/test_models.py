@@ -14,7 +14,7 @@ from torch import nn
 
 from camserve_server import models
 from camserve_server.errors import ConfigError
-from camserve_server.models import ModelSpec, parse
+from camserve_server.models import ModelSpec, grid, load, parse
 from camserve_server.models.load import digest
 from camserve_server.types import ClassTarget, Layout, RankTarget, Row
 from methods.tools import CAMS, Toy, call, explain, inputs, job, maps, noise, run
@@ -472,3 +472,31 @@ def test_the_embedded_model_knows_an_egyptian_cat(lite0, photos):
     assert probability.max() / probability.sum() >= 0.3
     heatmap = maps(lite0, photos["chelsea"], lite0.info.default_layer, result.target)["gradcam"]
     assert heatmap[2:, 1:6].max() == heatmap.max()
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((1, 64, 7, 9), None),  # not square, as the image is
+        ((1, 512, 7, 7), Layout("nchw", 7, 7)),
+        ((1, 7, 7, 512), Layout("nhwc", 7, 7)),
+        ((1, 512, 1, 1), None),
+        ((1, 3, 49, 49), None),  # an attention matrix of 49 tokens
+        ((4, 49, 64), None),  # four windows
+        ((1, 197, 64), Layout("tokens", 14, 14, 1)),
+        ((1, 201, 64), Layout("tokens", 14, 14, 5)),
+        ((1, 49, 64), Layout("tokens", 7, 7, 0)),
+        ((1, 100), None),
+    ],
+)
+def test_a_grid_is_found_where_the_shape_leaves_no_doubt(shape, layout):
+    assert grid.find(torch.zeros(shape), nn.Identity(), tokens={49}) == layout
+
+
+def test_where_some_channels_are_last_a_layer_that_does_not_show_its_order_is_refused():
+    model = load(parse("torchvision:swin_t?weights=none&size=384"))
+    doubtful = [one for one in model.info.layers.values() if one.shape == (1, 96, 96, 96)]
+
+    assert doubtful
+    assert not any(one.layout for one in doubtful)
+    assert model.info.layers["features.3"].layout == Layout("nhwc", 48, 48)

@@ -249,6 +249,30 @@ async def test_a_wrong_request_is_told_which_field_is_at_fault(fields, code, fie
     assert running.batcher.stats.rows == running.batcher.admitted == 0
 
 
+async def test_more_explanations_than_the_limit_are_refused_before_they_cost_anything(running):
+    many = request(methods=[explain_pb2.Method(name="gradcam")] * 14, top_k=5)
+    error = await refused(running.explain(many))
+
+    assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "70 explanations, and 64 is the limit" in error.message
+    assert running.batcher.stats.rows == 0
+
+
+async def test_more_pixels_to_draw_than_the_limit_are_refused_before_they_cost_a_row(running):
+    packed = io.BytesIO()
+    Image.new("L", (5000, 4000)).save(packed, "PNG")
+    both = {"overlay": explain_pb2.IMAGE_FORMAT_PNG, "heatmap_image": explain_pb2.IMAGE_FORMAT_PNG}
+    asks = {"image": packed.getvalue(), "top_k": 5, "methods": [explain_pb2.Method(name="gradcam")] * 2}
+    error = await refused(running.explain(request(rendering=explain_pb2.Rendering(**both), **asks)))
+    rows = running.batcher.stats.rows
+    small = await running.explain(request(rendering=explain_pb2.Rendering(**both, max_side=500), **asks))
+
+    assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "400 million pixels, and 200 is the limit: set max_side" in error.message
+    assert rows == 0
+    assert (small.explanations[9].overlay.width, small.explanations[9].overlay.height) == (500, 400)
+
+
 def explode(*_args, **_options):
     raise RuntimeError("/home/operator/secret.py: no such thing")
 
@@ -267,7 +291,8 @@ async def test_a_fault_in_the_engine_says_its_request_id_and_no_more_and_the_log
 
 
 async def internal_but_logged(running, logged):
-    error = await refused(running.explain(request(), metadata=[("x-request-id", "call-7")]))
+    drawn = request(rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_PNG))
+    error = await refused(running.explain(drawn, metadata=[("x-request-id", "call-7")]))
     await until(lambda: len(logged()) == 2)
     fault, line = logged()
 

@@ -10,7 +10,7 @@ import pytest
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import wire
 from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
-from camserve_server.jobs import Finding
+from camserve_server.jobs import Finding, Job
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.types import (
     Box,
@@ -508,11 +508,20 @@ def finding(heatmap=None, verdict=Verdict.OK, target=ClassTarget(1), **rest):  #
 
 def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET):
     logits = np.asarray(logits, np.float32)
-    return wire.explain_response(net, logits, predictions, list(answers), (480, 640), Box(80.0, 0.0, 560.0, 480.0))
+    order = wire.Order(Job(net, (), (), ()), b"", Rendering(), predictions)
+    seconds = wire.Seconds(0.001, 0.002, 0.003, 0.004, 5)
+    return wire.explain_response(order, logits, list(answers), (480, 640), Box(80.0, 0.0, 560.0, 480.0), seconds)
 
 
 def answer(one, *, heatmap=True, overlay=None, alone=None):
     return wire.Answer(one, heatmap, overlay, alone)
+
+
+def test_times_go_out_in_milliseconds():
+    timing = reply().timing
+
+    assert [timing.decode_ms, timing.queue_ms, timing.compute_ms, timing.render_ms] == pytest.approx([1, 2, 3, 4])
+    assert timing.batch_rows == 5
 
 
 def test_predictions_come_most_probable_first_and_equals_by_index():

@@ -46,18 +46,13 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
     if weights == "none":
         _revive(source.module)
         log.warning("model %s has random weights: its explanations mean nothing", spec.name)
-    module = _settle(source.module, device)
     try:
-        info = _describe(spec, replace_module(source, module, spec), weights, device)
-    except ConfigError as error:
+        module = source.module.eval().requires_grad_(requires_grad=False).to(device)
+        labels = _read_labels(spec.labels) if spec.labels else source.labels
+        info = _describe(spec, Source(module, _sized(source.preprocess, spec.size), labels), weights, device)
+    except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
     return LoadedModel(info, module)
-
-
-def replace_module(source: Source, module: nn.Module, spec: ModelSpec) -> Source:
-    """Return the source with the module made ready, and what the spec says of size and labels."""
-    labels = _read_labels(spec.labels) if spec.labels else source.labels
-    return Source(module, _sized(source.preprocess, spec.size), labels)
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
@@ -82,6 +77,8 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
 
 def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
     if spec.weights in ("default", "none"):
+        if spec.sha256:
+            raise ConfigError(f"model {spec.name}: sha256= is of a weights file, and weights={spec.weights} is none")
         # A user's own factory brings its own weights; there is nothing else to call the default.
         return spec.weights
     path = Path(spec.weights)
@@ -124,10 +121,6 @@ def _revive(module: nn.Module) -> None:
         for name, weight in module.named_parameters():
             if name.endswith(("weight", "class_token", "cls_token")) and not weight.any():
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02 + (weight.dim() == 1))
-
-
-def _settle(module: nn.Module, device: str) -> nn.Module:
-    return module.eval().requires_grad_(requires_grad=False).to(device)
 
 
 def _read_labels(path: str) -> tuple[str, ...]:

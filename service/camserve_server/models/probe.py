@@ -34,8 +34,10 @@ def probe(model: nn.Module, size: tuple[int, int], device: str) -> tuple[dict[st
     with torch.enable_grad(), _outputs(model) as calls:
         logits = _logits(model, image.requires_grad_())
         gradients = _gradients(logits, {name: outputs[-1] for name, outputs in calls.items()})
-    modules = dict(model.named_modules())
-    layers = {name: _describe(name, modules[name], model, outputs, gradients[name]) for name, outputs in calls.items()}
+    modules, layouts = dict(model.named_modules()), _layouts(model, calls)
+    layers = {
+        name: _describe(name, modules[name], outputs, layouts[name], gradients[name]) for name, outputs in calls.items()
+    }
     return layers, logits.shape[1]
 
 
@@ -96,11 +98,20 @@ def _gradients(logits: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, T
     return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
 
 
+def _layouts(model: nn.Module, calls: dict[str, list[Tensor | None]]) -> dict[str, Layout | None]:
+    last = {name: outputs[-1] for name, outputs in calls.items()}
+    tokens = {one.shape[1] for one in last.values() if one is not None and one.dim() == 3}  # noqa: PLR2004 -- [B,N,C]
+    found = {name: None if one is None else grid.find(one, model, tokens) for name, one in last.items()}
+    if any(layout and layout.axes == "nhwc" for layout in found.values()):
+        # Where some layers have their channels last, a layer that does not show which way round it is has no grid.
+        found |= {name: None for name, one in last.items() if one is not None and grid.ambiguous(one)}
+    return found
+
+
 def _describe(
-    name: str, module: nn.Module, model: nn.Module, outputs: list[Tensor | None], gradient: Tensor | None
+    name: str, module: nn.Module, outputs: list[Tensor | None], layout: Layout | None, gradient: Tensor | None
 ) -> LayerInfo:
     output = outputs[-1]
-    layout = grid.find(output, model) if output is not None else None
     alive = layout is not None and _alive(gradient, layout)
     return LayerInfo(
         name=name,

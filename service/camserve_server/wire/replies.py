@@ -20,6 +20,7 @@ from camserve_server.types import (
     Verdict,
 )
 from camserve_server.wire.formats import FORMATS
+from camserve_server.wire.requests import Order
 
 _FORMATS = {name: value for value, name in FORMATS.items() if name}
 
@@ -45,29 +46,51 @@ class Answer:
 
     finding: Finding
     heatmap: bool
-    overlay: Picture | None
-    heatmap_image: Picture | None
+    overlay: Picture | None = None
+    heatmap_image: Picture | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Where the time of a request went, in seconds; and the rows of the largest batch that it was part of."""
+
+    decode: float
+    queue: float
+    compute: float
+    render: float
+    batch_rows: int
 
 
 def explain_response(
-    model: ModelInfo, logits: Map, predictions: int, answers: list[Answer], size: tuple[int, int], seen: Box
+    order: Order, logits: Map, answers: list[Answer], size: tuple[int, int], seen: Box, seconds: Seconds
 ) -> explain_pb2.ExplainResponse:
-    """Put the reply to one request together; its id and timing are the caller's to fill in.
+    """Put the reply to one request together; its id is the caller's to fill in.
 
     Args:
-        model: that answered.
+        order: the request.
         logits: float32 [classes].
-        predictions: how many of the most probable classes to name.
         answers: in the order of the request.
         size: height and width of the photo.
         seen: the part of the photo that the model saw.
+        seconds: where the time went.
     """
-    probabilities = _softmax(logits)
+    model, probabilities = order.job.model, _softmax(logits)
     return explain_pb2.ExplainResponse(
         model=model.name,
-        predictions=[_prediction(model, logits, probabilities, i) for i in _ranking(logits)[:predictions]],
+        predictions=[_prediction(model, logits, probabilities, i) for i in _ranking(logits)[: order.predictions]],
         explanations=[_explanation(model, logits, probabilities, answer) for answer in answers],
         photo=explain_pb2.Photo(height=size[0], width=size[1], seen=_box(seen)),
+        timing=_timing(seconds),
+    )
+
+
+def _timing(seconds: Seconds) -> explain_pb2.Timing:
+    return explain_pb2.Timing(
+        decode_ms=1e3 * seconds.decode,
+        queue_ms=1e3 * seconds.queue,
+        compute_ms=1e3 * seconds.compute,
+        render_ms=1e3 * seconds.render,
+        batch_rows=seconds.batch_rows,
     )
 
 

@@ -69,6 +69,11 @@ def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, ModelIn
     )
     if job.rows > limits.rows:
         raise InvalidArgument(f"the request costs {job.rows} rows, and {limits.rows} is the limit", field="methods")
+    if job.explanations > limits.explanations:
+        raise InvalidArgument(
+            f"the request asks for {job.explanations} explanations, and {limits.explanations} is the limit",
+            field="methods",
+        )
     predictions = request.max_predictions if request.HasField("max_predictions") else DEFAULT_PREDICTIONS
     _check_range(predictions, 0, MOST_PREDICTIONS, "max_predictions")
     return Order(job, request.image, _read_rendering(request.rendering), predictions)
@@ -181,7 +186,7 @@ def _find_label(label: str, model: ModelInfo, field: str) -> int:
         hint = did_you_mean(label.replace("_", " "), model.labels)
         raise NotFound(f'{model.name} has no label "{_short(label)}"{hint}', field=field)
     if len(found) > 1:
-        which = " and ".join(map(str, found))
+        which = " and ".join(map(str, found[:SHOWN]))
         raise InvalidArgument(f'"{_short(label)}" is the label of classes {which}: give the index', field=field)
     return found[0]
 
