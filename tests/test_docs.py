@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import camserve
-from camserve_server import config, methods
+from camserve_server import config, methods, render
 from support import PHOTOS, serving
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +50,12 @@ def test_the_readme_lists_every_method():
     listed = re.findall(r"^\| `(\w+)` \| (?:a layer|the input)", README, re.MULTILINE)
 
     assert listed == list(methods.METHODS)
+
+
+def test_the_readme_lists_every_colour_map():
+    listed = re.search(r"Colour maps: (.*?)\.\n", README, re.DOTALL).group(1)
+
+    assert re.findall(r"`(\w+)`", listed) == sorted(render.COLORMAPS)
 
 
 def test_the_readme_lists_every_error_class():

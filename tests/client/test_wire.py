@@ -294,3 +294,30 @@ def test_without_a_box_the_whole_photo_was_seen() -> None:
     photo = _wire.result(explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=4, height=3))).photo
 
     assert photo.seen == camserve.Box(0, 0, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"methods": [3]},
+        {"top_k": "3"},
+        {"top_k": 2.5},
+        {"layers": [3]},
+        {"alpha": "x"},
+        {"model": 7},
+        {"targets": [None]},
+    ],
+)
+def test_an_option_of_a_wrong_kind_is_an_error_of_ours(option):
+    with pytest.raises(camserve.InvalidArgument):
+        _wire.Question(**option).request()
+
+
+def test_no_methods_leave_the_choice_to_the_server():
+    assert list(_wire.Question(methods=()).request().methods) == []
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(timeout):
+    with camserve.Client("127.0.0.1:1") as client, pytest.raises(camserve.InvalidArgument, match="timeout"):
+        client.explain(b"photo", timeout=timeout)

@@ -11,8 +11,10 @@ import torchcam.methods
 from captum.attr import LayerGradCam
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
-from camserve_server.methods import METHODS
-from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row
+from camserve_server.engine import Engine
+from camserve_server.methods import METHODS, Cam, Parameter
+from camserve_server.models import load, parse
+from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, Pass, RankTarget, Row
 from methods.tools import CAMS, Toy, call, gap, inputs, noise, run
 
 EXACT = 1e-5  # of the map's largest value
@@ -165,3 +167,21 @@ def test_raw_maps_are_signed_float32_on_the_layers_own_grid(lite0, photos):
     assert [[one.shape for one in layer] for layer in result.maps] == [[(14, 14)] * 3, [(28, 28)] * 3]
     assert all(one.dtype == np.float32 for layer in result.maps for one in layer)
     assert all(one.min() < 0 < one.max() for layer in result.maps for one in layer)
+
+
+def test_two_calls_of_one_method_with_different_parameters_are_two_maps(monkeypatch):
+    def scaled(activations, gradients, _scores, *, factor):
+        return factor * (gradients * activations).sum(1)
+
+    parameter = Parameter("factor", "What the map is multiplied by.", 1.0, 0.0, 10.0)
+    monkeypatch.setitem(METHODS, "scaled", Cam(scaled, "none", (parameter,)))
+    model = load(parse("torchvision:squeezenet1_1?weights=none&size=64"))
+    info = model.info
+    calls = (MethodCall("scaled", {"factor": 2.0}), MethodCall("scaled", {"factor": 6.0}), MethodCall("hirescam"))
+    image = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    pass_ = Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))
+    (result,) = Engine({info.name: model}).run(pass_, [Row(image, ClassTarget(3), calls)])
+    twice, sixfold, plain = result.maps[0]
+
+    assert np.allclose(twice, 2 * plain, rtol=1e-6)
+    assert np.allclose(sixfold, 6 * plain, rtol=1e-6)

@@ -139,7 +139,7 @@ class AsyncClient:
         The images may be an asynchronous iterable too. Leave the loop early under
         ``contextlib.aclosing``, or the stream ends only when Python notices.
         """
-        patience = timeout or self._settings.timeout
+        patience = self._settings.patience(timeout)
         window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
         question = _wire.Question(**options).request()
         return self._explained(_stream.many(images), question, window, progress=progress)
@@ -189,7 +189,7 @@ class AsyncClient:
     ) -> R:
         request_id = new_request_id()
         metadata = self._settings.metadata_with(request_id)
-        tries = Tries(retry or self._settings.retry, timeout or self._settings.timeout)
+        tries = Tries(retry or self._settings.retry, self._settings.patience(timeout))
         while True:
             try:
                 with border(self._settings.address, request_id):

@@ -166,7 +166,7 @@ class Client:
         Raises:
             CamserveError: The class below it says why.
         """
-        patience = timeout or self._settings.timeout
+        patience = self._settings.patience(timeout)
         window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
         question = _wire.Question(**options).request()
         return self._explained(_stream.many(images), question, window, progress=progress)
@@ -210,7 +210,7 @@ class Client:
     ) -> R:
         request_id = new_request_id()
         metadata = self._settings.metadata_with(request_id)
-        tries = Tries(retry or self._settings.retry, timeout or self._settings.timeout)
+        tries = Tries(retry or self._settings.retry, self._settings.patience(timeout))
         while True:
             try:
                 with border(self._settings.address, request_id):

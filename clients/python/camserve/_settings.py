@@ -42,8 +42,18 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.address or self.address.startswith(("http://", "https://")):
             raise InvalidArgument(f"an address is HOST:PORT, as {LOCAL}, not {self.address!r}")
-        if not self.timeout > 0:
-            raise InvalidArgument(f"timeout must be above 0 seconds, not {self.timeout}")
+        self.patience(self.timeout)
+
+    def patience(self, timeout: float | None) -> float:
+        """Return the seconds that a call may take: those given for it, or else the client's.
+
+        Raises:
+            InvalidArgument: They are not above 0.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        if not seconds > 0:
+            raise InvalidArgument(f"timeout must be above 0 seconds, not {seconds}")
+        return seconds
 
     def metadata_with(self, request_id: str) -> tuple[tuple[str, str], ...]:
         """Return the metadata of a call."""

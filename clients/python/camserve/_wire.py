@@ -103,8 +103,14 @@ class Question:
         Raises:
             InvalidArgument: An option is out of range or of a wrong kind.
         """
-        for name, (low, high) in _RANGES.items():
-            _check_range(name, getattr(self, name), low, high)
+        try:
+            for name, (low, high) in _RANGES.items():
+                _check_range(name, getattr(self, name), low, high)
+            return self._message()
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidArgument(f"an option is of a wrong kind: {error}") from error
+
+    def _message(self) -> explain_pb2.ExplainRequest:
         return explain_pb2.ExplainRequest(
             model=self.model or "",
             methods=[_method(each) for each in _methods(self.methods)],
@@ -182,7 +188,7 @@ def _methods(given: MethodLike | Sequence[MethodLike]) -> Sequence[MethodLike]:
 
 def _is_pair(given: Sequence[object]) -> TypeGuard[tuple[str, Mapping[str, float | str]]]:
     # A tuple of two names is two methods.
-    return isinstance(given, tuple) and isinstance(given[-1], Mapping)
+    return isinstance(given, tuple) and bool(given) and isinstance(given[-1], Mapping)
 
 
 def _method(given: MethodLike) -> explain_pb2.Method:
