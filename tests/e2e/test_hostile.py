@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import camserve
-from support import PHOTOS, serving
+from support import PHOTOS, give_back_memory, serving
 
 MIB = 2**20
 
@@ -24,6 +24,7 @@ class Peak:
     """Watches resident memory inside the block."""
 
     def __enter__(self):
+        give_back_memory()
         self.start, self.high, self._stop = resident(), 0, threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()

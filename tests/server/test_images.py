@@ -1,7 +1,6 @@
 """Photos: what is decoded, what is refused, and what a model sees of them."""
 
 import contextlib
-import gc
 import io
 import random
 import struct
@@ -25,6 +24,7 @@ from torchvision import models, transforms
 from camserve_server import images
 from camserve_server.errors import InvalidArgument
 from camserve_server.types import Box, Limits, Preprocess
+from support import give_back_memory
 
 LIMITS = Limits()
 PHOTO = Image.fromarray(data.chelsea()[:120, :161])
@@ -40,7 +40,7 @@ def status_mb(name):
 @contextlib.contextmanager
 def at_most_mb(allowed):
     """Check how far the process's memory rises inside, at its highest."""
-    gc.collect()  # what earlier tests left must not be given back in between
+    give_back_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far becomes that of now
     before = status_mb("VmRSS:")
     yield
