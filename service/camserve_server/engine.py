@@ -56,8 +56,9 @@ class Engine:
         """
         try:
             return _RUNS[pass_.kind](self._models[pass_.model], pass_, rows)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory("the device has no memory for this", retry_after=1.0) from error
+        except torch.OutOfMemoryError:
+            pass  # raised again below: an error that led to ours would hold the tensors that fill the memory
+        raise OutOfMemory("the device has no memory for this", retry_after=1.0)
 
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from camserve_server import jobs
-from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row, Verdict
+from camserve_server import engine, jobs
+from camserve_server.errors import OutOfMemory
+from camserve_server.types import ClassTarget, ContrastTarget, Pass, RankTarget, Row, Verdict
 from methods.tools import Toy, call, explain, gap, job, noise, run
 
 IMAGE = noise(0, 64)
@@ -217,3 +218,18 @@ def test_one_images_dead_gradient_says_nothing_of_its_neighbours(plant):
     dark, bright = np.full((16, 16, 3), 124, np.uint8), noise(0, 16)
     rows = [Row(image, ClassTarget(1), (call("gradcam"),)) for image in (bright, dark, bright.copy())]
     assert [one.dead for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
+
+
+def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(monkeypatch):
+    """What led to it would hold the tensors that fill the memory, while its halves are tried."""
+
+    def full(*_args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(engine._RUNS, "score", full)
+    pass_ = Pass("net", "score", (8, 8))
+    with pytest.raises(OutOfMemory) as caught:
+        engine.Engine({"net": None}).run(pass_, [Row(np.zeros((8, 8, 3), np.uint8), ClassTarget(0))])
+
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None

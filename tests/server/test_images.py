@@ -49,7 +49,7 @@ def at_most_mb(allowed):
 
 def test_memory_that_is_held_for_a_moment_is_noticed():
     with pytest.raises(AssertionError), at_most_mb(100):
-        np.ones(200 << 20, np.uint8)
+        np.ones(130 << 20, np.uint8)
 
 
 def saved(image, file_format="PNG", **options):
