@@ -1,0 +1,72 @@
+"""One bad row, through the real engine and the whole server: its neighbours in the batch are answered as if alone."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import camserve
+from support import serving
+
+MOODY = '''
+import torch
+from torch import nn
+
+
+class Moody(nn.Module):
+    """Fails the whole batch if one image in it is white."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU(inplace=True))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        if (x.amin((1, 2, 3)) > 1.5).any():
+            raise RuntimeError("a white image")
+        return self.head(self.features(x).mean((2, 3)))
+'''
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moody")
+    (folder / "moody_nets.py").write_text(MOODY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        with serving(models=("moody=moody_nets:Moody?size=64",), max_batch_rows=8) as one:
+            yield one
+
+
+def waiting(batcher):
+    return sum(ticket.waiting for queue in batcher._queues.values() for ticket in queue)
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_one_bad_row_in_a_batch_of_eight_fails_alone_in_the_real_engine(served, position):
+    chance = np.random.default_rng(position)
+    photos = [chance.integers(0, 120, (64, 64, 3), np.uint8) for _ in range(8)]
+    batcher, asks = served.pipeline.batcher, {"overlay": None, "targets": 2}
+    with camserve.Client(served.address, retries=0) as client, ThreadPoolExecutor(8) as threads:
+        alone = [client.explain(photo, **asks).explanations[0].heatmap for photo in photos]
+        photos[position] = np.full((64, 64, 3), 255, np.uint8)
+        served.do(batcher.pause)
+        asked = []
+        for number, photo in enumerate(photos):
+            asked.append(threads.submit(client.explain, photo, **asks))
+            give_up = time.monotonic() + 10
+            while waiting(batcher) <= number and time.monotonic() < give_up:
+                time.sleep(0.001)
+        batches = batcher.stats.batches
+        served.do(batcher.resume)
+        outcomes = [one.exception(20) or one.result().explanations[0] for one in asked]
+
+    assert batcher.stats.batches - batches == 1
+    for number, outcome in enumerate(outcomes):
+        if number == position:
+            assert isinstance(outcome, camserve.Internal)
+            assert "white" not in str(outcome)
+        else:
+            assert np.abs(outcome.heatmap - alone[number]).max() <= 1e-5 * np.abs(alone[number]).max()
