@@ -24,6 +24,36 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Fusion:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FusionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fusion.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FUSION_UNSPECIFIED: _Fusion.ValueType  # 0
+    """Not at all."""
+    FUSION_MEAN: _Fusion.ValueType  # 1
+    """Their mean."""
+    FUSION_MAX: _Fusion.ValueType  # 2
+    """Their maximum."""
+    FUSION_PRODUCT: _Fusion.ValueType  # 3
+    """Their product."""
+
+class Fusion(_Fusion, metaclass=_FusionEnumTypeWrapper):
+    """How the maps of several layers become one. Each is cut at zero and divided by its maximum, and brought to the finest
+    grid among them bilinearly, before.
+    """
+
+FUSION_UNSPECIFIED: Fusion.ValueType  # 0
+"""Not at all."""
+FUSION_MEAN: Fusion.ValueType  # 1
+"""Their mean."""
+FUSION_MAX: Fusion.ValueType  # 2
+"""Their maximum."""
+FUSION_PRODUCT: Fusion.ValueType  # 3
+"""Their product."""
+Global___Fusion: _TypeAlias = Fusion  # noqa: Y015
+
 class _ImageFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -64,6 +94,12 @@ class _ProfileEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Profile.Value
     """As the papers do: negative values cut (ReLU), divided by the maximum, resized bilinearly. Maps of the input's pixels
     are divided by their 99th percentile, and cut there.
     """
+    PROFILE_GRAD_CAM: _Profile.ValueType  # 2
+    """As pytorch-grad-cam does: negative values cut, stretched from minimum to maximum, then resized bilinearly."""
+    PROFILE_TORCHCAM: _Profile.ValueType  # 3
+    """As torchcam does: negative values cut, stretched from minimum to maximum, then resized bicubically."""
+    PROFILE_CAPTUM: _Profile.ValueType  # 4
+    """As Captum does: resized by nearest neighbour, negative values cut, divided by the 98th percentile of what is left."""
 
 class Profile(_Profile, metaclass=_ProfileEnumTypeWrapper):
     """Conventions by which a raw map becomes the intensities 0 to 1 that are coloured."""
@@ -74,6 +110,12 @@ PROFILE_PAPER: Profile.ValueType  # 1
 """As the papers do: negative values cut (ReLU), divided by the maximum, resized bilinearly. Maps of the input's pixels
 are divided by their 99th percentile, and cut there.
 """
+PROFILE_GRAD_CAM: Profile.ValueType  # 2
+"""As pytorch-grad-cam does: negative values cut, stretched from minimum to maximum, then resized bilinearly."""
+PROFILE_TORCHCAM: Profile.ValueType  # 3
+"""As torchcam does: negative values cut, stretched from minimum to maximum, then resized bicubically."""
+PROFILE_CAPTUM: Profile.ValueType  # 4
+"""As Captum does: resized by nearest neighbour, negative values cut, divided by the 98th percentile of what is left."""
 Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
 class _Verdict:
@@ -126,6 +168,8 @@ class ExplainRequest(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     RENDERING_FIELD_NUMBER: _builtins.int
     MAX_PREDICTIONS_FIELD_NUMBER: _builtins.int
+    FUSION_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model that the server was given."""
     image: _builtins.bytes
@@ -134,6 +178,10 @@ class ExplainRequest(_message.Message):
     """How many of the most probable classes to explain when targets is empty, 1 to 16. Default: 1."""
     max_predictions: _builtins.int
     """How many predictions to return, 0 to 1000. Default: 5."""
+    fusion: Global___Fusion.ValueType
+    """Whether the maps of several layers become one, and how. Default: each layer has its own."""
+    progress: _builtins.bool
+    """On a stream: whether to be told how far a long method has come. Explain ignores it."""
     @_builtins.property
     def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___Method]:
         """Methods to explain with, 1 to 16. Default: gradcam."""
@@ -163,10 +211,12 @@ class ExplainRequest(_message.Message):
         layers: _abc.Iterable[_builtins.str] | None = ...,
         rendering: Global___Rendering | None = ...,
         max_predictions: _builtins.int | None = ...,
+        fusion: Global___Fusion.ValueType = ...,
+        progress: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "max_predictions", b"max_predictions", "rendering", b"rendering", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "rendering", b"rendering", "targets", b"targets", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_predictions: _TypeAlias = _typing.Literal["max_predictions"]  # noqa: Y015
     _WhichOneofArgType__max_predictions: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions"]  # noqa: Y015
@@ -208,8 +258,18 @@ class Method(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    AUGMENTATION_SMOOTHING_FIELD_NUMBER: _builtins.int
+    EIGEN_SMOOTHING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the method, such as "gradcam". Required."""
+    augmentation_smoothing: _builtins.bool
+    """Whether to take the mean of the maps over copies of the image: as it is and mirrored, each at 0.9, 1 and 1.1 of its
+    contrast. It costs six times the rows.
+    """
+    eigen_smoothing: _builtins.bool
+    """Whether to take the first principal component of the weighted feature maps instead of their sum. For the methods
+    that ListMethods says it of.
+    """
     @_builtins.property
     def parameters(self) -> _containers.MessageMap[_builtins.str, Global___Parameter]:
         """Parameters by name. Those left out have the defaults that ListMethods gives."""
@@ -219,10 +279,12 @@ class Method(_message.Message):
         *,
         name: _builtins.str = ...,
         parameters: _abc.Mapping[_builtins.str, Global___Parameter] | None = ...,
+        augmentation_smoothing: _builtins.bool = ...,
+        eigen_smoothing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["augmentation_smoothing", b"augmentation_smoothing", "eigen_smoothing", b"eigen_smoothing", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,13 +327,38 @@ class Target(_message.Message):
     CLASS_INDEX_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     CONTRAST_FIELD_NUMBER: _builtins.int
+    FINER_FIELD_NUMBER: _builtins.int
+    SIMILARITY_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    DETECTION_FIELD_NUMBER: _builtins.int
+    SOFTMAX_FIELD_NUMBER: _builtins.int
     class_index: _builtins.int
     """A class by its index in the model's output, from 0."""
     label: _builtins.str
     """A class by its label; case, and "_" for a space, do not matter."""
+    softmax: _builtins.bool
+    """Whether to explain the softmax probability instead of the logit. For a class or a label."""
     @_builtins.property
     def contrast(self) -> Global___Contrast:
         """Why one class and not another."""
+
+    @_builtins.property
+    def finer(self) -> Global___Finer:
+        """Why one class and not those that resemble it: FinerCAM."""
+
+    @_builtins.property
+    def similarity(self) -> Global___Similarity:
+        """How alike the image is to another one: for models that answer with an embedding, and for the features before the
+        last layer of any other.
+        """
+
+    @_builtins.property
+    def segment(self) -> Global___Segment:
+        """A class over a part of the image: for models of semantic segmentation."""
+
+    @_builtins.property
+    def detection(self) -> Global___Detection:
+        """One object found: for models of object detection."""
 
     def __init__(
         self,
@@ -279,16 +366,141 @@ class Target(_message.Message):
         class_index: _builtins.int = ...,
         label: _builtins.str = ...,
         contrast: Global___Contrast | None = ...,
+        finer: Global___Finer | None = ...,
+        similarity: Global___Similarity | None = ...,
+        segment: Global___Segment | None = ...,
+        detection: Global___Detection | None = ...,
+        softmax: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "kind", b"kind", "label", b"label"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "detection", b"detection", "finer", b"finer", "kind", b"kind", "label", b"label", "segment", b"segment", "similarity", b"similarity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "kind", b"kind", "label", b"label"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "detection", b"detection", "finer", b"finer", "kind", b"kind", "label", b"label", "segment", b"segment", "similarity", b"similarity", "softmax", b"softmax"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["class_index", "label", "contrast"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["class_index", "label", "contrast", "finer", "similarity", "segment", "detection"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Target: _TypeAlias = Target  # noqa: Y015
+
+@_typing.final
+class Finer(_message.Message):
+    """The logit of one class minus those of similar ones, weighted by their probabilities: Zhang et al. 2025,
+    arXiv:2501.11309.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHY_FIELD_NUMBER: _builtins.int
+    AGAINST_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    weight: _builtins.float
+    """How much they count, 0 to 1. Default: 1."""
+    @_builtins.property
+    def why(self) -> Global___ClassName:
+        """The class to explain: its index or its label. Required."""
+
+    @_builtins.property
+    def against(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassName]:
+        """The classes to explain it against, up to 8. Default: the three whose logits are nearest to its own."""
+
+    def __init__(
+        self,
+        *,
+        why: Global___ClassName | None = ...,
+        against: _abc.Iterable[Global___ClassName] | None = ...,
+        weight: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "weight", b"weight", "why", b"why"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "against", b"against", "weight", b"weight", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___Finer: _TypeAlias = Finer  # noqa: Y015
+
+@_typing.final
+class Similarity(_message.Message):
+    """The cosine of the angle between the embeddings of two images."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    image: _builtins.bytes
+    """The other photo, as a JPEG, PNG, WebP or BMP file. Required."""
+    def __init__(
+        self,
+        *,
+        image: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Similarity: _TypeAlias = Similarity  # noqa: Y015
+
+@_typing.final
+class Segment(_message.Message):
+    """The mean logit of a class over a part of the image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASS_NAME_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def class_name(self) -> Global___ClassName:
+        """The class to explain: its index or its label. Required."""
+
+    @_builtins.property
+    def region(self) -> Global___Box:
+        """The part, in the photo's pixels. Default: where the model predicts the class."""
+
+    def __init__(
+        self,
+        *,
+        class_name: Global___ClassName | None = ...,
+        region: Global___Box | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_name", b"class_name", "region", b"region"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_name", b"class_name", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Segment: _TypeAlias = Segment  # noqa: Y015
+
+@_typing.final
+class Detection(_message.Message):
+    """The score of the object of one class that best matches a box."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASS_NAME_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def class_name(self) -> Global___ClassName:
+        """The class to explain: its index or its label. Required."""
+
+    @_builtins.property
+    def box(self) -> Global___Box:
+        """The box, in the photo's pixels. Default: that of the class's most certain object."""
+
+    def __init__(
+        self,
+        *,
+        class_name: Global___ClassName | None = ...,
+        box: Global___Box | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "class_name", b"class_name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "class_name", b"class_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Detection: _TypeAlias = Detection  # noqa: Y015
 
 @_typing.final
 class Contrast(_message.Message):
@@ -362,6 +574,7 @@ class Rendering(_message.Message):
     MAX_SIDE_FIELD_NUMBER: _builtins.int
     QUALITY_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    INTENSITY_FIELD_NUMBER: _builtins.int
     overlay: Global___ImageFormat.ValueType
     """Encoding of the overlay: the heatmap drawn on the original photo, upright, in its original size. Default: no overlay."""
     heatmap: _builtins.bool
@@ -378,6 +591,8 @@ class Rendering(_message.Message):
     """Quality of JPEG and WebP pictures, 1 to 100. Default: 90."""
     profile: Global___Profile.ValueType
     """Convention by which raw numbers become colours."""
+    intensity: _builtins.bool
+    """Whether to return the intensities that are coloured, on the pixels of the model's input."""
     def __init__(
         self,
         *,
@@ -389,10 +604,11 @@ class Rendering(_message.Message):
         max_side: _builtins.int = ...,
         quality: _builtins.int = ...,
         profile: Global___Profile.ValueType = ...,
+        intensity: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "colormap", b"colormap", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "max_side", b"max_side", "overlay", b"overlay", "profile", b"profile", "quality", b"quality"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "colormap", b"colormap", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "max_side", b"max_side", "overlay", b"overlay", "profile", b"profile", "quality", b"quality"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
@@ -412,6 +628,7 @@ class ExplainResponse(_message.Message):
     EXPLANATIONS_FIELD_NUMBER: _builtins.int
     PHOTO_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this request: the caller's "x-request-id", or one that the server made."""
     model: _builtins.str
@@ -432,6 +649,10 @@ class ExplainResponse(_message.Message):
     def timing(self) -> Global___Timing:
         """Where the time went."""
 
+    @_builtins.property
+    def receipt(self) -> Global___Receipt:
+        """What is needed, beside the explanations themselves, to compute them again."""
+
     def __init__(
         self,
         *,
@@ -441,14 +662,87 @@ class ExplainResponse(_message.Message):
         explanations: _abc.Iterable[Global___Explanation] | None = ...,
         photo: Global___Photo | None = ...,
         timing: Global___Timing | None = ...,
+        receipt: Global___Receipt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["photo", b"photo", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["photo", b"photo", "receipt", b"receipt", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations", "model", b"model", "photo", b"photo", "predictions", b"predictions", "request_id", b"request_id", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations", "model", b"model", "photo", b"photo", "predictions", b"predictions", "receipt", b"receipt", "request_id", b"request_id", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class Receipt(_message.Message):
+    """What was explained, by what and on what: enough to compute an answer again and to know whether it is the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class VersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PRECISION_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    IMAGE_SHA256_FIELD_NUMBER: _builtins.int
+    INPUT_SHA256_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Where the model comes from, such as "timm:resnet50"."""
+    weights: _builtins.str
+    """Which weights it has: "default", "file", or "none" for random ones."""
+    digest: _builtins.str
+    """SHA-256 over the names and values of its parameters and buffers, in hexadecimal."""
+    precision: _builtins.str
+    """Precision that it ran in."""
+    device: _builtins.str
+    """Device that it ran on."""
+    image_sha256: _builtins.str
+    """SHA-256 of the photo's file, in hexadecimal."""
+    input_sha256: _builtins.str
+    """SHA-256 of the pixels that the model saw, uint8 [height, width, RGB], in hexadecimal."""
+    @_builtins.property
+    def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Versions of what computed it, by name: "camserve", "torch", "torchvision", …"""
+
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        precision: _builtins.str = ...,
+        device: _builtins.str = ...,
+        image_sha256: _builtins.str = ...,
+        input_sha256: _builtins.str = ...,
+        versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "image_sha256", b"image_sha256", "input_sha256", b"input_sha256", "precision", b"precision", "source", b"source", "versions", b"versions", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Prediction(_message.Message):
@@ -460,6 +754,8 @@ class Prediction(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     PROBABILITY_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    AREA_FIELD_NUMBER: _builtins.int
     class_index: _builtins.int
     """Index in the model's output, from 0."""
     label: _builtins.str
@@ -468,6 +764,12 @@ class Prediction(_message.Message):
     """Softmax probability, 0 to 1."""
     score: _builtins.float
     """The logit."""
+    area: _builtins.float
+    """Of a class in a segmented image, the share of the model's input that it covers, 0 to 1."""
+    @_builtins.property
+    def box(self) -> Global___Box:
+        """Of an object that was detected, where it is, in the photo's pixels."""
+
     def __init__(
         self,
         *,
@@ -475,10 +777,12 @@ class Prediction(_message.Message):
         label: _builtins.str = ...,
         probability: _builtins.float = ...,
         score: _builtins.float = ...,
+        box: Global___Box | None = ...,
+        area: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "label", b"label", "probability", b"probability", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["area", b"area", "box", b"box", "class_index", b"class_index", "label", b"label", "probability", b"probability", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -626,16 +930,29 @@ class Explanation(_message.Message):
     OVERLAY_FIELD_NUMBER: _builtins.int
     HEATMAP_IMAGE_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    COMPLETENESS_ERROR_FIELD_NUMBER: _builtins.int
+    INTENSITY_FIELD_NUMBER: _builtins.int
+    AUGMENTATION_SMOOTHING_FIELD_NUMBER: _builtins.int
+    EIGEN_SMOOTHING_FIELD_NUMBER: _builtins.int
+    RESOLVED_TARGET_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """Name of the method."""
     layer: _builtins.str
-    """Name of the layer; empty for methods that look at the input."""
+    """Name of the layer, or of several that were fused, joined by " + "; empty for methods that look at the input."""
     score: _builtins.float
     """The score explained: a logit, or for a contrast the difference of two."""
     verdict: Global___Verdict.ValueType
     """Whether the map can be read as an explanation."""
     verdict_message: _builtins.str
     """The verdict in words; empty when it is OK."""
+    completeness_error: _builtins.float
+    """For methods whose maps must add up to the difference between the score and that of a baseline (integrated gradients):
+    by how much they fail to, as a share of the difference.
+    """
+    augmentation_smoothing: _builtins.bool
+    """Whether it is the mean over augmented copies of the image."""
+    eigen_smoothing: _builtins.bool
+    """Whether it is the first principal component instead of the sum."""
     @_builtins.property
     def target(self) -> Global___Prediction:
         """The class explained: index and label."""
@@ -660,6 +977,14 @@ class Explanation(_message.Message):
     def parameters(self) -> _containers.MessageMap[_builtins.str, Global___Parameter]:
         """Parameters that the method ran with, defaults included."""
 
+    @_builtins.property
+    def intensity(self) -> Global___Heatmap:
+        """The intensities that are coloured, 0 to 1, where they were asked for, on the pixels of the model's input."""
+
+    @_builtins.property
+    def resolved_target(self) -> Global___Target:
+        """The target as it was resolved, to ask for the same again."""
+
     def __init__(
         self,
         *,
@@ -674,12 +999,19 @@ class Explanation(_message.Message):
         overlay: Global___Picture | None = ...,
         heatmap_image: Global___Picture | None = ...,
         parameters: _abc.Mapping[_builtins.str, Global___Parameter] | None = ...,
+        completeness_error: _builtins.float | None = ...,
+        intensity: Global___Heatmap | None = ...,
+        augmentation_smoothing: _builtins.bool = ...,
+        eigen_smoothing: _builtins.bool = ...,
+        resolved_target: Global___Target | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "overlay", b"overlay", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "completeness_error", b"completeness_error", "contrast", b"contrast", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "overlay", b"overlay", "resolved_target", b"resolved_target", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "augmentation_smoothing", b"augmentation_smoothing", "completeness_error", b"completeness_error", "contrast", b"contrast", "eigen_smoothing", b"eigen_smoothing", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "resolved_target", b"resolved_target", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__completeness_error: _TypeAlias = _typing.Literal["completeness_error"]  # noqa: Y015
+    _WhichOneofArgType__completeness_error: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__completeness_error) -> _WhichOneofReturnType__completeness_error | None: ...
 
 Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
 
@@ -786,6 +1118,7 @@ class ExplainStreamResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request that is answered."""
     @_builtins.property
@@ -796,22 +1129,53 @@ class ExplainStreamResponse(_message.Message):
     def error(self) -> Global___Error:
         """Why there is none."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """How far it has come; more will follow. Only where the request asks for it."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         response: Global___ExplainResponse | None = ...,
         error: Global___Error | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "progress", b"progress", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "request_id", b"request_id", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "progress", b"progress", "request_id", b"request_id", "response", b"response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["response", "error", "progress"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
 Global___ExplainStreamResponse: _TypeAlias = ExplainStreamResponse  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """How far a request has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_DONE_FIELD_NUMBER: _builtins.int
+    ROWS_TOTAL_FIELD_NUMBER: _builtins.int
+    rows_done: _builtins.int
+    """Rows that have been computed: image copies through the model."""
+    rows_total: _builtins.int
+    """Rows that it costs in all."""
+    def __init__(
+        self,
+        *,
+        rows_done: _builtins.int = ...,
+        rows_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows_done", b"rows_done", "rows_total", b"rows_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):

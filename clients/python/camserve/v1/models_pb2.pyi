@@ -32,6 +32,14 @@ class _MethodKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MethodKind
     """A layer's feature maps and their gradients."""
     METHOD_KIND_SALIENCY: _MethodKind.ValueType  # 2
     """The gradient at the model's input."""
+    METHOD_KIND_PERTURBATION: _MethodKind.ValueType  # 3
+    """Scores of the image with parts of it, or of its feature maps, taken away."""
+    METHOD_KIND_ATTENTION: _MethodKind.ValueType  # 4
+    """A transformer's attention."""
+    METHOD_KIND_COMPOSITE: _MethodKind.ValueType  # 5
+    """Other methods' maps."""
+    METHOD_KIND_BASELINE: _MethodKind.ValueType  # 6
+    """No model at all: what an explanation must be better than."""
 
 class MethodKind(_MethodKind, metaclass=_MethodKindEnumTypeWrapper):
     """What a method computes from."""
@@ -42,6 +50,14 @@ METHOD_KIND_CAM: MethodKind.ValueType  # 1
 """A layer's feature maps and their gradients."""
 METHOD_KIND_SALIENCY: MethodKind.ValueType  # 2
 """The gradient at the model's input."""
+METHOD_KIND_PERTURBATION: MethodKind.ValueType  # 3
+"""Scores of the image with parts of it, or of its feature maps, taken away."""
+METHOD_KIND_ATTENTION: MethodKind.ValueType  # 4
+"""A transformer's attention."""
+METHOD_KIND_COMPOSITE: MethodKind.ValueType  # 5
+"""Other methods' maps."""
+METHOD_KIND_BASELINE: MethodKind.ValueType  # 6
+"""No model at all: what an explanation must be better than."""
 Global___MethodKind: _TypeAlias = MethodKind  # noqa: Y015
 
 @_typing.final
@@ -154,6 +170,7 @@ class Model(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     PRECISION_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in requests."""
     source: _builtins.str
@@ -176,6 +193,8 @@ class Model(_message.Message):
     """Precision that it runs in: "float32", "bfloat16" or "float16"."""
     device: _builtins.str
     """Device that it runs on: "cpu", "cuda:0", …"""
+    task: _builtins.str
+    """What it answers with: "classify", "multilabel", "regress", "segment", "detect" or "embed"."""
     def __init__(
         self,
         *,
@@ -190,10 +209,11 @@ class Model(_message.Message):
         parameters: _builtins.int = ...,
         precision: _builtins.str = ...,
         device: _builtins.str = ...,
+        task: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "source", b"source", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "source", b"source", "task", b"task", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,6 +280,7 @@ class Layer(_message.Message):
     GRID_HEIGHT_FIELD_NUMBER: _builtins.int
     GRID_WIDTH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in requests."""
     type: _builtins.str
@@ -280,6 +301,10 @@ class Layer(_message.Message):
     def output_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of its output for one image, the first dimension being the batch."""
 
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___MethodKind.ValueType]:
+        """Kinds of method that can explain it."""
+
     def __init__(
         self,
         *,
@@ -292,10 +317,11 @@ class Layer(_message.Message):
         grid_height: _builtins.int = ...,
         grid_width: _builtins.int = ...,
         reason: _builtins.str = ...,
+        kinds: _abc.Iterable[Global___MethodKind.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "explainable", b"explainable", "grid_height", b"grid_height", "grid_width", b"grid_width", "name", b"name", "output_shape", b"output_shape", "parameters", b"parameters", "reason", b"reason", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "explainable", b"explainable", "grid_height", b"grid_height", "grid_width", b"grid_width", "kinds", b"kinds", "name", b"name", "output_shape", b"output_shape", "parameters", b"parameters", "reason", b"reason", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,6 +380,10 @@ class MethodInfo(_message.Message):
     PAPER_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    LAYERED_FIELD_NUMBER: _builtins.int
+    EIGEN_SMOOTHING_FIELD_NUMBER: _builtins.int
+    NEEDS_FIELD_NUMBER: _builtins.int
+    FORMULA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in requests."""
     kind: Global___MethodKind.ValueType
@@ -363,7 +393,17 @@ class MethodInfo(_message.Message):
     paper: _builtins.str
     """The paper that defines it."""
     rows: _builtins.int
-    """Rows that one target costs with the default parameters: image copies through the model."""
+    """Rows that one target costs with the default parameters: image copies through the model. Where that depends on the
+    layer's channels, for a layer of 512.
+    """
+    layered: _builtins.bool
+    """Whether it looks at layers; if not, a request's layers do not matter to it."""
+    eigen_smoothing: _builtins.bool
+    """Whether it can be smoothed by the first principal component."""
+    needs: _builtins.str
+    """What it needs of a model, in words; empty where it needs nothing."""
+    formula: _builtins.str
+    """The formula, in words and symbols."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterInfo]:
         """Its parameters."""
@@ -377,10 +417,14 @@ class MethodInfo(_message.Message):
         paper: _builtins.str = ...,
         parameters: _abc.Iterable[Global___ParameterInfo] | None = ...,
         rows: _builtins.int = ...,
+        layered: _builtins.bool = ...,
+        eigen_smoothing: _builtins.bool = ...,
+        needs: _builtins.str = ...,
+        formula: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "paper", b"paper", "parameters", b"parameters", "rows", b"rows", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eigen_smoothing", b"eigen_smoothing", "formula", b"formula", "kind", b"kind", "layered", b"layered", "name", b"name", "needs", b"needs", "paper", b"paper", "parameters", b"parameters", "rows", b"rows", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
