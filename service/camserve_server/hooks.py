@@ -14,7 +14,7 @@ The output is cut from the graph before the probe (unless a layer watched before
 including the layer is differentiated.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
 from camserve_server.errors import FailedPrecondition
+from camserve_server.types import Layout
 
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
@@ -33,11 +34,13 @@ class Capture:
 
     Attributes:
         activation: its output, without a graph.
+        source: the same on the graph of the layers behind it, to be differentiated more than once.
         gradient: of the score with respect to it, after a backward pass; None before one, or where the score does not
             depend on it.
     """
 
     activation: Tensor
+    source: Tensor = field(repr=False)
     gradient: Tensor | None = None
     _version: int = field(default=0, repr=False)
 
@@ -73,6 +76,36 @@ def watching(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Capture]]:
         yield captures
 
 
+@contextmanager
+def silencing(layer: nn.Module, layout: Layout, channels: Sequence[int | None]) -> Iterator[None]:
+    """Set channels of a layer's output to zero.
+
+    Args:
+        layer: the module.
+        layout: of its output.
+        channels: for each image of the batch, the channel to silence, or None.
+    """
+
+    def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        parts, structure = pytree.tree_flatten(output)
+        place = next(i for i, part in enumerate(parts) if _differentiable(part))
+        parts[place] = parts[place].clone()
+        for image, channel in enumerate(channels):
+            if channel is not None:
+                _channel(parts[place][image], layout, channel).zero_()
+        return pytree.tree_unflatten(parts, structure)
+
+    with layer.register_forward_hook(forward_hook):
+        yield
+
+
+def _channel(output: Tensor, layout: Layout, channel: int) -> Tensor:
+    """Return a view of one channel over the grid, in one image's output."""
+    if layout.axes == "nchw":
+        return output[channel]
+    return output[layout.prefix :, channel] if layout.axes == "tokens" else output[..., channel]
+
+
 def _tap(name: str, captures: dict[str, Capture]) -> Hook:
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         parts, structure = pytree.tree_flatten(output)
@@ -87,7 +120,7 @@ def _tap(name: str, captures: dict[str, Capture]) -> Hook:
 
 def _probed(output: Tensor, name: str, captures: dict[str, Capture]) -> Tensor:
     source = output if output.requires_grad else output.detach().requires_grad_()
-    captures[name] = capture = Capture(source.detach())
+    captures[name] = capture = Capture(source.detach(), source)
     probe = nn.Identity()
     probe.register_full_backward_hook(capture.keep)
     through: Tensor = probe(source)

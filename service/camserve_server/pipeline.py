@@ -60,7 +60,12 @@ class Pipeline:
     limits: Limits
 
     async def explain(
-        self, request: explain_pb2.ExplainRequest, *, deadline: float = math.inf, wait: bool = False
+        self,
+        request: explain_pb2.ExplainRequest,
+        *,
+        deadline: float = math.inf,
+        wait: bool = False,
+        progress: jobs.Progress = jobs.unheard,
     ) -> explain_pb2.ExplainResponse:
         """Explain one image.
 
@@ -68,16 +73,19 @@ class Pipeline:
             request: as it came.
             deadline: on the event loop's clock.
             wait: for room in the queue, rather than be refused.
+            progress: is told how many rows are done, and of how many.
 
         Raises:
             ServiceError: whatever was wrong.
         """
         order = wire.read_order(request, self.models, self.limits)
         render.colormap(order.rendering.colormap)
-        async with self.batcher.admit(order.job.rows, wait=wait):
-            return await self._explain(order, deadline)
+        async with self.batcher.admit(min(order.job.rows, jobs.CHUNK), wait=wait):
+            return await self._explain(order, deadline, progress)
 
-    async def _explain(self, order: wire.Order, deadline: float) -> explain_pb2.ExplainResponse:
+    async def _explain(
+        self, order: wire.Order, deadline: float, progress: jobs.Progress
+    ) -> explain_pb2.ExplainResponse:
         clock, spent = time.perf_counter, Spent()
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
@@ -86,7 +94,7 @@ class Pipeline:
         began = clock()
         view = await self._in_thread(_see, order, self.limits)
         decoded = clock()
-        outcome = await jobs.explain(order.job, view.image, submit)
+        outcome = await jobs.explain(order.job, view.image, submit, think=self._in_thread, progress=progress)
         computed = clock()
         answers = await self._draw(order, view, outcome)
         seconds = wire.Seconds(decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows)
@@ -101,7 +109,7 @@ class Pipeline:
             photo = await self._in_thread(images.decode, order.image, self.limits)
         answers = []
         for finding in outcome.findings:  # one by one, so that a caller who gave up is noticed in between
-            top = 1.0 if finding.layer else PIXELWISE_TOP
+            top = PIXELWISE_TOP if finding.heatmap.shape == view.image.shape[:2] else 1.0
             pictures = await self._in_thread(render.draw, photo, finding.heatmap, view.seen, wants, top)
             answers.append(wire.Answer(finding, wants.heatmap, *pictures))
         return answers

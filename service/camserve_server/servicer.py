@@ -15,7 +15,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server import errors, logs, wire
 from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unavailable
-from camserve_server.methods import METHODS, Cam
+from camserve_server.methods import METHODS
 from camserve_server.pipeline import Pipeline
 from camserve_server.types import ModelInfo
 
@@ -194,7 +194,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.ListMethodsResponse:
         """List the methods, CAMs first."""
         async with _answering(self._house, context, "ListMethods"):
-            names = sorted(METHODS, key=lambda name: not isinstance(METHODS[name], Cam))
+            names = sorted(METHODS, key=lambda name: wire.kind_of(METHODS[name]))
             return models_pb2.ListMethodsResponse(methods=map(wire.describe_method, names))
 
     def _model(self, name: str, field: str) -> ModelInfo:

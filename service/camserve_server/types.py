@@ -14,10 +14,22 @@ Pixels: TypeAlias = NDArray[np.uint8]
 Map: TypeAlias = NDArray[np.float32]
 """A raw map, float32 [h, w]: signed, not normalised, on the layer's own grid."""
 
-Kind: TypeAlias = Literal["score", "cam", "saliency"]
-"""What a pass computes: logits only; a layer's feature maps and gradients; the input's gradient."""
+Kind: TypeAlias = Literal["score", "cam", "curvature", "saliency", "guided", "deconvnet", "attention", "each", "bias"]
+"""What a pass computes.
+
+score: logits only. cam: a layer's feature maps and gradients. curvature: their second derivatives too. saliency: the
+gradient at the input. guided, deconvnet: the same by another rule for each ReLU. attention: that of every block, and
+its gradients. each: the same, of each block's own score. bias: the gradients at the input and at every bias.
+"""
 
 ParameterValue: TypeAlias = float | str
+
+Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detect", "embed"]
+"""What a model answers with: logits of classes that exclude each other, or that do not; numbers; logits of classes for
+every pixel; boxes; or an embedding."""
+
+Fusion: TypeAlias = Literal["mean", "max", "product"]
+"""How the maps of several layers become one."""
 
 
 class Verdict(Enum):
@@ -65,7 +77,7 @@ class Limits:
 
     pixels: int = 50_000_000
     side: int = 16_384
-    rows: int = 1024
+    rows: int = 16_384
     explanations: int = 64
     drawn_pixels: int = 200_000_000
     methods: int = 16
@@ -103,15 +115,62 @@ Target: TypeAlias = FixedTarget | RankTarget
 
 @dataclass(frozen=True, slots=True)
 class MethodCall:
-    """A method and its parameters, defaults filled in."""
+    """A method and its parameters, defaults filled in.
+
+    Attributes:
+        name: of the method.
+        parameters: by name.
+        augmented: whether the map is the mean over mirrored and brightened copies of the image.
+        eigen: whether the map is the first principal component of the channels' terms, rather than their sum.
+    """
 
     name: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    augmented: bool = False
+    eigen: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
         """What makes two calls the same."""
-        return self.name, *sorted(self.parameters.items())
+        return self.name, self.augmented, self.eigen, *sorted(self.parameters.items())
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A copy of the normalised input [3,H,W]: mirrored, its contrast changed, a window of an enlarged one.
+
+    Attributes:
+        mirrored: left to right.
+        gain: that the values are multiplied by.
+        scale: that the sides are enlarged by, bilinearly, before a window of the input's size is cut out.
+        top: first row of the window, in pixels of the enlarged image.
+        left: its first column.
+        noise: standard deviation of what is added, in the input's normalised units.
+        seed: of that noise.
+    """
+
+    mirrored: bool = False
+    gain: float = 1.0
+    scale: float = 1.0
+    top: int = 0
+    left: int = 0
+    noise: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edit:
+    """A change to the normalised input [3,H,W], or to a layer's output: keep · x + (1 − keep) · fill.
+
+    Attributes:
+        keep: share of each pixel that stays, float32 [H,W]; None for all.
+        fill: what takes its place, float32 [3,H,W]; None for zeros, which is the mean colour.
+        silenced: channel of the pass's layer that is set to zero; None for none.
+    """
+
+    keep: NDArray[np.float32] | None = None
+    fill: NDArray[np.float32] | None = None
+    silenced: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +275,7 @@ class ModelInfo:
         default_layer: explained when a request names none.
         precision: "float32", "bfloat16" or "float16".
         device: "cpu", "cuda:0", ….
+        task: what it answers with.
     """
 
     name: str
@@ -230,6 +290,7 @@ class ModelInfo:
     default_layer: str
     precision: str
     device: str
+    task: Task = "classify"
 
     def label(self, index: int) -> str:
         """Return the label of a class, or nothing where the model has none."""
@@ -257,17 +318,25 @@ class Pass:
 class Row:
     """The unit of batching: one copy of an image with one target.
 
+    The model's input is the image, normalised; then its views; then the method's copy of that; then edited.
+
     Attributes:
         image: what the model sees, uint8 [h,w,3]; rows of one request share the array.
         target: whose score is differentiated.
-        calls: the methods that want this row: any number for "cam", one for "saliency".
+        calls: the methods that want this row: any number that take the image as it is, or one that makes copies.
         copy: which of the method's copies of the image this is.
+        views: of the image, the second of the first and so on.
+        edit: of the input; rows of one edit share it.
+        features: whether the layers' feature maps are wanted, for "cam".
     """
 
     image: Pixels
     target: Target
     calls: tuple[MethodCall, ...] = ()
     copy: int = 0
+    views: tuple[View, ...] = ()
+    edit: Edit | None = None
+    features: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +347,10 @@ class RowResult:
         logits: float32 [classes].
         target: the row's, its rank resolved.
         score: the logit, or difference of logits, that was differentiated.
-        maps: by layer, then by call: float32 [h,w] each; for "saliency" the one term, float32 [3,h,w].
+        maps: by layer, then by call: float32 [h,w] each; of a method that makes copies what it adds to its mean, of any
+            shape. What looks at no layer has one layer's place.
         dead: by layer, whether the gradient was zero everywhere.
+        features: by layer, float32 [C,h,w], where the row asks for them.
     """
 
     logits: NDArray[np.float32]
@@ -287,3 +358,4 @@ class RowResult:
     score: float
     maps: tuple[tuple[NDArray[np.float32], ...], ...] = ()
     dead: tuple[bool, ...] = ()
+    features: tuple[NDArray[np.float32], ...] = ()

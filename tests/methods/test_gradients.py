@@ -97,7 +97,7 @@ def test_the_same_seed_gives_the_same_map_and_another_seed_another(smooth):
 def test_no_two_copies_have_the_same_noise():
     image = torch.linspace(0, 1, 48).reshape(3, 4, 4)
     copies = [
-        noisy(image, index, {"samples": 9, "noise": 0.5, "seed": seed}).numpy().tobytes()
+        noisy(image, index, samples=9, noise=0.5, seed=seed).numpy().tobytes()
         for seed in (0, 1, 2**31 - 1)
         for index in range(9)
     ]
@@ -106,7 +106,7 @@ def test_no_two_copies_have_the_same_noise():
 
 def test_the_noise_is_as_wide_as_the_share_of_the_images_range_says():
     image = torch.rand(3, 128, 128, generator=torch.Generator().manual_seed(0)) * 4 - 1
-    added = noisy(image, 0, {"samples": 1, "noise": 0.1, "seed": 0}) - image
+    added = noisy(image, 0, samples=1, noise=0.1, seed=0) - image
     assert added.std() == pytest.approx(0.4, rel=0.02)
     assert added.mean() == pytest.approx(0, abs=0.01)
 

@@ -226,7 +226,7 @@ def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(monkeyp
     def full(*_args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(engine._RUNS, "score", full)
+    monkeypatch.setitem(engine.RUNS, "score", full)
     pass_ = Pass("net", "score", (8, 8))
     with pytest.raises(OutOfMemory) as caught:
         engine.Engine({"net": None}).run(pass_, [Row(np.zeros((8, 8, 3), np.uint8), ClassTarget(0))])

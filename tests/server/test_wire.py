@@ -258,10 +258,10 @@ WRONG = {
     "too many layers": ({"layers": ["stem"] * 9}, InvalidArgument, "layers", ["9", "8 is the limit"]),
     "too many predictions": ({"max_predictions": 1001}, InvalidArgument, "max_predictions", ["0 to 1000", "1001"]),
     "too many rows": (
-        {"methods": [method("smoothgrad", samples=512)], "top_k": 2},
+        {"methods": [method("smoothgrad", samples=512, seed=seed) for seed in range(16)], "top_k": 4},
         InvalidArgument,
         "methods",
-        ["1026 rows", "1024 is the limit"],
+        ["32772 rows", "16384 is the limit"],
     ),
     "unknown parameter": (
         {"methods": [method("smoothgrad", sample=3)]},
@@ -438,7 +438,9 @@ NUMBERS = {
     "rendering.max_side": (16, 16384, lambda v: rendering(max_side=v)),
     "rendering.quality": (1, 100, lambda v: rendering(quality=v)),
     "rendering.profile": (0, 1, lambda v: rendering(profile=v)),
+    "fusion": (0, 3, lambda v: {"fusion": v}),
 }
+TO_COME = ("targets.finer", "targets.segment", "targets.detection")
 ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}
 SAME_CLASS = {("targets.contrast.why.class_index", 2), ("targets.contrast.why_not.class_index", 2)}
 TRIED = {
@@ -461,6 +463,8 @@ def numbers(descriptor, prefix=""):
 
 def tries():
     for path, kind in numbers(explain_pb2.ExplainRequest.DESCRIPTOR):
+        if path.startswith(TO_COME):
+            continue
         least, greatest, _ = NUMBERS[path]
         yield from ((path, value) for value in [*TRIED[kind], least, greatest, greatest + 1])
 
@@ -656,7 +660,7 @@ def test_the_description_of_a_layer_says_where_its_grid_is_or_why_it_has_none():
     assert (list(with_grid.output_shape), with_grid.grid_height, with_grid.grid_width) == ([1, 4, 7, 7], 7, 7)
     assert with_grid.explainable
     assert not with_grid.reason
-    assert unfilled(without) == ["explainable", "grid_height", "grid_width"]
+    assert unfilled(without) == ["explainable", "grid_height", "grid_width", "kinds"]
     assert without.reason == NO_GRID
 
 
@@ -664,9 +668,9 @@ def test_the_description_of_a_layer_says_where_its_grid_is_or_why_it_has_none():
 def test_the_description_of_a_method_leaves_nothing_out(name):
     described = wire.describe_method(name)
 
-    assert unfilled(described, but=["parameters"]) == []
+    assert unfilled(described, but=["parameters", "layered", "eigen_smoothing", "needs", "formula"]) == []
     assert described.name == name
-    assert models_pb2.MethodKind.Name(described.kind) == f"METHOD_KIND_{type(METHODS[name]).__name__.upper()}"
+    assert described.kind == wire.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")
     assert [one.name for one in described.parameters] == [one.name for one in METHODS[name].parameters]
     assert described.rows == ask(methods=[method(name)], top_k=1).job.rows - (name == "smoothgrad")

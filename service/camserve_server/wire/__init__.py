@@ -7,6 +7,7 @@ from camserve_server.wire.replies import (
     describe_method,
     describe_model,
     explain_response,
+    kind_of,
 )
 from camserve_server.wire.requests import Order, read_model, read_order
 
@@ -18,6 +19,7 @@ __all__ = [
     "describe_method",
     "describe_model",
     "explain_response",
+    "kind_of",
     "read_model",
     "read_order",
 ]

@@ -1,13 +1,22 @@
-"""Names of picture encodings, here and on the wire."""
+"""Names of picture encodings and fusions, here and on the wire."""
 
 from typing import Literal
 
 from camserve.v1 import explain_pb2
+from camserve_server.types import Fusion
 
 FORMATS: dict["explain_pb2.ImageFormat.ValueType", Literal["jpeg", "png", "webp"] | None] = {
     explain_pb2.IMAGE_FORMAT_UNSPECIFIED: None,
     explain_pb2.IMAGE_FORMAT_JPEG: "jpeg",
     explain_pb2.IMAGE_FORMAT_PNG: "png",
     explain_pb2.IMAGE_FORMAT_WEBP: "webp",
+}
+"""Ours by theirs."""
+
+FUSIONS: dict["explain_pb2.Fusion.ValueType", Fusion | None] = {
+    explain_pb2.FUSION_UNSPECIFIED: None,
+    explain_pb2.FUSION_MEAN: "mean",
+    explain_pb2.FUSION_MAX: "max",
+    explain_pb2.FUSION_PRODUCT: "product",
 }
 """Ours by theirs."""

@@ -5,8 +5,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from camserve.v1 import explain_pb2, models_pb2
-from camserve_server.jobs import Finding, copies
-from camserve_server.methods import METHODS, Cam, Parameter
+from camserve_server.jobs import Finding, rows_of
+from camserve_server.methods import (
+    METHODS,
+    Attention,
+    Baseline,
+    Cam,
+    FullGradient,
+    Fused,
+    Method,
+    Parameter,
+    Perturbation,
+    Product,
+    Saliency,
+    Windows,
+)
+from camserve_server.methods.kinds import formula, summary
 from camserve_server.types import (
     Box,
     ClassTarget,
@@ -126,6 +140,9 @@ def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answ
         heatmap=_heatmap(finding.heatmap) if answer.heatmap else None,
         overlay=_picture(answer.overlay),
         heatmap_image=_picture(answer.heatmap_image),
+        completeness_error=finding.error,
+        augmentation_smoothing=finding.call.augmented,
+        eigen_smoothing=finding.call.eigen,
     )
     if why_not is not None:
         message.contrast.CopyFrom(_prediction(model, logits, probabilities, why_not))
@@ -176,6 +193,7 @@ def describe_model(info: ModelInfo) -> models_pb2.Model:
         parameters=info.parameters,
         precision=info.precision,
         device=info.device,
+        task=info.task,
     )
 
 
@@ -191,20 +209,46 @@ def describe_layer(layer: LayerInfo) -> models_pb2.Layer:
         grid_height=layer.layout.height if layer.layout else 0,
         grid_width=layer.layout.width if layer.layout else 0,
         reason=layer.reason,
+        kinds=sorted({kind_of(one) for one in METHODS.values() if one.layered}) if layer.layout else (),
     )
+
+
+_KINDS: dict[type, "models_pb2.MethodKind.ValueType"] = {
+    Cam: models_pb2.METHOD_KIND_CAM,
+    Saliency: models_pb2.METHOD_KIND_SALIENCY,
+    FullGradient: models_pb2.METHOD_KIND_SALIENCY,
+    Perturbation: models_pb2.METHOD_KIND_PERTURBATION,
+    Attention: models_pb2.METHOD_KIND_ATTENTION,
+    Product: models_pb2.METHOD_KIND_COMPOSITE,
+    Fused: models_pb2.METHOD_KIND_COMPOSITE,
+    Windows: models_pb2.METHOD_KIND_COMPOSITE,
+    Baseline: models_pb2.METHOD_KIND_BASELINE,
+}
+
+_TYPICAL_CHANNELS = 512
+_TYPICAL_SIZE = (224, 224)
+
+
+def kind_of(method: Method) -> "models_pb2.MethodKind.ValueType":
+    """Return what a method computes from."""
+    return _KINDS[type(method)]
 
 
 def describe_method(name: str) -> models_pb2.MethodInfo:
     """Describe the method of that name."""
     method = METHODS[name]
-    defaults = {parameter.name: parameter.default for parameter in method.parameters}
+    call = MethodCall(name, {parameter.name: parameter.default for parameter in method.parameters})
     return models_pb2.MethodInfo(
         name=name,
-        kind=models_pb2.METHOD_KIND_CAM if isinstance(method, Cam) else models_pb2.METHOD_KIND_SALIENCY,
-        summary=method.summary,
+        kind=kind_of(method),
+        summary=summary(method),
         paper=method.paper,
         parameters=[_parameter_info(parameter) for parameter in method.parameters],
-        rows=copies(MethodCall(name, defaults)),
+        rows=max(1, rows_of(call, [_TYPICAL_CHANNELS], _TYPICAL_SIZE)),
+        layered=method.layered,
+        eigen_smoothing=method.smooths,
+        needs=method.needs,
+        formula=formula(method),
     )
 
 
@@ -216,4 +260,5 @@ def _parameter_info(parameter: Parameter) -> models_pb2.ParameterInfo:
         minimum=parameter.minimum,
         maximum=parameter.maximum,
         integer=parameter.integer,
+        choices=parameter.choices,
     )

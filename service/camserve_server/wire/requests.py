@@ -11,6 +11,7 @@ from camserve_server.methods import METHODS, Parameter
 from camserve_server.types import (
     ClassTarget,
     ContrastTarget,
+    Fusion,
     Limits,
     MethodCall,
     ModelInfo,
@@ -19,7 +20,7 @@ from camserve_server.types import (
     Rendering,
     Target,
 )
-from camserve_server.wire.formats import FORMATS
+from camserve_server.wire.formats import FORMATS, FUSIONS
 
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
@@ -66,6 +67,7 @@ def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, ModelIn
         calls=_read_calls(request.methods, limits),
         layers=_read_layers(request.layers, model, limits),
         targets=_read_targets(request, model, limits),
+        fusion=_read_fusion(request.fusion),
     )
     if job.rows > limits.rows:
         raise InvalidArgument(f"the request costs {job.rows} rows, and {limits.rows} is the limit", field="methods")
@@ -110,16 +112,37 @@ def _read_call(message: explain_pb2.Method, field: str) -> MethodCall:
     values: dict[str, ParameterValue] = {parameter.name: parameter.default for parameter in method.parameters}
     for name, value in message.parameters.items():
         values[name] = _read_parameter(known[name], value, f'{field}.parameters["{name}"]')
-    return MethodCall(message.name, values)
+    if message.eigen_smoothing and not method.smooths:
+        smooth = _listed(name for name, one in METHODS.items() if one.smooths)
+        raise FailedPrecondition(
+            f"{message.name} does not add up channels, so it has no principal component: {smooth} do",
+            field=f"{field}.eigen_smoothing",
+        )
+    return MethodCall(message.name, values, message.augmentation_smoothing, message.eigen_smoothing)
 
 
-def _read_parameter(parameter: Parameter, value: explain_pb2.Parameter, field: str) -> float:
+def _read_parameter(parameter: Parameter, value: explain_pb2.Parameter, field: str) -> ParameterValue:
+    if parameter.choices:
+        return _read_choice(parameter, value, field)
     if value.WhichOneof("value") != "number":
         raise InvalidArgument(f"{parameter.name} is a number", field=field)
     _check_range(value.number, parameter.minimum, parameter.maximum, field)
     if parameter.integer and value.number != int(value.number):
         raise InvalidArgument(f"{parameter.name} is a whole number, not {value.number:g}", field=field)
     return value.number
+
+
+def _read_choice(parameter: Parameter, value: explain_pb2.Parameter, field: str) -> str:
+    if value.WhichOneof("value") != "text" or value.text not in parameter.choices:
+        hint = did_you_mean(value.text, parameter.choices)
+        raise InvalidArgument(f"{parameter.name} is one of {', '.join(parameter.choices)}{hint}", field=field)
+    return value.text
+
+
+def _read_fusion(value: "explain_pb2.Fusion.ValueType") -> Fusion | None:
+    if value not in FUSIONS:
+        raise InvalidArgument(f"there is no fusion {value}", field="fusion")
+    return FUSIONS[value]
 
 
 def _read_layers(names: Sequence[str], model: ModelInfo, limits: Limits) -> tuple[str, ...]:

@@ -1,0 +1,59 @@
+"""The only caller of a model: rows in, logits and raw maps out, all of them plain values.
+
+A batch is one forward pass over the distinct inputs in it, and one backward pass for each further target that an input
+has, so that many methods and targets of one image share all that they can.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from camserve_server.engine import cam, saliency, score
+from camserve_server.engine.inputs import normalise, viewed
+from camserve_server.errors import OutOfMemory
+from camserve_server.models import LoadedModel
+from camserve_server.types import Kind, Pass, Row, RowResult
+
+RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]]] = {
+    "score": score.run,
+    "cam": cam.run,
+    "curvature": cam.run_curvature,
+    "saliency": saliency.run,
+    "guided": saliency.run,
+    "deconvnet": saliency.run,
+}
+"""What runs a batch of each kind."""
+
+
+class Engine:
+    """Runs batches, one at a time, on the models it was given.
+
+    Args:
+        models: by name.
+    """
+
+    def __init__(self, models: Mapping[str, LoadedModel]) -> None:
+        self._models = models
+
+    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+        """Run one batch.
+
+        Args:
+            pass_: what the rows have in common.
+            rows: at least one; those of one image hold the same array.
+
+        Returns:
+            A result for each row, in their order.
+
+        Raises:
+            OutOfMemory: the batch is too large for the device.
+            ServiceError: a row cannot be computed; which one, running them apart will tell.
+        """
+        try:
+            return RUNS[pass_.kind](self._models[pass_.model], pass_, rows)
+        except torch.OutOfMemoryError:
+            pass  # raised again below: an error that led to ours would hold the tensors that fill the memory
+        raise OutOfMemory("the device has no memory for this", retry_after=1.0)
+
+
+__all__ = ["RUNS", "Engine", "normalise", "viewed"]

@@ -1,0 +1,147 @@
+"""What every pass does: the distinct inputs of a batch, made and run; its rows' scores, differentiated."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from camserve_server import targets
+from camserve_server.engine.inputs import edited, normalise, viewed
+from camserve_server.hooks import first_tensor
+from camserve_server.methods import METHODS, Cam, Saliency
+from camserve_server.methods.kinds import itself
+from camserve_server.models import LoadedModel
+from camserve_server.types import FixedTarget, Map, MethodCall, ModelInfo, Row, RowResult
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The distinct inputs of a batch, and who asks for each.
+
+    Attributes:
+        rows: of each unit, one row that has its input.
+        of_row: of each row, its unit.
+        turns: rows that one backward pass can serve: at most one of each unit.
+    """
+
+    rows: list[Row]
+    of_row: list[int]
+    turns: list[list[int]]
+
+
+def units_of(rows: Sequence[Row]) -> Units:
+    """Find the distinct inputs of a batch."""
+    units = Units([], [], [])
+    known: dict[Hashable, int] = {}
+    asked: list[int] = []
+    for index, row in enumerate(rows):
+        unit = known.setdefault(_input_key(row), len(known))
+        if unit == len(units.rows):
+            units.rows.append(row)
+            asked.append(0)
+        if asked[unit] == len(units.turns):
+            units.turns.append([])
+        units.turns[asked[unit]].append(index)
+        units.of_row.append(unit)
+        asked[unit] += 1
+    return units
+
+
+def _input_key(row: Row) -> Hashable:
+    call = _copying(row)
+    copy = (call.key, row.copy) if call else None
+    return id(row.image), row.views, copy, id(row.edit)
+
+
+def _copying(row: Row) -> MethodCall | None:
+    """Return the call that makes copies of the row's image, if there is one."""
+    for call in row.calls[:1]:
+        method = METHODS[call.name]
+        if isinstance(method, Cam | Saliency) and method.copy is not itself:
+            return call
+    return None
+
+
+def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
+    """Make the model's input [B,3,H,W] of each row: the image, normalised; its views; the method's copy; edited."""
+    images = torch.from_numpy(np.stack([row.image for row in rows])).to(info.device)
+    plain = normalise(images, info.preprocess)
+    if all(_is_plain(row) for row in rows):
+        return plain
+    return torch.stack([_changed(image, row) for image, row in zip(plain, rows, strict=True)])
+
+
+def _is_plain(row: Row) -> bool:
+    return not row.views and row.edit is None and _copying(row) is None
+
+
+def _changed(image: Tensor, row: Row) -> Tensor:
+    for view in row.views:
+        image = viewed(image, view)
+    if call := _copying(row):
+        method = cast("Cam | Saliency", METHODS[call.name])
+        image = method.copy(image, row.copy, **call.parameters)
+    return edited(image, row.edit) if row.edit else image
+
+
+def forward(model: LoadedModel, inputs: Tensor) -> Tensor:
+    """Return the logits [B, classes], float32."""
+    info = model.info
+    precision: torch.dtype = getattr(torch, info.precision)
+    half = precision != torch.float32
+    with torch.autocast(inputs.device.type, precision if half else torch.bfloat16, enabled=half):
+        logits = first_tensor(model.module(inputs))
+    return cast("Tensor", logits).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One backward pass: the rows it served, and for each its unit, target, score and logits."""
+
+    rows: list[int]
+    units: list[int]
+    targets: list[FixedTarget]
+    scores: Tensor
+    logits: Tensor
+
+    def result(
+        self,
+        place: int,
+        maps: tuple[tuple[Map, ...], ...],
+        dead: tuple[bool, ...],
+        features: tuple[Map, ...] = (),
+    ) -> RowResult:
+        """Put together what came of one of its rows."""
+        logits, score = to_numpy(self.logits[place]), float(self.scores[place])
+        return RowResult(logits, self.targets[place], score, maps, dead, features)
+
+
+def scored(logits: Tensor, units: Units, rows: Sequence[Row]) -> Iterator[tuple[Turn, Tensor]]:
+    """Yield the turns of a batch, each with its rows' scores [b] still on the graph."""
+    for indices in units.turns:
+        at = [units.of_row[index] for index in indices]
+        mine = logits[at]
+        fixed = targets.resolve(mine, [rows[index].target for index in indices])
+        scores = targets.scores(mine, fixed)
+        yield Turn(indices, at, fixed, scores.detach(), mine.detach()), scores
+
+
+def differentiated(logits: Tensor, units: Units, rows: Sequence[Row]) -> Iterator[Turn]:
+    """Differentiate every row's score: the sum over rows of different units has each one's own gradient."""
+    for number, (turn, scores) in enumerate(scored(logits, units, rows), start=1):
+        if scores.requires_grad:  # else no score depends on what is watched, and its gradient is zero
+            torch.autograd.backward(scores.sum(), retain_graph=number < len(units.turns))
+        yield turn
+
+
+def in_order(results: dict[int, RowResult]) -> list[RowResult]:
+    """Return the results of all rows in the rows' order."""
+    return [results[index] for index in range(len(results))]
+
+
+def to_numpy(tensor: Tensor) -> Map:
+    """Return a tensor as a plain float32 array."""
+    return cast("Map", tensor.detach().float().cpu().numpy())

@@ -1,0 +1,135 @@
+"""The passes over layers: their feature maps, the score's gradients there, and what the methods make of them."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from camserve_server.engine.batch import Turn, differentiated, forward, in_order, inputs_of, scored, to_numpy, units_of
+from camserve_server.errors import FailedPrecondition
+from camserve_server.hooks import Capture, watching
+from camserve_server.methods import METHODS, Cam
+from camserve_server.methods.cams import principal
+from camserve_server.methods.kinds import as_it_is
+from camserve_server.models import LoadedModel
+from camserve_server.models.grid import to_grid
+from camserve_server.types import Layout, Map, MethodCall, ModelInfo, Pass, Row, RowResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Grids:
+    """What one layer gave for some rows: activations, gradients and, where asked for, curvature, each [b,C,h,w]."""
+
+    activations: Tensor
+    gradients: Tensor
+    curvature: Tensor | None = None
+
+    @property
+    def dead(self) -> list[bool]:
+        return cast("list[bool]", (~self.gradients.flatten(1).any(1)).tolist())
+
+
+def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+    """Run one batch: one forward pass, and one backward pass a turn."""
+    units = units_of(rows)
+    layers = {name: model.module.get_submodule(name) for name in pass_.layers}
+    results: dict[int, RowResult] = {}
+    with torch.enable_grad(), watching(layers) as captures:
+        logits = forward(model, inputs_of(model.info, units.rows))
+        for turn in differentiated(logits, units, rows):
+            grids = [_see(model.info, captures, name, turn.units) for name in pass_.layers]
+            results |= _results(turn, grids, rows)
+    return in_order(results)
+
+
+def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+    """Run one batch, differentiating twice: for each layer also the Hessian of the score times the activations."""
+    units = units_of(rows)
+    layers = {name: model.module.get_submodule(name) for name in pass_.layers}
+    results: dict[int, RowResult] = {}
+    with torch.enable_grad(), watching(layers) as captures:
+        logits = forward(model, inputs_of(model.info, units.rows))
+        for turn, scores in scored(logits, units, rows):
+            grids = [_see_twice(model.info, captures, name, turn.units, scores) for name in pass_.layers]
+            results |= _results(turn, grids, rows)
+    return in_order(results)
+
+
+def _results(turn: Turn, grids: list[_Grids], rows: Sequence[Row]) -> dict[int, RowResult]:
+    mine = [rows[index] for index in turn.rows]
+    maps = [_weigh([row.calls for row in mine], layer, turn.scores) for layer in grids]
+    dead = [layer.dead for layer in grids]
+    return {
+        index: turn.result(
+            place,
+            tuple(layer[place] for layer in maps),
+            tuple(layer[place] for layer in dead),
+            tuple(to_numpy(layer.activations[place]) for layer in grids) if mine[place].features else (),
+        )
+        for place, index in enumerate(turn.rows)
+    }
+
+
+def _see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]) -> _Grids:
+    """Return what a layer gave for some units, and forget its gradients."""
+    capture, layout = _captured(info, captures, name)
+    gradient, capture.gradient = capture.gradient, None
+    activations = to_grid(capture.activation, layout)[at]
+    return _Grids(activations, torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at])
+
+
+def _see_twice(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int], scores: Tensor) -> _Grids:
+    """Return what a layer gave for some units, with the Hessian-vector product H·A of each one's score."""
+    capture, layout = _captured(info, captures, name)
+    source = capture.source
+    first = _gradient(scores.sum(), source)
+    second = _gradient((first * capture.activation).sum(), source)
+    return _Grids(
+        to_grid(capture.activation, layout)[at],
+        to_grid(first.detach(), layout)[at],
+        to_grid(second.detach(), layout)[at],
+    )
+
+
+def _gradient(score: Tensor, source: Tensor) -> Tensor:
+    """Differentiate once, so that it can be done again; zero where the score does not depend on the source."""
+    if not score.requires_grad:
+        return torch.zeros_like(source)
+    found = cast("Tensor | None", torch.autograd.grad(score, source, create_graph=True, allow_unused=True)[0])
+    return torch.zeros_like(source) if found is None else found
+
+
+def _captured(info: ModelInfo, captures: Mapping[str, Capture], name: str) -> tuple[Capture, Layout]:
+    layer, capture = info.layers.get(name), captures.get(name)
+    if layer is None or capture is None:
+        raise FailedPrecondition(f'layer "{name}" did not run')
+    if layer.layout is None:
+        raise FailedPrecondition(f'layer "{name}" cannot be explained: {layer.reason}')
+    if not capture.intact():
+        raise FailedPrecondition(f'the model overwrites what layer "{name}" returns')
+    return capture, layer.layout
+
+
+def _weigh(calls: Sequence[tuple[MethodCall, ...]], grids: _Grids, scores: Tensor) -> list[tuple[Map, ...]]:
+    """Compute every row's methods, each method once for all the rows that want it."""
+    wanted: dict[Hashable, tuple[MethodCall, list[int]]] = {}
+    for place, row_calls in enumerate(calls):
+        for call in row_calls:
+            wanted.setdefault(call.key, (call, []))[1].append(place)
+    maps: list[dict[Hashable, Map]] = [{} for _ in calls]
+    for key, (call, places) in wanted.items():
+        for place, heatmap in zip(places, to_numpy(_maps(call, grids, scores, places)), strict=True):
+            maps[place][key] = heatmap
+    return [tuple(found[call.key] for call in row_calls) for found, row_calls in zip(maps, calls, strict=True)]
+
+
+def _maps(call: MethodCall, grids: _Grids, scores: Tensor, places: list[int]) -> Tensor:
+    """Return a method's maps [b,h,w] for some rows; or what each adds to its mean, for a method that makes copies."""
+    method = cast("Cam", METHODS[call.name])
+    more = {} if grids.curvature is None else {"curvature": grids.curvature[places]}
+    found = method.weigh(grids.activations[places], grids.gradients[places], scores[places], **call.parameters, **more)
+    if method.finish is not as_it_is or found.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]
+        return found
+    return principal(found) if call.eigen else found.sum(1)

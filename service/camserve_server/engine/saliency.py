@@ -1,0 +1,42 @@
+"""The passes down to the input: the score's gradient there, by the chain rule or by another rule for each ReLU."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, to_numpy, units_of
+from camserve_server.engine.relu import relu_rule
+from camserve_server.methods import METHODS, Saliency
+from camserve_server.models import LoadedModel
+from camserve_server.types import Map, Pass, Row, RowResult
+
+
+def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+    """Run one batch: one forward pass, and one backward pass a turn."""
+    units = units_of(rows)
+    copies = inputs_of(model.info, units.rows).requires_grad_()
+    results: dict[int, RowResult] = {}
+    with torch.enable_grad(), relu_rule(pass_.kind):
+        logits = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
+        for turn in differentiated(logits, units, rows):
+            gradients = _taken(copies)
+            for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
+                term = _term(model, rows[index], copies[unit].detach(), gradients[unit])
+                results[index] = turn.result(place, ((term,),), (not bool(gradients[unit].any()),))
+    return in_order(results)
+
+
+def _term(model: LoadedModel, row: Row, copy: Tensor, gradient: Tensor) -> Map:
+    """Return what one copy adds to its method's mean."""
+    call = row.calls[0]
+    method = cast("Saliency", METHODS[call.name])
+    (image,) = inputs_of(model.info, [Row(row.image, row.target, views=row.views)])
+    return to_numpy(method.term(image, copy, gradient, row.copy, **call.parameters))
+
+
+def _taken(leaf: Tensor) -> Tensor:
+    """Take a leaf's gradient away, so that the next backward pass starts from nothing."""
+    gradient, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if gradient is None else gradient

@@ -1,0 +1,114 @@
+"""What a method costs in rows, before any is run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from camserve_server.methods import (
+    METHODS,
+    Attention,
+    Baseline,
+    Cam,
+    FullGradient,
+    Fused,
+    Perturbation,
+    Product,
+    Saliency,
+    Windows,
+)
+from camserve_server.methods.kinds import itself
+from camserve_server.types import LayerInfo, MethodCall, ModelInfo, View
+
+AUGMENTED = tuple(View(mirrored, gain) for mirrored in (False, True) for gain in (0.9, 1.0, 1.1))
+"""The views that augmentation smoothing takes the mean over."""
+
+
+def is_clean(call: MethodCall) -> bool:
+    """Tell whether a call is a CAM of the image as it is, which any number of others can share a pass with."""
+    method = METHODS[call.name]
+    return isinstance(method, Cam) and method.copy is itself and not method.curvature and not call.augmented
+
+
+def is_plain_gradient(call: MethodCall) -> bool:
+    """Tell whether a call takes the gradient at the image as it is."""
+    method = METHODS[call.name]
+    plain = isinstance(method, Saliency) and method.copy is itself and method.rule == "saliency"
+    return plain and not call.augmented
+
+
+def wants_features(call: MethodCall) -> bool:
+    """Tell whether a call starts from the feature maps of layers."""
+    method = METHODS[call.name]
+    return isinstance(method, Perturbation) and method.layered and not call.augmented
+
+
+def rows_of(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
+    """Return how many rows a call costs for one target, beside the one of the image as it is.
+
+    Args:
+        call: that the pass over the image as it is does not answer.
+        channels: how many each layer has.
+        size: height and width of the model's input.
+    """
+    if call.augmented:
+        return len(AUGMENTED) * _apart(replace(call, augmented=False), channels, size)
+    return _COSTS[type(METHODS[call.name])](call, channels, size)
+
+
+def channels_of(model: ModelInfo, layers: Sequence[str]) -> list[int]:
+    """Return how many channels the layers have."""
+    return [_channels(model.layers[name]) for name in layers]
+
+
+def _channels(layer: LayerInfo) -> int:
+    axis = {"nchw": 1, "nhwc": 3, "tokens": 2}[layer.layout.axes] if layer.layout else 1
+    return layer.shape[axis]
+
+
+def _apart(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
+    """Return what a call costs that is examined by itself, with a pass over the image as it is of its own."""
+    return 1 + (0 if is_clean(call) or is_plain_gradient(call) else rows_of(call, channels, size))
+
+
+def _copies(call: MethodCall, _channels: Sequence[int], _size: tuple[int, int]) -> int:
+    return cast("Cam | Saliency", METHODS[call.name]).count(**call.parameters)
+
+
+def _edits(call: MethodCall, channels: Sequence[int], _size: tuple[int, int]) -> int:
+    method = cast("Perturbation", METHODS[call.name])
+    if method.layered:
+        return sum(method.count(channels=one, **call.parameters) for one in channels)
+    return method.count(**call.parameters)
+
+
+def _both(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
+    method = cast("Product", METHODS[call.name])
+    return sum(_apart(part(name), channels, size) for name in (method.pixels, method.layer))
+
+
+def _fused(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
+    return _apart(part(cast("Fused", METHODS[call.name]).of), channels, size)
+
+
+def _windows(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
+    method = cast("Windows", METHODS[call.name])
+    views = method.views(height=size[0], width=size[1], **call.parameters)
+    return len(views) * _apart(part(method.of), channels, size)
+
+
+def part(name: str) -> MethodCall:
+    """Call a method that another one is made of, with its defaults."""
+    return MethodCall(name, {parameter.name: parameter.default for parameter in METHODS[name].parameters})
+
+
+_COSTS: Mapping[type, Callable[[MethodCall, Sequence[int], tuple[int, int]], int]] = {
+    Cam: _copies,
+    Saliency: _copies,
+    Perturbation: _edits,
+    Attention: lambda *_: 1,
+    FullGradient: lambda *_: 1,
+    Product: _both,
+    Fused: _fused,
+    Windows: _windows,
+    Baseline: lambda *_: 0,
+}

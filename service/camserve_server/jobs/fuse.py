@@ -1,0 +1,69 @@
+"""Several maps into one: layers fused, a layer's map brought to the pixels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from camserve_server.jobs.values import Evidence, Sheet
+from camserve_server.types import Fusion, Map, ModelInfo
+
+JOINT = " + "
+"""Between the names of layers that were fused."""
+
+FINEST = 4
+"""Layers that are fused where one is named: it, and the last of each finer grid, up to so many."""
+
+
+def fused(sheets: Sequence[Sheet], how: Fusion) -> Sheet:
+    """Fuse the maps of several layers, target by target.
+
+    Each is cut at zero and divided by its maximum, and brought to the finest grid among them bilinearly.
+    """
+    name = JOINT.join(sheet.layer for sheet in sheets)
+    return Sheet(name, [_fuse(layers, how) for layers in zip(*(sheet.evidence for sheet in sheets), strict=True)])
+
+
+def _fuse(layers: tuple[Evidence, ...], how: Fusion) -> Evidence:
+    finest = max((one.heatmap.shape for one in layers), key=lambda shape: shape[0] * shape[1])
+    maps = np.stack([onto_pixels(_relative(one.heatmap), finest) for one in layers])
+    return Evidence(_FUSIONS[how](maps), dead=any(one.dead for one in layers))
+
+
+_FUSIONS: Mapping[Fusion, Callable[[Map], Map]] = {
+    "mean": lambda maps: cast("Map", maps.mean(0)),
+    "max": lambda maps: cast("Map", maps.max(0)),
+    "product": lambda maps: cast("Map", maps.prod(0)),
+}
+
+
+def _relative(heatmap: Map) -> Map:
+    cut = heatmap.clip(min=0)
+    greatest = cut.max()
+    return cast("Map", cut / greatest) if greatest > 0 else cut
+
+
+def onto_pixels(heatmap: Map, size: tuple[int, ...]) -> Map:
+    """Cut a map at zero and bring it to another grid, bilinearly between the cells' centres.
+
+    Args:
+        heatmap: float32 [h,w].
+        size: height and width of the other grid.
+    """
+    cut = torch.from_numpy(np.ascontiguousarray(heatmap)).clamp(min=0)
+    found = functional.interpolate(cut[None, None], tuple(size), mode="bilinear", align_corners=False)
+    return cast("Map", found[0, 0].numpy())
+
+
+def pyramid(model: ModelInfo, layer: str) -> tuple[str, ...]:
+    """Return a layer and, before it, the last layer of each finer grid that comes before it, finest first."""
+    names = list(model.layers)
+    before = names[: names.index(layer) + 1]
+    last: dict[tuple[int, int], str] = {}
+    for name in before:
+        if layout := model.layers[name].layout:
+            last.pop((layout.height, layout.width), None)
+            last[layout.height, layout.width] = name
+    return tuple(last.values())[-FINEST:]

@@ -1,0 +1,297 @@
+"""How each kind of method gets its maps."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from camserve_server.jobs.cost import AUGMENTED, part
+from camserve_server.jobs.fuse import fused, onto_pixels, pyramid
+from camserve_server.jobs.study import Study
+from camserve_server.jobs.values import Evidence, Sheet
+from camserve_server.methods import (
+    METHODS,
+    Attention,
+    Baseline,
+    Cam,
+    FullGradient,
+    Fused,
+    Perturbation,
+    Product,
+    Saliency,
+    Scene,
+    Windows,
+)
+from camserve_server.methods.kinds import Array
+from camserve_server.types import Edit, Kind, Map, MethodCall, Pass, RowResult, View
+
+
+async def examine(study: Study) -> tuple[Study, list[list[Sheet]]]:
+    """Run a study: the image as it is first, then every method that this does not answer.
+
+    Returns:
+        The study with its answers, and for each method a sheet for each layer.
+    """
+    study = await study.looked()
+    return study, [await sheets_of(study, call) for call in study.job.calls]
+
+
+async def sheets_of(study: Study, call: MethodCall) -> list[Sheet]:
+    """Run one method of a study that knows what the model says of the image as it is."""
+    run = _augmented if call.augmented else _RUNS[type(METHODS[call.name])]
+    sheets = await run(study, call)
+    how = study.job.fusion
+    if how is None or len(sheets) == 1:
+        return sheets
+    return [await study.desk.think(fused, sheets, how)]
+
+
+async def _each_view(study: Study, call: MethodCall, views: Sequence[View]) -> list[list[Sheet]]:
+    """Run one method on many views of the image at once; the targets stay those of the image as it is."""
+    studies = await asyncio.gather(*(examine(study.of(call, view=view)) for view in views))
+    return [sheets[0] for _, sheets in studies]
+
+
+async def _augmented(study: Study, call: MethodCall) -> list[Sheet]:
+    """Take the mean of a method's maps over mirrored and brightened copies of the image."""
+    plain = replace(call, augmented=False)
+    seen = await _each_view(study, plain, AUGMENTED)
+    return [
+        Sheet(
+            layers[0].layer, [_mean([layer.evidence[place] for layer in layers]) for place in range(len(study.targets))]
+        )
+        for layers in zip(*seen, strict=True)
+    ]
+
+
+def _mean(copies: list[Evidence]) -> Evidence:
+    upright = [
+        one.heatmap[:, ::-1] if view.mirrored else one.heatmap for one, view in zip(copies, AUGMENTED, strict=True)
+    ]
+    return Evidence(np.mean(upright, 0, dtype=np.float32), dead=all(one.dead for one in copies))
+
+
+@dataclass(slots=True)
+class _Mean:
+    """The mean of what a method's copies add to it, for one target on one layer.
+
+    Attributes:
+        total: so far.
+        copies: so far.
+        dead: whether every gradient so far was zero everywhere.
+        scores: of the copies, in the order of their indices.
+    """
+
+    total: Map | None = None
+    copies: int = 0
+    dead: bool = True
+    scores: list[float] = field(default_factory=list)
+
+    def add(self, term: Map, score: float, *, dead: bool) -> None:
+        self.total = term.copy() if self.total is None else self.total.__iadd__(term)
+        self.copies += 1
+        self.dead = self.dead and dead
+        self.scores.append(score)
+
+    @property
+    def value(self) -> torch.Tensor:
+        return torch.from_numpy(cast("Map", self.total) / np.float32(self.copies))
+
+
+async def _means(study: Study, call: MethodCall, pass_: Pass, count: int) -> list[list[_Mean]]:
+    """Run a method's copies; return the mean of each layer (one where there is none) and target."""
+    means = [[_Mean() for _ in study.targets] for _ in pass_.layers or ("",)]
+
+    def add(index: int, result: RowResult) -> None:
+        for layer, maps, dead in zip(means, result.maps, result.dead, strict=True):
+            layer[index % len(study.targets)].add(maps[0], result.score, dead=dead)
+
+    # The targets of one copy stand side by side, so that they share a forward pass.
+    rows = [study.row(target, (call,), copy) for copy in range(count) for target in study.targets]
+    await study.desk.run(pass_, rows, add)
+    return means
+
+
+async def _cam(study: Study, call: MethodCall) -> list[Sheet]:
+    if call in study.job.clean:
+        return _answered(study, call)
+    method = cast("Cam", METHODS[call.name])
+    pass_ = study.pass_("curvature" if method.curvature else "cam", study.job.layers)
+    means = await _means(study, call, pass_, method.count(**call.parameters))
+    return [
+        Sheet(layer, [await study.desk.think(_finish_cam, method, call, mean) for mean in means[place]])
+        for place, layer in enumerate(study.job.layers)
+    ]
+
+
+def _answered(study: Study, call: MethodCall) -> list[Sheet]:
+    """Take the maps of a method that the pass over the image as it is has answered."""
+    slot = study.job.clean.index(call)
+    return [
+        Sheet(layer, [Evidence(one.maps[place][slot], dead=one.dead[place]) for one in study.answers])
+        for place, layer in enumerate(study.job.layers)
+    ]
+
+
+def _finish_cam(method: Cam, call: MethodCall, mean: _Mean) -> Evidence:
+    return Evidence(to_map(method.finish(mean.value, **call.parameters)), dead=mean.dead)
+
+
+async def _saliency(study: Study, call: MethodCall) -> list[Sheet]:
+    method = cast("Saliency", METHODS[call.name])
+    if call in study.job.clean:
+        means = [_Mean() for _ in study.answers]
+        for mean, answer in zip(means, study.answers, strict=True):
+            mean.add(answer.maps[0][0], answer.score, dead=answer.dead[0])
+    else:
+        (means,) = await _means(study, call, study.pass_(method.rule), method.count(**call.parameters))
+    seen = study.input
+    evidence = [
+        await study.desk.think(_finish_saliency, method, call, mean, seen, answer.score)
+        for mean, answer in zip(means, study.answers, strict=True)
+    ]
+    return [Sheet("", evidence)]
+
+
+def _finish_saliency(method: Saliency, call: MethodCall, mean: _Mean, seen: torch.Tensor, score: float) -> Evidence:
+    heatmap = to_map(method.finish(mean.value, seen, **call.parameters))
+    if method.baseline is None:
+        return Evidence(heatmap, dead=mean.dead)
+    promised = score - mean.scores[method.baseline(**call.parameters)]
+    error = abs(float(heatmap.sum(dtype=np.float64)) - promised) / abs(promised) if promised else 0.0
+    return Evidence(heatmap, mean.dead, error)
+
+
+async def _perturbation(study: Study, call: MethodCall) -> list[Sheet]:
+    method = cast("Perturbation", METHODS[call.name])
+    scores = np.array([answer.score for answer in study.answers], np.float32)
+    image = study.input.numpy()
+    if not method.layered:
+        return [await _explored(study, call, Scene(image, scores), "")]
+    return [
+        await _explored(study, call, Scene(image, scores, study.answers[0].features[place]), layer)
+        for place, layer in enumerate(study.job.layers)
+    ]
+
+
+async def _explored(study: Study, call: MethodCall, scene: Scene, layer: str) -> Sheet:
+    """Let a method try one set of edits after another, until it has its maps."""
+    exploring = cast("Perturbation", METHODS[call.name]).explore(scene, **call.parameters)
+    edits, maps = await study.desk.think(_next, exploring, None)
+    while maps is None:
+        edits, maps = await study.desk.think(_next, exploring, await _scores(study, edits, layer))
+    return Sheet(layer, [Evidence(np.asarray(one, np.float32)) for one in maps])
+
+
+def _next(
+    exploring: Generator[Sequence[Edit], Array, Array], scores: Array | None
+) -> tuple[Sequence[Edit], Array | None]:
+    """Return the next edits to try, or else the maps."""
+    try:
+        return (next(exploring) if scores is None else exploring.send(scores)), None
+    except StopIteration as stop:
+        return (), stop.value
+
+
+async def _scores(study: Study, edits: Sequence[Edit], layer: str) -> Array:
+    """Return the scores [n,T] of the image, edited, for every target."""
+    scores = np.zeros((len(edits), len(study.targets)), np.float32)
+
+    def keep(index: int, result: RowResult) -> None:
+        scores.flat[index] = result.score
+
+    rows = [replace(study.row(target), edit=edit) for edit in edits for target in study.targets]
+    silences = any(edit.silenced is not None for edit in edits)
+    await study.desk.run(study.pass_("score", (layer,) if silences else ()), rows, keep)
+    return scores
+
+
+async def _own_pass(study: Study, call: MethodCall) -> list[Sheet]:
+    """Run a method that one pass of its own kind answers, on no layer."""
+    found: dict[int, RowResult] = {}
+    kind = _kind(call)
+    await study.desk.run(study.pass_(kind), [study.row(target, (call,)) for target in study.targets], found.__setitem__)
+    answers = [found[place] for place in range(len(found))]
+    return [Sheet("", [Evidence(one.maps[0][0], dead=one.dead[0]) for one in answers])]
+
+
+def _kind(call: MethodCall) -> Kind:
+    method = METHODS[call.name]
+    if isinstance(method, Attention):
+        return "each" if method.each else "attention"
+    return "bias"
+
+
+async def _product(study: Study, call: MethodCall) -> list[Sheet]:
+    method = cast("Product", METHODS[call.name])
+    _, (pixels,) = await examine(study.of(part(method.pixels)))
+    _, (layers,) = await examine(study.of(part(method.layer)))
+    return [
+        Sheet(
+            one.layer,
+            [
+                Evidence(a.heatmap * onto_pixels(b.heatmap, a.heatmap.shape), dead=a.dead or b.dead)
+                for a, b in zip(pixels[0].evidence, one.evidence, strict=True)
+            ],
+        )
+        for one in layers
+    ]
+
+
+async def _fused(study: Study, call: MethodCall) -> list[Sheet]:
+    method = cast("Fused", METHODS[call.name])
+    layers = study.job.layers if len(study.job.layers) > 1 else pyramid(study.job.model, study.job.layers[0])
+    _, (sheets,) = await examine(study.of(part(method.of), layers))
+    return [await study.desk.think(fused, sheets, method.how)]
+
+
+async def _windows(study: Study, call: MethodCall) -> list[Sheet]:
+    method = cast("Windows", METHODS[call.name])
+    height, width = study.job.model.preprocess.size
+    given = {**call.parameters, "height": height, "width": width}
+    views = method.views(**given)
+    studies = await asyncio.gather(*(examine(study.of(part(method.of), view=view)) for view in views))
+    merged = []
+    for place, layer in enumerate(study.job.layers):
+        evidence = []
+        for target in range(len(study.targets)):
+            maps = np.stack([sheets[0][place].evidence[target].heatmap for _, sheets in studies])
+            scores = np.array([one.answers[target].score for one, _ in studies], np.float32)
+            dead = all(sheets[0][place].evidence[target].dead for _, sheets in studies)
+            evidence.append(Evidence(await study.desk.think(_merged, method, maps, scores, views, given), dead=dead))
+        merged.append(Sheet(layer, evidence))
+    return merged
+
+
+def _merged(method: Windows, maps: Map, scores: Map, views: Sequence[View], given: Mapping[str, Any]) -> Map:
+    return method.merge(maps, scores, views, **given)
+
+
+async def _baseline(study: Study, call: MethodCall) -> list[Sheet]:
+    heatmap = await study.desk.think(_drawn, call, study.input.numpy())
+    return [Sheet("", [Evidence(heatmap)] * len(study.targets))]
+
+
+def _drawn(call: MethodCall, image: Array) -> Map:
+    return cast("Baseline", METHODS[call.name]).draw(image, **call.parameters)
+
+
+def to_map(tensor: torch.Tensor) -> Map:
+    """Return a map as a plain array, float32."""
+    return cast("Map", tensor.float().numpy())
+
+
+_RUNS: Mapping[type, Callable[[Study, MethodCall], Awaitable[list[Sheet]]]] = {
+    Cam: _cam,
+    Saliency: _saliency,
+    Perturbation: _perturbation,
+    Attention: _own_pass,
+    FullGradient: _own_pass,
+    Product: _product,
+    Fused: _fused,
+    Windows: _windows,
+    Baseline: _baseline,
+}

@@ -1,0 +1,137 @@
+"""One image under study: what every method can ask for."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from camserve_server.engine import normalise, viewed
+from camserve_server.jobs.values import Collect, Job, Submit
+from camserve_server.methods import METHODS
+from camserve_server.types import FixedTarget, Kind, MethodCall, Pass, Pixels, Row, RowResult, View
+
+CHUNK = 64
+"""Rows of one request under way at most: what it takes up of the queue, and how soon a cancelled one stops."""
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+
+
+class Think(Protocol):
+    """Runs a function that takes a while, where it holds nobody up."""
+
+    def __call__(self, function: Callable[..., T], /, *args: object) -> Awaitable[T]:
+        """Return what it returns."""
+
+
+async def at_once(function: Callable[..., T], /, *args: object) -> T:
+    """Run a function here and now."""
+    return function(*args)
+
+
+class Desk:
+    """Runs a request's rows, a limited number at a time, and counts them.
+
+    Args:
+        submit: runs rows.
+        rows: that the request costs.
+        progress: is told how many of them are done.
+        think: runs what takes a while.
+    """
+
+    def __init__(self, submit: Submit, rows: int, progress: Progress, think: Think) -> None:
+        self.think = think
+        self._submit = submit
+        self._rows = rows
+        self._progress = progress
+        self._done = 0
+        self._room = asyncio.Semaphore(CHUNK)
+        self._turn = asyncio.Lock()
+
+    async def run(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
+        """Run rows; hand over each result, by the row's index, as it is there."""
+        for start in range(0, len(rows), CHUNK):
+            await self._chunk(pass_, rows[start : start + CHUNK], partial(_collect, collect, start))
+
+    async def _chunk(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
+        async with self._turn:  # two that each had half of the room would wait for ever
+            for _ in rows:
+                await self._room.acquire()
+        try:
+            await self._submit(pass_, rows, collect)
+        finally:
+            for _ in rows:
+                self._room.release()
+        self._done += len(rows)
+        self._progress(self._done, self._rows)
+
+
+def _collect(collect: Collect, start: int, index: int, result: RowResult) -> None:
+    collect(start + index, result)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """One image, or a view of it, under study.
+
+    Attributes:
+        job: what to find out.
+        image: what the model sees, uint8 [h,w,3].
+        desk: runs rows.
+        views: of the image.
+        answers: for each target, what one pass over the image as it is said.
+    """
+
+    job: Job
+    image: Pixels
+    desk: Desk
+    views: tuple[View, ...] = ()
+    answers: tuple[RowResult, ...] = ()
+
+    @property
+    def targets(self) -> tuple[FixedTarget, ...]:
+        """The targets, fixed."""
+        return tuple(answer.target for answer in self.answers)
+
+    @property
+    def input(self) -> Tensor:
+        """What the model gets, normalised, [3,H,W]."""
+        seen = normalise(torch.from_numpy(self.image)[None], self.job.model.preprocess)[0]
+        for view in self.views:
+            seen = viewed(seen, view)
+        return seen
+
+    def row(self, target: FixedTarget, calls: tuple[MethodCall, ...] = (), copy: int = 0) -> Row:
+        """Make a row of this image."""
+        return Row(self.image, target, calls, copy, self.views)
+
+    def pass_(self, kind: Kind, layers: Sequence[str] = ()) -> Pass:
+        """Name a pass over this image's model."""
+        return Pass(self.job.model.name, kind, self.job.model.preprocess.size, tuple(layers))
+
+    def of(self, call: MethodCall, layers: Sequence[str] = (), view: View | None = None) -> "Study":
+        """Put one method alone, for the same targets, under study: on other layers or of a view."""
+        job = replace(
+            self.job, calls=(call,), layers=tuple(layers) or self.job.layers, targets=self.targets, fusion=None
+        )
+        return replace(self, job=job, views=(*self.views, view) if view else self.views, answers=())
+
+    async def looked(self) -> "Study":
+        """Run the pass over the image as it is, and fix the targets by what it says."""
+        job, found = self.job, cast("dict[int, RowResult]", {})
+        rows = [
+            replace(self.row(cast("FixedTarget", target), job.clean), features=job.features) for target in job.targets
+        ]
+        await self.desk.run(self._clean_pass(), rows, found.__setitem__)
+        return replace(self, answers=tuple(found[place] for place in range(len(rows))))
+
+    def _clean_pass(self) -> Pass:
+        clean = self.job.clean
+        if self.job.features or any(METHODS[call.name].layered for call in clean):
+            return self.pass_("cam", self.job.layers)
+        return self.pass_("saliency" if clean else "score")

@@ -1,0 +1,132 @@
+"""A request as the engine sees it, and what comes of it."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from camserve_server.jobs.cost import channels_of, is_clean, is_plain_gradient, rows_of, wants_features
+from camserve_server.methods import METHODS
+from camserve_server.types import (
+    FixedTarget,
+    Fusion,
+    Map,
+    MethodCall,
+    ModelInfo,
+    Pass,
+    Row,
+    RowResult,
+    Target,
+    Verdict,
+)
+
+Collect: TypeAlias = Callable[[int, RowResult], None]
+
+
+class Submit(Protocol):
+    """Runs rows in batches with others' and hands over each result, by the row's index, as it is there."""
+
+    def __call__(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> Awaitable[None]:
+        """Return when every result was collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to explain: every method, on every layer, for every target.
+
+    Attributes:
+        model: that is explained.
+        calls: the methods, with their parameters.
+        layers: for the methods that look at layers.
+        targets: what is explained.
+        fusion: how the maps of several layers become one; None for one map each.
+    """
+
+    model: ModelInfo
+    calls: tuple[MethodCall, ...]
+    layers: tuple[str, ...]
+    targets: tuple[Target, ...]
+    fusion: Fusion | None = None
+
+    @property
+    def features(self) -> bool:
+        """Whether a method starts from the layers' feature maps."""
+        return any(wants_features(call) for call in self.calls)
+
+    @property
+    def clean(self) -> tuple[MethodCall, ...]:
+        """The methods that one pass over the image as it is can answer: all plain CAMs, or else one plain gradient."""
+        cams = tuple(call for call in self.calls if is_clean(call))
+        plain = tuple(call for call in self.calls if is_plain_gradient(call))
+        return cams if cams or self.features else plain[:1]
+
+    @property
+    def explanations(self) -> int:
+        """How many maps come of it."""
+        layered = sum(METHODS[call.name].layered for call in self.calls)
+        return len(self.targets) * (layered * (1 if self.fusion else len(self.layers)) + len(self.calls) - layered)
+
+    @property
+    def rows(self) -> int:
+        """How many rows it costs."""
+        channels, clean = channels_of(self.model, self.layers), self.clean
+        others = (call for call in self.calls if call not in clean)
+        return len(self.targets) * (1 + sum(rows_of(call, channels, self.model.preprocess.size) for call in others))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One raw map and what it explains.
+
+    Attributes:
+        call: the method.
+        layer: its name, or those of several joined; empty for methods that look at the input.
+        target: the class, or contrast, explained.
+        score: its logit, or difference of logits, for the image as it is.
+        heatmap: float32 [h,w], signed, on the layer's grid.
+        verdict: whether it can be read as an explanation.
+        error: by how much the map fails to add up to what it must, as a share of that; None where nothing is promised.
+    """
+
+    call: MethodCall
+    layer: str
+    target: FixedTarget
+    score: float
+    heatmap: Map
+    verdict: Verdict
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a job: the logits, float32 [classes], and the maps in the order of the request."""
+
+    logits: Map
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One map, before it is judged.
+
+    Attributes:
+        heatmap: float32 [h,w].
+        dead: whether the gradient that it was made from is zero everywhere.
+        error: as in `Finding`.
+    """
+
+    heatmap: Map
+    dead: bool = False
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One method's maps on one layer: one for each target.
+
+    Attributes:
+        layer: its name; empty for methods that look at the input.
+        evidence: of each target.
+    """
+
+    layer: str
+    evidence: list[Evidence]
