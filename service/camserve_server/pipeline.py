@@ -17,7 +17,7 @@ from camserve.v1 import explain_pb2
 from camserve_server import images, jobs, render, wire
 from camserve_server.batcher import Batcher, Collect, Spent
 from camserve_server.errors import InvalidArgument
-from camserve_server.types import Box, Limits, ModelInfo, Pass, Pixels, Row
+from camserve_server.types import Box, Limits, ModelInfo, Pass, Pixels, Rendering, Row
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,20 +102,28 @@ class Pipeline:
 
     async def _draw(self, order: wire.Order, view: _View, outcome: jobs.Outcome) -> list[wire.Answer]:
         wants = order.rendering
-        if not wants.pictures:
+        if not (wants.pictures or wants.intensity):
             return [wire.Answer(finding, wants.heatmap) for finding in outcome.findings]
         photo = view.photo
-        if photo is None:
+        if photo is None and wants.pictures:
             photo = await self._in_thread(images.decode, order.image, self.limits)
-        answers = []
-        for finding in outcome.findings:  # one by one, so that a caller who gave up is noticed in between
-            top = PIXELWISE_TOP if finding.heatmap.shape == view.image.shape[:2] else 1.0
-            pictures = await self._in_thread(render.draw, photo, finding.heatmap, view.seen, wants, top)
-            answers.append(wire.Answer(finding, wants.heatmap, *pictures))
-        return answers
+        # One by one, so that a caller who gave up is noticed in between.
+        return [await self._in_thread(_answer, finding, photo, view, wants) for finding in outcome.findings]
 
     async def _in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, partial(function, *args, **kwargs))
+
+
+def _answer(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> wire.Answer:
+    size = (view.image.shape[0], view.image.shape[1])
+    top = PIXELWISE_TOP if finding.heatmap.shape == size else 1.0
+    whole = render.intensities(finding.heatmap, wants.profile, size, top) if wants.whole else None
+    if photo is None:
+        return wire.Answer(finding, wants.heatmap, intensity=whole)
+    # The papers' intensities are drawn from the layer's own grid: one interpolation, straight to the photo.
+    drawn = render.intensity(finding.heatmap, top) if whole is None or wants.profile == "paper" else whole
+    pictures = render.draw(photo, drawn, view.seen, wants)
+    return wire.Answer(finding, wants.heatmap, *pictures, whole if wants.intensity else None)
 
 
 def _see(order: wire.Order, limits: Limits) -> _View:

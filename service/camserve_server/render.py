@@ -1,17 +1,18 @@
 """Pictures of maps: a raw map to intensities, to colours, onto the photo, and into a file."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from camserve_server._cv2 import cv2
 from camserve_server.errors import InvalidArgument, did_you_mean
-from camserve_server.types import Box, Map, Picture, Pixels, Rendering
+from camserve_server.types import Box, Map, Picture, Pixels, Profile, Rendering
 
 _OPENCV_COLORMAPS = """
 autumn bone cividis cool deepgreen hot hsv inferno jet magma ocean parula pink plasma rainbow spring summer turbo
@@ -99,20 +100,71 @@ def intensity(heatmap: Map, top: float = 1.0) -> Map:
     return intensities
 
 
-def draw(
-    photo: Pixels, heatmap: Map, seen: Box, rendering: Rendering, top: float = 1.0
-) -> tuple[Picture | None, Picture | None]:
-    """Draw a raw map on the photo that it explains, and alone.
+def intensities(heatmap: Map, profile: Profile, size: tuple[int, int], top: float = 1.0) -> Map:
+    """Turn a raw map into the intensities that a convention colours, on the pixels of the model's input.
+
+    Args:
+        heatmap: float32 [h, w], signed, of any magnitude.
+        profile: whose convention.
+        size: height and width of the model's input.
+        top: as in `intensity`; for the papers' convention.
+
+    Returns:
+        float32 [height, width], 0 to 1; "torchcam" overshoots a little between cells, for it interpolates bicubically.
+    """
+    if profile == "paper" or not np.isfinite(heatmap).all():
+        return _resized(intensity(heatmap, top), size)
+    return _PROFILES[profile](heatmap, size)
+
+
+def _resized(heatmap: Map, size: tuple[int, int]) -> Map:
+    return cast("Map", cv2.resize(heatmap, size[::-1], interpolation=cv2.INTER_LINEAR).astype(np.float32, copy=False))
+
+
+def _stretched(heatmap: Map, added: float) -> Map:
+    """Cut a map at zero and stretch it from its minimum to its maximum; what is added keeps a flat one from 0/0."""
+    cut = heatmap.clip(min=0)
+    raised = cut - cut.min()
+    return cast("Map", (raised / (raised.max() + np.float32(added))).astype(np.float32, copy=False))
+
+
+def _as_grad_cam(heatmap: Map, size: tuple[int, int]) -> Map:
+    # Twice: once on the layer's grid, and once more when the layers, be it one, have been put together.
+    return _stretched(_resized(_stretched(heatmap, 1e-7), size), 1e-7)
+
+
+def _as_torchcam(heatmap: Map, size: tuple[int, int]) -> Map:
+    grey = Image.fromarray(_stretched(heatmap, 1e-8))
+    return np.asarray(grey.resize(size[::-1], Image.Resampling.BICUBIC), np.float32)
+
+
+def _as_captum(heatmap: Map, size: tuple[int, int]) -> Map:
+    rows, columns = (np.arange(pixels) * cells // pixels for pixels, cells in zip(size, heatmap.shape, strict=True))
+    cut = heatmap[np.ix_(rows, columns)].clip(min=0)
+    ordered = np.sort(cut, axis=None)
+    sums = ordered.cumsum()
+    greatest = ordered[np.searchsorted(sums, sums[-1] * np.float32(0.98))]
+    return cast("Map", (cut / greatest).clip(0, 1)) if greatest > 0 else np.zeros(size, np.float32)
+
+
+_PROFILES: Mapping[Profile, Callable[[Map, tuple[int, int]], Map]] = {
+    "grad-cam": _as_grad_cam,
+    "torchcam": _as_torchcam,
+    "captum": _as_captum,
+}
+
+
+def draw(photo: Pixels, heat: Map, seen: Box, rendering: Rendering) -> tuple[Picture | None, Picture | None]:
+    """Draw a map on the photo that it explains, and alone.
 
     The intensities are interpolated bilinearly between the centres of the map's cells; a pixel is coloured if its
     centre lies in `seen`. Outside, the overlay is the photo, and the heatmap alone is black.
 
     Args:
         photo: uint8 [height, width, 3].
-        heatmap: float32 [h, w], raw.
+        heat: intensities, float32 [h, w], 0 to 1.
         seen: what the map covers, in the photo's pixels; it may reach beyond the photo.
         rendering: which pictures, and how.
-        top: quantile of the map that has the strongest colour; see `intensity`.
 
     Returns:
         The overlay and the heatmap alone, each None if it is not asked for. Both have the photo's size, or are smaller
@@ -127,7 +179,7 @@ def draw(
     overlay = _shrunk(photo, rendering.max_side)
     alone = np.zeros_like(overlay) if rendering.heatmap_image else None
     box = _scaled(seen, overlay.shape[1] / photo.shape[1], overlay.shape[0] / photo.shape[0])
-    for place, painted in _painted(intensity(heatmap, top), box, overlay.shape[:2], colours):
+    for place, painted in _painted(_toned(heat, rendering.profile), box, overlay.shape[:2], colours):
         if alone is not None:
             alone[place] = painted
         cv2.addWeighted(overlay[place], 1 - rendering.alpha, painted, rendering.alpha, 0, dst=overlay[place])
@@ -135,6 +187,11 @@ def draw(
         _encode(overlay, rendering.overlay, rendering.quality, _PNG_OVERLAY),
         _encode(alone, rendering.heatmap_image, rendering.quality, _PNG_HEATMAP),
     )
+
+
+def _toned(heat: Map, profile: Profile) -> Map:
+    """Square the intensities where torchcam's convention is drawn: it does so before it colours them."""
+    return heat.clip(0, 1) ** 2 if profile == "torchcam" else heat
 
 
 def _shrunk(photo: Pixels, max_side: int | None) -> Pixels:

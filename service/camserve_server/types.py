@@ -173,6 +173,10 @@ class Edit:
     silenced: int | None = None
 
 
+Profile: TypeAlias = Literal["paper", "grad-cam", "torchcam", "captum"]
+"""By whose convention raw numbers become the intensities that are coloured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """Which pictures and numbers to make, and how they look.
@@ -185,6 +189,8 @@ class Rendering:
         alpha: opacity of the heatmap, 0 to 1.
         max_side: longer side of the pictures at most, in pixels; None for the photo's own.
         quality: of JPEG and WebP, 1 to 100.
+        profile: by whose convention raw numbers become intensities.
+        intensity: whether those intensities go out.
     """
 
     overlay: Literal["jpeg", "png", "webp"] | None = None
@@ -194,11 +200,18 @@ class Rendering:
     alpha: float = 0.5
     max_side: int | None = None
     quality: int = 90
+    profile: Profile = "paper"
+    intensity: bool = False
 
     @property
     def pictures(self) -> int:
         """How many pictures of each explanation are asked for."""
         return (self.overlay is not None) + (self.heatmap_image is not None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the intensities are wanted on the pixels of the model's input."""
+        return self.intensity or self.profile != "paper"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ def pixels(picture):
 
 
 def overlay(photo=PHOTO, heatmap=MAP, seen=SEEN, **options):
-    return pixels(render.draw(photo, heatmap, seen, Rendering(overlay="png", **options))[0])
+    return pixels(render.draw(photo, render.intensity(heatmap), seen, Rendering(overlay="png", **options))[0])
 
 
 def alone(photo=PHOTO, heatmap=MAP, seen=SEEN, **options):
-    return pixels(render.draw(photo, heatmap, seen, Rendering(heatmap_image="png", **options))[1])
+    return pixels(render.draw(photo, render.intensity(heatmap), seen, Rendering(heatmap_image="png", **options))[1])
 
 
 def differ(one, other):
@@ -112,7 +112,7 @@ def test_an_unknown_colour_map_is_answered_with_those_there_are(name, hint):
     assert refusal.value.message.startswith(f'unknown colormap "{name}": there are autumn, bone, cividis, ')
     assert hint in refusal.value.message
     with pytest.raises(InvalidArgument):
-        render.draw(PHOTO, MAP, SEEN, Rendering(colormap=name))
+        render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(colormap=name))
 
 
 def test_an_endless_name_is_not_repeated():
@@ -125,17 +125,19 @@ def test_an_endless_name_is_not_repeated():
 
 
 def test_only_what_is_asked_for_is_made():
-    assert render.draw(PHOTO, MAP, SEEN, Rendering()) == (None, None)
-    over, heat = render.draw(PHOTO, MAP, SEEN, Rendering(overlay="jpeg"))
+    assert render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering()) == (None, None)
+    over, heat = render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(overlay="jpeg"))
     assert (over.format, over.width, over.height, heat) == ("jpeg", WIDTH, HEIGHT, None)
-    over, heat = render.draw(PHOTO, MAP, SEEN, Rendering(heatmap_image="webp"))
+    over, heat = render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(heatmap_image="webp"))
     assert (over, heat.format, heat.width, heat.height) == (None, "webp", WIDTH, HEIGHT)
 
 
 @pytest.mark.parametrize("file_format", ["jpeg", "png", "webp"])
 def test_files_are_what_they_say_and_look_alike(file_format):
     options = Rendering(overlay=file_format, heatmap_image=file_format, quality=95)
-    for picture, lossless in zip(render.draw(PHOTO, MAP, SEEN, options), (overlay(), alone()), strict=True):
+    for picture, lossless in zip(
+        render.draw(PHOTO, render.intensity(MAP), SEEN, options), (overlay(), alone()), strict=True
+    ):
         file = Image.open(io.BytesIO(picture.data))
         assert file.format.lower() == picture.format == file_format
         assert file.size == (picture.width, picture.height) == (WIDTH, HEIGHT)
@@ -145,7 +147,7 @@ def test_files_are_what_they_say_and_look_alike(file_format):
 @pytest.mark.parametrize("file_format", ["jpeg", "webp"])
 def test_quality_is_paid_for_in_bytes(file_format):
     low, high = (
-        len(render.draw(PHOTO, MAP, SEEN, Rendering(overlay=file_format, quality=quality))[0].data)
+        len(render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(overlay=file_format, quality=quality))[0].data)
         for quality in (30, 95)
     )
     assert low * 2 < high
@@ -263,7 +265,7 @@ def test_the_smallest_box_colours_a_pixel(shape, seen, max_side):
 )
 def test_pictures_are_made_smaller_never_larger(max_side, size):
     rendering = Rendering(overlay="png", heatmap_image="jpeg", max_side=max_side)
-    for picture in render.draw(PHOTO, MAP, SEEN, rendering):
+    for picture in render.draw(PHOTO, render.intensity(MAP), SEEN, rendering):
         assert (picture.width, picture.height) == size
         assert Image.open(io.BytesIO(picture.data)).size == size
 
@@ -292,8 +294,8 @@ def test_the_photo_and_the_map_are_left_as_they_were():
 def test_a_photo_too_long_for_webp_is_refused_in_words():
     photo = np.zeros((1, 16384, 3), np.uint8)
     with pytest.raises(InvalidArgument, match="16,383 pixels on a side: set max_side, or ask for PNG"):
-        render.draw(photo, MAP, SEEN, Rendering(overlay="webp"))
-    assert render.draw(photo, MAP, SEEN, Rendering(overlay="webp", max_side=16000))[0].width == 16000
+        render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp"))
+    assert render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp", max_side=16000))[0].width == 16000
     assert overlay(photo, seen=Box(0, 0, 16384, 1)).shape == (1, 16384, 3)
 
 

@@ -437,7 +437,7 @@ NUMBERS = {
     "rendering.alpha": (0, 1, lambda v: rendering(alpha=v)),
     "rendering.max_side": (16, 16384, lambda v: rendering(max_side=v)),
     "rendering.quality": (1, 100, lambda v: rendering(quality=v)),
-    "rendering.profile": (0, 1, lambda v: rendering(profile=v)),
+    "rendering.profile": (0, 4, lambda v: rendering(profile=v)),
     "fusion": (0, 3, lambda v: {"fusion": v}),
 }
 TO_COME = ("targets.finer", "targets.segment", "targets.detection")

@@ -56,12 +56,14 @@ class Answer:
         heatmap: whether the raw map goes out.
         overlay: drawn on the photo, or None.
         heatmap_image: the map alone, or None.
+        intensity: what is coloured, float32 [height,width] of the model's input, or None.
     """
 
     finding: Finding
     heatmap: bool
     overlay: Picture | None = None
     heatmap_image: Picture | None = None
+    intensity: Map | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answ
         heatmap=_heatmap(finding.heatmap) if answer.heatmap else None,
         overlay=_picture(answer.overlay),
         heatmap_image=_picture(answer.heatmap_image),
+        intensity=None if answer.intensity is None else _heatmap(answer.intensity),
         completeness_error=finding.error,
         augmentation_smoothing=finding.call.augmented,
         eigen_smoothing=finding.call.eigen,

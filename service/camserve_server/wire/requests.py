@@ -20,7 +20,7 @@ from camserve_server.types import (
     Rendering,
     Target,
 )
-from camserve_server.wire.formats import FORMATS, FUSIONS
+from camserve_server.wire.formats import FORMATS, FUSIONS, PROFILES
 
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
@@ -224,7 +224,7 @@ def _read_rendering(message: explain_pb2.Rendering) -> Rendering:
     if message.max_side:
         _check_range(message.max_side, SMALLEST_SIDE, LARGEST_SIDE, "rendering.max_side")
     _check_range(message.quality, 0, 100, "rendering.quality")
-    if message.profile not in (explain_pb2.PROFILE_UNSPECIFIED, explain_pb2.PROFILE_PAPER):
+    if message.profile not in PROFILES:
         raise InvalidArgument(f"there is no profile {message.profile}", field="rendering.profile")
     return Rendering(
         overlay=_read_format(message.overlay, "rendering.overlay"),
@@ -234,6 +234,8 @@ def _read_rendering(message: explain_pb2.Rendering) -> Rendering:
         alpha=alpha,
         max_side=message.max_side or None,
         quality=message.quality or 90,
+        profile=PROFILES[message.profile],
+        intensity=message.intensity,
     )
 
 

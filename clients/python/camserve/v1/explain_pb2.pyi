@@ -97,9 +97,13 @@ class _ProfileEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Profile.Value
     PROFILE_GRAD_CAM: _Profile.ValueType  # 2
     """As pytorch-grad-cam does: negative values cut, stretched from minimum to maximum, then resized bilinearly."""
     PROFILE_TORCHCAM: _Profile.ValueType  # 3
-    """As torchcam does: negative values cut, stretched from minimum to maximum, then resized bicubically."""
+    """As torchcam does: negative values cut, stretched from minimum to maximum, then resized bicubically; squared before
+    they are coloured.
+    """
     PROFILE_CAPTUM: _Profile.ValueType  # 4
-    """As Captum does: resized by nearest neighbour, negative values cut, divided by the 98th percentile of what is left."""
+    """As Captum does: resized to the nearest cell, negative values cut, divided by the value up to which 98 % of the sum
+    lies, and cut there.
+    """
 
 class Profile(_Profile, metaclass=_ProfileEnumTypeWrapper):
     """Conventions by which a raw map becomes the intensities 0 to 1 that are coloured."""
@@ -113,9 +117,13 @@ are divided by their 99th percentile, and cut there.
 PROFILE_GRAD_CAM: Profile.ValueType  # 2
 """As pytorch-grad-cam does: negative values cut, stretched from minimum to maximum, then resized bilinearly."""
 PROFILE_TORCHCAM: Profile.ValueType  # 3
-"""As torchcam does: negative values cut, stretched from minimum to maximum, then resized bicubically."""
+"""As torchcam does: negative values cut, stretched from minimum to maximum, then resized bicubically; squared before
+they are coloured.
+"""
 PROFILE_CAPTUM: Profile.ValueType  # 4
-"""As Captum does: resized by nearest neighbour, negative values cut, divided by the 98th percentile of what is left."""
+"""As Captum does: resized to the nearest cell, negative values cut, divided by the value up to which 98 % of the sum
+lies, and cut there.
+"""
 Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
 class _Verdict:

@@ -1,0 +1,94 @@
+"""A profile gives a user of another library that library's final map: normalised, and on the pixels of the input."""
+
+import captum.attr
+import numpy as np
+import pytest
+import torch
+from captum.attr import visualization
+from PIL import Image
+from pytorch_grad_cam import GradCAM
+from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+from torchcam import methods as torchcam
+from torchvision.transforms.functional import to_pil_image
+
+from camserve_server import models, render
+from camserve_server.engine import Engine, normalise
+from camserve_server.types import ClassTarget, MethodCall, Pass, Row
+
+EXACT = 1e-4
+SIZE = (96, 96)
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    return models.load(models.parse("torchvision:resnet18?weights=none&size=96"))
+
+
+@pytest.fixture(scope="module", params=range(3))
+def image(request):
+    coarse = np.random.default_rng(request.param).integers(0, 256, (6, 6, 3), np.uint8)
+    return np.array(Image.fromarray(coarse).resize(SIZE, Image.Resampling.BICUBIC))
+
+
+@pytest.fixture(scope="module")
+def seen(resnet, image):
+    return normalise(torch.from_numpy(image)[None], resnet.info.preprocess)
+
+
+@pytest.fixture(scope="module")
+def raw(resnet, image):
+    pass_ = Pass("resnet18", "cam", SIZE, ("layer3",))
+    (result,) = Engine({"resnet18": resnet}).run(pass_, [Row(image, ClassTarget(5), (MethodCall("gradcam"),))])
+    return result.maps[0][0]
+
+
+@pytest.fixture
+def trainable(resnet):
+    """The peers differentiate with respect to parameters too."""
+    resnet.module.requires_grad_(requires_grad=True)
+    yield resnet.module
+    resnet.module.requires_grad_(requires_grad=False)
+    resnet.module.zero_grad(set_to_none=True)
+
+
+def test_grad_cam_is_pytorch_grad_cams_own(raw, seen, trainable):
+    with GradCAM(trainable, [trainable.layer3]) as cam:
+        theirs = cam(seen.clone(), [ClassifierOutputTarget(5)])[0]
+
+    np.testing.assert_allclose(render.intensities(raw, "grad-cam", SIZE), theirs, atol=EXACT)
+
+
+def test_torchcam_is_torchcams_own(raw, seen, trainable):
+    with torchcam.GradCAM(trainable, "layer3") as cam:
+        scores = trainable(seen.clone())
+        mask = cam(5, scores)[0][0]
+    theirs = np.asarray(to_pil_image(mask, mode="F").resize(SIZE, Image.Resampling.BICUBIC))
+
+    np.testing.assert_allclose(render.intensities(raw, "torchcam", SIZE), theirs, atol=EXACT)
+
+
+def test_captum_is_captums_own(raw, seen, trainable):
+    attribution = captum.attr.LayerGradCam(trainable, trainable.layer3).attribute(seen.clone(), 5)
+    large = captum.attr.LayerAttribution.interpolate(attribution, SIZE).detach().numpy()[0].transpose(1, 2, 0)
+    figure, axis = visualization.visualize_image_attr(large, sign="positive", use_pyplot=False)
+    theirs = np.asarray(axis.images[0].get_array())
+
+    assert figure is not None
+    np.testing.assert_allclose(render.intensities(raw, "captum", SIZE), theirs, atol=EXACT)
+
+
+@pytest.mark.parametrize("profile", ["grad-cam", "torchcam", "captum"])
+@pytest.mark.parametrize("value", [-1.0, 0.0, 1.0, 1e-11, float("nan")])
+def test_a_map_without_contrast_is_no_error_in_any_profile(profile, value):
+    found = render.intensities(np.full((3, 3), value, np.float32), profile, (8, 8))
+
+    assert found.shape == (8, 8)
+    assert np.isfinite(found).all()
+    assert 0 <= found.min() <= found.max() <= 1
+
+
+def test_the_papers_profile_is_resized_bilinearly_between_the_cells_centres(raw):
+    large = torch.from_numpy(render.intensity(raw))[None, None]
+    expected = torch.nn.functional.interpolate(large, SIZE, mode="bilinear", align_corners=False)[0, 0]
+
+    np.testing.assert_allclose(render.intensities(raw, "paper", SIZE), expected, atol=1e-5)
