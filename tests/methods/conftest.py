@@ -3,15 +3,12 @@
 import sys
 from types import ModuleType
 
-import cv2
 import pytest
 import torch
-from skimage import data
-from sklearn.datasets import load_sample_image
 
 from camserve_server import models
 from camserve_server.models import ModelSpec
-from methods.tools import Toy
+from methods.tools import Toy, photo
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,16 +35,7 @@ def resnet():
 @pytest.fixture(scope="session")
 def photos():
     """Photos by name, each uint8 [224,224,3]."""
-    found = {name: getattr(data, name)() for name in ("chelsea", "coffee", "astronaut", "rocket")}
-    found |= {name: load_sample_image(f"{name}.jpg") for name in ("china", "flower")}
-    return {name: _square(photo) for name, photo in found.items()}
-
-
-def _square(photo):
-    height, width = photo.shape[:2]
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    return cv2.resize(photo[top : top + side, left : left + side], (224, 224), interpolation=cv2.INTER_AREA)
+    return {name: photo(name) for name in ("chelsea", "coffee", "astronaut", "rocket", "china", "flower")}
 
 
 @pytest.fixture

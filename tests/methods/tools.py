@@ -2,8 +2,11 @@
 
 import asyncio
 
+import cv2
 import numpy as np
 import torch
+from skimage import data
+from sklearn.datasets import load_sample_image
 from torch import nn
 
 from camserve_server import jobs
@@ -33,6 +36,14 @@ def noise(seed, size):
     return np.random.default_rng(seed).integers(0, 256, (size, size, 3), np.uint8)
 
 
+def photo(name, side=224):
+    """The middle square of a photo, uint8 [side,side,3]."""
+    found = load_sample_image(f"{name}.jpg") if name in ("china", "flower") else getattr(data, name)()
+    square = min(found.shape[:2])
+    top, left = ((length - square) // 2 for length in found.shape[:2])
+    return cv2.resize(found[top : top + square, left : left + square], (side, side), interpolation=cv2.INTER_AREA)
+
+
 def inputs(model, *images):
     """What the model gets to see of the images, float32 [B,3,h,w]."""
     return normalise(torch.from_numpy(np.stack(images)), model.info.preprocess)
@@ -50,10 +61,10 @@ def maps(model, image, layer, target=None, methods=CAMS):
     return dict(zip(methods, result.maps[0], strict=True))
 
 
-def job(model, calls, targets, layers=None):
+def job(model, calls, targets, layers=None, fusion=None):
     """A request for a model; methods may be given by name."""
     calls = tuple(call(one) if isinstance(one, str) else one for one in calls)
-    return jobs.Job(model.info, calls, tuple(layers or [model.info.default_layer]), tuple(targets))
+    return jobs.Job(model.info, calls, tuple(layers or [model.info.default_layer]), tuple(targets), fusion)
 
 
 def explain(model, image, asked, chunk=64, batches=None):
