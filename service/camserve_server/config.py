@@ -45,7 +45,9 @@ class Settings(BaseModel):
     max_queue_delay_ms: float = Field(
         default=0.0, ge=0, le=10_000, description="How long the oldest row may be held back for company."
     )
-    max_request_rows: int = Field(default=1024, ge=1, le=1_000_000, description="Rows that one request may cost.")
+    max_request_rows: int = Field(
+        default=16_384, ge=1, le=1_000_000, description="Rows that one request may cost: copies of its image to run."
+    )
     max_explanations: int = Field(default=64, ge=1, le=4096, description="Maps that one request may ask for.")
     max_drawn_pixels: int = Field(
         default=200_000_000, ge=1, description="Pixels of all the pictures that one request may ask for, together."
@@ -85,7 +87,8 @@ class Settings(BaseModel):
         return Limits(
             pixels=self.max_pixels,
             side=self.max_side,
-            rows=min(self.max_request_rows, self.max_queue_rows),
+            rows=self.max_request_rows,
+            chunk=min(Limits().chunk, self.max_queue_rows),
             explanations=self.max_explanations,
             drawn_pixels=self.max_drawn_pixels,
         )

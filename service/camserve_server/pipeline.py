@@ -35,12 +35,14 @@ class _View:
         size: its height and width.
         image: what the model sees, uint8 [h,w,3].
         seen: the part of the photo that this is.
+        receipt: what was explained, by what and on what.
     """
 
     photo: Pixels | None
     size: tuple[int, int]
     image: Pixels
     seen: Box
+    receipt: explain_pb2.Receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Pipeline:
         """
         order = wire.read_order(request, self.models, self.limits)
         render.colormap(order.rendering.colormap)
-        async with self.batcher.admit(min(order.job.rows, jobs.CHUNK), wait=wait):
+        async with self.batcher.admit(min(order.job.rows, self.limits.chunk), wait=wait):
             return await self._explain(order, deadline, progress)
 
     async def _explain(
@@ -94,11 +96,15 @@ class Pipeline:
         began = clock()
         view = await self._in_thread(_see, order, self.limits)
         decoded = clock()
-        outcome = await jobs.explain(order.job, view.image, submit, think=self._in_thread, progress=progress)
+        outcome = await jobs.explain(
+            order.job, view.image, submit, chunk=self.limits.chunk, think=self._in_thread, progress=progress
+        )
         computed = clock()
         answers = await self._draw(order, view, outcome)
         seconds = wire.Seconds(decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows)
-        return wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
+        response = wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
+        response.receipt.CopyFrom(view.receipt)
+        return response
 
     async def _draw(self, order: wire.Order, view: _View, outcome: jobs.Outcome) -> list[wire.Answer]:
         wants = order.rendering
@@ -132,7 +138,8 @@ def _see(order: wire.Order, limits: Limits) -> _View:
     _check_drawing(order, size, limits)
     image, seen = images.fit(photo, order.job.model.preprocess)
     kept = order.rendering.pictures and photo.size <= HELD
-    return _View(photo if kept else None, size, image, seen)
+    receipt = wire.receipt(order.job.model, order.image, image)
+    return _View(photo if kept else None, size, image, seen, receipt)
 
 
 def _check_drawing(order: wire.Order, size: tuple[int, int], limits: Limits) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,7 +13,7 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import errors, logs, wire
+from camserve_server import errors, jobs, logs, wire
 from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unavailable
 from camserve_server.methods import METHODS
 from camserve_server.pipeline import Pipeline
@@ -111,10 +111,14 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             self._house.open()
             free, writing = asyncio.Semaphore(self._house.stream_in_flight), asyncio.Lock()
 
-            async def answer(item: explain_pb2.ExplainStreamRequest) -> None:
-                reply = await self._reply(item, call.deadline)
+            async def write(reply: explain_pb2.ExplainStreamResponse) -> None:
                 async with writing:
                     await context.write(reply)
+
+            async def answer(item: explain_pb2.ExplainStreamRequest) -> None:
+                async with _telling(item, write) as progress:
+                    reply = await self._reply(item, call.deadline, progress)
+                await write(reply)
                 free.release()
 
             async with asyncio.TaskGroup() as group:
@@ -139,14 +143,15 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             reading.cancel()
 
     async def _reply(
-        self, item: explain_pb2.ExplainStreamRequest, deadline: float
+        self, item: explain_pb2.ExplainStreamRequest, deadline: float, progress: jobs.Progress
     ) -> explain_pb2.ExplainStreamResponse:
         request_id, call = item.request_id, _Call(item.request_id, deadline)
         began, code = asyncio.get_running_loop().time(), grpc.StatusCode.CANCELLED
         try:
             _check_id(request_id)
             logs.REQUEST_ID.set(request_id)
-            response = await self._house.accepted().explain(item.request, deadline=deadline, wait=True)
+            pipeline = self._house.accepted()
+            response = await pipeline.explain(item.request, deadline=deadline, wait=True, progress=progress)
             response.request_id = request_id
             call.seen(response)
             code = grpc.StatusCode.OK
@@ -255,6 +260,33 @@ async def _answering(house: House, context: Context, rpc: str) -> AsyncIterator[
         await context.abort(code, ours.message, _trailers(ours, call.request_id))
     finally:
         call.log(rpc, code, began)
+
+
+Write = Callable[[explain_pb2.ExplainStreamResponse], Awaitable[None]]
+
+
+@asynccontextmanager
+async def _telling(item: explain_pb2.ExplainStreamRequest, write: Write) -> AsyncIterator[jobs.Progress]:
+    """Tell the caller how far its request has come, where it wants to know; never faster than it listens."""
+    if not item.request.progress:
+        yield jobs.unheard
+        return
+    news: asyncio.Queue[explain_pb2.Progress | None] = asyncio.Queue()
+
+    def progress(done: int, rows: int) -> None:
+        news.put_nowait(explain_pb2.Progress(rows_done=done, rows_total=rows))
+
+    async def tell() -> None:
+        while (latest := await news.get()) is not None:
+            if news.empty():
+                await write(explain_pb2.ExplainStreamResponse(request_id=item.request_id, progress=latest))
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield progress
+    finally:
+        news.put_nowait(None)  # not cancelled: half a message would end the stream
+        await asyncio.gather(telling, return_exceptions=True)
 
 
 def _request_id(context: Context) -> str:

@@ -73,11 +73,25 @@ class Preprocess:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for; more is refused before it costs anything."""
+    """What one request may ask for; more is refused before it costs anything.
+
+    Attributes:
+        pixels: of the photo.
+        side: longer side of the photo, in pixels.
+        rows: that it may cost.
+        chunk: rows of it that may be under way at once: what it takes up of the queue, and how soon it stops when it is
+            cancelled.
+        explanations: maps.
+        drawn_pixels: of all its pictures together.
+        methods: named.
+        targets: named.
+        layers: named.
+    """
 
     pixels: int = 50_000_000
     side: int = 16_384
     rows: int = 16_384
+    chunk: int = 64
     explanations: int = 64
     drawn_pixels: int = 200_000_000
     methods: int = 16

@@ -180,12 +180,12 @@ def test_a_file_that_cannot_be_read_is_told_with_its_path(tmp_path, toml):
     assert "is no TOML: " in complaint(path=toml(b"address = '\xff'"))
 
 
-def test_the_limits_of_a_request_are_what_was_set_and_never_more_than_the_queue_holds():
+def test_the_limits_of_a_request_are_what_was_set_and_no_more_of_it_is_under_way_than_the_queue_holds():
     settings = config.load(flags={"max_pixels": 100, "max_side": 20, "max_request_rows": 50}, environment={})
     small = config.load(flags={"max_request_rows": 50, "max_queue_rows": 8}, environment={})
 
     assert settings.limits == Limits(pixels=100, side=20, rows=50)
-    assert small.limits.rows == 8
+    assert (small.limits.rows, small.limits.chunk) == (50, 8)
 
 
 def test_settings_do_not_change_once_they_are_made():

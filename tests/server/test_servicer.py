@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import contextlib
+import hashlib
 import importlib
+import importlib.metadata
 import io
 import json
 import logging
@@ -15,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import config, logs, server, servicer
+from camserve_server import config, images, logs, render, server, servicer
 from camserve_server.errors import ConfigError, ServiceError
+from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
+from camserve_server.types import Limits
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 FLAGS = {"address": "127.0.0.1:0", "device": "cpu", "threads": 1, "drain_seconds": 10}
@@ -60,6 +65,9 @@ def picture(color="red"):
 
 
 PHOTO = picture()
+
+
+RAW = explain_pb2.Rendering(heatmap=True)
 
 
 def request(**fields):
@@ -376,6 +384,68 @@ async def test_an_answer_over_the_wire_is_whole(running):
     assert min(reply.timing.decode_ms, reply.timing.compute_ms, reply.timing.render_ms) > 0
 
 
+async def test_an_answer_has_a_receipt_with_all_that_is_needed_to_compute_it_again(running):
+    receipt = (await running.explain(request())).receipt
+    info = running.pipeline.models["tiny"]
+    image, _ = images.fit(images.decode(PHOTO, Limits()), info.preprocess)
+
+    assert (receipt.digest, receipt.weights, receipt.source) == (info.digest, info.weights, info.source)
+    assert (receipt.precision, receipt.device) == ("float32", "cpu")
+    assert receipt.image_sha256 == hashlib.sha256(PHOTO).hexdigest()
+    assert receipt.input_sha256 == hashlib.sha256(image.tobytes()).hexdigest()
+    assert receipt.versions["torch"] == importlib.metadata.version("torch")
+    assert set(receipt.versions) >= {"camserve", "torch", "torchvision", "timm", "numpy"}
+
+
+async def test_a_resolved_target_asks_for_the_same_again(running):
+    first = (await running.explain(request(top_k=3, rendering=RAW))).explanations
+    targets = [one.resolved_target for one in first]
+    second = (await running.explain(request(targets=targets, rendering=RAW))).explanations
+
+    assert [one.heatmap.data for one in first] == [one.heatmap.data for one in second]
+
+
+@pytest.mark.parametrize("profile", [2, 3, 4])
+async def test_the_intensities_of_a_profile_come_on_the_pixels_of_the_input(profile, running):
+    rendering = explain_pb2.Rendering(heatmap=True, intensity=True, profile=profile)
+    (one,) = (await running.explain(request(rendering=rendering))).explanations
+    raw = np.frombuffer(one.heatmap.data, "<f4").reshape(one.heatmap.height, one.heatmap.width)
+    names = {2: "grad-cam", 3: "torchcam", 4: "captum"}
+
+    assert (one.intensity.height, one.intensity.width) == (32, 32)
+    np.testing.assert_array_equal(
+        np.frombuffer(one.intensity.data, "<f4").reshape(32, 32), render.intensities(raw, names[profile], (32, 32))
+    )
+
+
+def lightest(activations, _gradients, _scores, *, power):
+    """Take the brightest channel.
+
+    L = max_k A_k^p.
+    """
+    return activations.amax(1) ** power
+
+
+async def test_a_method_is_added_by_one_function_and_one_line_and_gets_through_the_whole_server(running, monkeypatch):
+    power = Parameter("power", "Exponent.", 1.0, 0.5, 4.0)
+    monkeypatch.setitem(METHODS, "lightest", Cam(lightest, "a test", (power,)))
+
+    listed = {one.name: one for one in (await running.models.ListMethods(models_pb2.ListMethodsRequest())).methods}
+    squared = explain_pb2.Method(name="lightest", parameters={"power": explain_pb2.Parameter(number=2)})
+    rendering = explain_pb2.Rendering(heatmap=True, overlay=explain_pb2.IMAGE_FORMAT_PNG)
+    reply = await running.explain(
+        request(methods=[explain_pb2.Method(name="lightest"), squared], layers=["act"], rendering=rendering)
+    )
+    plain, twice = (np.frombuffer(one.heatmap.data, "<f4") for one in reply.explanations)
+
+    assert listed["lightest"].summary == "Take the brightest channel"
+    assert listed["lightest"].formula == "L = max_k A_k^p."
+    assert listed["lightest"].parameters[0].name == "power"
+    assert plain.max() > 0
+    np.testing.assert_allclose(plain**2, twice, rtol=1e-6)
+    assert all(Image.open(io.BytesIO(one.overlay.data)).size == (40, 30) for one in reply.explanations)
+
+
 @pytest.mark.parametrize("extra", [1, 2, 50])
 async def test_a_full_queue_refuses_exactly_what_does_not_fit_and_says_when_to_come_again(extra, serving):
     async with serving(max_queue_rows=8) as running:
@@ -459,6 +529,10 @@ async def test_a_request_larger_than_the_limit_is_refused_before_it_is_read(serv
 
 def item(name, **fields):
     return explain_pb2.ExplainStreamRequest(request_id=name, request=request(**fields))
+
+
+def smooth(samples):
+    return explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb2.Parameter(number=samples)})
 
 
 async def test_replies_of_a_stream_say_which_request_they_answer_and_its_end_is_ok(running):
@@ -567,6 +641,51 @@ async def test_a_stream_that_is_cancelled_frees_the_queue(serving):
         await running.explain(request())
 
     assert running.batcher.stats.rows == 1
+
+
+async def test_a_long_method_says_on_a_stream_how_far_it_has_come_and_the_answer_comes_last(running):
+    call = running.stream([item("r", methods=[smooth(400)], progress=True)])
+    replies = [reply async for reply in call]
+    told = [reply.progress for reply in replies[:-1]]
+
+    assert replies[-1].WhichOneof("outcome") == "response"
+    assert {reply.request_id for reply in replies} == {"r"}
+    assert len(told) >= 3
+    assert [one.rows_done for one in told] == sorted({one.rows_done for one in told})
+    assert {one.rows_total for one in told} == {401}
+    assert 1 <= told[0].rows_done < told[-1].rows_done <= 401
+
+
+async def test_who_does_not_ask_for_progress_is_told_none(running):
+    call = running.stream([item("r", methods=[smooth(200)])])
+
+    assert [reply.WhichOneof("outcome") async for reply in call] == ["response"]
+
+
+async def test_a_long_method_that_is_cancelled_stops_within_a_chunk(serving):
+    async with serving(max_batch_rows=1) as running:
+        call = running.stream([item("r", methods=[smooth(512)] * 8, progress=True)])
+        await call.read()
+        call.cancel()
+        await until(lambda: running.batcher.admitted == 0)
+        rows = running.batcher.stats.rows
+        await running.explain(request())
+
+    assert rows <= 3 * Limits().chunk
+    assert running.batcher.stats.rows == rows + 1
+
+
+async def test_a_long_method_takes_no_more_of_the_queue_than_a_chunk(serving):
+    async with serving(max_queue_rows=Limits().chunk + 1) as running:
+        running.batcher.pause()
+        long = asyncio.ensure_future(running.explain(request(methods=[smooth(512)])))
+        await until(lambda: running.batcher.admitted == Limits().chunk)
+        short = asyncio.ensure_future(running.explain(request()))
+        await until(lambda: running.batcher.admitted == Limits().chunk + 1)
+        running.batcher.resume()
+        await short
+        assert not long.done()
+        await long
 
 
 async def test_the_deadline_of_a_stream_ends_it_and_frees_the_queue(running):

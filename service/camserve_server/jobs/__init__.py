@@ -2,7 +2,7 @@
 
 from camserve_server.jobs.cost import rows_of
 from camserve_server.jobs.runs import examine
-from camserve_server.jobs.study import CHUNK, Desk, Progress, Study, Think, at_once
+from camserve_server.jobs.study import Desk, Progress, Study, Think, at_once
 from camserve_server.jobs.values import Collect, Evidence, Finding, Job, Outcome, Sheet, Submit
 from camserve_server.jobs.verdict import judge
 from camserve_server.types import Pixels
@@ -13,7 +13,7 @@ def unheard(_done: int, _rows: int) -> None:
 
 
 async def explain(
-    job: Job, image: Pixels, submit: Submit, *, think: Think = at_once, progress: Progress = unheard
+    job: Job, image: Pixels, submit: Submit, *, chunk: int = 64, think: Think = at_once, progress: Progress = unheard
 ) -> Outcome:
     """Run a job.
 
@@ -24,10 +24,11 @@ async def explain(
         job: what to explain.
         image: what the model sees, uint8 [h,w,3].
         submit: runs rows.
+        chunk: rows under way at most.
         think: runs what takes a while beside them.
         progress: is told how many rows are done, and of how many.
     """
-    study, sheets = await examine(Study(job, image, Desk(submit, job.rows, progress, think)))
+    study, sheets = await examine(Study(job, image, Desk(submit, chunk, job.rows, progress, think)))
     findings = [
         Finding(
             call,
@@ -46,7 +47,6 @@ async def explain(
 
 
 __all__ = [
-    "CHUNK",
     "Collect",
     "Desk",
     "Evidence",

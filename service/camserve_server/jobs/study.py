@@ -14,9 +14,6 @@ from camserve_server.jobs.values import Collect, Job, Submit
 from camserve_server.methods import METHODS
 from camserve_server.types import FixedTarget, Kind, MethodCall, Pass, Pixels, Row, RowResult, View
 
-CHUNK = 64
-"""Rows of one request under way at most: what it takes up of the queue, and how soon a cancelled one stops."""
-
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
@@ -39,26 +36,28 @@ class Desk:
 
     Args:
         submit: runs rows.
+        chunk: rows under way at most.
         rows: that the request costs.
         progress: is told how many of them are done.
         think: runs what takes a while.
     """
 
-    def __init__(self, submit: Submit, rows: int, progress: Progress, think: Think) -> None:
+    def __init__(self, submit: Submit, chunk: int, rows: int, progress: Progress, think: Think) -> None:
         self.think = think
         self._submit = submit
         self._rows = rows
         self._progress = progress
         self._done = 0
-        self._room = asyncio.Semaphore(CHUNK)
+        self._chunk = chunk
+        self._room = asyncio.Semaphore(chunk)
         self._turn = asyncio.Lock()
 
     async def run(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
         """Run rows; hand over each result, by the row's index, as it is there."""
-        for start in range(0, len(rows), CHUNK):
-            await self._chunk(pass_, rows[start : start + CHUNK], partial(_collect, collect, start))
+        for start in range(0, len(rows), self._chunk):
+            await self._some(pass_, rows[start : start + self._chunk], partial(_collect, collect, start))
 
-    async def _chunk(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
+    async def _some(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
         async with self._turn:  # two that each had half of the room would wait for ever
             for _ in rows:
                 await self._room.acquire()

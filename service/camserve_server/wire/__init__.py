@@ -1,5 +1,6 @@
 """Between protobuf and the server's own values: requests in, replies out."""
 
+from camserve_server.wire.receipts import receipt
 from camserve_server.wire.replies import (
     Answer,
     Seconds,
@@ -22,4 +23,5 @@ __all__ = [
     "kind_of",
     "read_model",
     "read_order",
+    "receipt",
 ]

@@ -143,6 +143,7 @@ def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answ
         overlay=_picture(answer.overlay),
         heatmap_image=_picture(answer.heatmap_image),
         intensity=None if answer.intensity is None else _heatmap(answer.intensity),
+        resolved_target=resolved(finding.target),
         completeness_error=finding.error,
         augmentation_smoothing=finding.call.augmented,
         eigen_smoothing=finding.call.eigen,
@@ -154,6 +155,14 @@ def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answ
 
 def _classes(target: FixedTarget) -> tuple[int, int | None]:
     return (target.index, None) if isinstance(target, ClassTarget) else (target.why, target.why_not)
+
+
+def resolved(target: FixedTarget) -> explain_pb2.Target:
+    """Say a target as a request would, so that the same can be asked again."""
+    if isinstance(target, ClassTarget):
+        return explain_pb2.Target(class_index=target.index)
+    why, why_not = (explain_pb2.ClassName(class_index=index) for index in (target.why, target.why_not))
+    return explain_pb2.Target(contrast=explain_pb2.Contrast(why=why, why_not=why_not))
 
 
 def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:
