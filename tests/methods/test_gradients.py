@@ -5,8 +5,22 @@ import copy
 import numpy as np
 import pytest
 import torch
-from captum.attr import NoiseTunnel, Saliency
+from captum.attr import (
+    Deconvolution,
+    GradientShap,
+    GuidedBackprop,
+    GuidedGradCam,
+    InputXGradient,
+    IntegratedGradients,
+    NoiseTunnel,
+    Saliency,
+)
+from scipy.ndimage import gaussian_filter
+from torch import nn
+from torch.nn import functional
 
+from camserve_server import models
+from camserve_server.errors import FailedPrecondition
 from camserve_server.methods.gradients import noisy
 from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row
 from methods.tools import call, explain, gap, inputs, job, noise, run
@@ -121,3 +135,238 @@ def test_saliency_maps_are_float32_of_the_inputs_size_and_never_negative(smooth)
     assert found.dtype == np.float32
     assert found.shape == (16, 16)
     assert found.min() >= 0
+
+
+def planned(image, share, seed, samples):
+    """The documented noise of all copies of a batch of one, ready to be added."""
+    return deviation(image, share) * torch.stack([documented_noise(image[0], seed, i) for i in range(samples)])
+
+
+def tunnel(kind):
+    """Captum's noise tunnel of a kind, on the documented noise."""
+
+    def attribute(module, image, method, patch):
+        own = method.parameters
+        drawn = planned(image, own["noise"], own["seed"], own["samples"])
+        patch.setattr(torch, "normal", lambda _mean, _std: drawn)
+        found = NoiseTunnel(Saliency(module)).attribute(
+            image, nt_type=kind, nt_samples=own["samples"], stdevs=1.0, target=3, abs=False
+        )
+        return found[0].abs().amax(0)
+
+    return attribute
+
+
+def baselines(image):
+    """The documented baselines once more: zero, the mean colour, a Gaussian of a twentieth of the side."""
+    side = min(image.shape[2:])
+    blurred = gaussian_filter(image[0].detach().double().numpy(), (0, side / 20, side / 20), mode="mirror", truncate=3)
+    return {
+        "zero": torch.zeros_like(image),
+        "mean": image.mean((2, 3), keepdim=True).expand_as(image),
+        "blur": torch.from_numpy(blurred).float()[None],
+    }
+
+
+def integrated(module, image, method, _patch):
+    own = method.parameters
+    start = baselines(image)[own["baseline"]]
+    return IntegratedGradients(module).attribute(image, start, target=3, n_steps=own["steps"])[0].sum(0)
+
+
+def shap(module, image, method, patch):
+    """Captum's GradientShap, whose chance is replaced by what is documented of ours."""
+    own = method.parameters
+    ways, starts, noises = [], [], []
+    for index in range(own["samples"]):
+        dice = torch.Generator().manual_seed(own["seed"] * 100_003 + index)
+        ways.append(float(torch.rand((), generator=dice)))
+        starts.append(int(torch.randint(3, (), generator=dice)))
+        noises.append(torch.randn(image[0].shape, generator=dice))
+    if own["baseline"] != "any":
+        starts = [("zero", "mean", "blur").index(own["baseline"])] * own["samples"]
+    drawn = deviation(image, own["noise"]) * torch.stack(noises)
+    patch.setattr(torch, "normal", lambda _mean, _std: drawn)
+    patch.setattr(np.random, "uniform", lambda *_: np.array(ways))
+    patch.setattr(np.random, "choice", lambda *_args, **_more: np.array(starts))
+    theirs = GradientShap(module).attribute(
+        image, torch.cat(list(baselines(image).values())), n_samples=own["samples"], stdevs=1.0, target=3
+    )
+    return theirs[0].sum(0)
+
+
+CAPTUM = {
+    "input_x_gradient": lambda module, image, _m, _p: InputXGradient(module).attribute(image, target=3)[0].sum(0),
+    "smoothgrad": tunnel("smoothgrad"),
+    "squaregrad": tunnel("smoothgrad_sq"),
+    "vargrad": tunnel("vargrad"),
+    "integrated_gradients": integrated,
+    "gradient_shap": shap,
+}
+
+CALLS = [
+    call("input_x_gradient"),
+    call("smoothgrad", samples=6, noise=0.15, seed=11),
+    call("squaregrad", samples=6, noise=0.15, seed=11),
+    call("vargrad", samples=6, noise=0.15, seed=11),
+    *(call("integrated_gradients", steps=9, baseline=one) for one in ("zero", "mean", "blur")),
+    *(call("gradient_shap", samples=7, noise=0.1, seed=2, baseline=one) for one in ("zero", "mean", "blur", "any")),
+]
+
+
+@pytest.mark.parametrize("method", CALLS, ids=str)
+def test_a_map_equals_captums_on_the_same_draws(curved, method, monkeypatch):
+    image = inputs(curved, noise(6, 24))
+    theirs = CAPTUM[method.name](curved.module, image.clone().requires_grad_(), method, monkeypatch)
+    assert gap(heatmap(curved, noise(6, 24), method), theirs.detach()) <= CLOSE
+
+
+@pytest.fixture
+def curved(plant):
+    """A deeper model without kinks, for images of 24 pixels."""
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(3, 8, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(8, 12, 3), nn.Tanh(), nn.Flatten()]
+    return plant(lambda: nn.Sequential(*layers, nn.Linear(12 * 9 * 9, 5)), size=24)
+
+
+@pytest.mark.parametrize("baseline", ["zero", "mean", "blur"])
+def test_the_completeness_error_is_what_the_map_misses_of_the_score_difference(curved, baseline):
+    method = call("integrated_gradients", steps=2, baseline=baseline)
+    (found,) = explain(curved, noise(6, 24), job(curved, [method], [ClassTarget(3)])).findings
+    image = inputs(curved, noise(6, 24))
+    with torch.no_grad():
+        there, here = (float(curved.module(one)[0, 3]) for one in (image, baselines(image)[baseline]))
+    missed = abs(found.heatmap.sum(dtype=np.float64) - (there - here)) / abs(there - here)
+    assert missed > 1e-3  # two steps are too few
+    assert found.error == pytest.approx(missed, rel=1e-2)
+
+
+def test_more_steps_bring_integrated_gradients_nearer_to_completeness(curved):
+    errors = [
+        explain(curved, noise(6, 24), job(curved, [call("integrated_gradients", steps=n)], [ClassTarget(3)]))
+        .findings[0]
+        .error
+        for n in (1, 4, 16)
+    ]
+    assert errors[0] > 10 * errors[1] > 100 * errors[2]
+    assert errors[2] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["saliency", "smoothgrad", "vargrad", "gradient_shap"])
+def test_a_method_that_promises_no_completeness_reports_no_error(curved, name):
+    (found,) = explain(curved, noise(0, 24), job(curved, [name], [ClassTarget(3)])).findings
+    assert found.error is None
+
+
+def test_input_x_gradient_adds_up_to_the_score_of_a_network_of_relus_without_biases(plant):
+    """Euler's rule for functions that are homogeneous of degree one."""
+    torch.manual_seed(3)
+    layers = [
+        nn.Conv2d(3, 6, 3, bias=False),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(6 * 49, 5, bias=False),
+    ]
+    model = plant(lambda: nn.Sequential(*layers))
+    (found,) = explain(model, noise(7, 16), job(model, ["input_x_gradient"], [ClassTarget(3)])).findings
+    assert found.heatmap.sum(dtype=np.float64) == pytest.approx(found.score, rel=1e-5)
+
+
+def test_vargrad_is_squaregrad_less_the_square_of_smoothgrad(curved):
+    chance = {"samples": 5, "noise": 0.2, "seed": 4}
+    image = inputs(curved, noise(8, 24))
+    gradients = []
+    for drawn in planned(image, 0.2, 4, 5):
+        leaf = (image + drawn).requires_grad_()
+        gradients += torch.autograd.grad(curved.module(leaf)[0, 3], leaf)
+    each = torch.stack(gradients).double()[:, 0]
+    assert gap(heatmap(curved, noise(8, 24), call("vargrad", **chance)), each.var(0, correction=0).amax(0)) <= CLOSE
+    assert gap(heatmap(curved, noise(8, 24), call("squaregrad", **chance)), each.square().mean(0).amax(0)) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["smoothgrad", "squaregrad", "vargrad", "gradient_shap"])
+def test_the_same_seed_gives_the_same_bytes(curved, name):
+    method = {"samples": 3, "noise": 0.2}
+    one, again, other = (heatmap(curved, noise(3, 24), call(name, seed=seed, **method)) for seed in (4, 4, 5))
+    assert one.tobytes() == again.tobytes()
+    assert gap(one, other) > 0.01
+
+
+def modules_of_relu(model):
+    """A model of its own for captum, which looks for modules and sets hooks on them."""
+    theirs = copy.deepcopy(model.module)
+    for module in theirs.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    return theirs
+
+
+@pytest.fixture(scope="module", params=["resnet18", "squeezenet1_1"])
+def rectified(request):
+    """Models whose ReLUs are modules."""
+    return models.load(models.parse(f"torchvision:{request.param}?weights=none&size=64"))
+
+
+@pytest.mark.parametrize(("name", "peer"), [("guided_backprop", GuidedBackprop), ("deconvnet", Deconvolution)])
+@pytest.mark.filterwarnings("ignore:Setting .*backward hooks on ReLU:UserWarning")
+def test_a_changed_relu_gives_captums_map(rectified, name, peer):
+    image = inputs(rectified, noise(0, 64)).requires_grad_()
+    theirs = peer(modules_of_relu(rectified)).attribute(image, target=3)[0].abs().amax(0)
+    assert gap(heatmap(rectified, noise(0, 64), name), theirs.detach()) <= CLOSE
+    assert gap(heatmap(rectified, noise(0, 64), "saliency"), theirs.detach()) > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:Setting .*backward hooks on ReLU:UserWarning")
+def test_guided_gradcam_is_captums_with_bilinear_upsampling(rectified):
+    image = inputs(rectified, noise(0, 64)).requires_grad_()
+    theirs = modules_of_relu(rectified)
+    layer = theirs.get_submodule(rectified.info.default_layer)
+    expected = GuidedGradCam(theirs, layer).attribute(image, target=3, interpolate_mode="bilinear")
+    assert gap(heatmap(rectified, noise(0, 64), "guided_gradcam"), expected[0].detach().abs().amax(0)) <= CLOSE
+
+
+class ByHand(torch.autograd.Function):
+    """A ReLU whose backward step is written out: 1[x > 0] for the guided rule, max(g, 0) for both."""
+
+    @staticmethod
+    def forward(ctx, values, top, guided):
+        ctx.kept = ((values > 0) & (values < top)) | (not guided)
+        return values.clamp(0, top)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(min=0) * ctx.kept, None, None
+
+
+@pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])
+@pytest.mark.parametrize("arch", ["densenet121", "efficientnet_lite0"])
+def test_relus_that_are_no_modules_and_relu6_follow_the_rule_too(name, arch, request, monkeypatch):
+    if arch == "densenet121":  # its last ReLU is a function
+        model = models.load(models.parse("torchvision:densenet121?weights=none&size=64"))
+        image, photo = noise(0, 64), inputs(model, noise(0, 64))
+    else:
+        model = request.getfixturevalue("lite0")
+        image = request.getfixturevalue("photos")["chelsea"]
+        photo = inputs(model, image)
+    ours = heatmap(model, image, name)
+    guided = name == "guided_backprop"
+    monkeypatch.setattr(functional, "relu", lambda seen, inplace=False: ByHand.apply(seen, torch.inf, guided))  # noqa: ARG005
+    monkeypatch.setattr(functional, "relu6", lambda seen, inplace=False: ByHand.apply(seen, 6.0, guided))  # noqa: ARG005
+    monkeypatch.setattr(nn.ReLU6, "forward", lambda _self, seen: ByHand.apply(seen, 6.0, guided))
+    leaf = photo.requires_grad_()
+    (theirs,) = torch.autograd.grad(model.module(leaf)[0, 3], leaf)
+    assert gap(ours, theirs[0].abs().amax(0)) <= CLOSE
+
+
+@pytest.mark.parametrize("name", ["guided_backprop", "deconvnet", "guided_gradcam"])
+def test_a_model_without_relus_is_refused_in_words(curved, name):
+    with pytest.raises(FailedPrecondition, match=r"the model has no ReLU, .* that of saliency"):
+        heatmap(curved, noise(0, 24), name)
+
+
+def test_the_relus_of_a_pass_by_the_chain_rule_are_left_alone(rectified):
+    """A planted fault would be a rule that stays on after its pass."""
+    before = heatmap(rectified, noise(0, 64), "saliency")
+    heatmap(rectified, noise(0, 64), "guided_backprop")
+    np.testing.assert_array_equal(heatmap(rectified, noise(0, 64), "saliency"), before)

@@ -4,8 +4,8 @@ A ReLU is found where it is called, as a module, as a function or as a method, b
 no module is exchanged and no hook is set.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,26 +13,45 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from camserve_server.errors import FailedPrecondition
 from camserve_server.types import Kind
 
 Arguments = tuple[Any, ...]
 
 
-def relu_rule(kind: Kind) -> AbstractContextManager[object]:
+@contextmanager
+def relu_rule(kind: Kind) -> Iterator[None]:
     """Make every ReLU and ReLU6 in the block pass gradients on by the rule that a kind of pass has.
 
     guided: R = 1[x > 0] · max(g, 0), Springenberg et al. 2015, section 3.4. deconvnet: R = max(g, 0), Zeiler and Fergus
     2014, section 2.1. Any other kind leaves the chain rule as it is.
+
+    Raises:
+        FailedPrecondition: nothing in the block called a ReLU, so that the rule would change nothing.
     """
-    return _Rule(guided=kind == "guided") if kind in ("guided", "deconvnet") else nullcontext()
+    if kind not in ("guided", "deconvnet"):
+        yield
+        return
+    with _Rule(guided=kind == "guided") as rule:
+        yield
+    if not rule.found:
+        raise FailedPrecondition(
+            "the model has no ReLU, whose backward step this method changes: its map would be that of saliency, "
+            "which is there under its own name"
+        )
 
 
 class _Rule(TorchFunctionMode):
-    """Replaces the backward step of each ReLU that is called in the block."""
+    """Replaces the backward step of each ReLU that is called in the block.
+
+    Attributes:
+        found: whether there was any.
+    """
 
     def __init__(self, *, guided: bool) -> None:
         super().__init__()
         self._guided = guided
+        self.found = False
 
     def __torch_function__(
         self,
@@ -45,6 +64,7 @@ class _Rule(TorchFunctionMode):
         read = call(*args, **(kwargs or {})) if call else None
         if read is None:
             return func(*args, **(kwargs or {}))
+        self.found = True
         values, top, inplace = read
         passed = cast("Tensor", _Relu.apply(values.clone(), top, self._guided))
         return values.copy_(passed) if inplace else passed

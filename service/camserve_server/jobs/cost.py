@@ -74,11 +74,11 @@ def _copies(call: MethodCall, _channels: Sequence[int], _size: tuple[int, int]) 
     return cast("Cam | Saliency", METHODS[call.name]).count(**call.parameters)
 
 
-def _edits(call: MethodCall, channels: Sequence[int], _size: tuple[int, int]) -> int:
+def _edits(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
     method = cast("Perturbation", METHODS[call.name])
     if method.layered:
         return sum(method.count(channels=one, **call.parameters) for one in channels)
-    return method.count(**call.parameters)
+    return method.count(height=size[0], width=size[1], **call.parameters)
 
 
 def _both(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:

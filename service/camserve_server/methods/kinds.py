@@ -178,7 +178,8 @@ class Perturbation:
     Attributes:
         explore: says which edits to try, and makes the map of their scores.
         paper: that defines it.
-        count: how many edits; layered methods are told the layer's `channels` too.
+        count: how many edits; it is told the input's `height` and `width`, or where it is layered the layer's
+            `channels`, too.
         parameters: that it takes.
         layered: whether it starts from a layer's feature maps.
         needs: what else must be installed, in words.
