@@ -38,6 +38,7 @@ async def explain(
             one.heatmap,
             judge(one.heatmap, dead=one.dead),
             one.error,
+            sheet.fusion,
         )
         for call, layers in zip(job.calls, sheets, strict=True)
         for sheet in layers

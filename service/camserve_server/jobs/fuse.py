@@ -23,7 +23,8 @@ def fused(sheets: Sequence[Sheet], how: Fusion) -> Sheet:
     Each is cut at zero and divided by its maximum, and brought to the finest grid among them bilinearly.
     """
     name = JOINT.join(sheet.layer for sheet in sheets)
-    return Sheet(name, [_fuse(layers, how) for layers in zip(*(sheet.evidence for sheet in sheets), strict=True)])
+    evidence = [_fuse(layers, how) for layers in zip(*(sheet.evidence for sheet in sheets), strict=True)]
+    return Sheet(name, evidence, how)
 
 
 def _fuse(layers: tuple[Evidence, ...], how: Fusion) -> Evidence:

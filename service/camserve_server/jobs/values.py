@@ -85,6 +85,7 @@ class Finding:
         heatmap: float32 [h,w], signed, on the layer's grid.
         verdict: whether it can be read as an explanation.
         error: by how much the map fails to add up to what it must, as a share of that; None where nothing is promised.
+        fusion: how the maps of several layers became one; None where there is one layer.
     """
 
     call: MethodCall
@@ -94,6 +95,7 @@ class Finding:
     heatmap: Map
     verdict: Verdict
     error: float | None = None
+    fusion: Fusion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,9 @@ class Sheet:
     Attributes:
         layer: its name; empty for methods that look at the input.
         evidence: of each target.
+        fusion: how the maps of several layers became these; None where they are one layer's.
     """
 
     layer: str
     evidence: list[Evidence]
+    fusion: Fusion | None = None

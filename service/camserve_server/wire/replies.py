@@ -33,10 +33,11 @@ from camserve_server.types import (
     Picture,
     Verdict,
 )
-from camserve_server.wire.formats import FORMATS
+from camserve_server.wire.formats import FORMATS, FUSIONS
 from camserve_server.wire.requests import Order
 
 _FORMATS = {name: value for value, name in FORMATS.items() if name}
+_FUSIONS = {name: value for value, name in FUSIONS.items()}
 
 _VERDICTS = {
     Verdict.OK: explain_pb2.VERDICT_OK,
@@ -147,6 +148,7 @@ def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answ
         completeness_error=finding.error,
         augmentation_smoothing=finding.call.augmented,
         eigen_smoothing=finding.call.eigen,
+        fusion=_FUSIONS[finding.fusion],
     )
     if why_not is not None:
         message.contrast.CopyFrom(_prediction(model, logits, probabilities, why_not))

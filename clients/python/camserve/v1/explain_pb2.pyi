@@ -943,6 +943,7 @@ class Explanation(_message.Message):
     AUGMENTATION_SMOOTHING_FIELD_NUMBER: _builtins.int
     EIGEN_SMOOTHING_FIELD_NUMBER: _builtins.int
     RESOLVED_TARGET_FIELD_NUMBER: _builtins.int
+    FUSION_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """Name of the method."""
     layer: _builtins.str
@@ -961,6 +962,8 @@ class Explanation(_message.Message):
     """Whether it is the mean over augmented copies of the image."""
     eigen_smoothing: _builtins.bool
     """Whether it is the first principal component instead of the sum."""
+    fusion: Global___Fusion.ValueType
+    """How the maps of the layers named became one, where there are several."""
     @_builtins.property
     def target(self) -> Global___Prediction:
         """The class explained: index and label."""
@@ -1012,10 +1015,11 @@ class Explanation(_message.Message):
         augmentation_smoothing: _builtins.bool = ...,
         eigen_smoothing: _builtins.bool = ...,
         resolved_target: Global___Target | None = ...,
+        fusion: Global___Fusion.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "completeness_error", b"completeness_error", "contrast", b"contrast", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "overlay", b"overlay", "resolved_target", b"resolved_target", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "augmentation_smoothing", b"augmentation_smoothing", "completeness_error", b"completeness_error", "contrast", b"contrast", "eigen_smoothing", b"eigen_smoothing", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "resolved_target", b"resolved_target", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "augmentation_smoothing", b"augmentation_smoothing", "completeness_error", b"completeness_error", "contrast", b"contrast", "eigen_smoothing", b"eigen_smoothing", "fusion", b"fusion", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "resolved_target", b"resolved_target", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__completeness_error: _TypeAlias = _typing.Literal["completeness_error"]  # noqa: Y015
     _WhichOneofArgType__completeness_error: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error"]  # noqa: Y015
