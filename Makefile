@@ -8,7 +8,7 @@ STUBS := clients/python
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
 BASE ?= origin/main
 
-.PHONY: setup demo test check bench protos lint types contracts proto-check clean
+.PHONY: setup demo test check bench architectures protos lint types contracts proto-check clean
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -68,6 +68,9 @@ proto-check: setup $(PROTO_VENV)/.done
 	@for f in .protocheck/camserve/v1/*; do cmp $$f $(STUBS)/camserve/v1/$$(basename $$f) || \
 	  { echo "the stubs are not what protos/ says: run 'make protos'"; exit 1; }; done
 	@rm -rf .protocheck
+
+architectures: setup  ## explain every architecture, compare with autograd, write docs/architectures.md: half an hour
+	$(BIN)/python docs/generate/architectures.py
 
 bench: setup  ## measure; see benchmarks/
 	$(BIN)/python -m benchmarks

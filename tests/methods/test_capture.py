@@ -22,10 +22,10 @@ EXACT = 1e-5  # of the largest value, in float32
 ZOO = {
     "resnet18": (64, "layer4", ("relu", "layer1.0.relu", "layer2.0.bn1")),
     "densenet121": (64, "features", ("features.relu0", "features.denseblock2.denselayer3.relu2", "features.norm5")),
-    "vgg11": (64, "avgpool", ("features.0", "features.1", "features.17")),
+    "vgg11": (64, "features", ("features.0", "features.1", "features.17")),
     "mobilenet_v3_small": (64, "features", ("features.0.2", "features.1.block.0.2", "features.4.block.0.1")),
     "convnext_tiny": (64, "features", ("features.1.0.stochastic_depth", "features.5.3.block.3", "features.7.2.block")),
-    "swin_t": (64, "permute", ("features.1.0.stochastic_depth", "features.5.3.attn", "features.7.1.norm2")),
+    "swin_t": (64, "norm", ("features.1.0.stochastic_depth", "features.5.3.attn", "features.7.1.norm2")),
     "vit_b_16": (
         224,
         "encoder.layers.encoder_layer_11.ln_1",

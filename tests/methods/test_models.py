@@ -14,7 +14,7 @@ from torch import nn
 
 from camserve_server import models
 from camserve_server.errors import ConfigError
-from camserve_server.models import ModelSpec, grid, load, parse
+from camserve_server.models import ModelSpec, parse, sources
 from camserve_server.models.load import digest
 from camserve_server.types import ClassTarget, Layout, RankTarget, Row
 from methods.tools import CAMS, Toy, call, explain, inputs, job, maps, noise, run
@@ -274,9 +274,31 @@ def test_size_reaches_timms_transformers():
     assert model.info.layers[model.info.default_layer].layout == Layout("tokens", 6, 6, 1)
 
 
-def test_a_size_that_a_model_cannot_take_is_refused_in_words():
-    with pytest.raises(ConfigError, match="does not run on an image of 96x96 pixels: Wrong image height"):
-        models.load(parse("torchvision:vit_b_16?weights=none&size=96"))
+def test_size_reaches_torchvisions_transformers():
+    model = models.load(parse("torchvision:vit_b_16?weights=none&size=96"))
+    assert model.info.preprocess.size == (96, 96)
+    assert model.info.layers[model.info.default_layer].layout == Layout("tokens", 6, 6, 1)
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "said"),
+    [
+        ("squeezenet1_1", 8, "does not run on an image of 8x8 pixels: .*too small"),
+        ("vit_b_16", 100, "cannot be made: Input shape indivisible by patch size"),
+        ("maxvit_t", 100, "cannot be made: Input size .* not divisible by"),
+    ],
+)
+def test_a_size_that_a_model_cannot_take_is_refused_in_words(arch, size, said):
+    with pytest.raises(ConfigError, match=said):
+        models.load(parse(f"torchvision:{arch}?weights=none&size={size}"))
+
+
+def test_without_weights_a_transformer_sees_the_size_it_is_built_for():
+    """The weights that torchvision has for vit_h_14 are for 518 pixels; without them it is built for 224."""
+    transform = torchvision.models.ViT_H_14_Weights.DEFAULT.transforms()
+    ours = sources._torchvision_preprocess(transform, built_for=224)
+    assert (ours.size, ours.resize) == ((224, 224), 224)
+    assert sources._torchvision_preprocess(transform, built_for=518).size == (518, 518)
 
 
 # --- a user's own module ---
@@ -363,7 +385,7 @@ def test_a_model_that_changes_its_input_in_place_can_be_explained(plant):
     [
         ("torchvision:resnet18?weights=none&size=64", "layer4", Layout("nchw", 2, 2)),
         ("torchvision:densenet121?weights=none&size=64", "features", Layout("nchw", 2, 2)),
-        ("torchvision:swin_t?weights=none&size=64", "permute", Layout("nchw", 2, 2)),
+        ("torchvision:swin_t?weights=none&size=64", "norm", Layout("nhwc", 2, 2)),
         ("timm:vit_tiny_patch16_224?weights=none", "blocks.11.norm1", Layout("tokens", 14, 14, 1)),
         ("timm:swin_tiny_patch4_window7_224?weights=none", "norm", Layout("nhwc", 7, 7)),
         ("timm:vit_small_patch16_dinov3?weights=none&classes=5", None, Layout("tokens", 16, 16, 5)),
@@ -472,31 +494,3 @@ def test_the_embedded_model_knows_an_egyptian_cat(lite0, photos):
     assert probability.max() / probability.sum() >= 0.3
     heatmap = maps(lite0, photos["chelsea"], lite0.info.default_layer, result.target)["gradcam"]
     assert heatmap[2:, 1:6].max() == heatmap.max()
-
-
-@pytest.mark.parametrize(
-    ("shape", "layout"),
-    [
-        ((1, 64, 7, 9), None),  # not square, as the image is
-        ((1, 512, 7, 7), Layout("nchw", 7, 7)),
-        ((1, 7, 7, 512), Layout("nhwc", 7, 7)),
-        ((1, 512, 1, 1), None),
-        ((1, 3, 49, 49), None),  # an attention matrix of 49 tokens
-        ((4, 49, 64), None),  # four windows
-        ((1, 197, 64), Layout("tokens", 14, 14, 1)),
-        ((1, 201, 64), Layout("tokens", 14, 14, 5)),
-        ((1, 49, 64), Layout("tokens", 7, 7, 0)),
-        ((1, 100), None),
-    ],
-)
-def test_a_grid_is_found_where_the_shape_leaves_no_doubt(shape, layout):
-    assert grid.find(torch.zeros(shape), nn.Identity(), tokens={49}) == layout
-
-
-def test_where_some_channels_are_last_a_layer_that_does_not_show_its_order_is_refused():
-    model = load(parse("torchvision:swin_t?weights=none&size=384"))
-    doubtful = [one for one in model.info.layers.values() if one.shape == (1, 96, 96, 96)]
-
-    assert doubtful
-    assert not any(one.layout for one in doubtful)
-    assert model.info.layers["features.3"].layout == Layout("nhwc", 48, 48)

@@ -1,61 +1,54 @@
-"""Where the image's grid is in a layer's output, and how to bring it to [B,C,h,w]."""
+"""Where the image's grid may be in a layer's output, and how to bring it to [B,C,h,w]."""
 
-import math
-from collections.abc import Collection
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from camserve_server.types import Layout
 
-PREFIXES = (0, 1, 2, 5)  # none; a class token; class and distillation tokens; class and four register tokens
+PREFIXES = range(17)
+"""How many class, distillation and register tokens may come before the grid's first; 5 is the most that is common."""
 
 
-def find(output: Tensor, model: nn.Module, tokens: Collection[int] = ()) -> Layout | None:
-    """Find the grid in a layer's output for one image.
+def candidates(shape: Sequence[int], size: tuple[int, int]) -> tuple[Layout, ...]:
+    """List the ways in which an output can be read as a grid, the likeliest first.
 
-    Four dimensions are [1,C,h,w], or [1,h,w,C] where only the first two of the three can be a grid; three are tokens
-    [1,N,C] with a square grid behind the class and register tokens. An output whose first dimension is not the batch
-    (the windows of a Swin), that is not square as the image is (the heads of an attention), or that has a row and a
-    column for every token (an attention matrix), has no grid.
+    Four axes are [B,C,h,w] or [B,h,w,C]. Three are tokens [B,N,C], whose N is a number of prefix tokens and a product
+    h*w of the image's proportions; exact proportions are likelier than rounded ones, few prefix tokens than many.
 
     Args:
-        output: of the layer, for one square image.
-        model: asked for its number of prefix tokens, which timm's transformers know.
-        tokens: how many tokens the model's layers have.
+        shape: of the layer's output, the first being the batch.
+        size: height and width of the model's input.
 
     Returns:
-        The layout, or None where there is no grid larger than one cell.
+        None at all where there is no grid larger than one cell.
     """
-    if output.dim() == 0 or output.shape[0] != 1:
-        return None
-    if output.dim() == 4:  # noqa: PLR2004 -- batch, channels, height, width
-        return _image_grid(output, tokens)
-    if output.dim() == 3:  # noqa: PLR2004 -- batch, tokens, channels
-        return _token_grid(output.shape[1], getattr(model, "num_prefix_tokens", None))
-    return None
+    if len(shape) == 4:  # noqa: PLR2004 -- batch, channels, height, width
+        found = [Layout("nchw", *shape[2:]), Layout("nhwc", *shape[1:3])]
+    elif len(shape) == 3:  # noqa: PLR2004 -- batch, tokens, channels
+        found = [grid for prefix in PREFIXES for grid in _rectangles(shape[1] - prefix, prefix, size)]
+    else:
+        found = []
+    larger = [one for one in found if one.height * one.width > 1]
+    return tuple(sorted(larger, key=lambda one: _distortion(one, size)))  # a stable sort: few prefix tokens first
 
 
-def _image_grid(output: Tensor, tokens: Collection[int]) -> Layout | None:
-    _, first, second, third = output.shape
-    if second == third in tokens:
-        return None
-    if first == second != third and second > 1:
-        return Layout("nhwc", first, second)
-    square = abs(second - third) <= 1 < second * third
-    return Layout("nchw", second, third) if square else None
+def _rectangles(cells: int, prefix: int, size: tuple[int, int]) -> Iterator[Layout]:
+    for height in range(2, cells // 2 + 1):
+        grid = Layout("tokens", height, cells // height, prefix)
+        if cells % height == 0 and fits(grid, size):
+            yield grid
 
 
-def _token_grid(tokens: int, prefix: int | None) -> Layout | None:
-    for skipped in PREFIXES if prefix is None else (prefix,):
-        side = math.isqrt(max(tokens - skipped, 0))
-        if side > 1 and side * side == tokens - skipped:
-            return Layout("tokens", side, side, skipped)
-    return None
+def fits(layout: Layout, size: tuple[int, int]) -> bool:
+    """Tell whether a grid has the image's proportions, to a row or a column: strides round up or down."""
+    return _distortion(layout, size) <= max(size)
 
 
-def ambiguous(output: Tensor) -> bool:
-    """Tell whether the channels of a [1,C,h,w] or [1,h,w,C] cannot be told from its rows: all three are equal."""
-    return output.dim() == 4 and len(set(output.shape[1:])) == 1  # noqa: PLR2004 -- batch, channels, height, width
+def _distortion(layout: Layout, size: tuple[int, int]) -> int:
+    """Return how far a grid is from the image's proportions, in columns (or rows) times the image's height (width)."""
+    height, width = size
+    return abs(layout.height * width - layout.width * height)
 
 
 def to_grid(output: Tensor, layout: Layout) -> Tensor:

@@ -69,7 +69,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         parameters=sum(p.numel() for p in source.module.parameters()),
         preprocess=source.preprocess,
         layers=layers,
-        default_layer=probe.default_layer(layers),
+        default_layer=probe.default_layer(source.module, layers),
         precision=spec.precision,
         device=device,
     )
@@ -119,7 +119,7 @@ def _revive(module: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in module.named_parameters():
-            if name.endswith(("weight", "class_token", "cls_token")) and not weight.any():
+            if name.endswith(("weight", "gain", "gamma", "class_token", "cls_token")) and not weight.any():
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02 + (weight.dim() == 1))
 
 

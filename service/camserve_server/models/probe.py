@@ -1,23 +1,49 @@
 """Looks at a model once: which layers run, where their grids are, which of them the score depends on."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
 from camserve_server.errors import ConfigError
 from camserve_server.hooks import first_tensor
-from camserve_server.models import grid
+from camserve_server.models import grid, ramps
+from camserve_server.models.ramps import Reading
 from camserve_server.types import LayerInfo, Layout
 
+NO_TENSOR = "it returns no tensor of numbers"
 NO_GRID = "its output has no grid over the image"
+NO_IMAGES = "its output has no grid over the image: its first axis is not the images, but windows, heads or a table"
+NO_ORDER = "its output has no grid over the image: what it holds is not in the order of the image's rows and columns"
+NO_CERTAINTY = "its output has no grid over the image that can be told: neither its shape nor a trial run shows it"
 NO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
+
+Place: TypeAlias = Layout | str
+"""Where a layer's grid is, or the reason why it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one run of the ramps showed of a layer.
+
+    Attributes:
+        shape: of its output; None if it returned no tensor.
+        readings: of the grids that it may have.
+        images: whether its first axis is the images.
+    """
+
+    shape: tuple[int, ...] | None
+    readings: tuple[Reading, ...] = ()
+    images: bool = True
 
 
 def probe(model: nn.Module, size: tuple[int, int], device: str) -> tuple[dict[str, LayerInfo], int]:
-    """Run the model forward and back once, and describe every layer that ran.
+    """Run the model forward and back once, then forward on the ramps, and describe every layer that ran.
 
     Args:
         model: frozen, in evaluation mode, on its device.
@@ -30,22 +56,26 @@ def probe(model: nn.Module, size: tuple[int, int], device: str) -> tuple[dict[st
     Raises:
         ConfigError: the model does not run, or does not answer with [batch, classes].
     """
-    image = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)).to(device) * 2 - 1
-    with torch.enable_grad(), _outputs(model) as calls:
-        logits = _logits(model, image.requires_grad_())
+    images = ramps.images(size).to(device)
+    with torch.enable_grad(), _watched(model, _own) as calls:
+        logits = _logits(model, images[:1].requires_grad_())
         gradients = _gradients(logits, {name: outputs[-1] for name, outputs in calls.items()})
-    modules, layouts = dict(model.named_modules()), _layouts(model, calls)
+    places = find(_sights(model, images) or _shapes(calls), size)
+    modules = dict(model.named_modules())
     layers = {
-        name: _describe(name, modules[name], outputs, layouts[name], gradients[name]) for name, outputs in calls.items()
+        name: _describe(name, modules[name], outputs, places.get(name, NO_IMAGES), gradients[name])
+        for name, outputs in calls.items()
     }
     return layers, logits.shape[1]
 
 
-def default_layer(layers: dict[str, LayerInfo]) -> str:
-    """Return the last layer to finish that can be explained; among tokens, the last norm.
+def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
+    """Return the last layer to finish that can be explained and that is a feature map of the trunk.
 
-    Behind the first norm of a transformer's last block, only the class token still reaches the score. What comes
-    between that norm and the attention (queries, keys, values) is no feature of the image by itself.
+    What is inside an attention (queries, keys, values) is no feature of the image by itself: the norm before it is
+    taken, which in the last block of a transformer with a class token is the last through which its patches reach the
+    score. Among tokens it is a norm, or a module with modules inside, as a block: no lone linear map. Modules that
+    only pass on what they get are named by whose output it is.
 
     Raises:
         ConfigError: there is none.
@@ -53,20 +83,39 @@ def default_layer(layers: dict[str, LayerInfo]) -> str:
     explainable = [layer for layer in layers.values() if layer.layout]
     if not explainable:
         raise ConfigError("it has no layer with a grid over the image that the score depends on")
-    last = explainable[-1]
-    if last.layout and last.layout.axes == "tokens":
-        last = next((one for one in reversed(explainable) if "norm" in one.type.lower()), last)
-    return last.name
+    modules = dict(model.named_modules())
+    trunk = (one for one in reversed(explainable) if _is_trunk(one, modules))
+    return next(trunk, explainable[-1]).name
+
+
+def _is_trunk(layer: LayerInfo, modules: Mapping[str, nn.Module]) -> bool:
+    parts = layer.name.split(".")
+    above = [type(modules[".".join(parts[:end])]).__name__.lower() for end in range(1, len(parts))]
+    if any("attn" in kind or "attention" in kind for kind in above) or layer.type in PASSING:
+        return False
+    tokens = layer.layout is not None and layer.layout.axes == "tokens"
+    return not tokens or "norm" in layer.type.lower() or any(modules[layer.name].children())
+
+
+PASSING = ("Identity", "Dropout", "DropPath", "StochasticDepth", "Permute", "AdaptiveAvgPool2d")
+"""Types of modules that only pass on what they get, in evaluation mode and at the size that the model is made for."""
 
 
 @contextmanager
-def _outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor | None]]]:
-    """Yield what each module returned, a list entry for each call, in the order of their last calls' ends."""
-    calls: dict[str, list[Tensor | None]] = {}
+def _watched(model: nn.Module, look: Callable[[Any], tuple[Any, Any]]) -> Iterator[dict[str, list[Any]]]:
+    """Yield what `look` sees in each module's output, an entry for each call, in the order of their last ends.
+
+    Args:
+        model: whose modules are watched.
+        look: takes what a module returned; gives what is kept, and what the model goes on with.
+    """
+    calls: dict[str, list[Any]] = {}
 
     def keep(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            calls[name] = [*calls.pop(name, []), first_tensor(output)]
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+            kept, passed = look(output)
+            calls[name] = [*calls.pop(name, []), kept]
+            return passed
 
         return hook
 
@@ -75,6 +124,21 @@ def _outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor | None]]]:
             if name:
                 stack.enter_context(module.register_forward_hook(keep(name)))
         yield calls
+
+
+def _own(output: Any) -> tuple[Tensor | None, Any]:
+    """Give a module's output a tensor of its own, to differentiate by.
+
+    A module that returns what it got would otherwise share the gradient of all else that is done with it, and what the
+    model goes on to change in place would be another tensor.
+    """
+    parts, structure = pytree.tree_flatten(output)
+    first = first_tensor(output)
+    if first is None:
+        return None, output
+    own = first.clone()
+    changed = [own.clone() if part is first else part for part in parts]
+    return own, pytree.tree_unflatten(changed, structure)
 
 
 def _logits(model: nn.Module, image: Tensor) -> Tensor:
@@ -98,29 +162,122 @@ def _gradients(logits: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, T
     return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
 
 
-def _layouts(model: nn.Module, calls: dict[str, list[Tensor | None]]) -> dict[str, Layout | None]:
-    last = {name: outputs[-1] for name, outputs in calls.items()}
-    tokens = {one.shape[1] for one in last.values() if one is not None and one.dim() == 3}  # noqa: PLR2004 -- [B,N,C]
-    found = {name: None if one is None else grid.find(one, model, tokens) for name, one in last.items()}
-    if any(layout and layout.axes == "nhwc" for layout in found.values()):
-        # Where some layers have their channels last, a layer that does not show which way round it is has no grid.
-        found |= {name: None for name, one in last.items() if one is not None and grid.ambiguous(one)}
-    return found
+def _sights(model: nn.Module, images: Tensor) -> dict[str, Seen]:
+    """Run the ramps, and read each layer's output at once, so that no two outputs need be held."""
+    size = (images.shape[2], images.shape[3])
+    last: list[Any] = [None, None]
+
+    def look(output: Any) -> tuple[Seen, Any]:
+        tensor = first_tensor(output)
+        if tensor is None:
+            return Seen(None), output
+        if tensor is not last[0]:  # a block returns what its last module returned
+            last[:] = tensor, _see(tensor, size)
+        return last[1], output
+
+    try:
+        with torch.no_grad(), _watched(model, look) as calls:
+            model(images)
+    except Exception:  # noqa: BLE001 -- a model that takes one image at a time is read by its shapes alone
+        return {}
+    return {name: seen[-1] for name, seen in calls.items()}
+
+
+def _see(output: Tensor, size: tuple[int, int]) -> Seen:
+    shape = tuple(output.shape)
+    if not shape or shape[0] != ramps.COPIES:
+        return Seen(shape, images=False)
+    return Seen(shape, ramps.read(output, grid.candidates(shape, size)))
+
+
+def _shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, Seen]:
+    shapes = {name: None if one is None else tuple(one.shape) for name, (*_, one) in calls.items()}
+    return {name: Seen(shape, images=shape is not None and shape[:1] == (1,)) for name, shape in shapes.items()}
+
+
+def find(seen: Mapping[str, Seen], size: tuple[int, int]) -> dict[str, Place]:
+    """Find each layer's grid: by what the ramps showed; else by other layers of its shape; else by its own shape.
+
+    Args:
+        seen: of each layer.
+        size: height and width of the image.
+    """
+    sure = {name: one.readings[-1].layout for name, one in seen.items() if one.readings and one.readings[-1].sure}
+    known = _Known(
+        size=size,
+        alike={(seen[name].shape or ())[1:]: layout for name, layout in sure.items()},
+        prefixes={layout.prefix for layout in sure.values() if layout.axes == "tokens"},
+        tokens={layout.prefix + layout.height * layout.width for layout in sure.values()}
+        | {one.shape[1] for one in seen.values() if one.shape and len(one.shape) == 3},  # noqa: PLR2004 -- [B,N,C]
+    )
+    return {name: sure.get(name) or _doubtful(one, known) for name, one in seen.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a model from the layers in which places show.
+
+    Attributes:
+        size: height and width of the image.
+        alike: layouts by the shape, without the batch.
+        prefixes: how many tokens come before a grid's first.
+        tokens: how many tokens there are.
+    """
+
+    size: tuple[int, int]
+    alike: Mapping[tuple[int, ...], Layout]
+    prefixes: Collection[int]
+    tokens: Collection[int]
+
+
+def _doubtful(one: Seen, known: _Known) -> Place:
+    """Find the grid of a layer in which the ramps showed nothing for certain."""
+    if one.shape is None:
+        return NO_TENSOR
+    if not one.images or not one.shape:
+        return NO_IMAGES if len(one.shape) > 2 else NO_GRID  # noqa: PLR2004 -- [B,C] is no window
+    likely = [layout for layout in grid.candidates(one.shape, known.size) if grid.fits(layout, known.size)]
+    if not likely:
+        return NO_GRID
+    wrong = [reading.layout for reading in one.readings if reading.wrong]
+    if any(layout.axes == "tokens" for layout in wrong):  # the order is the same, whatever rectangle it is read as
+        return NO_ORDER
+    likely = [layout for layout in likely if layout not in wrong and not _is_matrix(layout, one.shape, known)]
+    return (_by_shape(one, likely, known) or NO_CERTAINTY) if likely else NO_ORDER
+
+
+def _by_shape(one: Seen, likely: list[Layout], known: _Known) -> Layout | None:
+    """Take what layers of the same shape have; else the only grid that fits. Tokens fit several, behind any prefix."""
+    alike = known.alike.get((one.shape or ())[1:])
+    if alike in likely:
+        return alike
+    if likely[0].axes == "tokens":
+        blind = bool(one.readings) and all(reading.blind for reading in one.readings)
+        likely = [layout for layout in likely if blind and layout.prefix in known.prefixes]
+    return likely[0] if len(likely) == 1 else None
+
+
+def _is_matrix(layout: Layout, shape: tuple[int, ...], known: _Known) -> bool:
+    """Tell whether a grid is more likely attention: a row and a column for each token, and fewer heads than those."""
+    side = layout.height
+    return side == layout.width and side in known.tokens and math.prod(shape[1:]) < side**3
 
 
 def _describe(
-    name: str, module: nn.Module, outputs: list[Tensor | None], layout: Layout | None, gradient: Tensor | None
+    name: str, module: nn.Module, outputs: list[Tensor | None], place: Place, gradient: Tensor | None
 ) -> LayerInfo:
     output = outputs[-1]
-    alive = layout is not None and _alive(gradient, layout)
+    layout, reason = (None, place) if isinstance(place, str) else (place, "")
+    if layout and not _alive(gradient, layout):
+        layout, reason = None, NO_GRADIENT
     return LayerInfo(
         name=name,
         type=type(module).__name__,
         shape=tuple(output.shape) if output is not None else (),
         parameters=sum(p.numel() for p in module.parameters()),
         calls=len(outputs),
-        layout=layout if alive else None,
-        reason="" if alive else NO_GRADIENT if layout else NO_GRID,
+        layout=layout,
+        reason=reason,
     )
 
 

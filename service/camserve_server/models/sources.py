@@ -75,21 +75,37 @@ def _torchvision(spec: ModelSpec) -> Source:
     builder = inspect.signature(zoo.get_model_builder(spec.arch))
     if "weights_backbone" in builder.parameters and spec.weights != "default":
         options["weights_backbone"] = None  # else it would be fetched all the same
-    module = _fetched(
-        spec, lambda: zoo.get_model(spec.arch, weights=best if spec.weights == "default" else None, **options)
-    )
+    if spec.weights == "default":
+        module = _fetched(spec, lambda: zoo.get_model(spec.arch, weights=best, **options))
+    else:
+        module = _fetched(spec, lambda: _torchvision_module(spec, options))
     if best is None:
         return Source(module, USUAL)
-    return Source(module, _torchvision_preprocess(best.transforms()), tuple(best.meta.get("categories", ())))
+    preprocess = _torchvision_preprocess(best.transforms(), getattr(module, "image_size", None))
+    return Source(module, preprocess, tuple(best.meta.get("categories", ())))
 
 
-def _torchvision_preprocess(transform: Any) -> Preprocess:
+def _torchvision_module(spec: ModelSpec, options: dict[str, Any]) -> nn.Module:
+    """Build a model without weights, for the size that was asked for where it has to know that."""
+    size = spec.size
+    sized: list[dict[str, Any]] = [] if size is None else [{"image_size": size}, {"input_size": (size, size)}]
+    for more in sized:
+        try:
+            return cast("nn.Module", zoo.get_model(spec.arch, weights=None, **options, **more))
+        except TypeError:  # only its vision transformers and its MaxViT are built for a size
+            pass
+    return cast("nn.Module", zoo.get_model(spec.arch, weights=None, **options))
+
+
+def _torchvision_preprocess(transform: Any, built_for: int | None) -> Preprocess:
     if not hasattr(transform, "crop_size"):
         return USUAL
-    side = transform.crop_size[0]
+    side, resize = transform.crop_size[0], transform.resize_size[0]
+    if built_for and built_for != side:  # the weights that there are may be for another size than the architecture
+        side, resize = built_for, round(resize * built_for / side)
     interpolation = _interpolation(transform.interpolation.value)
     mean, std = tuple(transform.mean), tuple(transform.std)
-    return Preprocess((side, side), transform.resize_size[0], interpolation, mean, std)
+    return Preprocess((side, side), resize, interpolation, mean, std)
 
 
 def _timm(spec: ModelSpec) -> Source:

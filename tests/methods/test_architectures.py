@@ -1,0 +1,221 @@
+"""Where a layer's grid is: found by running the model, for every way in which architectures lay out their features."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from camserve_server import models
+from camserve_server.models import parse, probe, ramps
+from camserve_server.models.probe import NO_CERTAINTY, NO_GRADIENT, NO_GRID, NO_IMAGES, NO_ORDER, NO_TENSOR, Seen
+from camserve_server.types import Layout
+
+PATCH = 4
+
+
+class Passes(nn.Module):
+    """A layer that lays out what it gets in its own way."""
+
+    def __init__(self, lay_out):
+        super().__init__()
+        self.lay_out = lay_out
+
+    def forward(self, seen):
+        return self.lay_out(seen)
+
+
+class Net(nn.Module):
+    """A patch embedding, a layer, and a score that every number of the layer's output has a part in."""
+
+    def __init__(self, lay_out, channels=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, channels, PATCH, stride=PATCH)
+        self.layer = Passes(lay_out)
+        self.head = nn.LazyLinear(5)
+
+    def forward(self, image):
+        seen = self.layer(self.stem(image))
+        whole = seen.expand(len(image), *seen.shape[1:]) if len(seen) == 1 else seen
+        return self.head(whole.reshape(len(image), -1).square())
+
+
+def place(lay_out, size=(32, 32), channels=8):
+    """What is found out about the layer."""
+    net = Net(lay_out, channels).eval()
+    with torch.no_grad():
+        net(torch.zeros(1, 3, *size))
+    layers, _classes = probe.probe(net.requires_grad_(requires_grad=False), size, "cpu")
+    return layers["layer"].layout or layers["layer"].reason
+
+
+def tokens(prefix=0, order=None):
+    """Lay out as tokens, behind some that are the same for every place."""
+
+    def lay_out(seen):
+        rows = seen.flatten(2).transpose(1, 2)
+        rows = rows if order is None else rows[:, order(*seen.shape[2:])]
+        return torch.cat([rows.mean(1, keepdim=True) * torch.arange(1, prefix + 1).view(1, -1, 1), rows], 1)
+
+    return lay_out
+
+
+def z_order(height, width):
+    """Quarters, and in each of them quarters, as where windows of tokens are pooled."""
+    places = [
+        (sum(((y >> b & 1) * 2 + (x >> b & 1)) << 2 * b for b in range(8)), y * width + x)
+        for y in range(height)
+        for x in range(width)
+    ]
+    return [place for _, place in sorted(places)]
+
+
+def columns_first(height, width):
+    return [y * width + x for x in range(width) for y in range(height)]
+
+
+def shuffled(height, width):
+    return torch.randperm(height * width, generator=torch.Generator().manual_seed(0)).tolist()
+
+
+SIZES = [(32, 32), (32, 48), (56, 40), (64, 64)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("prefix", [0, 1, 2, 3, 5, 9, 16])
+def test_the_prefix_tokens_and_the_grid_behind_them_are_found(prefix, size):
+    assert place(tokens(prefix), size) == Layout("tokens", size[0] // PATCH, size[1] // PATCH, prefix)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("channels", [1, 8, 16])
+def test_which_axes_are_rows_and_columns_is_found(size, channels):
+    """With 8 or 16 channels on a grid of 8 or 16 rows and columns, no shape would tell."""
+    grid = size[0] // PATCH, size[1] // PATCH
+    assert place(lambda seen: seen, size, channels) == Layout("nchw", *grid)
+    assert place(lambda seen: seen.permute(0, 2, 3, 1), size, channels) == Layout("nhwc", *grid)
+
+
+@pytest.mark.parametrize("order", [z_order, columns_first, shuffled])
+def test_tokens_that_are_not_in_the_images_order_are_refused(order):
+    """Their number is a square: by the shape alone every map would be wrong."""
+    assert place(tokens(1, order)) == NO_ORDER
+    assert place(tokens(1)) == Layout("tokens", 8, 8, 1)
+
+
+REFUSED = {
+    "windows": (lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 4, 5, 1).reshape(-1, 16, 8), NO_IMAGES),
+    "windows of maps": (
+        lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(-1, 8, 4, 4),
+        NO_IMAGES,
+    ),
+    "heads before images": (lambda x: x.flatten(2).repeat(2, 1, 1), NO_IMAGES),
+    "a table": (lambda x: x[:1].flatten(2).transpose(1, 2), NO_IMAGES),
+    "heads": (lambda x: x.reshape(len(x), 2, 4, 64).transpose(2, 3), NO_GRID),
+    "square heads": (lambda x: torch.cat([x] * 8, 1).flatten(2).transpose(1, 2)[:, None], NO_ORDER),
+    "attention": (lambda x: (x.flatten(2).transpose(1, 2) @ x.flatten(2)).softmax(2)[:, None], NO_ORDER),
+    "transposed tokens": (lambda x: x.flatten(2), NO_CERTAINTY),
+    "one value a channel": (lambda x: x.mean((2, 3)), NO_GRID),
+    "one cell": (lambda x: x.mean((2, 3), keepdim=True), NO_GRID),
+    "one token": (lambda x: x.mean((2, 3))[:, None], NO_GRID),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_grid_is_refused_in_words_that_say_why(kind):
+    lay_out, reason = REFUSED[kind]
+    assert place(lay_out) == reason
+    assert reason.startswith(NO_GRID)
+
+
+def test_a_layer_in_which_no_place_shows_is_read_as_its_shape_says_if_that_says_one_thing():
+    """Each place is the mean of all: in which order they are does not show, and tokens might have any."""
+    assert place(lambda x: x.mean((2, 3), keepdim=True).expand_as(x)) == Layout("nchw", 8, 8)
+    assert place(lambda x: tokens()(x.mean((2, 3), keepdim=True).expand_as(x))) == NO_CERTAINTY
+
+
+def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_shape_or_prefix():
+    sure = ramps.Reading(Layout("tokens", 8, 8, 1), 1.0, 0.5, 1.0)
+    blind = ramps.Reading(Layout("tokens", 8, 8, 1), 0.0, 0.0, 0.0)
+    some = ramps.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
+    seen = {
+        "shows": Seen((4, 65, 8), (sure,)),
+        "hides": Seen((4, 65, 8), (blind,)),
+        "smaller": Seen((4, 17, 8), (blind,)),
+        "not alike": Seen((4, 17, 8), (some,)),
+        "other prefix": Seen((4, 18, 8), (blind,)),
+    }
+    assert probe.find(seen, (32, 32)) == {
+        "shows": sure.layout,
+        "hides": sure.layout,
+        "smaller": Layout("tokens", 4, 4, 1),
+        "not alike": NO_CERTAINTY,
+        "other prefix": NO_CERTAINTY,
+    }
+
+
+def test_an_attention_matrix_in_which_no_place_shows_is_refused():
+    """It has as many rows and columns as there are tokens."""
+    sure = ramps.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
+    seen = {"block": Seen((1, 49, 8), (sure,)), "attention": Seen((1, 3, 49, 49), ())}
+    assert probe.find(seen, (224, 224))["attention"] == NO_ORDER
+    assert probe.find({"map": Seen((1, 3, 49, 49), ())}, (224, 224)) == {"map": Layout("nchw", 49, 49)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ((1, 512, 7, 7), Layout("nchw", 7, 7)),
+        ((1, 7, 7, 512), Layout("nhwc", 7, 7)),
+        ((1, 64, 7, 9), NO_GRID),  # not square, as the image is
+        ((1, 7, 7, 7), NO_CERTAINTY),
+        ((1, 512, 1, 1), NO_GRID),
+        ((1, 197, 64), NO_CERTAINTY),
+        ((1, 100), NO_GRID),
+        (None, NO_TENSOR),
+    ],
+)
+def test_without_a_trial_run_only_a_shape_that_leaves_no_doubt_is_a_grid(shape, found):
+    assert probe.find({"layer": Seen(shape)}, (224, 224)) == {"layer": found}
+
+
+def test_a_model_that_takes_one_image_at_a_time_is_read_by_its_shapes():
+    def one_only(seen):
+        return seen.reshape(1, 8, 8, 8) if len(seen) == 1 else seen.reshape(1, 8, 8, 8, 8)
+
+    assert place(one_only) == NO_CERTAINTY
+    assert place(lambda x: x.reshape(1, 4, 8, 8), channels=4) == Layout("nchw", 8, 8)
+
+
+def test_a_layer_that_returns_what_it_got_has_no_part_in_what_else_is_done_with_that():
+    """The gradient at the tensor is not zero, at the layer it is; the engine would find nothing there."""
+    net = Net(lambda seen: (net.shortcut(seen), seen * 1)[1]).eval()
+    net.shortcut = nn.Identity()
+    net.after = nn.Identity()
+    net(torch.zeros(1, 3, 32, 32))
+    layers, _classes = probe.probe(net.requires_grad_(requires_grad=False), (32, 32), "cpu")
+    assert layers["shortcut"].reason == NO_GRADIENT
+    assert layers["stem"].layout == layers["layer"].layout == Layout("nchw", 8, 8)
+
+
+def test_the_ramps_are_the_same_every_time_and_leave_the_random_state_alone():
+    before = torch.get_rng_state()
+    assert torch.equal(ramps.images((8, 12)), ramps.images((8, 12)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_share_of_a_ramp_is_its_height():
+    """On the image itself, where nothing is mixed, the probe reads off the ramp: a fit of 1, a spread of a line's."""
+    (reading,) = ramps.read(ramps.images((32, 32)), [Layout("nchw", 32, 32)])
+    assert reading.fit == pytest.approx(1, abs=1e-5)
+    assert reading.agreement == pytest.approx(1, abs=1e-4)
+    assert reading.spread == pytest.approx(1 / math.sqrt(3), rel=0.05)
+
+
+def test_where_rows_channels_and_columns_are_as_many_the_trial_run_tells_them_apart():
+    model = models.load(parse("torchvision:swin_t?weights=none&size=384"))
+    alike = {name: one.layout for name, one in model.info.layers.items() if one.shape == (1, 96, 96, 96)}
+    assert alike["features.0.0"] == Layout("nchw", 96, 96)
+    assert alike["features.0.1"] == alike["features.1.1.norm1"] == Layout("nhwc", 96, 96)
+    assert model.info.layers["features.3"].layout == Layout("nhwc", 48, 48)
