@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -97,9 +97,12 @@ class _Ticket:
     def waiting(self) -> int:
         return 0 if self.done.done() else len(self.rows) - self.taken
 
-    def take(self, most: int) -> "list[_Place]":
-        """Give up to so many rows into a batch."""
-        first, self.taken = self.taken, self.taken + min(most, self.waiting)
+    def take(self, room: int) -> "list[_Place]":
+        """Give rows into a batch that has room for so many inputs; rows that share one cost no more than it does."""
+        first, last, seen = self.taken, self.taken + self.waiting, set[Hashable]()
+        while self.taken < last and len(seen | {self.rows[self.taken].input}) <= room:
+            seen.add(self.rows[self.taken].input)
+            self.taken += 1
         return [(self, index) for index in range(first, self.taken)]
 
     def deliver(self, index: int, result: RowResult) -> None:
@@ -127,7 +130,7 @@ class Batcher:
 
     Args:
         run: the engine.
-        max_batch_rows: rows in a batch at most.
+        max_batch_rows: inputs in a batch at most: rows of one input with several targets share it.
         max_queue_rows: rows accepted and not yet answered at most.
         max_delay: seconds that the oldest row may be held back for company; 0 for none.
     """
@@ -301,7 +304,7 @@ class Batcher:
         reserved = room // OLDEST_SHARE or int(self.stats.batches % OLDEST_SHARE == 1)
         batch = queue[0].take(reserved)
         for ticket in sorted(queue, key=lambda one: (one.deadline > now + PATIENCE, one.waiting)):
-            batch += ticket.take(room - len(batch))
+            batch += ticket.take(room - _inputs(batch))
         self._served[pass_] = now
         self._account(batch)
         return batch
@@ -325,7 +328,7 @@ class Batcher:
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
             await self._isolate(pass_, batch, error)
             return
-        if len(batch) == self._caps.get((pass_.model, pass_.kind)) and self.stats.batches % RETRY_LARGER == 0:
+        if _inputs(batch) == self._caps.get((pass_.model, pass_.kind)) and self.stats.batches % RETRY_LARGER == 0:
             self._caps[pass_.model, pass_.kind] += 1
         for (ticket, index), result in zip(batch, results, strict=True):
             ticket.deliver(index, result)
@@ -355,15 +358,21 @@ class Batcher:
         await self._execute(pass_, batch[half:])
         if isinstance(error, OutOfMemory) and self.stats.failed == before:
             # Both halves went well: it was the size, and not one row that takes all there is.
+            half = max(1, _inputs(batch) // 2)
             cap = min(half, self._caps.get((pass_.model, pass_.kind), half))
             self._caps[pass_.model, pass_.kind] = cap
-            log.warning("out of memory with %d rows: batches have at most %d now", len(batch), cap)
+            log.warning("out of memory with %d inputs: batches have at most %d now", _inputs(batch), cap)
 
     def _fits(self, rows: int) -> bool:
         return self.admitted + rows <= self._max_queue
 
     def _retry_after(self) -> float:
         return min(max(self.admitted * self._row_seconds / 2, SHORTEST_RETRY), LONGEST_RETRY)
+
+
+def _inputs(batch: Sequence[_Place]) -> int:
+    """Count the distinct inputs of a batch."""
+    return len({ticket.rows[index].input for ticket, index in batch})
 
 
 def _contained(run: Run, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:

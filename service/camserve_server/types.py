@@ -1,6 +1,6 @@
 """The values that pass between the rooms of the server: frozen, picklable, shapes in the docstrings."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
@@ -351,7 +351,7 @@ class Row:
         image: what the model sees, uint8 [h,w,3]; rows of one request share the array.
         target: whose score is differentiated.
         calls: the methods that want this row: any number that take the image as it is, or one that makes copies.
-        copy: which of the method's copies of the image this is.
+        copy: which of the method's copies of the image this is; None for the image as it is.
         views: of the image, the second of the first and so on.
         edit: of the input; rows of one edit share it.
         features: whether the layers' feature maps are wanted, for "cam".
@@ -360,10 +360,16 @@ class Row:
     image: Pixels
     target: Target
     calls: tuple[MethodCall, ...] = ()
-    copy: int = 0
+    copy: int | None = None
     views: tuple[View, ...] = ()
     edit: Edit | None = None
     features: bool = False
+
+    @property
+    def input(self) -> Hashable:
+        """What the model's input is made of: rows that have it in common share one, and a forward pass of it."""
+        copy = None if self.copy is None else (*(call.key for call in self.calls), self.copy)
+        return id(self.image), self.views, copy, id(self.edit)
 
 
 @dataclass(frozen=True, slots=True)

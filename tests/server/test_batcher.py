@@ -446,3 +446,19 @@ async def test_time_spent_is_accounted_for():
     assert 0.04 < result.queue < 1
     assert 0 <= result.compute < 1
     assert result.batch_rows == 2
+
+
+async def test_rows_of_one_input_share_a_place_in_a_batch_whatever_their_targets():
+    """Ten classes of one image cost one forward pass, also where a batch has room for eight."""
+    engine, image = Engine(), np.zeros((1, 1, 3), np.uint8)
+    async with Batcher(engine, max_batch_rows=2) as batcher:
+        batcher.pause()
+        rows = [Row(image, ClassTarget(value)) for value in range(10)]
+        calls = [asyncio.create_task(batcher.submit(CAM, rows, lambda *_: None))]
+        calls.append(asyncio.create_task(ask(batcher, [20, 21])))
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*calls)
+
+    assert sorted(len(indices) for _, indices in engine.batches) in ([1, 11], [2, 10])
+    assert sorted(engine.executed) == [*range(10), 20, 21]

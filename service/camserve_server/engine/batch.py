@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 from camserve_server import targets
 from camserve_server.engine.inputs import edited, normalise, viewed
 from camserve_server.hooks import first_tensor
-from camserve_server.methods import METHODS, Cam, Saliency
-from camserve_server.methods.kinds import itself
+from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel
-from camserve_server.types import FixedTarget, Map, MethodCall, ModelInfo, Row, RowResult
+from camserve_server.types import FixedTarget, Map, ModelInfo, Row, RowResult
+
+if TYPE_CHECKING:
+    from camserve_server.methods import Cam, Saliency
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def units_of(rows: Sequence[Row]) -> Units:
     known: dict[Hashable, int] = {}
     asked: list[int] = []
     for index, row in enumerate(rows):
-        unit = known.setdefault(_input_key(row), len(known))
+        unit = known.setdefault(row.input, len(known))
         if unit == len(units.rows):
             units.rows.append(row)
             asked.append(0)
@@ -48,21 +50,6 @@ def units_of(rows: Sequence[Row]) -> Units:
         units.of_row.append(unit)
         asked[unit] += 1
     return units
-
-
-def _input_key(row: Row) -> Hashable:
-    call = _copying(row)
-    copy = (call.key, row.copy) if call else None
-    return id(row.image), row.views, copy, id(row.edit)
-
-
-def _copying(row: Row) -> MethodCall | None:
-    """Return the call that makes copies of the row's image, if there is one."""
-    for call in row.calls[:1]:
-        method = METHODS[call.name]
-        if isinstance(method, Cam | Saliency) and method.copy is not itself:
-            return call
-    return None
 
 
 def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
@@ -75,15 +62,15 @@ def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
 
 
 def _is_plain(row: Row) -> bool:
-    return not row.views and row.edit is None and _copying(row) is None
+    return not row.views and row.edit is None and row.copy is None
 
 
 def _changed(image: Tensor, row: Row) -> Tensor:
     for view in row.views:
         image = viewed(image, view)
-    if call := _copying(row):
-        method = cast("Cam | Saliency", METHODS[call.name])
-        image = method.copy(image, row.copy, **call.parameters)
+    if row.copy is not None:
+        call = row.calls[0]
+        image = cast("Cam | Saliency", METHODS[call.name]).copy(image, row.copy, **call.parameters)
     return edited(image, row.edit) if row.edit else image
 
 

@@ -33,7 +33,7 @@ def _term(model: LoadedModel, row: Row, copy: Tensor, gradient: Tensor) -> Map:
     call = row.calls[0]
     method = cast("Saliency", METHODS[call.name])
     (image,) = inputs_of(model.info, [Row(row.image, row.target, views=row.views)])
-    return to_numpy(method.term(image, copy, gradient, row.copy, **call.parameters))
+    return to_numpy(method.term(image, copy, gradient, row.copy or 0, **call.parameters))
 
 
 def _taken(leaf: Tensor) -> Tensor:

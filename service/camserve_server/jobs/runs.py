@@ -25,7 +25,7 @@ from camserve_server.methods import (
     Scene,
     Windows,
 )
-from camserve_server.methods.kinds import Array
+from camserve_server.methods.kinds import Array, itself, one
 from camserve_server.types import Edit, Kind, Map, MethodCall, Pass, RowResult, View
 
 
@@ -110,9 +110,15 @@ async def _means(study: Study, call: MethodCall, pass_: Pass, count: int) -> lis
             layer[index % len(study.targets)].add(maps[0], result.score, dead=dead)
 
     # The targets of one copy stand side by side, so that they share a forward pass.
-    rows = [study.row(target, (call,), copy) for copy in range(count) for target in study.targets]
+    copies: Sequence[int | None] = (None,) if _takes_itself(call) else range(count)
+    rows = [study.row(target, (call,), copy) for copy in copies for target in study.targets]
     await study.desk.run(pass_, rows, add)
     return means
+
+
+def _takes_itself(call: MethodCall) -> bool:
+    method = cast("Cam | Saliency", METHODS[call.name])
+    return method.copy is itself and method.count is one
 
 
 async def _cam(study: Study, call: MethodCall) -> list[Sheet]:

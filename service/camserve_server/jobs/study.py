@@ -105,7 +105,7 @@ class Study:
             seen = viewed(seen, view)
         return seen
 
-    def row(self, target: FixedTarget, calls: tuple[MethodCall, ...] = (), copy: int = 0) -> Row:
+    def row(self, target: FixedTarget, calls: tuple[MethodCall, ...] = (), copy: int | None = None) -> Row:
         """Make a row of this image."""
         return Row(self.image, target, calls, copy, self.views)
 
