@@ -127,6 +127,25 @@ def _probed(output: Tensor, name: str, captures: dict[str, Capture]) -> Tensor:
     return through.clone()
 
 
+@contextmanager
+def embedding_of(model: nn.Module, layer: str) -> Iterator[list[Tensor]]:
+    """Keep what goes into a linear layer, on the graph; nothing where no layer is named.
+
+    Args:
+        model: that the layer is a module of.
+        layer: its name, or nothing.
+
+    Yields:
+        What went in, [B,E] each, a list entry for each call.
+    """
+    kept: list[Tensor] = []
+    if not layer:
+        yield kept
+        return
+    with model.get_submodule(layer).register_forward_pre_hook(lambda _layer, args: kept.append(args[0])):
+        yield kept
+
+
 def hook_count(model: nn.Module) -> int:
     """Count the hooks of every kind on a model and its modules: 0 between two passes."""
     return sum(

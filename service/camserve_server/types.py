@@ -14,6 +14,9 @@ Pixels: TypeAlias = NDArray[np.uint8]
 Map: TypeAlias = NDArray[np.float32]
 """A raw map, float32 [h, w]: signed, not normalised, on the layer's own grid."""
 
+Mask: TypeAlias = NDArray[np.bool_]
+"""A part of an image, bool [h,w]."""
+
 Kind: TypeAlias = Literal["score", "cam", "curvature", "saliency", "guided", "deconvnet", "attention", "each", "bias"]
 """What a pass computes.
 
@@ -121,8 +124,85 @@ class ContrastTarget:
     why_not: int
 
 
-FixedTarget: TypeAlias = ClassTarget | ContrastTarget
-"""A target that does not depend on what the model predicts."""
+@dataclass(frozen=True, slots=True)
+class ProbabilityTarget:
+    """The probability of one class.
+
+    Attributes:
+        index: of the class.
+        apart: whether each class has a probability of its own (sigmoid), rather than one together (softmax).
+    """
+
+    index: int
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FinerTarget:
+    """The logit of one class minus those of classes that resemble it, weighted by their probabilities.
+
+    Attributes:
+        why: the class.
+        against: the others; none before they are known: those whose logits are nearest.
+        weight: how much the others count, 0 to 1.
+    """
+
+    why: int
+    against: tuple[int, ...] = ()
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimilarityTarget:
+    """The cosine of the angle between the image's embedding and another image's.
+
+    Attributes:
+        file: of the other image, until it is decoded.
+        image: the other image as the model sees it, until it has been run; None for the row's own.
+        reference: its embedding, float32 [E], then.
+    """
+
+    file: bytes = field(default=b"", repr=False)
+    image: Pixels | None = field(default=None, repr=False)
+    reference: NDArray[np.float32] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentTarget:
+    """The mean logit of a class over a part of the image.
+
+    Attributes:
+        index: of the class.
+        box: the part, in the photo's pixels until the photo is decoded, and in the input's then; None for where the
+            model sees the class.
+        mask: the part, bool [h,w] over the model's output, once it is known.
+    """
+
+    index: int
+    box: Box | None = None
+    mask: Mask | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DetectionTarget:
+    """The score of the object of one class that best matches a box.
+
+    Attributes:
+        index: of the class.
+        box: in the photo's pixels until the photo is decoded, and in the input's then; None for that of the class's
+            most certain object.
+        found: whether the box is that of an object that was found in the image as it is.
+    """
+
+    index: int
+    box: Box | None = None
+    found: bool = False
+
+
+FixedTarget: TypeAlias = (
+    ClassTarget | ContrastTarget | ProbabilityTarget | FinerTarget | SimilarityTarget | SegmentTarget | DetectionTarget
+)
+"""A target that does not depend on what the model predicts; or one that did, once that is known."""
 
 Target: TypeAlias = FixedTarget | RankTarget
 
@@ -295,7 +375,7 @@ class ModelInfo:
         weights: "default", "file" or "none".
         digest: SHA-256 of its parameters and buffers, hexadecimal.
         labels: one per class, or none at all.
-        classes: how many logits it has.
+        classes: how many logits it has; how long its embedding is.
         parameters: how many it has.
         preprocess: how it wants its input.
         layers: every module that runs, by name, in the order in which they finish.
@@ -303,6 +383,8 @@ class ModelInfo:
         precision: "float32", "bfloat16" or "float16".
         device: "cpu", "cuda:0", ….
         task: what it answers with.
+        embedding: the linear layer whose input is the image's embedding; empty where there is none, and where the
+            embedding is what it answers with.
     """
 
     name: str
@@ -318,6 +400,7 @@ class ModelInfo:
     precision: str
     device: str
     task: Task = "classify"
+    embedding: str = ""
 
     def label(self, index: int) -> str:
         """Return the label of a class, or nothing where the model has none."""

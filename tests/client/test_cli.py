@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import click
 import grpc
 import numpy as np
 import pytest
@@ -317,6 +318,39 @@ def test_labels_become_parts_of_names(tmp_path: Any, label: str, part: str) -> N
     explanation = answered(label)
 
     assert _files.stem_of(tmp_path / "cat.jpg", explanation, with_layer=False) == f"cat.m.{part}"
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("tabby", "tabby"),
+        ("282", 282),
+        ("tabby vs 282", camserve.contrast("tabby", 282)),
+        ("dog: a breed", "dog: a breed"),
+        ("probability:tabby", camserve.probability("tabby")),
+        ("finer:tabby", camserve.finer("tabby")),
+        ("finer: 281 vs 282, tiger cat", camserve.finer(281, 282, "tiger cat")),
+        ("segment:cat", camserve.segment("cat")),
+        ("segment:8@1,2,30.5,4", camserve.segment(8, (1, 2, 30.5, 4))),
+        ("detection:dog", camserve.detection("dog")),
+        ("detection:dog @ 1,2,3,4", camserve.detection("dog", (1, 2, 3, 4))),
+    ],
+)
+def test_a_target_is_spelled_by_its_kind(text: str, target: Any) -> None:
+    assert cli._target(text) == target
+
+
+def test_a_likeness_is_spelled_by_the_other_photo() -> None:
+    asked = cli._target("similarity:other.jpg")
+
+    assert isinstance(asked, camserve.Similarity)
+    assert asked.image == "other.jpg"
+
+
+@pytest.mark.parametrize("text", ["segment:cat@1,2,3", "detection:dog@a,b,c,d"])
+def test_a_box_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="LEFT,TOP,RIGHT,BOTTOM"):
+        cli._target(text)
 
 
 def test_a_contrast_is_in_the_name(tmp_path: Any) -> None:

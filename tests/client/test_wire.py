@@ -17,6 +17,7 @@ from camserve.v1 import explain_pb2
 if TYPE_CHECKING:
     import pathlib
 
+BOX = {"left": 1.0, "top": 2.0, "right": 3.0, "bottom": 4.0}
 RED = (200, 30, 10)
 
 
@@ -116,6 +117,28 @@ def test_methods_are_names_pairs_or_values(methods: Any, expected: Any) -> None:
             camserve.contrast("tabby", 282),
             [{"contrast": {"why": {"label": "tabby"}, "why_not": {"class_index": 282}}}],
         ),
+        (camserve.probability("tabby"), [{"label": "tabby", "softmax": True}]),
+        (camserve.probability(3), [{"class_index": 3, "softmax": True}]),
+        (camserve.finer("tabby"), [{"finer": {"why": {"label": "tabby"}, "weight": 1.0}}]),
+        (
+            camserve.finer(1, 2, "c", weight=0.5),
+            [{"finer": {"why": {"class_index": 1}, "against": [{"class_index": 2}, {"label": "c"}], "weight": 0.5}}],
+        ),
+        (camserve.similarity(b"photo"), [{"similarity": {"image": "cGhvdG8="}}]),
+        (camserve.segment("cat"), [{"segment": {"class_name": {"label": "cat"}}}]),
+        (
+            camserve.segment(8, (1, 2, 3, 4)),
+            [{"segment": {"class_name": {"class_index": 8}, "region": BOX}}],
+        ),
+        (camserve.detection("dog"), [{"detection": {"class_name": {"label": "dog"}}}]),
+        (
+            camserve.detection("dog", camserve.Box(1, 2, 3, 4)),
+            [{"detection": {"class_name": {"label": "dog"}, "box": BOX}}],
+        ),
+        (
+            camserve.detection("dog", np.array([1, 2, 3, 4])),
+            [{"detection": {"class_name": {"label": "dog"}, "box": BOX}}],
+        ),
     ],
 )
 def test_targets_are_labels_indices_or_contrasts(targets: Any, expected: Any) -> None:
@@ -143,6 +166,15 @@ def test_one_layer_needs_no_list() -> None:
         ({"targets": [True]}, "targets[0]"),
         ({"targets": [1.5]}, "targets[0]"),
         ({"targets": camserve.contrast("a", -1)}, "targets[0].contrast.why_not"),
+        ({"targets": camserve.probability(-1)}, "targets[0]"),
+        ({"targets": ["a", camserve.finer("a", -1)]}, "targets[1].finer.against[0]"),
+        ({"targets": camserve.finer(1.5)}, "targets[0].finer.why"),
+        ({"targets": camserve.segment(-1)}, "targets[0].segment.class_name"),
+        ({"targets": camserve.segment("a", (1, 2))}, "targets[0].segment.region"),
+        ({"targets": camserve.detection("a", "box")}, "targets[0].detection.box"),
+        ({"targets": camserve.detection("a", 7)}, "targets[0].detection.box"),
+        ({"targets": camserve.similarity("no/such.jpg")}, "targets[0].similarity.image"),
+        ({"targets": camserve.similarity(b"")}, "targets[0].similarity.image"),
         ({"methods": ("a", {"n": [1]})}, "methods.n"),
     ],
 )
@@ -271,6 +303,39 @@ def test_a_contrast_and_the_parameters_are_read() -> None:
 
     assert full.title == "tabby, not 282"
     assert full.parameters == {"n": 3.0, "how": "max"}
+
+
+def test_where_a_prediction_is_is_read() -> None:
+    box = explain_pb2.Box(left=1, top=2, right=3, bottom=4)
+    found = explanation(target=explain_pb2.Prediction(label="dog", box=box, area=0.5)).target
+
+    assert (found.box, found.area) == (camserve.Box(1, 2, 3, 4), 0.5)
+    assert explanation(target=explain_pb2.Prediction(label="dog")).target.box is None
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        7,
+        camserve.probability(7),
+        camserve.contrast(7, 8),
+        camserve.finer(7, 8, 9, weight=0.5),
+        camserve.segment(7),
+        camserve.segment(7, camserve.Box(1, 2, 3, 4)),
+        camserve.detection(7, camserve.Box(1, 2, 3, 4)),
+    ],
+)
+def test_the_target_that_is_answered_can_be_asked_for_again(target: Any) -> None:
+    (sent,) = _wire.Question(targets=target).request().targets
+
+    assert explanation(resolved_target=sent).resolved == target
+
+
+def test_neither_an_old_servers_answer_nor_a_likeness_names_a_target() -> None:
+    (sent,) = _wire.Question(targets=camserve.similarity(b"photo")).request().targets
+
+    assert explanation().resolved is None
+    assert explanation(resolved_target=sent).resolved is None
 
 
 @pytest.mark.parametrize("verdict", explain_pb2.Verdict.values())

@@ -3,30 +3,41 @@
 import numpy as np
 import pytest
 import torch
+from pytorch_grad_cam import FinerCAM
+from pytorch_grad_cam.utils.model_targets import FinerWeightedTarget
+from torch import nn
 
-from camserve_server import targets
-from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row
-from methods.tools import CAMS, call, explain, gap, inputs, job, maps, noise, run
+from camserve_server import render, targets
+from camserve_server.outputs import Outputs
+from camserve_server.types import ClassTarget, ContrastTarget, FinerTarget, ProbabilityTarget, RankTarget, Row
+from methods.parity import unfrozen
+from methods.tools import CAMS, Toy, call, explain, gap, inputs, job, maps, noise, run
 
 EXACT = 1e-5
 LOGITS = torch.tensor([[0.5, 3.0, -1.0, 2.0], [9.0, -9.0, 4.0, 1.0], [0.0, 1.0, 2.0, 3.0]])
 
 
-def test_a_rank_becomes_the_class_that_the_model_puts_there():
+@pytest.fixture
+def said(resnet):
+    """Logits that a classifier could have said."""
+    return Outputs(resnet.info, LOGITS)
+
+
+def test_a_rank_becomes_the_class_that_the_model_puts_there(said):
     asked = [RankTarget(0), RankTarget(1), RankTarget(3)]
-    assert targets.resolve(LOGITS, asked) == [ClassTarget(1), ClassTarget(2), ClassTarget(0)]
+    assert targets.resolve(said, asked) == [ClassTarget(1), ClassTarget(2), ClassTarget(0)]
 
 
-def test_targets_that_do_not_depend_on_the_prediction_stay_as_they_are():
+def test_targets_that_do_not_depend_on_the_prediction_stay_as_they_are(said):
     fixed = [ClassTarget(2), ContrastTarget(3, 0)]
-    assert targets.resolve(LOGITS[:2], fixed) == fixed
-    assert targets.resolve(LOGITS, [*fixed, RankTarget(0)]) == [*fixed, ClassTarget(3)]
+    assert targets.resolve(said[:2], fixed) == fixed
+    assert targets.resolve(said, [*fixed, RankTarget(0)]) == [*fixed, ClassTarget(3)]
 
 
-def test_a_score_is_a_logit_or_the_difference_of_two():
+def test_a_score_is_a_logit_or_the_difference_of_two(said):
     asked = [ClassTarget(3), ContrastTarget(0, 2), ClassTarget(0)]
-    assert targets.scores(LOGITS, asked).tolist() == [2.0, 5.0, 0.0]
-    assert targets.scores(LOGITS, [ClassTarget(0)] * 3).tolist() == [0.5, 9.0, 0.0]
+    assert targets.scores(said, asked).tolist() == [2.0, 5.0, 0.0]
+    assert targets.scores(said, [ClassTarget(0)] * 3).tolist() == [0.5, 9.0, 0.0]
 
 
 def test_the_score_is_never_a_softmax(lite0, photos):
@@ -40,7 +51,8 @@ def test_the_score_is_never_a_softmax(lite0, photos):
 def test_a_class_target_ignores_every_other_logit(resnet):
     image = inputs(resnet, noise(0, 64)).requires_grad_()
     logits = resnet.module(image)
-    (ours,) = torch.autograd.grad(targets.scores(logits, [ClassTarget(5)])[0], image, retain_graph=True)
+    said = Outputs(resnet.info, logits)
+    (ours,) = torch.autograd.grad(targets.scores(said, [ClassTarget(5)])[0], image, retain_graph=True)
     (theirs,) = torch.autograd.grad(logits[0, 5], image)
     assert torch.equal(ours, theirs)
 
@@ -86,3 +98,97 @@ def test_smoothgrad_by_rank_explains_what_the_clean_image_is_taken_for(lite0, ph
     assert all(one.target != ClassTarget(285) for one in copies)
     assert ranked.target == ClassTarget(285)
     np.testing.assert_array_equal(ranked.heatmap, named.heatmap)
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [1.0, 2.0, 2.0, 2.0, 0.0, 2.0],
+        [0.0] * 6,
+        [0.0, -0.0, 5.0, -0.0, 0.0, 5.0],
+        [1.0, np.nan, 3.0, np.inf, 3.0, -np.inf],
+    ],
+)
+def test_ranks_and_the_list_of_predictions_agree_on_equal_logits(resnet, logits):
+    said = Outputs(resnet.info, torch.tensor([logits] * 6))
+    fixed = targets.resolve(said, [RankTarget(rank) for rank in range(6)])
+    assert [one.index for one in fixed] == np.argsort(-np.array(logits, np.float32), kind="stable").tolist()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_probability_and_its_gradient_are_the_softmaxs_or_of_classes_apart_the_sigmoids(resnet, apart):
+    image = inputs(resnet, noise(3, 64)).requires_grad_()
+    logits = resnet.module(image)
+    score = targets.scores(Outputs(resnet.info, logits), [ProbabilityTarget(7, apart=apart)])[0]
+    theirs = (logits.sigmoid() if apart else logits.softmax(1))[0, 7]
+    assert float(score.detach()) == pytest.approx(float(theirs.detach()), rel=EXACT)
+    grads = [torch.autograd.grad(one, image, retain_graph=True)[0] for one in (score, theirs)]
+    assert gap(*grads) <= EXACT
+
+
+def test_a_probabilitys_map_is_the_weighted_contrast_with_every_other_class(plant):
+    """d p_c = p_c Σ_k p_k (d y_c − d y_k)."""
+    model = plant(Toy)
+    image = noise(4, 16)
+    found = {k: maps(model, image, "conv", ClassTarget(k), ["hirescam"])["hirescam"] for k in range(5)}
+    (row,) = run(model, [Row(image, ProbabilityTarget(2), (call("hirescam"),))], ["conv"])
+    p = np.exp(row.logits.astype(np.float64)) / np.exp(row.logits.astype(np.float64)).sum()
+    assert row.score == pytest.approx(p[2], rel=EXACT)
+    assert gap(row.maps[0][0], p[2] * sum(p[k] * (found[2] - found[k]) for k in range(5))) <= EXACT
+
+
+@pytest.mark.parametrize(("against", "weight"), [((), 1.0), ((), 0.6), ((5, 9), 1.0), ((3,), 0.0)])
+def test_finer_is_finercam_of_pytorch_grad_cam(resnet, against, weight):
+    image = noise(5, 64)
+    (row,) = run(resnet, [Row(image, FinerTarget(17, against, weight), (call("gradcam"),))], ["layer4"])
+    theirs = unfrozen(resnet.module)
+    with FinerCAM(theirs, [theirs.layer4]) as cam:
+        seen, order = inputs(resnet, image), np.argsort(np.abs(row.logits - row.logits[17]), kind="stable")
+        others = list(against or order[1:4])
+        asked = FinerWeightedTarget(17, others, weight)
+        cam(seen, targets=[asked])
+        kept = cam.base_cam.activations_and_grads
+        raw = cam.base_cam.get_cam_image(
+            seen, theirs.layer4, [asked], kept.activations[0].detach().numpy(), kept.gradients[0].detach().numpy()
+        )[0]
+        score = float(asked(theirs(seen)[0]).detach())
+    assert row.target == FinerTarget(17, tuple(others), weight)
+    assert row.score == pytest.approx(score, rel=1e-4)
+    assert gap(row.maps[0][0], raw) <= EXACT
+
+
+def test_finers_own_choice_of_classes_is_that_of_pytorch_grad_cam(resnet):
+    image = noise(6, 64)
+    (row,) = run(resnet, [Row(image, FinerTarget(23), (call("gradcam"),))], ["layer4"])
+    theirs = unfrozen(resnet.module)
+    with FinerCAM(theirs, [theirs.layer4]) as cam:
+        final = cam(inputs(resnet, image), target_idx=23)[0]
+    assert gap(render.intensities(row.maps[0][0], "grad-cam", (64, 64)), final) <= 1e-4
+
+
+def test_finer_compares_in_a_copy_of_the_image_with_what_the_clean_image_resembles(lite0, photos):
+    method = call("smoothgrad", samples=2, noise=1.0)
+    (found,) = explain(lite0, photos["chelsea"], job(lite0, [method], [FinerTarget(285)])).findings
+    copies = run(
+        lite0, [Row(photos["chelsea"], FinerTarget(285), (method,), index) for index in range(2)], kind="saliency"
+    )
+    (fixed,) = explain(lite0, photos["chelsea"], job(lite0, [method], [found.target])).findings
+    assert all(one.target != found.target for one in copies)
+    np.testing.assert_array_equal(found.heatmap, fixed.heatmap)
+
+
+def test_finer_makes_do_with_fewer_classes(plant):
+    model = plant(lambda: nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    (row,) = run(model, [Row(noise(7, 16), FinerTarget(1), (call("gradcam"),))], ["0"])
+    assert row.target == FinerTarget(1, (0,))
+    assert row.score == pytest.approx(float(row.logits[1] - row.logits[0]), rel=1e-4)
+
+
+def test_kinds_of_target_mix_in_a_batch(resnet):
+    image = noise(8, 64)
+    asked = [ClassTarget(4), FinerTarget(4), ProbabilityTarget(4), ContrastTarget(4, 5), RankTarget(1)]
+    together = run(resnet, [Row(image, one, (call("gradcam"),)) for one in asked], ["layer4"])
+    for one, row in zip(asked, together, strict=True):
+        (alone,) = run(resnet, [Row(image, one, (call("gradcam"),))], ["layer4"])
+        assert alone.target == row.target
+        assert gap(row.maps[0][0], alone.maps[0][0]) <= EXACT

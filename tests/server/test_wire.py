@@ -16,6 +16,8 @@ from camserve_server.types import (
     Box,
     ClassTarget,
     ContrastTarget,
+    DetectionTarget,
+    FinerTarget,
     LayerInfo,
     Layout,
     Limits,
@@ -23,8 +25,11 @@ from camserve_server.types import (
     ModelInfo,
     Picture,
     Preprocess,
+    ProbabilityTarget,
     RankTarget,
     Rendering,
+    SegmentTarget,
+    SimilarityTarget,
     Verdict,
 )
 from camserve_server.wire import replies
@@ -67,6 +72,13 @@ MODELS = {
     "resnet50": NET,
     "wordless": model("wordless"),
     "large": model("large", [f"c{i}" for i in range(1000)], classes=1000),
+    "ticks": replace(model("ticks"), task="multilabel"),
+    "numbers": replace(model("numbers"), task="regress"),
+    "pixels": replace(model("pixels", ["background", "cat", "dog", "sky"]), task="segment"),
+    "boxes": replace(model("boxes", ["background", "cat", "dog", "sky"]), task="detect"),
+    "vectors": replace(model("vectors"), task="embed"),
+    "rich": replace(model("rich"), embedding="head"),
+    "lonely": model("lonely", classes=1),
 }
 
 
@@ -95,6 +107,29 @@ def contrast(why, why_not):
         return explain_pb2.ClassName(**({"label": value} if isinstance(value, str) else {"class_index": value}))
 
     return explain_pb2.Target(contrast=explain_pb2.Contrast(why=name(why), why_not=name(why_not)))
+
+
+def finer(why, *against, **more):
+    against = [explain_pb2.ClassName(class_index=one) for one in against]
+    return explain_pb2.Target(
+        finer=explain_pb2.Finer(why=explain_pb2.ClassName(class_index=why), against=against, **more)
+    )
+
+
+def segment(value, **edges):
+    region = explain_pb2.Box(**({"left": 1, "top": 2, "right": 20, "bottom": 30} | edges)) if edges else None
+    name = explain_pb2.ClassName(class_index=value)
+    return {"model": "pixels", "targets": [explain_pb2.Target(segment={"class_name": name, "region": region})]}
+
+
+def detection(value, **edges):
+    box = explain_pb2.Box(**({"left": 1, "top": 2, "right": 20, "bottom": 30} | edges)) if edges else None
+    name = explain_pb2.ClassName(class_index=value)
+    return {"model": "boxes", "targets": [explain_pb2.Target(detection={"class_name": name, "box": box})]}
+
+
+def similarity(image=b"photo"):
+    return explain_pb2.Target(similarity=explain_pb2.Similarity(image=image))
 
 
 def rendering(**fields):
@@ -172,6 +207,39 @@ def test_a_label_is_found_whatever_its_case_and_with_an_underscore_for_a_space(w
 
 def test_a_label_that_two_classes_share_can_still_be_named_by_index():
     assert ask(targets=[index(3)]).job.targets == (ClassTarget(3),)
+
+
+SOFT = explain_pb2.Target(class_index=2, softmax=True)
+BOX = Box(1.0, 2.0, 20.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "target"),
+    [
+        ({"targets": [SOFT]}, ProbabilityTarget(2)),
+        ({"model": "ticks", "targets": [SOFT]}, ProbabilityTarget(2, apart=True)),
+        ({"model": "ticks", "targets": [contrast(0, 1)]}, ContrastTarget(0, 1)),
+        ({"model": "numbers", "targets": [index(3)]}, ClassTarget(3)),
+        ({"targets": [finer(1)]}, FinerTarget(1)),
+        ({"targets": [finer(1, 0, 3, weight=0.5)]}, FinerTarget(1, (0, 3), 0.5)),
+        ({"targets": [finer(1, weight=0)]}, FinerTarget(1, (), 0.0)),
+        (detection(2), DetectionTarget(2)),
+        (detection(2, left=1), DetectionTarget(2, BOX)),
+        ({"model": "boxes"}, RankTarget(0)),
+        ({"model": "pixels"}, RankTarget(0)),
+    ],
+)
+def test_a_target_is_what_the_request_says(fields, target):
+    assert ask(**fields).job.targets == (target,)
+
+
+def test_a_segment_and_a_likeness_are_what_the_request_says():
+    (everywhere,), (there,) = (ask(**fields).job.targets for fields in (segment(3), segment(3, left=1)))
+    (alike,), (embedded,) = (ask(**likeness(name)).job.targets for name in ("rich", "vectors"))
+
+    assert (everywhere.index, everywhere.box) == (3, None)
+    assert (there.index, there.box) == (3, BOX)
+    assert alike.file == embedded.file == b"photo"
 
 
 WRONG = {
@@ -332,6 +400,93 @@ WRONG = {
 }
 
 
+def likeness(model_, image=b"photo"):
+    return {"model": model_, "targets": [similarity(image)]}
+
+
+WRONG |= {
+    # targets that do not fit what the model answers with
+    "a class of pixels": (
+        {"model": "pixels", "targets": [index(1)]},
+        FailedPrecondition,
+        "targets[0].class_index",
+        ["pixels answers with a class for every pixel: explain one with segment(...)"],
+    ),
+    "a contrast of boxes": (
+        {"model": "boxes", "targets": [contrast(1, 2)]},
+        FailedPrecondition,
+        "targets[0].contrast",
+        ["boxes answers with boxes: explain an object with detection(...)"],
+    ),
+    "a segment of a classifier": (
+        {**segment(1), "model": "resnet50"},
+        FailedPrecondition,
+        "targets[0].segment",
+        ["resnet50 answers with classes: explain one by its label or index"],
+    ),
+    "a detection in pixels": (
+        {**detection(1), "model": "pixels"},
+        FailedPrecondition,
+        "targets[0].detection",
+        ["pixel"],
+    ),
+    "a finer number": (
+        {"model": "numbers", "targets": [finer(1)]},
+        FailedPrecondition,
+        "targets[0].finer",
+        ["numbers answers with numbers: explain one"],
+    ),
+    "the likeness of boxes": (likeness("boxes"), FailedPrecondition, "targets[0].similarity", ["detection(...)"]),
+    "no target for vectors": ({"model": "vectors"}, FailedPrecondition, "targets", ["similarity(...)"]),
+    "a likeness without an embedding": (
+        likeness("resnet50"),
+        FailedPrecondition,
+        "targets[0].similarity",
+        ["resnet50 has no linear layer", "timm:NAME?classes=0"],
+    ),
+    "a likeness to nothing": (likeness("rich", b""), InvalidArgument, "targets[0].similarity.image", ["empty"]),
+    "the probability of a number": (
+        {"model": "numbers", "targets": [explain_pb2.Target(class_index=1, softmax=True)]},
+        FailedPrecondition,
+        "targets[0].softmax",
+        ["not probabilities"],
+    ),
+    "the probability of a contrast": (
+        {"targets": [explain_pb2.Target(contrast=contrast(0, 1).contrast, softmax=True)]},
+        InvalidArgument,
+        "targets[0].softmax",
+        ["only a class has a probability"],
+    ),
+    "finer against itself": ({"targets": [finer(1, 0, 1)]}, InvalidArgument, "targets[0].finer.against", ["once"]),
+    "finer against one twice": ({"targets": [finer(1, 0, 0)]}, InvalidArgument, "targets[0].finer.against", ["once"]),
+    "finer against too many": (
+        {"model": "large", "targets": [finer(0, *range(1, 10))]},
+        InvalidArgument,
+        "targets[0].finer.against",
+        ["8 is the limit"],
+    ),
+    "finer with one class": (
+        {"model": "lonely", "targets": [finer(0)]},
+        FailedPrecondition,
+        "targets[0].finer",
+        ["one class only"],
+    ),
+    "an empty box": (
+        detection(1, left=20),
+        InvalidArgument,
+        "targets[0].detection.box",
+        ["left is 20, and right 20: the box is empty"],
+    ),
+    "a box without numbers": (segment(1, top=math.nan), InvalidArgument, "targets[0].segment.region.top", ["nan"]),
+    "a segment of no class": (
+        {"model": "pixels", "targets": [explain_pb2.Target(segment=explain_pb2.Segment())]},
+        InvalidArgument,
+        "targets[0].segment.class_name",
+        ["class_index or a label"],
+    ),
+}
+
+
 @pytest.mark.parametrize(("request_", "error", "field", "words"), WRONG.values(), ids=WRONG)
 def test_a_wrong_field_is_refused_with_its_name_and_what_would_be_right(request_, error, field, words):
     with pytest.raises(ServiceError) as caught:
@@ -433,6 +588,19 @@ NUMBERS = {
     "targets.class_index": (0, 3, lambda v: {"targets": [index(v)]}),
     "targets.contrast.why.class_index": (0, 3, lambda v: {"targets": [contrast(v, 2)]}),
     "targets.contrast.why_not.class_index": (0, 3, lambda v: {"targets": [contrast(2, v)]}),
+    "targets.finer.why.class_index": (0, 3, lambda v: {"targets": [finer(v, 2)]}),
+    "targets.finer.against.class_index": (0, 3, lambda v: {"targets": [finer(2, v)]}),
+    "targets.finer.weight": (0, 1, lambda v: {"targets": [finer(0, weight=v)]}),
+    "targets.segment.class_name.class_index": (0, 3, segment),
+    "targets.segment.region.left": (-16384, 19.5, lambda v: segment(1, left=v)),
+    "targets.segment.region.top": (-16384, 29.5, lambda v: segment(1, top=v)),
+    "targets.segment.region.right": (1.5, 32768, lambda v: segment(1, right=v)),
+    "targets.segment.region.bottom": (2.5, 32768, lambda v: segment(1, bottom=v)),
+    "targets.detection.class_name.class_index": (0, 3, detection),
+    "targets.detection.box.left": (-16384, 19.5, lambda v: detection(1, left=v)),
+    "targets.detection.box.top": (-16384, 29.5, lambda v: detection(1, top=v)),
+    "targets.detection.box.right": (1.5, 32768, lambda v: detection(1, right=v)),
+    "targets.detection.box.bottom": (2.5, 32768, lambda v: detection(1, bottom=v)),
     "top_k": (1, 4, lambda v: {"top_k": v}),
     "max_predictions": (0, 1000, lambda v: {"max_predictions": v}),
     "rendering.overlay": (0, 3, lambda v: rendering(overlay=v)),
@@ -443,9 +611,10 @@ NUMBERS = {
     "rendering.profile": (0, 4, lambda v: rendering(profile=v)),
     "fusion": (0, 3, lambda v: {"fusion": v}),
 }
-TO_COME = ("targets.finer", "targets.segment", "targets.detection")
 ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}
-SAME_CLASS = {("targets.contrast.why.class_index", 2), ("targets.contrast.why_not.class_index", 2)}
+SAME_CLASS = {
+    (f"targets.{path}.class_index", 2) for path in ("contrast.why", "contrast.why_not", "finer.why", "finer.against")
+}
 TRIED = {
     "TYPE_UINT32": [0, 2**31 - 1, 2**31, 2**32 - 1],  # the last is what another language's -1 arrives as
     "TYPE_ENUM": [-(2**31), -1, 0, 2**31 - 1],
@@ -466,8 +635,6 @@ def numbers(descriptor, prefix=""):
 
 def tries():
     for path, kind in numbers(explain_pb2.ExplainRequest.DESCRIPTOR):
-        if path.startswith(TO_COME):
-            continue
         least, greatest, _ = NUMBERS[path]
         yield from ((path, value) for value in [*TRIED[kind], least, greatest, greatest + 1])
 
@@ -522,6 +689,80 @@ def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET):
 
 def answer(one, *, heatmap=True, overlay=None, alone=None):
     return wire.Answer(one, heatmap, overlay, alone)
+
+
+def explained(net, values, target, score=1.5):
+    (one,) = reply(values, answers=[answer(finding(target=target, score=score))], net=net).explanations
+    return one
+
+
+def test_a_multilabel_models_probabilities_are_sigmoids_and_a_regressors_none():
+    ticks, numbers = (reply(net=MODELS[name], logits=[0, 3, -1, -1000]) for name in ("ticks", "numbers"))
+
+    assert [one.class_index for one in ticks.predictions] == [1, 0, 2, 3]
+    assert [one.probability for one in ticks.predictions] == pytest.approx([0.95257413, 0.5, 0.26894143, 0.0])
+    assert [one.score for one in numbers.predictions] == [3, 0, -1, -1000]
+    assert [one.probability for one in numbers.predictions] == [0] * 4
+
+
+def test_a_segmentation_predicts_the_classes_that_it_shows_by_area_and_the_background_last():
+    covered = [[0.5, 0.9, 4.0], [0.2, 0.8, 3.0], [0.0, 0.0, 0.0], [0.3, 0.7, 2.0]]
+    said = reply(net=MODELS["pixels"], logits=covered)
+
+    assert [one.label for one in said.predictions] == ["sky", "cat", "background"]
+    assert [one.area for one in said.predictions] == pytest.approx([0.3, 0.2, 0.5])
+    assert [one.probability for one in said.predictions] == pytest.approx([0.7, 0.8, 0.9])
+    assert [one.score for one in said.predictions] == pytest.approx([2, 3, 4])
+    assert explained(MODELS["pixels"], covered, SegmentTarget(1)).target == said.predictions[1]
+
+
+def test_objects_are_predicted_with_their_boxes_in_the_photos_pixels():
+    # The model's input of 192 x 224 pixels shows the photo from 80 to 560 across, and from 0 to 480 down.
+    objects = [[2, 0.75, 0, 0, 192, 224], [1, 0.5, 48, 112, 96, 168], [-1, -1, -1, -1, -1, -1]]
+    said = reply(net=MODELS["boxes"], logits=objects)
+    whole, part = said.predictions
+
+    assert (whole.label, whole.probability, whole.score) == ("dog", 0.75, 0.75)
+    assert (part.label, part.probability, part.score) == ("cat", 0.5, 0.5)
+    assert whole.box == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
+    assert part.box == explain_pb2.Box(left=200, top=240, right=320, bottom=360)
+    one = explained(MODELS["boxes"], objects, DetectionTarget(1, Box(48, 112, 96, 168), found=True), 0.5)
+    assert one.target == part
+
+
+def test_an_embedding_predicts_nothing_and_a_likeness_is_named_so():
+    one = explained(MODELS["vectors"], [1, 2, 3], SimilarityTarget(), 0.25)
+
+    assert reply(net=MODELS["vectors"], logits=[1, 2, 3]).predictions == []
+    assert (one.target.label, one.target.score) == ("similarity", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("model_", "target", "said"),
+    [
+        ("resnet50", ClassTarget(1), index(1)),
+        ("resnet50", ProbabilityTarget(1), explain_pb2.Target(class_index=1, softmax=True)),
+        ("resnet50", ContrastTarget(1, 2), contrast(1, 2)),
+        ("resnet50", FinerTarget(1, (0, 2), 0.5), finer(1, 0, 2, weight=0.5)),
+        ("rich", SimilarityTarget(), similarity(b"")),
+        ("pixels", SegmentTarget(1), segment(1)["targets"][0]),
+        (
+            "pixels",
+            SegmentTarget(1, Box(48, 112, 96, 168)),
+            segment(1, left=200, top=240, right=320, bottom=360)["targets"][0],
+        ),
+        (
+            "boxes",
+            DetectionTarget(1, Box(48, 112, 96, 168), found=True),
+            detection(1, left=200, top=240, right=320, bottom=360)["targets"][0],
+        ),
+    ],
+)
+def test_the_target_that_is_answered_asks_for_the_same_again(model_, target, said):
+    net = MODELS[model_]
+    values = np.ones((4, 3)) if net.task == "segment" else np.ones((1, 6)) if net.task == "detect" else np.arange(4)
+
+    assert explained(net, values, target).resolved_target == said
 
 
 def test_times_go_out_in_milliseconds():

@@ -30,29 +30,41 @@ from camserve._errors import (
 from camserve._picture import Box, Photo, Picture
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
 from camserve._retry import Retry
-from camserve._values import (
+from camserve._targets import (
+    BoxLike,
+    ClassLike,
     Contrast,
-    Health,
-    Layer,
-    Method,
-    MethodInfo,
-    Model,
-    ParameterInfo,
+    Detection,
+    Finer,
+    Probability,
+    Segment,
+    Similarity,
+    TargetLike,
     contrast,
+    detection,
+    finer,
+    probability,
+    segment,
+    similarity,
 )
-from camserve._wire import ExplainOptions, ImageLike, MethodLike, TargetLike
+from camserve._values import Health, Layer, Method, MethodInfo, Model, ParameterInfo
+from camserve._wire import ExplainOptions, ImageLike, MethodLike
 
 __all__ = [
     "AsyncClient",
     "Box",
+    "BoxLike",
     "CamserveError",
     "Cancelled",
+    "ClassLike",
     "Client",
     "Contrast",
     "DeadlineExceeded",
+    "Detection",
     "ExplainOptions",
     "Explanation",
     "FailedPrecondition",
+    "Finer",
     "Health",
     "ImageLike",
     "Internal",
@@ -68,13 +80,21 @@ __all__ = [
     "Photo",
     "Picture",
     "Prediction",
+    "Probability",
     "ResourceExhausted",
     "Result",
     "Retry",
+    "Segment",
+    "Similarity",
     "TargetLike",
     "Timing",
     "Unauthenticated",
     "Unavailable",
     "Verdict",
     "contrast",
+    "detection",
+    "finer",
+    "probability",
+    "segment",
+    "similarity",
 ]

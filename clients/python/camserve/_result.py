@@ -11,7 +11,7 @@ import numpy as np
 
 from camserve import _html
 from camserve._errors import FailedPrecondition, InvalidArgument
-from camserve._picture import FORMATS, Photo, Picture, onto_photo
+from camserve._picture import FORMATS, Box, Photo, Picture, onto_photo
 
 if TYPE_CHECKING:
     import os
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from PIL import Image
+
+    from camserve._targets import TargetLike
 
 T = TypeVar("T")
 
@@ -43,12 +45,16 @@ class Prediction:
         probability: After softmax, 0 to 1.
         class_index: Index in the model's output, from 0.
         score: The logit.
+        box: Of an object that was detected, where it is in the photo.
+        area: Of a class in a segmented image, the share of it that the class covers, 0 to 1.
     """
 
     label: str
     probability: float
     class_index: int
     score: float
+    box: Box | None = None
+    area: float = 0.0
 
     @property
     def name(self) -> str:
@@ -85,6 +91,8 @@ class Explanation:
             if it was not asked for.
         overlay_picture: The overlay with its format and size; None if it was not asked for.
         colored_picture: The heatmap alone in colour; None if it was not asked for.
+        resolved: The target as the server understood it, to ask for the same again; None for a
+            ``similarity``, whose image is not sent back.
     """
 
     method: str
@@ -99,6 +107,7 @@ class Explanation:
     heatmap: NDArray[np.float32] | None = field(repr=False)
     overlay_picture: Picture | None = field(repr=False)
     colored_picture: Picture | None = field(repr=False)
+    resolved: TargetLike | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:

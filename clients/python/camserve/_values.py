@@ -22,27 +22,6 @@ class Method:
     parameters: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
 
 
-@dataclass(frozen=True, slots=True)
-class Contrast:
-    """Why one class and not another: labels, or indices in the model's output."""
-
-    why: str | int
-    why_not: str | int
-
-
-def contrast(why: str | int, why_not: str | int) -> Contrast:
-    """Ask why the model says one class and not another.
-
-    >>> contrast("tabby", "tiger cat")
-    Contrast(why='tabby', why_not='tiger cat')
-
-    Args:
-        why: The class to explain, by label or index.
-        why_not: The class to explain it against.
-    """
-    return Contrast(why, why_not)
-
-
 class Health(StrEnum):
     """Whether a server, or one of its services, takes requests."""
 
@@ -68,6 +47,7 @@ class Model:
         parameters: How many it has.
         precision: "float32", "bfloat16" or "float16".
         device: Where it runs: "cpu", "cuda:0", …
+        task: What it answers with: "classify", "multilabel", "regress", "segment", "detect" or "embed".
         labels: Of every class, in the order of the output; empty in a list of models.
     """
 
@@ -82,6 +62,7 @@ class Model:
     parameters: int
     precision: str
     device: str
+    task: str = "classify"
     labels: tuple[str, ...] = ()
 
 

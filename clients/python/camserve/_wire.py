@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast
 
 import numpy as np
 from PIL import Image
 
-from camserve import _picture
+from camserve import _picture, _targets
 from camserve._errors import CamserveError, Details, Internal, InvalidArgument, code_of, make, merged
 from camserve._picture import Box, Photo, Picture
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
-from camserve._values import Contrast, Layer, Method, MethodInfo, Model, ParameterInfo
+from camserve._values import Layer, Method, MethodInfo, Model, ParameterInfo
 from camserve.v1 import explain_pb2, models_pb2
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from camserve._targets import TargetLike
+
 ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[np.uint8]"
 MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
-TargetLike: TypeAlias = "str | SupportsIndex | Contrast"
 
 _FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
     None: explain_pb2.IMAGE_FORMAT_UNSPECIFIED,
@@ -33,7 +33,6 @@ _FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
     "webp": explain_pb2.IMAGE_FORMAT_WEBP,
 }
 _FORMAT_NAMES = {number: name for name, number in _FORMATS.items() if name}
-_LARGEST_INDEX = 2**32 - 1
 _RANGES: Mapping[str, tuple[float, float]] = {
     "top_k": (1, 16),
     "alpha": (0, 1),
@@ -50,8 +49,9 @@ class ExplainOptions(TypedDict, total=False):
         model: Name of a loaded model. Default: the server's first.
         methods: One method or several, each a name, a ``Method``, or a pair of name and
             parameters. Default: gradcam.
-        targets: One target or several: labels, class indices, or ``contrast(a, b)``. Default: the
-            ``top_k`` most probable classes.
+        targets: One target or several: labels, class indices, ``contrast(a, b)``, ``finer(a)``,
+            ``probability(a)``, ``segment(a)``, ``detection(a)`` or ``similarity(image)``. Default:
+            the ``top_k`` most probable classes.
         layers: One layer or several, by name. Default: the model's default layer.
         top_k: How many classes to explain where there are no targets, 1 to 16. Default: 1.
         heatmap: Whether to return the raw map. Default: True.
@@ -114,7 +114,10 @@ class Question:
         return explain_pb2.ExplainRequest(
             model=self.model or "",
             methods=[_method(each) for each in _methods(self.methods)],
-            targets=[_target(each, at) for at, each in enumerate(_targets(self.targets))],
+            targets=[
+                _targets.message(each, f"targets[{at}]", image_bytes)
+                for at, each in enumerate(_targets.targets_of(self.targets))
+            ],
             top_k=self.top_k,
             layers=[self.layers] if isinstance(self.layers, str) else self.layers or (),
             rendering=self._rendering(),
@@ -209,43 +212,6 @@ def _parameter(name: str, value: object) -> explain_pb2.Parameter:
         raise _bad(f"methods.{name}", f"it must be a number or a word, not {kind}") from error
 
 
-def _targets(given: TargetLike | Iterable[TargetLike] | None) -> Iterable[TargetLike]:
-    if given is None:
-        return ()
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        return given
-    return (given,)
-
-
-def _target(given: TargetLike, at: int) -> explain_pb2.Target:
-    field = f"targets[{at}]"
-    if isinstance(given, Contrast):
-        sides = explain_pb2.Contrast(
-            why=_class_name(given.why, f"{field}.contrast.why"),
-            why_not=_class_name(given.why_not, f"{field}.contrast.why_not"),
-        )
-        return explain_pb2.Target(contrast=sides)
-    if isinstance(given, str):
-        return explain_pb2.Target(label=given)
-    return explain_pb2.Target(class_index=_index(given, field))
-
-
-def _class_name(given: str | int, field: str) -> explain_pb2.ClassName:
-    if isinstance(given, str):
-        return explain_pb2.ClassName(label=given)
-    return explain_pb2.ClassName(class_index=_index(given, field))
-
-
-def _index(given: object, field: str) -> int:
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
-        kind = type(given).__name__
-        raise _bad(field, f"a class is a label or an index, not {kind}")
-    index = operator.index(given)
-    if not 0 <= index <= _LARGEST_INDEX:
-        raise _bad(field, f"a class index counts from 0, so it is not {index}")
-    return index
-
-
 def _format(field: str, name: str | None) -> explain_pb2.ImageFormat.ValueType:
     if name not in _FORMATS:
         known = ", ".join(map(repr, _FORMATS))
@@ -307,7 +273,9 @@ def _photo(said: explain_pb2.Photo) -> Photo:
 
 
 def _prediction(said: explain_pb2.Prediction) -> Prediction:
-    return Prediction(said.label, said.probability, said.class_index, said.score)
+    box = said.box
+    where = Box(box.left, box.top, box.right, box.bottom) if said.HasField("box") else None
+    return Prediction(said.label, said.probability, said.class_index, said.score, where, said.area)
 
 
 def _explanation(said: explain_pb2.Explanation, photo: Photo) -> Explanation:
@@ -324,6 +292,7 @@ def _explanation(said: explain_pb2.Explanation, photo: Photo) -> Explanation:
         heatmap=_heatmap(said.heatmap) if said.HasField("heatmap") else None,
         overlay_picture=_pictured(said.overlay) if said.HasField("overlay") else None,
         colored_picture=_pictured(said.heatmap_image) if said.HasField("heatmap_image") else None,
+        resolved=_targets.resolved(said.resolved_target),
     )
 
 

@@ -93,10 +93,43 @@ def _method(text: str) -> camserve.Method:
 
 
 def _target(text: str) -> camserve.TargetLike:
+    kind, colon, rest = text.partition(":")
+    if colon and kind in _TARGETS:
+        return _TARGETS[kind](rest.strip())
     why, against, why_not = text.partition(" vs ")
     if against:
         return camserve.contrast(_index_or_label(why), _index_or_label(why_not))
     return _index_or_label(why)
+
+
+def _finer(text: str) -> camserve.TargetLike:
+    why, _, against = text.partition(" vs ")
+    return camserve.finer(_index_or_label(why), *map(_index_or_label, against.split(",") if against else ()))
+
+
+def _placed(make: Callable[[str | int, camserve.BoxLike | None], camserve.TargetLike]) -> Callable[[str], Any]:
+    def read(text: str) -> camserve.TargetLike:
+        why, _, edges = text.partition("@")
+        return make(_index_or_label(why), _box(edges) if edges else None)
+
+    return read
+
+
+def _box(text: str) -> tuple[float, float, float, float]:
+    try:
+        left, top, right, bottom = map(float, text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not LEFT,TOP,RIGHT,BOTTOM") from error
+    return left, top, right, bottom
+
+
+_TARGETS: dict[str, Callable[[str], camserve.TargetLike]] = {
+    "probability": lambda text: camserve.probability(_index_or_label(text)),
+    "finer": _finer,
+    "similarity": camserve.similarity,
+    "segment": _placed(camserve.segment),
+    "detection": _placed(camserve.detection),
+}
 
 
 def _number_or_word(text: str) -> float | str:
@@ -152,8 +185,9 @@ class Wishes(TypedDict):
     "targets",
     multiple=True,
     type=_target,
-    metavar="CLASS[ vs CLASS]",
-    help='A label, an index, or "tabby vs tiger cat". Repeat it. Default: what the model predicts.',
+    metavar="TARGET",
+    help='A label, an index, "tabby vs tiger cat", "finer:tabby", "probability:tabby", "segment:cat", '
+    '"detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeat it. Default: what the model predicts.',
 )
 @click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: the model's.")
 @click.option(

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from camserve_server import targets
 from camserve_server.engine.inputs import edited, normalise, viewed
-from camserve_server.hooks import first_tensor
+from camserve_server.hooks import embedding_of
 from camserve_server.methods import METHODS
-from camserve_server.models import LoadedModel
+from camserve_server.models import LoadedModel, tasks
+from camserve_server.outputs import Outputs
 from camserve_server.types import FixedTarget, Map, ModelInfo, Row, RowResult
 
 if TYPE_CHECKING:
@@ -74,25 +75,26 @@ def _changed(image: Tensor, row: Row) -> Tensor:
     return edited(image, row.edit) if row.edit else image
 
 
-def forward(model: LoadedModel, inputs: Tensor) -> Tensor:
-    """Return the logits [B, classes], float32."""
+def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
+    """Return what the model answers, float32."""
     info = model.info
     precision: torch.dtype = getattr(torch, info.precision)
     half = precision != torch.float32
-    with torch.autocast(inputs.device.type, precision if half else torch.bfloat16, enabled=half):
-        logits = first_tensor(model.module(inputs))
-    return cast("Tensor", logits).float()
+    autocast = torch.autocast(inputs.device.type, precision if half else torch.bfloat16, enabled=half)
+    with embedding_of(model.module, info.embedding) as embeddings, autocast:
+        values = tasks.values_of(model.module(inputs), info.task).float()
+    return Outputs(info, values, embeddings[-1].float() if embeddings else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One backward pass: the rows it served, and for each its unit, target, score and logits."""
+    """One backward pass: the rows it served, and for each its unit, target, score and what is told of its image."""
 
     rows: list[int]
     units: list[int]
     targets: list[FixedTarget]
     scores: Tensor
-    logits: Tensor
+    logits: list[Map]
 
     def result(
         self,
@@ -102,23 +104,29 @@ class Turn:
         features: tuple[Map, ...] = (),
     ) -> RowResult:
         """Put together what came of one of its rows."""
-        logits, score = to_numpy(self.logits[place]), float(self.scores[place])
-        return RowResult(logits, self.targets[place], score, maps, dead, features)
+        return RowResult(self.logits[place], self.targets[place], float(self.scores[place]), maps, dead, features)
 
 
-def scored(logits: Tensor, units: Units, rows: Sequence[Row]) -> Iterator[tuple[Turn, Tensor]]:
+def scored(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[tuple[Turn, Tensor]]:
     """Yield the turns of a batch, each with its rows' scores [b] still on the graph."""
     for indices in units.turns:
         at = [units.of_row[index] for index in indices]
-        mine = logits[at]
-        fixed = targets.resolve(mine, [rows[index].target for index in indices])
-        scores = targets.scores(mine, fixed)
-        yield Turn(indices, at, fixed, scores.detach(), mine.detach()), scores
+        mine = said[at]
+        fixed, scores = aimed(mine, [rows[index] for index in indices])
+        yield Turn(indices, at, fixed, scores.detach(), targets.summary(mine)), scores
 
 
-def differentiated(logits: Tensor, units: Units, rows: Sequence[Row]) -> Iterator[Turn]:
+def aimed(said: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
+    """Return each row's target, fixed, and its score [b], of what the model said of the row's input."""
+    fixed = targets.resolve(said, [row.target for row in rows])
+    size = said.info.preprocess.size
+    seen = [targets.seen_in(target, row.views, size) for target, row in zip(fixed, rows, strict=True)]
+    return fixed, targets.scores(said, seen)
+
+
+def differentiated(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[Turn]:
     """Differentiate every row's score: the sum over rows of different units has each one's own gradient."""
-    for number, (turn, scores) in enumerate(scored(logits, units, rows), start=1):
+    for number, (turn, scores) in enumerate(scored(said, units, rows), start=1):
         if scores.requires_grad:  # else no score depends on what is watched, and its gradient is zero
             torch.autograd.backward(scores.sum(), retain_graph=number < len(units.turns))
         yield turn

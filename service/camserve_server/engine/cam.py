@@ -37,8 +37,8 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), watching(layers) as captures:
-        logits = forward(model, inputs_of(model.info, units.rows))
-        for turn in differentiated(logits, units, rows):
+        said = forward(model, inputs_of(model.info, units.rows))
+        for turn in differentiated(said, units, rows):
             grids = [_see(model.info, captures, name, turn.units) for name in pass_.layers]
             results |= _results(turn, grids, rows)
     return in_order(results)
@@ -50,8 +50,8 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), watching(layers) as captures:
-        logits = forward(model, inputs_of(model.info, units.rows))
-        for turn, scores in scored(logits, units, rows):
+        said = forward(model, inputs_of(model.info, units.rows))
+        for turn, scores in scored(said, units, rows):
             grids = [_see_twice(model.info, captures, name, turn.units, scores) for name in pass_.layers]
             results |= _results(turn, grids, rows)
     return in_order(results)

@@ -19,8 +19,8 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     copies = inputs_of(model.info, units.rows).requires_grad_()
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), relu_rule(pass_.kind):
-        logits = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
-        for turn in differentiated(logits, units, rows):
+        said = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
+        for turn in differentiated(said, units, rows):
             gradients = _taken(copies)
             for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
                 term = _term(model, rows[index], copies[unit].detach(), gradients[unit])

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from camserve_server import targets
-from camserve_server.engine.batch import forward, inputs_of, to_numpy, units_of
+from camserve_server.engine.batch import aimed, forward, inputs_of, units_of
 from camserve_server.errors import FailedPrecondition
 from camserve_server.hooks import silencing
 from camserve_server.models import LoadedModel
@@ -17,13 +17,10 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     """Run one batch; a pass's layer is the one whose channels the rows' edits silence."""
     units = units_of(rows)
     with torch.inference_mode(), _silenced(model, pass_, units.rows):
-        logits = forward(model, inputs_of(model.info, units.rows))[units.of_row]
-    fixed = targets.resolve(logits, [row.target for row in rows])
-    scores = targets.scores(logits, fixed)
-    return [
-        RowResult(row_logits, target, score)
-        for row_logits, target, score in zip(to_numpy(logits), fixed, scores.tolist(), strict=True)
-    ]
+        said = forward(model, inputs_of(model.info, units.rows))[units.of_row]
+        fixed, scores = aimed(said, rows)
+        told = targets.summary(said)
+    return [RowResult(*one) for one in zip(told, fixed, scores.tolist(), strict=True)]
 
 
 def _silenced(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> AbstractContextManager[None]:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.jobs import Finding, rows_of
 from camserve_server.methods import (
@@ -23,8 +21,6 @@ from camserve_server.methods import (
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.types import (
     Box,
-    ClassTarget,
-    FixedTarget,
     LayerInfo,
     Map,
     MethodCall,
@@ -34,6 +30,7 @@ from camserve_server.types import (
     Verdict,
 )
 from camserve_server.wire.formats import FORMATS, FUSIONS
+from camserve_server.wire.predictions import Told, box_message
 from camserve_server.wire.requests import Order
 
 _FORMATS = {name: value for value, name in FORMATS.items() if name}
@@ -85,18 +82,18 @@ def explain_response(
 
     Args:
         order: the request.
-        logits: float32 [classes].
+        logits: what the model said; see `jobs.Outcome`.
         answers: in the order of the request.
         size: height and width of the photo.
         seen: the part of the photo that the model saw.
         seconds: where the time went.
     """
-    model, probabilities = order.job.model, _softmax(logits)
+    told = Told(order.job.model, logits, seen)
     return explain_pb2.ExplainResponse(
-        model=model.name,
-        predictions=[_prediction(model, logits, probabilities, i) for i in _ranking(logits)[: order.predictions]],
-        explanations=[_explanation(model, logits, probabilities, answer) for answer in answers],
-        photo=explain_pb2.Photo(height=size[0], width=size[1], seen=_box(seen)),
+        model=order.job.model.name,
+        predictions=told.predictions(order.predictions),
+        explanations=[_explanation(told, answer) for answer in answers],
+        photo=explain_pb2.Photo(height=size[0], width=size[1], seen=box_message(seen)),
         timing=_timing(seconds),
     )
 
@@ -111,31 +108,13 @@ def _timing(seconds: Seconds) -> explain_pb2.Timing:
     )
 
 
-def _ranking(logits: Map) -> list[int]:
-    order: list[int] = np.argsort(-logits, kind="stable").tolist()
-    return order
-
-
-def _softmax(logits: Map) -> Map:
-    with np.errstate(invalid="ignore"):  # infinite logits have no probabilities: NaN says so
-        powers = np.exp(logits.astype(np.float64) - logits.max())
-        probabilities: Map = (powers / powers.sum()).astype(np.float32)
-    return probabilities
-
-
-def _prediction(model: ModelInfo, logits: Map, probabilities: Map, index: int) -> explain_pb2.Prediction:
-    return explain_pb2.Prediction(
-        class_index=index, label=model.label(index), probability=probabilities[index], score=logits[index]
-    )
-
-
-def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answer) -> explain_pb2.Explanation:
+def _explanation(told: Told, answer: Answer) -> explain_pb2.Explanation:
     finding = answer.finding
-    why, why_not = _classes(finding.target)
-    message = explain_pb2.Explanation(
+    return explain_pb2.Explanation(
         method=finding.call.name,
         layer=finding.layer,
-        target=_prediction(model, logits, probabilities, why),
+        target=told.explained(finding.target, finding.score),
+        contrast=told.against(finding.target),
         score=finding.score,
         verdict=_VERDICTS[finding.verdict],
         verdict_message="" if finding.verdict is Verdict.OK else finding.verdict.value,
@@ -144,27 +123,12 @@ def _explanation(model: ModelInfo, logits: Map, probabilities: Map, answer: Answ
         overlay=_picture(answer.overlay),
         heatmap_image=_picture(answer.heatmap_image),
         intensity=None if answer.intensity is None else _heatmap(answer.intensity),
-        resolved_target=resolved(finding.target),
         completeness_error=finding.error,
         augmentation_smoothing=finding.call.augmented,
         eigen_smoothing=finding.call.eigen,
         fusion=_FUSIONS[finding.fusion],
+        resolved_target=told.resolved(finding.target),
     )
-    if why_not is not None:
-        message.contrast.CopyFrom(_prediction(model, logits, probabilities, why_not))
-    return message
-
-
-def _classes(target: FixedTarget) -> tuple[int, int | None]:
-    return (target.index, None) if isinstance(target, ClassTarget) else (target.why, target.why_not)
-
-
-def resolved(target: FixedTarget) -> explain_pb2.Target:
-    """Say a target as a request would, so that the same can be asked again."""
-    if isinstance(target, ClassTarget):
-        return explain_pb2.Target(class_index=target.index)
-    why, why_not = (explain_pb2.ClassName(class_index=index) for index in (target.why, target.why_not))
-    return explain_pb2.Target(contrast=explain_pb2.Contrast(why=why, why_not=why_not))
 
 
 def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:
@@ -178,10 +142,6 @@ def _picture(picture: Picture | None) -> explain_pb2.Picture | None:
     return explain_pb2.Picture(
         format=_FORMATS[picture.format], data=picture.data, width=picture.width, height=picture.height
     )
-
-
-def _box(box: Box) -> explain_pb2.Box:
-    return explain_pb2.Box(left=box.left, top=box.top, right=box.right, bottom=box.bottom)
 
 
 def _parameters(call: MethodCall) -> dict[str, explain_pb2.Parameter]:

@@ -1,0 +1,86 @@
+"""Where a part of the image is: in a model's output, in a view of the image."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from camserve_server.types import Box, DetectionTarget, FixedTarget, Map, Mask, SegmentTarget, View
+
+
+def seen_in(target: FixedTarget, views: Sequence[View], size: tuple[int, int]) -> FixedTarget:
+    """Return a target as it is in a view of the image: its part or its box is elsewhere there.
+
+    Args:
+        target: fixed.
+        views: of the image, the second of the first and so on.
+        size: height and width of the model's input.
+    """
+    for view in views:
+        if isinstance(target, SegmentTarget) and target.mask is not None:
+            target = SegmentTarget(target.index, target.box, _mask_in(target.mask, view, size))
+        elif isinstance(target, DetectionTarget) and target.box is not None:
+            target = DetectionTarget(target.index, _box_in(target.box, view, size), target.found)
+    return target
+
+
+def inside(box: Box, grid: Sequence[int], size: tuple[int, int]) -> Mask:
+    """Return which cells of a grid over the input have their centre in a box; at least the one at its own centre."""
+    (rows, columns), (height, width) = grid, size
+    ys, xs = (np.arange(rows) + 0.5) * height / rows, (np.arange(columns) + 0.5) * width / columns
+    mask = ((ys >= box.top) & (ys < box.bottom))[:, None] & ((xs >= box.left) & (xs < box.right))
+    y, x = (box.top + box.bottom) / 2, (box.left + box.right) / 2
+    mask[np.abs(ys - y).argmin(), np.abs(xs - x).argmin()] = True
+    return mask
+
+
+def overlaps(boxes: Map, box: Box) -> Map:
+    """Return the intersection over union of each of some boxes [n,4] with one."""
+    left, top, right, bottom = boxes.T
+    width = np.minimum(right, box.right) - np.maximum(left, box.left)
+    height = np.minimum(bottom, box.bottom) - np.maximum(top, box.top)
+    common = width.clip(0) * height.clip(0)
+    areas = (right - left) * (bottom - top) + (box.right - box.left) * (box.bottom - box.top)
+    shares: Map = (common / (areas - common)).astype(np.float32)
+    return shares
+
+
+def _mask_in(mask: Mask, view: View, size: tuple[int, int]) -> Mask:
+    """Return a mask over the input as it is in a view of it."""
+    rows, columns = mask.shape
+    if view.scale != 1:
+        ys = (view.top + (np.arange(rows) + 0.5) * size[0] / rows) / view.scale * rows / size[0]
+        xs = (view.left + (np.arange(columns) + 0.5) * size[1] / columns) / view.scale * columns / size[1]
+        mask = mask[ys.astype(int).clip(0, rows - 1)][:, xs.astype(int).clip(0, columns - 1)]
+    return np.ascontiguousarray(mask[:, ::-1]) if view.mirrored else mask
+
+
+def _box_in(box: Box, view: View, size: tuple[int, int]) -> Box:
+    """Return a box over the input as it is in a view of it."""
+    if view.scale != 1:
+        xs = [x * view.scale - view.left for x in (box.left, box.right)]
+        ys = [y * view.scale - view.top for y in (box.top, box.bottom)]
+        box = Box(xs[0], ys[0], xs[1], ys[1])
+    return Box(size[1] - box.right, box.top, size[1] - box.left, box.bottom) if view.mirrored else box
+
+
+def carried(box: Box, source: Box, onto: Box) -> Box:
+    """Return a box of one rectangle at its place in another that shows the same.
+
+    Args:
+        box: in the coordinates of `source`.
+        source: the rectangle that it is in.
+        onto: the other, in its own coordinates.
+    """
+    across = (onto.right - onto.left) / (source.right - source.left)
+    down = (onto.bottom - onto.top) / (source.bottom - source.top)
+    return Box(
+        onto.left + (box.left - source.left) * across,
+        onto.top + (box.top - source.top) * down,
+        onto.left + (box.right - source.left) * across,
+        onto.top + (box.bottom - source.top) * down,
+    )
+
+
+def whole(size: tuple[int, int]) -> Box:
+    """Return the rectangle of a model's input, given its height and width."""
+    return Box(0.0, 0.0, float(size[1]), float(size[0]))
