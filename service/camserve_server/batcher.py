@@ -3,10 +3,12 @@
 Rows that have their `Pass` in common share a batch, whatever their methods and targets. No timer holds a batch back
 unless one is asked for: while the engine works on one batch, the next one gathers.
 
-Passes take turns: what is due first is the pass that was served longest ago, or a deadline that is near. Within a pass
-the request with the fewest rows left goes first, so that short ones do not wait for long ones, and of many equal long
-ones the first to begin is the first to end. A part of every batch belongs to the request that has been there longest,
-so that short ones never starve a long one either.
+Passes take turns: what is due first is the pass that was served longest ago, or a deadline that is near. A pass in
+which only long requests wait (of more rows than a batch) goes behind those with short ones, unless it has waited for a
+second. Within a pass the request with the fewest rows left goes first, and of many equal long ones the first to begin
+is the first to end. A part of every batch belongs to the request that has been there longest, so that short ones never
+starve a long one. While short ones keep coming, that part is all that long ones get: a batch cannot be interrupted, so
+what a short one waits for must itself be short.
 """
 
 import asyncio
@@ -38,6 +40,8 @@ Collect: TypeAlias = Callable[[int, RowResult], None]
 
 PATIENCE = 1.0  # seconds: a deadline nearer than this is urgent
 RETRY_LARGER = 64  # a batch cut for want of memory may be one row larger again after so many
+BRISK = 10.0  # seconds: while a short request came so lately, another may come
+LONG = 32  # rows: a request of more is a long one, even if a batch has room for all of them
 OLDEST_SHARE = 4  # one row in so many of a batch is the oldest request's
 SHORTEST_RETRY = 0.05
 LONGEST_RETRY = 5.0
@@ -148,6 +152,7 @@ class Batcher:
         self._queues: dict[Pass, list[_Ticket]] = {}
         self._served: dict[Pass, float] = {}
         self._row_seconds = 0.01
+        self._short_came = -math.inf
         self._arrived = asyncio.Event()
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._resumed = asyncio.Event()
@@ -242,6 +247,8 @@ class Batcher:
         loop = asyncio.get_running_loop()
         ticket = _Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), Spent())
         self._queues.setdefault(pass_, []).append(ticket)
+        if not self._is_long(ticket):
+            self._short_came = ticket.arrived
         self._arrived.set()
         await ticket.done  # a cancelled caller cancels the future, and with it the rows not yet run
         return ticket.spent
@@ -275,11 +282,20 @@ class Batcher:
         self._forget()
         return min(self._queues, key=self._due, default=None)
 
-    def _due(self, pass_: Pass) -> float:
-        """Return when a pass should be served: since its last turn, or its oldest row, it has been patient."""
-        queue = self._queues[pass_]
+    def _due(self, pass_: Pass) -> tuple[bool, float]:
+        """Return whether a pass can be put off, and when it should be served.
+
+        It should a second after its last turn, or after its oldest row came, or by its nearest deadline; if that is not
+        yet so and only long requests wait, it can be put off.
+        """
+        queue, now = self._queues[pass_], asyncio.get_running_loop().time()
         turn = max(queue[0].arrived, self._served.get(pass_, 0.0)) + PATIENCE
-        return min(turn, *(ticket.deadline for ticket in queue))
+        nearest = min(ticket.deadline for ticket in queue)
+        long = all(self._is_long(ticket) for ticket in queue)
+        return long and turn > now and nearest > now + PATIENCE, min(turn, nearest)
+
+    def _is_long(self, ticket: _Ticket) -> bool:
+        return len(ticket.rows) > min(self._max_batch, LONG)
 
     def _forget(self) -> None:
         """Drop what is cancelled, expired or wholly taken."""
@@ -303,8 +319,10 @@ class Batcher:
         # A batch too small to be shared goes to the oldest whole, every fourth time.
         reserved = room // OLDEST_SHARE or int(self.stats.batches % OLDEST_SHARE == 1)
         batch = queue[0].take(reserved)
+        brisk, share = now - self._short_came < BRISK, max(1, room // OLDEST_SHARE)
         for ticket in sorted(queue, key=lambda one: (one.deadline > now + PATIENCE, one.waiting)):
-            batch += ticket.take(room - _inputs(batch))
+            most = share if brisk and self._is_long(ticket) else room
+            batch += ticket.take(most - _inputs(batch))
         self._served[pass_] = now
         self._account(batch)
         return batch

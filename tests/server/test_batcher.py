@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from camserve_server import batcher as batcher_module
 from camserve_server.batcher import Batcher
 from camserve_server.errors import (
     DeadlineExceeded,
@@ -259,9 +260,48 @@ async def test_a_long_request_shares_batches_and_starves_nobody():
         batcher.resume()
         await asyncio.gather(long, *short, other)
 
-    assert len(engine.batches[0][1]) == 8  # the first batch has all the short ones, and is filled by the long one
-    assert {1000, 1001, 1002, 1003} <= set(engine.batches[0][1])
+    # The first batch has all the short ones, and a part for the long one: nobody waits for a batch that is full of it.
+    assert engine.batches[0] == (SALIENCY, [0, 1, 1000, 1001, 1002, 1003])
     assert engine.batches[1] == (CAM, [2000])  # and the other pass has its turn before the next 500 rows
+
+
+async def test_a_long_request_alone_gets_whole_batches():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        await ask(batcher, range(64), SALIENCY)
+
+    assert [len(indices) for _, indices in engine.batches] == [8] * 8
+
+
+async def test_a_short_request_of_another_pass_goes_before_a_long_one_that_came_first():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        long = asyncio.create_task(ask(batcher, range(64), SALIENCY))
+        await asyncio.sleep(0.01)
+        short = asyncio.create_task(ask(batcher, [1000], CAM))
+        await settle()
+        batcher.resume()
+        await asyncio.gather(long, short)
+
+    assert engine.batches[0] == (CAM, [1000])
+    assert len(engine.batches[1][1]) == 2  # another short one may come while this runs
+
+
+async def test_a_long_request_is_put_off_by_short_ones_of_other_passes_for_a_second_and_no_longer():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        began = asyncio.get_running_loop().time()
+        long = asyncio.create_task(ask(batcher, range(9), SALIENCY))
+
+        async def short():
+            while not long.done():
+                await ask(batcher, [7], CAM)
+
+        await asyncio.gather(*(short() for _ in range(9)))
+
+    assert long.done()
+    assert asyncio.get_running_loop().time() - began < 9  # of its batches, of two rows each, one a second at least
 
 
 async def test_of_many_equal_long_requests_the_first_to_begin_is_the_first_to_end():
@@ -347,11 +387,12 @@ async def test_one_row_that_takes_all_memory_does_not_shrink_everyones_batches()
     assert len(engine.batches[-1][1]) == 8
 
 
-async def test_batches_cut_for_want_of_memory_grow_again():
+async def test_batches_cut_for_want_of_memory_grow_again(monkeypatch):
     engine = Engine(largest=2)
     async with Batcher(engine, max_batch_rows=8) as batcher:
         await ask(batcher, range(8))
         engine.largest = None
+        monkeypatch.setattr(batcher_module, "BRISK", 0.0)  # no short request came lately
         await ask(batcher, range(2000))
 
     assert max(len(indices) for _, indices in engine.batches[20:]) > 2

@@ -1,6 +1,6 @@
 """A request as the engine sees it: planned into rows, joined again into raw maps."""
 
-from camserve_server.jobs.cost import rows_of
+from camserve_server.jobs.cost import part, rows_of
 from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Desk, Progress, Study, Think, at_once
 from camserve_server.jobs.values import Collect, Evidence, Finding, Job, Outcome, Sheet, Submit
@@ -60,6 +60,7 @@ __all__ = [
     "Submit",
     "explain",
     "judge",
+    "part",
     "rows_of",
     "unheard",
 ]
