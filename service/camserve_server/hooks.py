@@ -112,19 +112,84 @@ def _tap(name: str, captures: dict[str, Capture]) -> Hook:
         place = next((i for i, part in enumerate(parts) if _differentiable(part)), None)
         if place is None:
             raise FailedPrecondition(f'layer "{name}" returns no tensor of numbers')
-        parts[place] = _probed(parts[place], name, captures)
+        captures[name], parts[place] = probed(parts[place])
         return pytree.tree_unflatten(parts, structure)
 
     return forward_hook
 
 
-def _probed(output: Tensor, name: str, captures: dict[str, Capture]) -> Tensor:
+def probed(output: Tensor) -> tuple[Capture, Tensor]:
+    """Let a tensor pass through a probe.
+
+    Returns:
+        Its capture, and what the model shall go on with.
+    """
     source = output if output.requires_grad else output.detach().requires_grad_()
-    captures[name] = capture = Capture(source.detach(), source)
+    capture = Capture(source.detach(), source)
     probe = nn.Identity()
     probe.register_full_backward_hook(capture.keep)
     through: Tensor = probe(source)
-    return through.clone()
+    return capture, through.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One call of a module, during which something happened once.
+
+    Attributes:
+        module: that was called.
+        step: what had happened before, and so the index of what happened in it.
+        given: the first tensor of its arguments.
+        returned: the first tensor of its output.
+    """
+
+    module: nn.Module
+    step: int
+    given: Tensor | None
+    returned: Tensor | None
+
+
+@contextmanager
+def spanning(model: nn.Module, steps: Callable[[], int]) -> Iterator[list[Span]]:
+    """Find the modules that take exactly one of a model's steps.
+
+    Args:
+        model: whose modules are followed.
+        steps: how many the model has taken so far.
+
+    Yields:
+        Their calls, an inner module's before that of the one around it; empty until the model has run.
+    """
+    spans: list[Span] = []
+    begun: list[tuple[int, Tensor | None]] = []
+
+    def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        begun.append((steps(), first_tensor((args, kwargs))))
+
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        step, given = begun.pop()
+        if steps() == step + 1:
+            spans.append(Span(module, step, given, first_tensor(output)))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(leave))
+        yield spans
+
+
+@contextmanager
+def replacing(layer: nn.Module, tensor: Tensor) -> Iterator[None]:
+    """Let the model go on with another tensor in place of the first one that a layer returns."""
+
+    def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        parts, structure = pytree.tree_flatten(output)
+        place = next(i for i, part in enumerate(parts) if _differentiable(part))
+        parts[place] = tensor
+        return pytree.tree_unflatten(parts, structure)
+
+    with layer.register_forward_hook(forward_hook):
+        yield
 
 
 @contextmanager

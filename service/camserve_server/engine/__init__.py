@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from camserve_server.engine import cam, saliency, score
+from camserve_server.engine import attention, cam, saliency, score
 from camserve_server.engine.inputs import normalise, viewed
 from camserve_server.errors import OutOfMemory
 from camserve_server.models import LoadedModel
@@ -21,6 +21,8 @@ RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]
     "saliency": saliency.run,
     "guided": saliency.run,
     "deconvnet": saliency.run,
+    "attention": attention.run,
+    "each": attention.run_each,
 }
 """What runs a batch of each kind."""
 

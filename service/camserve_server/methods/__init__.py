@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from camserve_server.methods import cams, gradients
+from camserve_server.methods import attention, cams, gradients
 from camserve_server.methods.kinds import (
     Attention,
     Baseline,
@@ -38,6 +38,10 @@ ANY_BASELINE = Parameter(
     "any",
     choices=("any", *gradients.BASELINES),
 )
+
+HEADS = Parameter("heads", "How a block's heads become one.", "mean", choices=("mean", "max", "min"))
+DISCARD = Parameter("discard", "Share of each block's lowest values that is set to zero.", 0.0, 0.0, 0.99)
+BLOCKS = Parameter("blocks", "How many blocks, from the last, are added up; 0 for all.", 0, 0, 1000, integer=True)
 
 METHODS: dict[str, Method] = {
     "gradcam": Cam(cams.gradcam, "Selvaraju et al. 2017, arXiv:1610.02391", smooths=True),
@@ -94,6 +98,14 @@ METHODS: dict[str, Method] = {
     "guided_gradcam": Product(
         "guided_backprop", "gradcam", "Selvaraju et al. 2017, arXiv:1610.02391", gradients.guided_gradcam
     ),
+    "attention_rollout": Attention(
+        attention.rollout, "Abnar and Zuidema 2020, arXiv:2005.00928", parameters=(HEADS, DISCARD)
+    ),
+    "gradient_rollout": Attention(
+        attention.gradient_rollout, "Gildenblat 2020, vit-explain", parameters=(replace(DISCARD, default=0.9),)
+    ),
+    "chefer": Attention(attention.chefer, "Chefer et al. 2021, arXiv:2103.15679"),
+    "legrad": Attention(attention.legrad, "Bousselham et al. 2025, arXiv:2404.03214", parameters=(BLOCKS,), each=True),
 }
 
 __all__ = [

@@ -1,0 +1,487 @@
+"""The promises of the attention methods: the papers in float64, torchcam, torch's own attention, refusals in words."""
+
+import copy
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models.beit import Beit
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchcam.methods import LeGrad
+from torchvision import models as zoo
+
+from camserve_server import hooks, models
+from camserve_server.engine.attention import _Explicit
+from camserve_server.errors import FailedPrecondition
+from camserve_server.methods import METHODS, Attention
+from camserve_server.models.load import digest
+from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, Row, Verdict
+from methods.tools import call, explain, gap, inputs, job, noise, run
+
+SIZE = 64
+SHAPE = {"img_size": SIZE, "patch_size": 16, "embed_dim": 24, "depth": 3, "num_heads": 2, "num_classes": 5}
+CLASS_ROW, PREFIX_ROWS, ALL_ROWS = slice(0, 1), slice(0, 2), slice(None)
+
+
+def torchvision_vit():
+    return zoo.VisionTransformer(
+        image_size=SIZE, patch_size=16, num_layers=3, num_heads=2, hidden_dim=24, mlp_dim=48, num_classes=5
+    )
+
+
+FACTORIES = {
+    "class token": (lambda: VisionTransformer(**SHAPE), 1, CLASS_ROW),
+    "distilled": (lambda: VisionTransformerDistilled(**SHAPE), 2, PREFIX_ROWS),
+    "registers": (lambda: VisionTransformer(**SHAPE, reg_tokens=4), 5, CLASS_ROW),
+    "registers, mean of patches": (
+        lambda: VisionTransformer(**SHAPE, reg_tokens=4, class_token=False, global_pool="avg"),
+        4,
+        slice(4, None),
+    ),
+    "mean of patches": (lambda: VisionTransformer(**SHAPE, class_token=False, global_pool="avg"), 0, ALL_ROWS),
+    "attention pooling": (lambda: VisionTransformer(**SHAPE, class_token=False, global_pool="map"), 0, ALL_ROWS),
+    "normalised queries": (lambda: VisionTransformer(**SHAPE, qk_norm=True, init_values=0.5), 1, CLASS_ROW),
+    "beit": (lambda: Beit(**SHAPE, use_rel_pos_bias=True, use_abs_pos_emb=False), 1, slice(1, None)),
+    "eva": (lambda: Eva(**SHAPE, use_rot_pos_emb=True, global_pool="token"), 1, CLASS_ROW),
+    "torchvision": (torchvision_vit, 1, CLASS_ROW),
+}
+"""Of each model: what makes it, how many of its tokens are no patches, and which tokens its head reads."""
+
+ROLLING = ("attention_rollout", "gradient_rollout", "chefer")
+
+
+def vivid(model):
+    """Random weights with which attention is far from even, and yet each token shows its own patch most."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() in (2, 4):
+                strength = 1.5 if "q" in name or "in_proj" in name else 0.7
+                weight.copy_(torch.randn(weight.shape, generator=generator) * strength * weight[0].numel() ** -0.5)
+            elif name.endswith(("bias", "token", "embed")):
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def load():
+    """Load one of the models above, each once."""
+    kept = {}
+
+    def make(name):
+        if name not in kept:
+            module = type("planted", (), {"make": staticmethod(lambda: vivid(FACTORIES[name][0]()))})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(sys.modules, "planted", module)
+                kept[name] = models.load(models.ModelSpec(name, "planted", "make", size=SIZE))
+        return kept[name]
+
+    return make
+
+
+def answer(model, method, image, target=None, **parameters):
+    """One image's map and logits."""
+    kind = "each" if METHODS[method].each else "attention"
+    (result,) = run(model, [Row(image, target or ClassTarget(1), (call(method, **parameters),))], (), kind)
+    return result.maps[0][0], result
+
+
+# The oracle: a copy of the model in float64, its attention computed step by step by the model's own slow code, or by
+# hand for torchvision's, and every formula written out for one image.
+
+
+def blocks_of(module):
+    return list(module.encoder.layers if isinstance(module, zoo.VisionTransformer) else module.blocks)
+
+
+def by_hand(attention, kept):
+    def forward(query, _key, _value, **_more):
+        weight, bias, heads = attention.in_proj_weight, attention.in_proj_bias, attention.num_heads
+        q, k, v = (query @ w.T + b for w, b in zip(weight.chunk(3), bias.chunk(3), strict=True))
+        q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
+        kept.append((q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1))
+        mixed = (kept[-1] @ v).transpose(1, 2).flatten(2)
+        return mixed @ attention.out_proj.weight.T + attention.out_proj.bias, None
+
+    return forward
+
+
+def exact(model):
+    """Return the model in float64, and the lists of its blocks' attention and tokens, filled when it runs."""
+    module, attention, tokens = copy.deepcopy(model.module).double(), [], []
+    for block in blocks_of(module):
+        if isinstance(module, zoo.VisionTransformer):
+            block.self_attention.forward = by_hand(block.self_attention, attention)
+        else:
+            block.attn.fused_attn = False
+            block.attn.attn_drop.register_forward_hook(lambda _m, _i, out: attention.append(out))
+        block.register_forward_hook(lambda _m, _i, out: tokens.append(out))
+    return module, attention, tokens
+
+
+def head(module, tokens):
+    """The logits of a module's head for the mean of some tokens."""
+    mean = tokens.mean(1, keepdim=True).expand_as(tokens)
+    if isinstance(module, zoo.VisionTransformer):
+        return module.heads(module.encoder.ln(mean)[:, 0])
+    return module.forward_head(module.norm(mean))
+
+
+def reference(model, image, index=1):
+    """Return the attention [L,heads,N,N] of one image, its gradients, and those of each block's own score."""
+    module, attention, tokens = exact(model)
+    logits = module(inputs(model, image).double().requires_grad_())
+    gradients = torch.autograd.grad(logits[0, index], attention, retain_graph=True)
+    own = [
+        torch.autograd.grad(head(module, z)[0, index], a, retain_graph=True)[0]
+        for z, a in zip(tokens, attention, strict=True)
+    ]
+    as_array = lambda blocks: torch.cat(list(blocks)).detach().numpy()  # noqa: E731 -- three times in a row
+    return as_array(attention), as_array(gradients), as_array(own)
+
+
+def rolled(blocks):
+    product = np.eye(blocks[0].shape[0])
+    for block in blocks:
+        mixed = (block + np.eye(len(block))) / 2
+        product = (mixed / mixed.sum(1, keepdims=True)) @ product
+    return product
+
+
+def without_lowest(block, share):
+    kept = block.copy().ravel()
+    kept[np.argsort(kept, kind="stable")[: int(kept.size * share)]] = 0
+    return kept.reshape(block.shape)
+
+
+def paper(method, attention, gradients, own):
+    """The relevance [N,N] of every token for every token; of LeGrad a row."""
+    if method == "attention_rollout":
+        return rolled([block.mean(0) for block in attention])
+    if method == "gradient_rollout":
+        fused = [(a * g).mean(0).clip(min=0) for a, g in zip(attention, gradients, strict=True)]
+        return rolled([without_lowest(one, 0.9) for one in fused])
+    if method == "chefer":
+        relevance = np.eye(attention.shape[-1])
+        for a, g in zip(attention, gradients, strict=True):
+            relevance = relevance + (a * g).clip(min=0).mean(0) @ relevance
+        return relevance
+    return sum(g.clip(min=0).mean((0, 1)) for g in own)[None]
+
+
+@pytest.mark.parametrize("method", [*ROLLING, "legrad"])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_maps_are_those_of_the_papers_in_float64(load, name, method):
+    model, (_, prefix, read) = load(name), FACTORIES[name]
+    image = noise(4, SIZE)
+
+    found, _ = answer(model, method, image)
+
+    relevance = paper(method, *reference(model, image))
+    row = relevance[0] if method == "legrad" else relevance[read].mean(0)
+    assert gap(found, row[prefix:].reshape(4, 4)) < 5e-6
+
+
+def test_heads_fuse_and_low_attention_is_dropped_as_asked(load):
+    model, image = load("class token"), noise(4, SIZE)
+    attention, _, _ = reference(model, image)
+
+    for heads, fuse in (("max", np.max), ("min", np.min), ("mean", np.mean)):
+        for share in (0.0, 0.5, 0.9):
+            found, _ = answer(model, "attention_rollout", image, heads=heads, discard=share)
+            expected = rolled([without_lowest(fuse(block, axis=0), share) for block in attention])
+            assert gap(found, expected[0, 1:].reshape(4, 4)) < 1e-5
+
+
+def test_legrad_adds_up_as_many_of_the_last_blocks_as_asked(load):
+    model, image = load("class token"), noise(4, SIZE)
+    _, _, own = reference(model, image)
+
+    for blocks in (1, 2, 3, 1000):
+        found, _ = answer(model, "legrad", image, blocks=blocks)
+        expected = sum(g.clip(min=0).mean((0, 1)) for g in own[-blocks:])
+        assert gap(found, expected[1:].reshape(4, 4)) < 1e-5
+
+
+def test_legrad_is_torchcams_up_to_the_number_of_blocks(load):
+    model, image = load("torchvision"), noise(4, SIZE)
+
+    found, _ = answer(model, "legrad", image)
+
+    module = copy.deepcopy(model.module)
+    with LeGrad(module, blocks_of(module)) as theirs:
+        logits = module(inputs(model, image))
+        (expected,) = theirs(1, logits, normalized=False)
+    assert gap(found / 3, expected[0].numpy()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "timm:deit_tiny_distilled_patch16_224"])
+def test_models_of_timm_are_explained_by_their_names(name):
+    model = models.load(models.parse(f"{name}?weights=none&size=64"))
+
+    for method in (*ROLLING, "legrad"):
+        found, result = answer(model, method, noise(4, 64))
+        assert found.shape == (4, 4)
+        assert found.min() >= 0
+        assert found.max() > found.min()
+        assert not result.dead[0]
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_logits_are_those_of_the_model_left_alone(load, name):
+    model, image = load(name), noise(4, SIZE)
+    with torch.no_grad():
+        expected = model.module(inputs(model, image))[0].numpy()
+
+    for method in ("chefer", "legrad"):
+        _, result = answer(model, method, image)
+        assert gap(result.logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_the_model_is_left_as_it_was(load, name):
+    model = load(name)
+    before, attributes = digest(model.module), flags(model.module)
+
+    for method in ("chefer", "legrad"):
+        answer(model, method, noise(4, SIZE))
+
+    assert hooks.hook_count(model.module) == 0
+    assert digest(model.module) == before
+    assert flags(model.module) == attributes
+    assert not any(p.requires_grad or p.grad is not None for p in model.module.parameters())
+
+
+def flags(module):
+    return [(m.training, getattr(m, "fused_attn", None), "forward" in vars(m)) for m in module.modules()]
+
+
+@pytest.mark.parametrize("method", [*ROLLING, "legrad"])
+def test_batch_neighbours_and_other_targets_never_change_a_map(load, method):
+    model = load("class token")
+    images, targets = [noise(seed, SIZE) for seed in range(3)], [ClassTarget(1), ContrastTarget(0, 4)]
+    rows = [Row(image, target, (call(method),)) for image in images for target in targets]
+
+    together = run(model, rows, (), "each" if method == "legrad" else "attention")
+
+    for row, result in zip(rows, together, strict=True):
+        alone, single = answer(model, method, row.image, row.target)
+        assert gap(result.maps[0][0], alone) < 1e-5
+        assert result.score == pytest.approx(single.score, rel=1e-5)
+
+
+def test_methods_mix_in_a_batch(load):
+    model, image = load("class token"), noise(4, SIZE)
+    rows = [Row(image, ClassTarget(2), (call(method),)) for method in ROLLING]
+
+    for row, result in zip(rows, run(model, rows, (), "attention"), strict=True):
+        alone, _ = answer(model, row.calls[0].name, image, ClassTarget(2))
+        assert gap(result.maps[0][0], alone) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["chefer", "legrad"])
+def test_a_request_is_explained_for_its_targets_and_smoothed_when_asked(load, method):
+    model, image = load("class token"), noise(4, SIZE)
+    smoothed = MethodCall(method, call(method).parameters, augmented=True)
+
+    outcome = explain(model, image, job(model, [method, smoothed], [ClassTarget(1), ClassTarget(3)]))
+
+    assert [finding.verdict for finding in outcome.findings] == [Verdict.OK] * 4
+    assert all(finding.heatmap.shape == (4, 4) and finding.layer == "" for finding in outcome.findings)
+    plain, _, smooth, _ = (finding.heatmap for finding in outcome.findings)
+    alone, _ = answer(model, method, image)
+    assert gap(plain, alone) < 1e-5
+    assert gap(smooth, plain) > 1e-3
+
+
+@pytest.mark.parametrize("method", [*ROLLING, "legrad"])
+def test_a_score_that_depends_on_nothing_has_a_zero_gradient(load, method):
+    model = load("class token")
+
+    outcome = explain(model, noise(4, SIZE), job(model, [method], [ContrastTarget(2, 2)]))
+
+    assert outcome.findings[0].verdict is Verdict.ZERO_GRADIENT
+
+
+def test_slow_attention_gives_the_maps_of_fast_attention(load):
+    model, image = load("class token"), noise(4, SIZE)
+    slow = models.LoadedModel(model.info, copy.deepcopy(model.module))
+    for block in slow.module.blocks:
+        block.attn.fused_attn = False
+
+    for method in (*ROLLING, "legrad"):
+        assert gap(answer(slow, method, image)[0], answer(model, method, image)[0]) < 1e-5
+
+
+def test_half_precision_gives_almost_the_maps_of_full(load):
+    model, image = load("class token"), noise(4, SIZE)
+    half = models.LoadedModel(replace(model.info, precision="bfloat16"), model.module)
+
+    for method in ("attention_rollout", "chefer", "legrad"):
+        assert gap(answer(half, method, image)[0], answer(model, method, image)[0]) < 0.1
+
+
+# What attention is computed instead, call by call.
+
+
+@contextmanager
+def watched():
+    with torch.enable_grad(), _Explicit() as seen:
+        yield seen
+
+
+def tensors(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+MASKS = {
+    "none": {},
+    "boolean": {"attn_mask": torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.3},
+    "float": {"attn_mask": torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(2))},
+    "causal": {"is_causal": True},
+    "scaled": {"scale": 0.7},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_is_torchs_own(mask):
+    heads = 1 if mask == "grouped" else 3
+    q, k, v = tensors((2, 3, 6, 4), (2, heads, 6, 4), (2, heads, 6, 4))
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
+
+    with watched() as seen:
+        found = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
+
+    assert gap(found.detach(), expected) < 1e-6
+    assert seen.attention.shape == (1, 2, 3, 6, 6)
+    assert gap(seen.attention.sum(-1), torch.ones(1, 2, 3, 6)) < 1e-6
+
+
+def test_attention_drops_out_as_often_as_asked():
+    q, k, v = tensors((1, 1, 40, 4), (1, 1, 40, 4), (1, 1, 40, 4))
+    with watched():
+        dropped = functional.scaled_dot_product_attention(q, k, torch.ones_like(v), dropout_p=0.5)
+
+    assert dropped.std() > 0.05  # without dropout every value is 1
+
+
+MULTI_HEAD = {
+    "plain": ({}, {}),
+    "batch first": ({"batch_first": True}, {}),
+    "weights of no interest": ({}, {"need_weights": False}),
+    "weights of each head": ({}, {"average_attn_weights": False}),
+    "padding": ({}, {"key_padding_mask": torch.tensor([[False] * 5, [False, True, False, False, True]])}),
+    "mask": ({}, {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)}),
+    "added keys": ({"add_bias_kv": True, "add_zero_attn": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", MULTI_HEAD)
+def test_multi_head_attention_is_torchs_own(case):
+    made, asked = MULTI_HEAD[case]
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, **made).eval().requires_grad_(requires_grad=False)
+    (tokens,) = tensors((2, 5, 8) if made.get("batch_first") else (5, 2, 8))
+    expected, weights = layer(tokens, tokens, tokens, **asked)
+
+    with watched() as seen:
+        found, theirs = layer(tokens, tokens, tokens, **asked)
+
+    assert gap(found.detach(), expected) < 1e-6
+    assert (theirs is None) == (weights is None)
+    assert weights is None or gap(theirs.detach(), weights) < 1e-6
+    assert len(seen.blocks) == (0 if case == "added keys" else 1)
+
+
+# What is refused, and in which words.
+
+BUILT = {
+    "resnet": (lambda: zoo.resnet18(num_classes=5), "resnet has none"),
+    "swin": (
+        lambda: zoo.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4], num_classes=5),
+        "swin's blocks see windows of 16",
+    ),
+    "pvt": (
+        lambda: timm.create_model("pvt_v2_b0", num_classes=5, depths=(1, 1, 1, 1)),
+        "in pvt 256 tokens see 4 summaries of them",
+    ),
+    "levit": (
+        lambda: timm.create_model("levit_128s", num_classes=5, img_size=SIZE),
+        "levit's blocks are not alike: 4 heads of 16 tokens, 6 heads of 4 tokens",
+    ),
+    "xcit": (
+        lambda: timm.create_model("xcit_nano_12_p16_224", num_classes=5),
+        "xcit's attention is between 32 things that are no patches of a known grid",
+    ),
+    "parallel": (
+        lambda: VisionTransformer(**SHAPE, block_fn=timm.models.vision_transformer.ParallelThingsBlock),
+        "parallel has blocks that do not follow one another",
+    ),
+}
+
+
+def refusal(model, method):
+    with pytest.raises(FailedPrecondition) as caught:
+        answer(model, method, noise(4, SIZE))
+    assert hooks.hook_count(model.module) == 0
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_model_without_attention_between_all_patches_is_refused_in_words(plant, name):
+    make, words = BUILT[name]
+    model = plant(make, size=SIZE)
+    model = models.LoadedModel(replace(model.info, name=name), model.module)
+
+    for method in ("chefer", "legrad"):
+        assert refusal(model, method) == f"{method} needs attention between all of an image's patches: {words}"
+
+
+class Loose(VisionTransformer):
+    """A transformer whose blocks are no modules: what each adds to the tokens is added by the model."""
+
+    def forward_features(self, image, **_more):
+        tokens = self._pos_embed(self.patch_embed(image))
+        for block in self.blocks:
+            tokens = tokens + block.attn(block.norm1(tokens))
+            tokens = tokens + block.mlp(block.norm2(tokens))
+        return self.norm(tokens)
+
+
+def test_legrad_refuses_blocks_that_are_no_modules_and_rollouts_do_not(plant):
+    model = plant(lambda: vivid(Loose(**SHAPE)), size=SIZE)
+
+    assert "hand their tokens to one another as they are" in refusal(model, "legrad")
+    for method in ROLLING:
+        assert answer(model, method, noise(4, SIZE))[0].shape == (4, 4)
+
+
+class Pair(VisionTransformer):
+    """A transformer whose head knows how many images came in."""
+
+    def forward(self, image):
+        return super().forward(image)[: len(image)]
+
+
+def test_legrad_refuses_a_head_that_takes_no_other_tokens(plant):
+    model = plant(lambda: vivid(Pair(**SHAPE)), size=SIZE)
+
+    assert "cannot be given other tokens" in refusal(model, "legrad")
+
+
+def test_every_attention_method_says_what_it_needs():
+    for method in (*ROLLING, "legrad"):
+        assert isinstance(METHODS[method], Attention)
+        assert METHODS[method].needs == "attention between all of an image's patches"
