@@ -8,7 +8,7 @@ STUBS := clients/python
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
 BASE ?= origin/main
 
-.PHONY: setup demo test check bench architectures protos lint types contracts proto-check clean
+.PHONY: setup demo test check bench architectures protos lint types contracts proto-check clean gallery parity
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -68,6 +68,13 @@ proto-check: setup $(PROTO_VENV)/.done
 	@for f in .protocheck/camserve/v1/*; do cmp $$f $(STUBS)/camserve/v1/$$(basename $$f) || \
 	  { echo "the stubs are not what protos/ says: run 'make protos'"; exit 1; }; done
 	@rm -rf .protocheck
+
+gallery: setup  ## write docs/methods.md and docs/gallery.md from the table of methods: some minutes
+	$(BIN)/python docs/generate/gallery.py
+	$(BIN)/python docs/generate/methods.py
+
+parity: setup  ## measure every method against its oracles, write docs/parity.md: some minutes
+	PYTHONPATH=tests $(BIN)/python docs/generate/parity.py
 
 architectures: setup  ## explain every architecture, compare with autograd, write docs/architectures.md: half an hour
 	$(BIN)/python docs/generate/architectures.py

@@ -1,6 +1,6 @@
 """A request as the engine sees it: planned into rows, joined again into raw maps."""
 
-from camserve_server.jobs.cost import part, rows_of
+from camserve_server.jobs.cost import is_clean, part, rows_of
 from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Desk, Progress, Study, Think, at_once
 from camserve_server.jobs.values import Collect, Evidence, Finding, Job, Outcome, Sheet, Submit
@@ -59,6 +59,7 @@ __all__ = [
     "Study",
     "Submit",
     "explain",
+    "is_clean",
     "judge",
     "part",
     "rows_of",

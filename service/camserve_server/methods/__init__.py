@@ -17,6 +17,8 @@ from camserve_server.methods.kinds import (
     Saliency,
     Scene,
     Windows,
+    formula,
+    summary,
 )
 
 SAMPLES = Parameter("samples", "How many noisy copies.", 16, 1, 512, integer=True)
@@ -123,4 +125,6 @@ __all__ = [
     "Saliency",
     "Scene",
     "Windows",
+    "formula",
+    "summary",
 ]
