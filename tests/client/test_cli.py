@@ -126,7 +126,9 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         overlay="png",
         max_side=640,
     )
-    assert requests == [camserve._wire.with_image(question.request(), b"\x01")]
+    expected = camserve._wire.with_image(question.request(), b"\x01")
+    expected.progress = True
+    assert requests == [expected]
 
 
 def test_heatmaps_are_not_asked_for_where_they_are_not_written(run: Any, photos: Any, tmp_path: Any) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import camserve
+from camserve.v1 import explain_pb2
 
 
 @pytest.fixture
@@ -325,3 +326,72 @@ async def test_an_array_is_sent_without_loss(client: Any, server: Any) -> None:
     await client.explain(pixels)
 
     assert server.calls[0].request.image.startswith(b"\x89PNG")
+
+
+def counting(server: Any, *steps: tuple[int, int]) -> Any:
+    """Answer a stream's requests after saying how far they have come."""
+
+    def serve(requests: Any, _: Any) -> Any:
+        for each in requests:
+            for done, total in steps:
+                said = explain_pb2.Progress(rows_done=done, rows_total=total)
+                yield explain_pb2.ExplainStreamResponse(request_id=each.request_id, progress=said)
+            yield server.reply(each)
+
+    return serve
+
+
+async def test_a_caller_is_told_how_far_a_long_method_has_come(client: Any, server: Any) -> None:
+    told: list[tuple[int, int]] = []
+    server.streams = [counting(server, (64, 192), (128, 192), (192, 192))]
+
+    result = await client.explain(b"\x07", on_progress=lambda done, total: told.append((done, total)))
+
+    assert result.predictions[0].class_index == 7
+    assert told == [(64, 192), (128, 192), (192, 192)]
+    assert [call.rpc for call in server.calls] == ["ExplainStream"]
+
+
+async def test_only_who_listens_is_told(client: Any, server: Any) -> None:
+    asked: list[bool] = []
+
+    def keep(requests: Any, _: Any) -> Any:
+        for each in requests:
+            asked.append(each.request.progress)
+            yield server.reply(each)
+
+    server.streams = [keep, keep, keep]
+
+    await client.explain(b"1", on_progress=print)
+    for progress in (True, False):
+        async for _ in client.explain_many([b"1"], progress=progress):
+            pass
+    await client.explain(b"1")
+
+    assert asked == [True, True, False]
+    assert server.calls[-1].request.progress is False
+
+
+async def test_what_goes_wrong_under_way_is_raised_as_ever(client: Any, server: Any) -> None:
+    def fails(requests: Any, _: Any) -> Any:
+        for each in requests:
+            yield server.error(each, grpc.StatusCode.INVALID_ARGUMENT)
+
+    server.streams = [fails]
+
+    with pytest.raises(camserve.InvalidArgument, match="it is"):
+        await client.explain(b"1", on_progress=print)
+    with pytest.raises(camserve.InvalidArgument, match="cannot read"):
+        await client.explain("no/such.jpg", on_progress=print)
+
+
+async def test_an_error_of_the_listener_passes_through_and_ends_the_stream(client: Any, server: Any) -> None:
+    def fails(_done: int, _total: int) -> None:
+        raise KeyError("mine")
+
+    server.streams = [counting(server, (1, 2))]
+
+    with pytest.raises(KeyError, match="mine"):
+        await client.explain(b"1", on_progress=fails)
+
+    assert server.stream_ended.wait(5)

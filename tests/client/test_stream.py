@@ -156,3 +156,65 @@ def test_an_answer_resets_the_count_of_breaks() -> None:
         made.hear(answer(each))
 
     assert ids(made) == sent
+
+
+def progress(request_id: str, done: int, total: int) -> explain_pb2.ExplainStreamResponse:
+    said = explain_pb2.Progress(rows_done=done, rows_total=total)
+    return explain_pb2.ExplainStreamResponse(request_id=request_id, progress=said)
+
+
+def test_progress_is_news_and_not_an_answer() -> None:
+    made = window(limit=2)
+    first, second = filled(made, 2)
+
+    made.hear(progress(first, 64, 512))
+    made.hear(progress(second, 1, 2))
+    assert made.news() == [(64, 512), (1, 2)]
+    assert made.news() == []
+    assert ids(made) == []
+
+    made.hear(answer(first))
+    made.hear(progress(first, 512, 512))  # too late
+    made.hear(progress(second, 2, 2))
+    assert made.news() == [(2, 2)]
+    assert ids(made) == [first]
+
+
+def test_progress_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(_stream.time, "monotonic", lambda: now[0])
+    made = window(limit=1)
+    (only,) = filled(made, 1)
+    for _ in range(5):
+        now[0] += 29
+        made.hear(progress(only, 1, 9))
+        made.hear(None)
+
+    now[0] += 31
+    with pytest.raises(camserve.DeadlineExceeded):
+        made.hear(None)
+
+
+def test_a_request_that_brings_the_server_down_half_way_is_not_sent_for_ever() -> None:
+    made = window(limit=1, attempts=2, first=0)
+    (only,) = filled(made, 1)
+    gone = camserve.Unavailable("gone")
+
+    for _ in range(2):
+        made.hear(progress(only, 1, 9))
+        made.hear(gone)
+        assert made.due()
+    made.hear(progress(only, 1, 9))
+
+    with pytest.raises(camserve.Unavailable, match="gone"):
+        made.hear(gone)
+
+
+def test_what_only_a_newer_client_understands_is_ignored() -> None:
+    made = window(limit=1)
+    (only,) = filled(made, 1)
+
+    made.hear(explain_pb2.ExplainStreamResponse(request_id=only))
+    made.hear(answer(only))
+
+    assert ids(made) == [only]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
 
 import grpc.aio
 
 from camserve import _stream, _wire
 from camserve._errors import CamserveError, Cancelled, FailedPrecondition, border
-from camserve._progress import progress_bar
+from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
     CHANNEL_OPTIONS,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
+    from camserve._progress import Meter, OnProgress
     from camserve._result import Result
     from camserve._settings import Settings
     from camserve._values import Health, Layer, MethodInfo, Model
@@ -93,11 +95,14 @@ class AsyncClient:
         self,
         image: _wire.ImageLike,
         *,
+        on_progress: OnProgress | None = None,
         timeout: float | None = None,
         **options: Unpack[_wire.ExplainOptions],
     ) -> Result:
         """Explain what the model saw in one image: see ``Client.explain``."""
         question = _wire.Question(**options).request()
+        if on_progress is not None:
+            return await self._watched(image, question, on_progress, timeout)
         # Reading and encoding an image would hold up the loop.
         request = await asyncio.to_thread(_wire.with_image, question, image)
         return _wire.result(await self._call(self._stubs.explain.Explain, request, timeout))
@@ -142,7 +147,9 @@ class AsyncClient:
         patience = self._settings.patience(timeout)
         window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
         question = _wire.Question(**options).request()
-        return self._explained(_stream.many(images), question, window, progress=progress)
+        question.progress = progress
+        bar = progress_bar(images, shown=progress)
+        return self._explained(_stream.many(images), question, window, bar)
 
     async def models(self) -> tuple[Model, ...]:
         """List the models that the server has loaded; the first one is its default."""
@@ -205,11 +212,10 @@ class AsyncClient:
         images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
         question: explain_pb2.ExplainRequest,
         window: _stream.Window,
-        *,
-        progress: bool,
+        measured: AbstractContextManager[Meter],
     ) -> AsyncGenerator[_stream.Outcome, None]:
         source = _each(images)
-        with progress_bar(images, shown=progress) as advance:
+        with measured as meter:
             async with self._line() as line:
                 while not window.done:
                     if window.room:
@@ -217,10 +223,25 @@ class AsyncClient:
                         window.take(await asyncio.to_thread(_stream.asked, question, image))
                     await line.send(window.due())
                     window.hear(await line.hear(window.patience()))
+                    if rows := window.news():
+                        meter.rows(rows)
                     for outcome in window.ready():
-                        advance()
+                        meter.image()
                         yield outcome
                 await line.finish()
+
+    async def _watched(
+        self,
+        image: _wire.ImageLike,
+        question: explain_pb2.ExplainRequest,
+        on_progress: OnProgress,
+        timeout: float | None,
+    ) -> Result:
+        window = _stream.Window(1, self._settings.retry, self._settings.patience(timeout), "raise")
+        question.progress = True
+        explained = self._explained((image,), question, window, nullcontext(Told(on_progress)))
+        (result,) = [each async for each in explained]
+        return cast("Result", result)
 
     def _line(self) -> _Line:
         return _Line(self._stubs.explain, self._settings)

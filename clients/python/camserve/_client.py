@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
 
 import grpc
 
 from camserve import _stream, _wire
 from camserve._errors import CamserveError, border
-from camserve._progress import progress_bar
+from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
     CHANNEL_OPTIONS,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
+    from camserve._progress import Meter, OnProgress
     from camserve._result import Result
     from camserve._settings import Settings
     from camserve._values import Health, Layer, MethodInfo, Model
@@ -97,6 +99,7 @@ class Client:
         self,
         image: _wire.ImageLike,
         *,
+        on_progress: OnProgress | None = None,
         timeout: float | None = None,
         **options: Unpack[_wire.ExplainOptions],
     ) -> Result:
@@ -105,14 +108,20 @@ class Client:
         Args:
             image: A path, bytes of a JPEG, PNG, WebP or BMP file, a PIL image, or a uint8 [H, W, 3]
                 array in RGB.
-            timeout: Seconds, instead of the client's.
+            on_progress: Called with the rows (copies of the image through the model) that are done,
+                and the rows that there are in all, as a long method comes along.
+            timeout: Seconds, instead of the client's; with ``on_progress`` those for which the
+                server may say nothing.
             **options: What to explain and what to return: see ``ExplainOptions``.
 
         Raises:
             CamserveError: The class below it says why; what can be seen to be wrong here is not
                 sent.
         """
-        request = _wire.with_image(_wire.Question(**options).request(), image)
+        question = _wire.Question(**options).request()
+        if on_progress is not None:
+            return self._watched(image, question, on_progress, timeout)
+        request = _wire.with_image(question, image)
         return _wire.result(self._call(self._explain.Explain, request, timeout))
 
     @overload
@@ -169,7 +178,9 @@ class Client:
         patience = self._settings.patience(timeout)
         window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
         question = _wire.Question(**options).request()
-        return self._explained(_stream.many(images), question, window, progress=progress)
+        question.progress = progress
+        bar = progress_bar(images, shown=progress)
+        return self._explained(_stream.many(images), question, window, bar)
 
     def models(self) -> tuple[Model, ...]:
         """List the models that the server has loaded; the first one is its default."""
@@ -221,6 +232,18 @@ class Client:
                     raise
             time.sleep(pause)
 
+    def _watched(
+        self,
+        image: _wire.ImageLike,
+        question: explain_pb2.ExplainRequest,
+        on_progress: OnProgress,
+        timeout: float | None,
+    ) -> Result:
+        window = _stream.Window(1, self._settings.retry, self._settings.patience(timeout), "raise")
+        question.progress = True
+        (result,) = self._explained((image,), question, window, nullcontext(Told(on_progress)))
+        return cast("Result", result)
+
     def _line(self) -> _Line:
         return _Line(self._explain, self._settings)
 
@@ -229,18 +252,19 @@ class Client:
         images: Iterable[_wire.ImageLike],
         question: explain_pb2.ExplainRequest,
         window: _stream.Window,
-        *,
-        progress: bool,
+        measured: AbstractContextManager[Meter],
     ) -> Generator[_stream.Outcome, None, None]:
         source = iter(images)
-        with progress_bar(images, shown=progress) as advance, self._line() as line:
+        with measured as meter, self._line() as line:
             while not window.done:
                 if window.room:
                     window.take(_stream.asked(question, next(source, _stream.END)))
                 line.send(window.due())
                 window.hear(line.hear(window.patience()))
+                if rows := window.news():
+                    meter.rows(rows)
                 for outcome in window.ready():
-                    advance()
+                    meter.image()
                     yield outcome
             line.finish()
 

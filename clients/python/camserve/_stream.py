@@ -28,6 +28,7 @@ from camserve.v1 import explain_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from camserve._progress import Rows
     from camserve._result import Result
     from camserve._retry import Retry
 
@@ -70,6 +71,7 @@ class _Slot:
     due: float | None = None
     tries: int = 0
     outcome: Outcome | None = None
+    rows: Rows | None = None
 
     @property
     def under_way(self) -> bool:
@@ -109,6 +111,7 @@ class Window:
         self._breaks = 0
         self._heard = 0.0
         self._ended = False
+        self._news = False
 
     @property
     def room(self) -> bool:
@@ -186,6 +189,13 @@ class Window:
                 raise slot.outcome
             yield slot.outcome
 
+    def news(self) -> list[Rows]:
+        """Return how far each image under way has come, as far as known; nothing if it is no news."""
+        if not self._news:
+            return []
+        self._news = False
+        return [slot.rows for slot in self._slots.values() if slot.under_way and slot.rows]
+
     def _under_way(self) -> list[str]:
         return [key for key, slot in self._slots.items() if slot.under_way]
 
@@ -195,11 +205,17 @@ class Window:
 
     def _answered(self, reply: explain_pb2.ExplainStreamResponse) -> None:
         self._heard = time.monotonic()
-        self._breaks = 0
         slot = self._slots.get(reply.request_id)
         if slot is None or not slot.under_way:
             return
+        if reply.WhichOneof("outcome") == "progress":
+            slot.rows, self._news = (reply.progress.rows_done, reply.progress.rows_total), True
+            return
         outcome = _wire.outcome(reply)
+        if outcome is None:
+            return
+        # Not by progress: a request that brings the server down half way would be sent for ever.
+        self._breaks = 0
         if isinstance(outcome, CamserveError):
             self._failed(reply.request_id, outcome)
         else:

@@ -252,13 +252,16 @@ def result(response: explain_pb2.ExplainResponse) -> Result:
     )
 
 
-def outcome(reply: explain_pb2.ExplainStreamResponse) -> Result | CamserveError:
-    """Read one answer of a stream: what came out, or why nothing did."""
-    if reply.WhichOneof("outcome") == "response":
+def outcome(reply: explain_pb2.ExplainStreamResponse) -> Result | CamserveError | None:
+    """Read one answer of a stream: what came out, or why nothing did; None if it is neither."""
+    kind = reply.WhichOneof("outcome")
+    if kind == "response":
         try:
             return result(reply.response)
         except CamserveError as error:
             return error
+    if kind != "error":
+        return None
     said = reply.error
     after = said.retry_after_ms / 1000 if said.HasField("retry_after_ms") else None
     wrong = merged((each.field, each.description) for each in said.fields)
