@@ -85,6 +85,7 @@ def test_a_method_is_one_function_and_one_line(monkeypatch):
     line = code(CONTRIBUTING, '"gradcam_elementwise"')
     added = eval("{" + line + "}", {"Cam": methods.Cam, "cams": type("cams", (), names)})  # noqa: S307 -- the same
 
+    monkeypatch.delitem(methods.METHODS, "gradcam_elementwise")  # as before it was added
     with serving(models=(SMALL,)) as served, camserve.Client(served.address) as client:
         with pytest.raises(camserve.NotFound, match="unknown method"):
             client.explain(PHOTOS["chelsea"], methods="gradcam_elementwise")

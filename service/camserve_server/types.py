@@ -251,6 +251,10 @@ class View:
     noise: float = 0.0
     seed: int = 0
 
+    def enlarged(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size of an image, enlarged."""
+        return round(height * self.scale), round(width * self.scale)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edit:

@@ -11,7 +11,8 @@ from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import wire
 from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from camserve_server.jobs import Finding, Job
-from camserve_server.methods import METHODS, Cam, Parameter, Perturbation
+from camserve_server.jobs.cost import is_clean
+from camserve_server.methods import METHODS, Parameter, Perturbation
 from camserve_server.types import (
     Box,
     ClassTarget,
@@ -512,7 +513,7 @@ def test_an_operator_can_lower_every_limit_on_what_a_request_may_ask_for():
 
 
 def test_methods_and_layers_of_one_pass_cost_one_row_for_each_target():
-    cams = [method(name) for name in METHODS if isinstance(METHODS[name], Cam)]
+    cams = [method(name) for name in METHODS if is_clean(MethodCall(name))]
     request = {"methods": cams, "layers": ["stem", "features"], "targets": [index(0), index(1)]}
 
     assert ask(Limits(rows=2), **request).job.rows == 2

@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from camserve_server.engine.batch import Turn, differentiated, forward, in_order, inputs_of, scored, to_numpy, units_of
 from camserve_server.errors import FailedPrecondition
@@ -49,7 +50,8 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     units = units_of(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    with torch.enable_grad(), watching(layers) as captures:
+    # Fused attention can be differentiated only once.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), watching(layers) as captures:
         said = forward(model, inputs_of(model.info, units.rows))
         for turn, scores in scored(said, units, rows):
             grids = [_see_twice(model.info, captures, name, turn.units, scores) for name in pass_.layers]

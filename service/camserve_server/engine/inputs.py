@@ -1,7 +1,5 @@
 """From the image that a model sees to the input that it gets: normalised, viewed, edited."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +18,7 @@ def viewed(image: Tensor, view: View) -> Tensor:
     """Return a view of a normalised input [3,H,W]."""
     if view.scale != 1:
         height, width = image.shape[1:]
-        size = [math.ceil(height * view.scale), math.ceil(width * view.scale)]
+        size = view.enlarged(height, width)
         large = functional.interpolate(image[None], size, mode="bilinear", align_corners=False)[0]
         image = large[:, view.top : view.top + height, view.left : view.left + width]
     if view.noise:

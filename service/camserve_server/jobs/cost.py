@@ -37,9 +37,11 @@ def is_plain_gradient(call: MethodCall) -> bool:
 
 
 def wants_features(call: MethodCall) -> bool:
-    """Tell whether a call starts from the feature maps of layers."""
+    """Tell whether a call starts, or ends, with the feature maps that layers have for the image as it is."""
     method = METHODS[call.name]
-    return isinstance(method, Perturbation) and method.layered and not call.augmented
+    starts = isinstance(method, Perturbation) and method.layered
+    ends = isinstance(method, Cam) and method.copy is not itself
+    return (starts or ends) and not call.augmented
 
 
 def rows_of(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:

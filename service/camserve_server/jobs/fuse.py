@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from camserve_server.jobs.values import Evidence, Sheet
+from camserve_server.methods.cams import refinecam
 from camserve_server.types import Fusion, Map, ModelInfo
 
 JOINT = " + "
@@ -20,7 +21,7 @@ FINEST = 4
 def fused(sheets: Sequence[Sheet], how: Fusion) -> Sheet:
     """Fuse the maps of several layers, target by target.
 
-    Each is cut at zero and divided by its maximum, and brought to the finest grid among them bilinearly.
+    Each is cut at zero, scaled to 0 to 1 and brought to the finest grid among them bilinearly.
     """
     name = JOINT.join(sheet.layer for sheet in sheets)
     evidence = [_fuse(layers, how) for layers in zip(*(sheet.evidence for sheet in sheets), strict=True)]
@@ -36,14 +37,16 @@ def _fuse(layers: tuple[Evidence, ...], how: Fusion) -> Evidence:
 _FUSIONS: Mapping[Fusion, Callable[[Map], Map]] = {
     "mean": lambda maps: cast("Map", maps.mean(0)),
     "max": lambda maps: cast("Map", maps.max(0)),
-    "product": lambda maps: cast("Map", maps.prod(0)),
+    "product": refinecam,
 }
 
 
 def _relative(heatmap: Map) -> Map:
+    """Cut a map at zero and scale it to 0 to 1; a map that is the same everywhere becomes 1 where it is positive."""
     cut = heatmap.clip(min=0)
-    greatest = cut.max()
-    return cast("Map", cut / greatest) if greatest > 0 else cut
+    least, greatest = cut.min(), cut.max()
+    scaled = (cut - least) / (greatest - least) if greatest > least else cut > 0
+    return cast("Map", scaled.astype(np.float32))
 
 
 def onto_pixels(heatmap: Map, size: tuple[int, ...]) -> Map:

@@ -26,7 +26,7 @@ from camserve_server.methods import (
     Windows,
 )
 from camserve_server.methods.kinds import Array, itself, one
-from camserve_server.types import Edit, Kind, Map, MethodCall, Pass, RowResult, View
+from camserve_server.types import ClassTarget, Edit, Kind, Map, MethodCall, ModelInfo, Pass, RowResult, View
 
 
 async def examine(study: Study) -> tuple[Study, list[list[Sheet]]]:
@@ -128,7 +128,13 @@ async def _cam(study: Study, call: MethodCall) -> list[Sheet]:
     pass_ = study.pass_("curvature" if method.curvature else "cam", study.job.layers)
     means = await _means(study, call, pass_, method.count(**call.parameters))
     return [
-        Sheet(layer, [await study.desk.think(_finish_cam, method, call, mean) for mean in means[place]])
+        Sheet(
+            layer,
+            [
+                await study.desk.think(_finish_cam, method, call, mean, answer, place)
+                for mean, answer in zip(means[place], study.answers, strict=True)
+            ],
+        )
         for place, layer in enumerate(study.job.layers)
     ]
 
@@ -142,8 +148,9 @@ def _answered(study: Study, call: MethodCall) -> list[Sheet]:
     ]
 
 
-def _finish_cam(method: Cam, call: MethodCall, mean: _Mean) -> Evidence:
-    return Evidence(to_map(method.finish(mean.value, **call.parameters)), dead=mean.dead)
+def _finish_cam(method: Cam, call: MethodCall, mean: _Mean, answer: RowResult, place: int) -> Evidence:
+    more = {"features": torch.from_numpy(answer.features[place])} if answer.features else {}
+    return Evidence(to_map(method.finish(mean.value, **call.parameters, **more)), dead=mean.dead)
 
 
 async def _saliency(study: Study, call: MethodCall) -> list[Sheet]:
@@ -265,15 +272,22 @@ async def _windows(study: Study, call: MethodCall) -> list[Sheet]:
         evidence = []
         for target in range(len(study.targets)):
             maps = np.stack([sheets[0][place].evidence[target].heatmap for _, sheets in studies])
-            scores = np.array([one.answers[target].score for one, _ in studies], np.float32)
+            chances = np.array([chance(study.job.model, one.answers[target]) for one, _ in studies], np.float32)
             dead = all(sheets[0][place].evidence[target].dead for _, sheets in studies)
-            evidence.append(Evidence(await study.desk.think(_merged, method, maps, scores, views, given), dead=dead))
+            evidence.append(Evidence(await study.desk.think(_merged, method, maps, chances, views, given), dead=dead))
         merged.append(Sheet(layer, evidence))
     return merged
 
 
-def _merged(method: Windows, maps: Map, scores: Map, views: Sequence[View], given: Mapping[str, Any]) -> Map:
-    return method.merge(maps, scores, views, **given)
+def _merged(method: Windows, maps: Map, chances: Map, views: Sequence[View], given: Mapping[str, Any]) -> Map:
+    return method.merge(maps, chances, views, **given)
+
+
+def chance(model: ModelInfo, answer: RowResult) -> float:
+    """Return a target's probability: of a class among all, or else the logistic function of the score."""
+    if model.task == "classify" and isinstance(answer.target, ClassTarget):
+        return float(torch.from_numpy(answer.logits).softmax(0)[answer.target.index])
+    return float(torch.tensor(answer.score).sigmoid())
 
 
 async def _baseline(study: Study, call: MethodCall) -> list[Sheet]:

@@ -21,6 +21,15 @@ from camserve_server.methods.kinds import (
     summary,
 )
 
+VARIANT = Parameter(
+    "variant",
+    "Whether α is the paper's, or divided by its sum over positive gradients as in the authors' code.",
+    "paper",
+    choices=("paper", "official"),
+)
+SIGMAS = Parameter("k", "Standard deviations above its mean at which a value stands out.", 2.0, 0.0, 10.0)
+KERNEL = Parameter("kernel", "How two positions' features are compared.", "sigmoid", choices=tuple(cams.KERNELS))
+SCALES = Parameter("scales", "At how many sizes of the image windows slide over it.", 6, 1, 12, integer=True)
 SAMPLES = Parameter("samples", "How many noisy copies.", 16, 1, 512, integer=True)
 NOISE = Parameter("noise", "Standard deviation, as a share of the input's range.", 0.15, 0.0, 1.0)
 SEED = Parameter("seed", "Seed of whatever is drawn by chance.", 0, 0, 2**31 - 1, integer=True)
@@ -49,6 +58,27 @@ METHODS: dict[str, Method] = {
     "gradcam": Cam(cams.gradcam, "Selvaraju et al. 2017, arXiv:1610.02391", smooths=True),
     "hirescam": Cam(cams.hirescam, "Draelos and Carin 2020, arXiv:2011.08891", smooths=True),
     "layercam": Cam(cams.layercam, "Jiang et al. 2021, doi:10.1109/TIP.2021.3089943", smooths=True),
+    "gradcam_elementwise": Cam(cams.gradcam_elementwise, "Gildenblat 2021, pytorch-grad-cam", smooths=True),
+    "gradcam_plus_plus": Cam(
+        cams.gradcam_plus_plus, "Chattopadhay et al. 2018, arXiv:1710.11063", (VARIANT,), smooths=True
+    ),
+    "smoothgradcam_plus_plus": Cam(
+        cams.smoothgradcam_plus_plus,
+        "Omeiza et al. 2019, arXiv:1908.01224",
+        NOISY,
+        copy=gradients.noisy,
+        count=gradients.samples,
+        finish=cams.from_means,
+    ),
+    "xgradcam": Cam(cams.xgradcam, "Fu et al. 2020, arXiv:2008.02312", smooths=True),
+    "shapleycam": Cam(cams.shapleycam, "Cai 2025, arXiv:2501.06261", curvature=True, smooths=True),
+    "fem": Cam(cams.fem, "Fuad et al. 2020, doi:10.1109/IPTA50016.2020.9286629", (SIGMAS,), smooths=True),
+    "eigencam": Cam(cams.eigencam, "Muhammad and Yeasin 2020, arXiv:2008.00299"),
+    "eigengradcam": Cam(cams.eigengradcam, "Gildenblat 2021, pytorch-grad-cam"),
+    "kpcacam": Cam(cams.kpcacam, "Karmani et al. 2024, arXiv:2410.00267", (KERNEL,)),
+    "refinecam": Fused("gradcam", "product", "Domeniconi et al. 2026, arXiv:2605.14641", cams.refinecam),
+    "sess": Windows("gradcam", cams.windows, cams.sess, "Tursun et al. 2022, arXiv:2207.01769", (SCALES,)),
+    "fullgrad": FullGradient(cams.fullgrad, "Srinivas and Fleuret 2019, arXiv:1905.00780"),
     "saliency": Saliency(gradients.strongest_channel, "Simonyan et al. 2014, arXiv:1312.6034"),
     "input_x_gradient": Saliency(gradients.input_x_gradient, "Shrikumar et al. 2016, arXiv:1605.01713"),
     "smoothgrad": Saliency(

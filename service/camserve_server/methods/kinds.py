@@ -32,7 +32,8 @@ Term: TypeAlias = Callable[..., Tensor]
 adds to the mean, of any shape."""
 
 Finish: TypeAlias = Callable[..., Tensor]
-"""Mean of the terms, normalised image [3,H,W] (for a `Saliency` only), parameters by name -> map [h,w]."""
+"""Mean of the terms, normalised image [3,H,W] (for a `Saliency` only), parameters by name (for a `Cam` that makes
+copies also the image's own `features` [C,h,w]) -> map [h,w]."""
 
 Explore: TypeAlias = Callable[..., Generator[Sequence[Edit], Array, Array]]
 """A scene, parameters by name -> a generator: it yields edits of the image, is sent the scores [n,T] that the edited
@@ -237,7 +238,8 @@ class FullGradient:
     """A map from the gradients at the input and at every bias of a model.
 
     Attributes:
-        spread: turns one layer's terms [B,C,h,w] into the maps [B,H,W] that are added up.
+        spread: one layer's terms [B,C,h,w], the input's `size`, parameters by name -> the maps [B,H,W] that are added
+            up.
         paper: that defines it.
         parameters: that it takes.
     """
@@ -307,8 +309,8 @@ class Windows:
     Attributes:
         of: name of the method.
         views: parameters by name, and the input's `height` and `width` -> the windows, a list of `View`.
-        merge: maps [n,h,w] of the windows, their scores [n], the windows, parameters by name, `height`, `width` ->
-            map [H,W].
+        merge: maps [n,h,w] of the windows, the target's probability in each [n], the windows, parameters by name,
+            `height`, `width` -> map [H,W].
         paper: that defines it.
         parameters: that it takes.
     """

@@ -17,6 +17,8 @@ from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 from torch import nn
 
 from camserve_server import models
+from camserve_server.jobs.cost import is_clean
+from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel
 from camserve_server.types import ClassTarget, RankTarget, Row
 from methods.tools import call, explain, inputs, job, photo, run
@@ -29,6 +31,7 @@ MODELS = {
     "convnext_tiny": ("torchvision:convnext_tiny?weights=none&size=160", None, ("rocket",)),
     "swin_t": ("torchvision:swin_t?weights=none", None, ("china",)),
     "vit_b_16": ("torchvision:vit_b_16?weights=none", None, ("flower",)),
+    "resnet18, biases drawn": ("drawn=methods.parity.made:resnet18?size=96", "layer4", ("flower",)),
 }
 """By name: the model, seeded where it has no weights; the layer, None for its default; the photos."""
 
@@ -51,17 +54,20 @@ class Subject:
     image: np.ndarray
     index: int
 
-    def ours(self, method, layer=None, **parameters):
-        """Our raw map [h,w], or that on another layer."""
-        return self.finding(call(method, **parameters), layer).heatmap
+    def ours(self, method, **parameters):
+        """Our raw map [h,w]."""
+        plain = {} if parameters else together(self)
+        return plain[method] if method in plain else self.finding(call(method, **parameters)).heatmap
 
     def finding(self, asked, *layers, fusion=None):
         """What our service finds for a call, on its own layer or others."""
-        names = [name for name in layers if name] or [self.layer]
-        (found,) = explain(
-            self.model, self.image, job(self.model, [asked], [ClassTarget(self.index)], names, fusion=fusion)
-        ).findings
+        (found,) = self.findings([asked], *layers, fusion=fusion)
         return found
+
+    def findings(self, asked, *layers, fusion=None):
+        """What our service finds for several calls."""
+        wanted = job(self.model, asked, [ClassTarget(self.index)], layers or [self.layer], fusion=fusion)
+        return explain(self.model, self.image, wanted).findings
 
     @property
     def input(self):
@@ -90,17 +96,35 @@ class Subject:
             return output[:, layout.prefix :].unflatten(1, (layout.height, layout.width)).permute(0, 3, 1, 2)
         return output.permute(0, 3, 1, 2) if layout.axes == "nhwc" else output
 
-    def exact(self, layer=None):
-        """Activations and gradients of the layer in float64, each [C,h,w], by autograd and nothing of ours."""
-        model, kept = copy.deepcopy(self.theirs).double(), []
+    def double(self):
+        """The peers' copy in float64."""
+        return copy.deepcopy(self.theirs).double().requires_grad_(requires_grad=False)
 
-        def keep(_module, _args, output):
-            kept.append(output if output.requires_grad else output.requires_grad_())
-            return kept[0].clone()
 
-        model.requires_grad_(requires_grad=False).get_submodule(layer or self.layer).register_forward_hook(keep)
-        (gradient,) = torch.autograd.grad(model(self.input.double())[0, self.index], kept[:1])
-        return tuple(self.reshape(one.detach())[0].numpy() for one in (kept[0], gradient))
+@lru_cache(maxsize=4)
+def together(subject):
+    """Our raw map of every CAM that one pass over the image as it is answers, by name."""
+    names = [name for name in METHODS if is_clean(call(name))]
+    return dict(zip(names, (one.heatmap for one in subject.findings(names)), strict=True))
+
+
+@lru_cache(maxsize=4)
+def exact(subject):
+    """Activations and gradients of a subject's layer in float64, each [C,h,w], by autograd and nothing of ours."""
+    return gradients(subject, subject.double(), subject.input.double())
+
+
+def gradients(subject, model, image):
+    """Activations and gradients of a subject's layer for any input of any copy of its model, each [C,h,w]."""
+    kept = []
+
+    def keep(_module, _args, output):
+        kept.append(output.detach().requires_grad_())
+        return kept[-1].clone()
+
+    with model.get_submodule(subject.layer).register_forward_hook(keep):
+        (gradient,) = torch.autograd.grad(model(image)[0, subject.index], kept[-1:])
+    return tuple(subject.reshape(one.detach())[0].numpy() for one in (kept[-1], gradient))
 
 
 @lru_cache(maxsize=2)  # cases go model by model; all of them at once would hold gigabytes
@@ -136,6 +160,7 @@ class Case:
         measure: "max": the largest difference as a share of the largest value. "correlation": Pearson's.
         ours: a subject -> our map; None for the raw map with the parameters below.
         parameters: of the method, by name.
+        signed: whether the oracle's sign means something; else it is turned to agree with ours.
         note: why the two differ, where they do.
     """
 
@@ -147,6 +172,7 @@ class Case:
     measure: Literal["max", "correlation"] = "max"
     ours: Callable[[Subject], np.ndarray] | None = None
     parameters: dict = field(default_factory=dict)
+    signed: bool = True
     note: str = ""
 
     def __str__(self):
@@ -159,7 +185,10 @@ class Case:
 
     def _deviation(self, subject):
         ours = self.ours(subject) if self.ours else subject.ours(self.method, **self.parameters)
-        return MEASURES[self.measure](ours, np.asarray(self.theirs(subject), np.float64))
+        return MEASURES[self.measure](ours, self._turned(ours, np.asarray(self.theirs(subject), np.float64)))
+
+    def _turned(self, ours, theirs):
+        return theirs if self.signed or correlation(ours, theirs) >= 0 else -theirs
 
     def holds(self, deviation):
         """Tell whether a deviation is within the bound."""

@@ -1,0 +1,28 @@
+"""A model made for parity: every bias is drawn, where a fresh one has none to speak of."""
+
+from torch import nn
+from torchvision.models import get_model
+
+
+def resnet18():
+    """A resnet18 whose batch normalisations have seen something, with 100 classes."""
+    model = get_model("resnet18", weights=None, num_classes=100)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.bias, 0.1, 0.2)
+            nn.init.normal_(module.running_mean, 0.1, 0.2)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    nn.init.normal_(model.fc.bias)
+    return model
+
+
+def relu6_apart(module):
+    """Take each of timm's batch normalisations with an activation of its own apart, so that its sum can be hooked."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.BatchNorm2d) and hasattr(child, "act"):
+            plain = nn.BatchNorm2d(child.num_features, child.eps)
+            plain.to(child.weight.dtype).load_state_dict(child.state_dict())
+            setattr(module, name, nn.Sequential(plain, child.act))
+        else:
+            relu6_apart(child)
+    return module.eval()
