@@ -18,6 +18,7 @@ from camserve_server.errors import FailedPrecondition
 from camserve_server.methods import METHODS, FullGradient
 from camserve_server.models import LoadedModel
 from camserve_server.models.grid import to_grid
+from camserve_server.outputs import Outputs
 from camserve_server.types import Layout, Pass, Row, RowResult
 
 Axes: TypeAlias = Literal["nchw", "nhwc"]
@@ -29,8 +30,8 @@ def run(model: LoadedModel, _pass: Pass, rows: Sequence[Row]) -> list[RowResult]
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
         inputs = inputs_of(model.info, units.rows).requires_grad_()
-        logits, biases = seen(model, inputs)
-        for turn, scores in scored(logits, units, rows):
+        said, biases = seen(model, inputs)
+        for turn, scores in scored(said, units, rows):
             terms = contributions(scores, inputs, biases)
             for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
                 mine = [one[unit : unit + 1] for one in terms]
@@ -61,21 +62,21 @@ class Bias:
     grid: Layout
 
 
-def seen(model: LoadedModel, inputs: Tensor) -> tuple[Tensor, list[Bias]]:
-    """Run a model; return its logits and every bias whose sum has a grid over the image.
+def seen(model: LoadedModel, inputs: Tensor) -> tuple[Outputs, list[Bias]]:
+    """Run a model; return what it answers and every bias whose sum has a grid over the image.
 
     Raises:
         FailedPrecondition: there is none.
     """
     with _Watch() as watch:
-        logits = forward(model, inputs.clone())  # a model may change its input in place, but not a leaf
+        said = forward(model, inputs.clone())  # a model may change its input in place, but not a leaf
     layout = model.info.layers[model.info.default_layer].layout
     tokens = layout if layout and layout.axes == "tokens" else None
     grids = [_grid(output, axes, inputs, tokens) for output, _, axes in watch.found]
     found = [Bias(output, value, grid) for (output, value, _), grid in zip(watch.found, grids, strict=True) if grid]
     if not found:
         raise FailedPrecondition("the model has no bias whose sum has a grid over the image")
-    return logits, found
+    return said, found
 
 
 def contributions(scores: Tensor, inputs: Tensor, biases: Sequence[Bias]) -> list[Tensor]:

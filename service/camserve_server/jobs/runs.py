@@ -26,7 +26,19 @@ from camserve_server.methods import (
     Windows,
 )
 from camserve_server.methods.kinds import Array, itself, one
-from camserve_server.types import ClassTarget, Edit, Kind, Map, MethodCall, ModelInfo, Pass, RowResult, View
+from camserve_server.types import (
+    ClassTarget,
+    DetectionTarget,
+    Edit,
+    Kind,
+    Map,
+    MethodCall,
+    ModelInfo,
+    Pass,
+    ProbabilityTarget,
+    RowResult,
+    View,
+)
 
 
 async def examine(study: Study) -> tuple[Study, list[list[Sheet]]]:
@@ -285,6 +297,8 @@ def _merged(method: Windows, maps: Map, chances: Map, views: Sequence[View], giv
 
 def chance(model: ModelInfo, answer: RowResult) -> float:
     """Return a target's probability: of a class among all, or else the logistic function of the score."""
+    if isinstance(answer.target, ProbabilityTarget | DetectionTarget):
+        return answer.score  # is one already
     if model.task == "classify" and isinstance(answer.target, ClassTarget):
         return float(torch.from_numpy(answer.logits).softmax(0)[answer.target.index])
     return float(torch.tensor(answer.score).sigmoid())
