@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from camserve_server.methods import attention, cams, gradients
+from camserve_server.methods import attention, baselines, cams, gradients, perturbation, surrogate
 from camserve_server.methods.kinds import (
     Attention,
     Baseline,
@@ -49,6 +49,25 @@ ANY_BASELINE = Parameter(
     "any",
     choices=("any", *gradients.BASELINES),
 )
+
+WINDOW = Parameter("window", "Side of the window: below 1 a share of the shorter side, else pixels.", 0.2, 0.01, 4096)
+STRIDE = Parameter("stride", "From one window to the next, as the window; at most the window.", 0.1, 0.01, 4096)
+MASKS = Parameter("samples", "How many random masks.", 512, 1, 16_000, integer=True)
+CELLS = Parameter("cells", "Cells along each side of the image.", 7, 2, 64, integer=True)
+SHOWN = Parameter("probability", "Of a cell to be shown.", 0.5, 0.01, 0.99)
+DIVISOR = Parameter(
+    "divisor",
+    "Of each pixel's scores: in how many masks it is shown, or, as the paper has it, in how many it is expected to be.",
+    "shown",
+    choices=("shown", "expected"),
+)
+CHANNELS = Parameter(
+    "top_channels", "Only so many channels, those that vary most over the grid; 0 for all.", 0, 0, 16_384, integer=True
+)
+FEW = replace(CHANNELS, default=64)
+TRIES = Parameter("samples", "How many images for each channel.", 8, 1, 512, integer=True)
+MASK_NOISE = Parameter("noise", "Standard deviation of the noise on a mask whose values are 0 to 1.", 2.0, 0.0, 10.0)
+SETS = Parameter("samples", "How many random sets of cells.", 256, 2, 16_000, integer=True)
 
 HEADS = Parameter("heads", "How a block's heads become one.", "mean", choices=("mean", "max", "min"))
 DISCARD = Parameter("discard", "Share of each block's lowest values that is set to zero.", 0.0, 0.0, 0.99)
@@ -130,6 +149,60 @@ METHODS: dict[str, Method] = {
     "guided_gradcam": Product(
         "guided_backprop", "gradcam", "Selvaraju et al. 2017, arXiv:1610.02391", gradients.guided_gradcam
     ),
+    "occlusion": Perturbation(
+        perturbation.occlusion,
+        "Zeiler and Fergus 2014, arXiv:1311.2901",
+        perturbation.windows,
+        (WINDOW, STRIDE),
+    ),
+    "rise": Perturbation(
+        perturbation.rise,
+        "Petsiuk et al. 2018, arXiv:1806.07421",
+        perturbation.samples,
+        (MASKS, CELLS, SHOWN, SEED, DIVISOR),
+    ),
+    "scorecam": Perturbation(
+        perturbation.scorecam,
+        "Wang et al. 2020, arXiv:1910.01279",
+        perturbation.channels_tried,
+        (CHANNELS,),
+        layered=True,
+    ),
+    "sscam": Perturbation(
+        perturbation.sscam,
+        "Wang et al. 2020, arXiv:2006.14255",
+        perturbation.channels_sampled,
+        (FEW, TRIES, MASK_NOISE, SEED),
+        layered=True,
+    ),
+    "iscam": Perturbation(
+        perturbation.iscam,
+        "Naidu et al. 2020, arXiv:2010.03023",
+        perturbation.channels_sampled,
+        (FEW, TRIES),
+        layered=True,
+    ),
+    "ablationcam": Perturbation(
+        perturbation.ablationcam,
+        "Desai and Ramaswamy 2020, doi:10.1109/WACV45572.2020.9093360",
+        perturbation.channels_tried,
+        (CHANNELS,),
+        layered=True,
+    ),
+    "kernel_shap": Perturbation(
+        surrogate.kernel_shap,
+        "Lundberg and Lee 2017, arXiv:1705.07874",
+        surrogate.samples,
+        (SETS, CELLS, SEED),
+        needs=surrogate.NEEDS,
+    ),
+    "lime": Perturbation(
+        surrogate.lime,
+        "Ribeiro et al. 2016, arXiv:1602.04938",
+        surrogate.samples,
+        (SETS, CELLS, SEED),
+        needs=surrogate.NEEDS,
+    ),
     "attention_rollout": Attention(
         attention.rollout, "Abnar and Zuidema 2020, arXiv:2005.00928", parameters=(HEADS, DISCARD)
     ),
@@ -138,6 +211,8 @@ METHODS: dict[str, Method] = {
     ),
     "chefer": Attention(attention.chefer, "Chefer et al. 2021, arXiv:2103.15679"),
     "legrad": Attention(attention.legrad, "Bousselham et al. 2025, arXiv:2404.03214", parameters=(BLOCKS,), each=True),
+    "random": Baseline(baselines.random, "Adebayo et al. 2018, arXiv:1810.03292", (SEED,)),
+    "edges": Baseline(baselines.edges, "Adebayo et al. 2018, arXiv:1810.03292"),
 }
 
 __all__ = [

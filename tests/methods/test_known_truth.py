@@ -1,0 +1,105 @@
+"""A model of which is known what it looks at: every method finds it.
+
+The score of class 0 is how much red there is, and of class 1 how much blue; the photo has a red square and a smaller,
+paler blue one on grey. What a method says of class 0 is right where the red square is.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from camserve_server.methods import METHODS, Attention
+from camserve_server.types import ClassTarget
+from methods.tools import call, explain, job
+
+SIDE = 48
+RED = (slice(8, 24), slice(26, 42))
+BLUE = (slice(30, 42), slice(6, 18))
+
+EXEMPT = {
+    "random": "it does not look at the image",
+    "edges": "it does not look at the model: both squares have edges",
+}
+"""Methods that cannot find it, and why."""
+
+ATTENTIVE = [name for name in METHODS if isinstance(METHODS[name], Attention)]
+"""Methods that need a transformer of which it is known: they have a test of their own."""
+
+
+class Colours(nn.Module):
+    """Looks at red for class 0, at blue for class 1, at brightness for class 2, in two stages.
+
+    Grey is below the thresholds of red and of blue by more than noise can make up for.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 3, padding=1, padding_mode="replicate")
+        self.second = nn.Conv2d(3, 3, 2, stride=2)
+        self.head = nn.Linear(3, 3)
+        self.relu = nn.ReLU()
+        seen = torch.tensor([[1.0, -0.5, -0.5], [-0.5, -0.5, 1.0], [0.05, 0.05, 0.05]])  # red, blue, bright
+        with torch.no_grad():
+            self.first.weight.copy_((seen / 9)[:, :, None, None].expand(3, 3, 3, 3))
+            self.first.bias.copy_(torch.tensor([-1.5, -1.5, 0.5]))
+            self.second.weight.copy_((torch.eye(3) / 4)[:, :, None, None].expand(3, 3, 2, 2))
+            self.second.bias.fill_(-0.1)
+            self.head.weight.copy_(20 * torch.eye(3))
+            self.head.bias.zero_()
+
+    def forward(self, image):
+        small = self.relu(self.second(self.relu(self.first(image))))
+        return self.head(functional.adaptive_avg_pool2d(small.square(), 1).flatten(1))
+
+
+@pytest.fixture(scope="module")
+def image():
+    photo = np.full((SIDE, SIDE, 3), (124, 116, 104), np.uint8)  # the mean colour
+    photo[RED] = (230, 40, 40)
+    photo[BLUE] = (60, 60, 200)
+    return photo + np.random.default_rng(0).integers(-8, 9, photo.shape).astype(np.int8).view(np.uint8)
+
+
+def share_in_red(heatmap):
+    """The share of the hottest tenth of the image that lies in the red square."""
+    large = functional.interpolate(torch.from_numpy(heatmap)[None, None], (SIDE, SIDE), mode="bilinear")[0, 0].numpy()
+    hottest = np.argsort(-large, None, kind="stable")[: SIDE * SIDE // 10]
+    inside = np.zeros((SIDE, SIDE), bool)
+    inside[RED] = True
+    return inside.flat[hottest].mean()
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in EXEMPT and name not in ATTENTIVE])
+def test_the_hottest_tenth_of_a_map_is_where_the_model_looks(plant, image, name):
+    model = plant(Colours, size=SIDE)
+    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).findings
+    assert share_in_red(found.heatmap) >= 0.5
+
+
+@pytest.mark.parametrize("name", EXEMPT)
+def test_the_exempt_methods_do_fail(plant, image, name):
+    """An exemption whose reason is gone is taken away."""
+    model = plant(Colours, size=SIDE)
+    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).findings
+    assert share_in_red(found.heatmap) < 0.5
+
+
+def test_a_map_of_the_wrong_class_is_caught(plant, image):
+    """A planted fault: a map of what speaks for blue is not where the red is."""
+    model = plant(Colours, size=SIDE)
+    for name in ("gradcam", "saliency", "occlusion"):
+        (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(1)], ["second"])).findings
+        assert share_in_red(found.heatmap) < 0.2
+
+
+def test_512_masks_of_rise_are_enough(plant, image):
+    model = plant(Colours, size=SIDE)
+    few, many = (
+        explain(model, image, job(model, [call("rise", samples=count)], [ClassTarget(0)], ["second"]))
+        .findings[0]
+        .heatmap
+        for count in (512, 4096)
+    )
+    assert np.corrcoef(few.ravel(), many.ravel())[0, 1] >= 0.95

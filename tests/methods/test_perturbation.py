@@ -1,0 +1,356 @@
+"""The methods that edit images: equal to captum, torchcam or the paper, with as many edits as they announce."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torchcam.methods
+from captum import attr
+from skimage.filters import sobel_h, sobel_v
+from torch import nn
+from torch.nn import functional
+
+from camserve_server.errors import FailedPrecondition
+from camserve_server.methods import METHODS, Perturbation, Scene
+from camserve_server.methods.perturbation import AT_ONCE
+from camserve_server.types import ClassTarget, ContrastTarget
+from methods.tools import call, explain, gap, inputs, job, noise
+
+CLOSE = 1e-4  # of the map's largest value
+SIDE = 24
+INDEX = 3
+TARGETS = (ClassTarget(INDEX),)
+
+PERTURBATIONS = [name for name in METHODS if isinstance(METHODS[name], Perturbation)]
+LAYERED = [name for name in PERTURBATIONS if METHODS[name].layered]
+SEEDED = [name for name in METHODS if any(one.name == "seed" for one in METHODS[name].parameters)]
+
+
+class Net(nn.Module):
+    """Small, without kinks; `layer` has the input's own grid if `stride` is 1. Channel 2 is flat if wanted."""
+
+    def __init__(self, stride=1, *, flat=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv2d(3, 7, 3, stride=stride, padding=1)
+        self.layer = nn.Softplus()
+        self.head = nn.Linear(7 * 9, 5)
+        if flat:
+            nn.init.zeros_(self.conv.weight[2])
+
+    def forward(self, image):
+        return self.head(functional.adaptive_avg_pool2d(self.layer(self.conv(image)), 3).flatten(1)) * 4
+
+
+@pytest.fixture
+def net(plant):
+    return plant(Net, size=SIDE)
+
+
+@pytest.fixture
+def coarse(plant):
+    return plant(lambda: Net(4), size=SIDE)
+
+
+def heatmaps(model, method, targets=TARGETS, image=None, chunk=64):
+    image = noise(0, SIDE) if image is None else image
+    return [one.heatmap for one in explain(model, image, job(model, [method], targets, ["layer"]), chunk).findings]
+
+
+def score(model, image, index=INDEX):
+    with torch.no_grad():
+        return model.module(image)[:, index].double().numpy()
+
+
+def activations(model, image):
+    with torch.no_grad():
+        return model.module.layer(model.module.conv(image))[0].double().numpy()
+
+
+# ------------------------------------------------------------------------------------------------------- every one
+
+
+SCENE = Scene(
+    np.random.default_rng(0).standard_normal((3, 20, 28)).astype(np.float32),
+    np.float32([1.5, -0.5]),
+    np.random.default_rng(1).standard_normal((130, 4, 5)).astype(np.float32),
+)
+
+CHOICES = [
+    *((name, {}) for name in PERTURBATIONS),
+    *(
+        ("occlusion", {"window": w, "stride": s})
+        for w, s in [(1, 1), (5, 3), (0.5, 0.9), (0.33, 0.1), (99, 99), (20, 7)]
+    ),
+    *(("rise", {"samples": n, "cells": c}) for n, c in [(1, 2), (64, 9), (65, 30)]),
+    *((name, {"top_channels": top}) for name in LAYERED for top in (1, 64, 65, 1000)),
+    *((name, {"top_channels": 0, "samples": 3}) for name in ("sscam", "iscam")),
+    *((name, {"samples": 70, "cells": 3}) for name in ("kernel_shap", "lime")),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters"), CHOICES)
+def test_a_method_tries_as_many_edits_as_it_announces_and_64_at_a_time_at_most(name, parameters):
+    method, chosen = METHODS[name], call(name, **parameters).parameters
+    dice, exploring = np.random.default_rng(2), method.explore(SCENE, **chosen)
+    edits, pieces, maps = next(exploring), [], None
+    while maps is None:
+        pieces.append(len(edits))
+        assert all(one.keep is None or one.keep.shape == (20, 28) for one in edits)
+        try:
+            edits = exploring.send(dice.standard_normal((len(edits), 2)).astype(np.float32))
+        except StopIteration as stop:
+            maps = stop.value
+    size = {"channels": 130} if method.layered else {"height": 20, "width": 28}
+    assert sum(pieces) == method.count(**size, **chosen)
+    assert max(pieces) <= AT_ONCE == 64
+    assert maps.shape == (2, *((4, 5) if method.layered else (20, 28)))
+    assert maps.dtype == np.float32
+    assert np.isfinite(maps).all()
+
+
+@pytest.mark.parametrize("name", PERTURBATIONS)
+def test_what_a_request_costs_is_what_it_runs(net, name):
+    batches, asked = [], job(net, [name], [ClassTarget(1), ContrastTarget(2, 3)], ["layer"])
+    explain(net, noise(0, SIDE), asked, batches=batches)
+    assert sum(size for _, size in batches) == asked.rows
+
+
+@pytest.mark.parametrize("name", PERTURBATIONS)
+def test_targets_explained_together_get_the_maps_that_each_gets_alone(net, name):
+    method = call(name, **({"samples": 20} if "samples" in call(name).parameters else {}))
+    targets = [ClassTarget(1), ContrastTarget(2, 3)]
+    for one, target in zip(heatmaps(net, method, targets), targets, strict=True):
+        assert gap(one, heatmaps(net, method, [target], chunk=7)[0]) <= CLOSE
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, name):
+    few = {"samples": 20} if "samples" in call(name).parameters else {}
+    one, again, other = (heatmaps(net, call(name, seed=seed, **few))[0] for seed in (4, 4, 5))
+    assert one.tobytes() == again.tobytes()
+    assert gap(one, other) > 1e-3
+
+
+# ----------------------------------------------------------------------------------------------------------- pixels
+
+
+@pytest.mark.parametrize(("window", "stride"), [(6, 6), (5, 3), (7, 4), (24, 24), (1, 1)])
+def test_occlusion_equals_captums(net, window, stride):
+    theirs = attr.Occlusion(net.module).attribute(
+        inputs(net, noise(0, SIDE)),
+        (3, window, window),
+        strides=(3, stride, stride),
+        target=INDEX,
+        perturbations_per_eval=32,
+    )
+    (ours,) = heatmaps(net, call("occlusion", window=window, stride=stride))
+    assert gap(ours, theirs[0, 0]) <= CLOSE
+
+
+def test_a_window_below_one_is_a_share_of_the_side(net):
+    (share,), (pixels,) = (
+        heatmaps(net, call("occlusion", window=w, stride=s)) for w, s in [(0.25, 0.125), (SIDE // 4, SIDE // 8)]
+    )
+    np.testing.assert_array_equal(share, pixels)
+
+
+def test_a_stride_longer_than_the_window_leaves_no_pixel_out(net):
+    (long,), (touching,) = (heatmaps(net, call("occlusion", window=6, stride=s)) for s in (20, 6))
+    np.testing.assert_array_equal(long, touching)
+
+
+@pytest.mark.parametrize("divisor", ["shown", "expected"])
+def test_rise_is_the_papers_sum_over_the_documented_masks(net, divisor):
+    samples, cells, probability, seed = 70, 5, 0.4, 3
+    image, total, shown = inputs(net, noise(0, SIDE)), 0, 0
+    cell = -(-SIDE // cells)
+    for index in range(samples):
+        dice = torch.Generator().manual_seed(seed * 100_003 + index)
+        grid = (torch.rand((cells, cells), generator=dice) < probability).double()
+        # Written out: a pixel lies between the centres of two cells, or before the first, or after the last.
+        at = ((np.arange((cells + 1) * cell) + 0.5) * cells / ((cells + 1) * cell) - 0.5).clip(0, cells - 1)
+        weight = np.maximum(1 - np.abs(at[:, None] - np.arange(cells)), 0)
+        top, left = (int(torch.randint(cell, (), generator=dice)) for _ in range(2))
+        mask = (weight @ grid.numpy() @ weight.T)[top : top + SIDE, left : left + SIDE]
+        total = total + score(net, image * torch.from_numpy(mask).float())[0] * mask
+        shown = shown + mask
+    chosen = {"samples": samples, "cells": cells, "probability": probability, "seed": seed, "divisor": divisor}
+    expected = total / (shown if divisor == "shown" else samples * probability)
+    assert gap(heatmaps(net, call("rise", **chosen))[0], expected) <= CLOSE
+
+
+def test_a_mask_of_rise_shows_the_share_of_the_image_that_was_asked_for():
+    exploring = METHODS["rise"].explore(SCENE, samples=400, cells=7, probability=0.3, seed=1, divisor="shown")
+    masks, edits = [], next(exploring)
+    for _ in range(6):
+        masks += [one.keep for one in edits]
+        edits = exploring.send(np.zeros((len(edits), 2), np.float32))
+    assert np.mean(masks) == pytest.approx(0.3, abs=0.02)
+    assert (np.min(masks), np.max(masks)) == (0, 1)
+
+
+def test_what_all_scores_have_in_common_leaves_no_trace_in_the_map_of_rise():
+    """A planted fault: the paper's divisor makes a pattern of it."""
+    constant = {}
+    for divisor in ("shown", "expected"):
+        exploring = METHODS["rise"].explore(SCENE, **call("rise", divisor=divisor).parameters)
+        edits, maps = next(exploring), None
+        while maps is None:
+            try:
+                edits = exploring.send(np.full((len(edits), 2), 9.5, np.float32))
+            except StopIteration as stop:
+                maps = stop.value
+        constant[divisor] = maps
+    np.testing.assert_allclose(constant["shown"], 9.5, rtol=1e-6)
+    assert np.ptp(constant["expected"]) > 1
+
+
+# ---------------------------------------------------------------------------------------------------------- channels
+
+
+def scaled(channel):
+    return (channel - channel.min()) / (channel.max() - channel.min())
+
+
+def test_scorecam_is_the_papers_formula(coarse):
+    image = inputs(coarse, noise(0, SIDE))
+    seen = activations(coarse, image)
+    large = functional.interpolate(torch.from_numpy(seen)[None], (SIDE, SIDE), mode="bilinear", align_corners=False)[0]
+    scores = np.array([score(coarse, image * scaled(one).float())[0] for one in large])
+    change = scores - score(coarse, torch.zeros_like(image))[0]
+    weights = np.exp(change) / np.exp(change).sum()
+    assert gap(heatmaps(coarse, "scorecam")[0], np.tensordot(weights, seen, 1)) <= CLOSE
+
+
+@pytest.mark.parametrize(("name", "peer"), [("scorecam", "ScoreCAM"), ("sscam", "SSCAM")])
+def test_on_a_layer_of_the_inputs_own_grid_a_map_equals_torchcams(net, name, peer, monkeypatch):
+    """Elsewhere torchcam scales to 0..1 before it brings a feature map to the pixels; the paper and its code, after."""
+    image, options, more = inputs(net, noise(0, SIDE)), {}, {}
+    if name == "sscam":
+        options, more = {"num_samples": 4, "std": 0.5}, {"samples": 4, "noise": 0.5, "seed": 2}
+        drawn = [torch.Generator().manual_seed(2 * 100_003 + index) for index in range(7 * 4)]
+        noises = torch.stack([torch.randn(SIDE, SIDE, generator=one) for one in drawn]).reshape(7, 4, SIDE, SIDE)
+        turns = iter(range(4))
+        monkeypatch.setattr(torch.distributions.normal.Normal, "sample", lambda *_: 0.5 * noises[:, next(turns)][None])
+    with getattr(torchcam.methods, peer)(net.module, "layer", **options) as cam:
+        (theirs,) = cam(INDEX, net.module(image), normalized=False)
+    assert gap(heatmaps(net, call(name, **more))[0], theirs[0]) <= CLOSE
+
+
+def test_iscam_is_the_papers_formula(coarse):
+    image, copies = inputs(coarse, noise(0, SIDE)), 3
+    seen = activations(coarse, image)
+    large = functional.interpolate(torch.from_numpy(seen)[None], (SIDE, SIDE), mode="bilinear", align_corners=False)[0]
+    scores = [
+        np.mean([score(coarse, image * scaled(one).float() * (i / copies))[0] for i in (1, 2, 3)]) for one in large
+    ]
+    weights = np.exp(scores) / np.exp(scores).sum()
+    assert gap(heatmaps(coarse, call("iscam", samples=copies))[0], np.tensordot(weights, seen, 1)) <= CLOSE
+
+
+@pytest.mark.parametrize("name", ["scorecam", "sscam", "iscam"])
+def test_a_flat_feature_map_gets_no_weight(plant, name):
+    model = plant(lambda: Net(4, flat=True), size=SIDE)
+    image = inputs(model, noise(0, SIDE))
+    seen = activations(model, image)
+    assert np.ptp(seen[2]) == 0 < seen[2].max()
+    (ours,) = heatmaps(model, name)
+    without = np.delete(seen, 2, 0).reshape(6, -1).T
+    assert np.linalg.lstsq(without, ours.ravel().astype(np.float64))[1] < 1e-8  # the other channels make it up alone
+
+
+@pytest.mark.parametrize("name", ["scorecam", "ablationcam"])
+def test_top_channels_are_those_that_vary_most(coarse, name):
+    image = inputs(coarse, noise(0, SIDE))
+    seen = activations(coarse, image)
+    chosen = np.argsort(-seen.std((1, 2)))[:2]
+    (ours,) = heatmaps(coarse, call(name, top_channels=2))
+    _, left_over, *_ = np.linalg.lstsq(seen[chosen].reshape(2, -1).T, ours.ravel().astype(np.float64))
+    assert left_over < 1e-8
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ablationcam_is_the_papers_formula_by_a_loop_that_silences_channels(coarse, sign):
+    image = inputs(coarse, noise(0, SIDE))
+    seen = activations(coarse, image)
+    index = next(i for i in range(5) if np.sign(score(coarse, image, i)[0]) == sign)
+    (whole,) = score(coarse, image, index)
+    weights = []
+    for channel in range(7):
+        hook = coarse.module.layer.register_forward_hook(
+            lambda _module, _args, output, channel=channel: output.index_fill(1, torch.tensor(channel), 0)
+        )
+        weights.append((whole - score(coarse, image, index)[0]) / abs(whole))
+        hook.remove()
+    (ours,) = heatmaps(coarse, "ablationcam", [ClassTarget(index)])
+    assert gap(ours, np.tensordot(weights, seen, 1)) <= CLOSE
+
+
+# --------------------------------------------------------------------------------------------------------- surrogates
+
+
+def grid(cells):
+    at = torch.arange(SIDE) * cells // SIDE
+    return (at[:, None] * cells + at)[None]
+
+
+def nearness(_original, _perturbed, cells, **_more):
+    """Captum's default, but between sets of cells, where Captum compares the pixels."""
+    alike = functional.cosine_similarity(torch.ones_like(cells).float(), cells.float()).item()
+    return float(np.exp(-((1 - alike) ** 2) / 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "peer", "options"),
+    [("kernel_shap", attr.KernelShap, {}), ("lime", attr.Lime, {"similarity_func": nearness})],
+)
+def test_a_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, options):
+    torch.manual_seed(6)
+    theirs = peer(net.module, **options).attribute(
+        inputs(net, noise(0, SIDE)), target=INDEX, feature_mask=grid(4), n_samples=90
+    )
+    (ours,) = heatmaps(net, call(name, samples=90, cells=4, seed=6))
+    assert gap(ours, theirs[0, 0]) <= CLOSE
+
+
+def test_the_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_input(net):
+    (ours,) = heatmaps(net, call("kernel_shap", samples=60, cells=3))
+    image = inputs(net, noise(0, SIDE))
+    cells = ours[4::8, 4::8]
+    assert cells.shape == (3, 3)
+    assert cells.sum() == pytest.approx(score(net, image)[0] - score(net, torch.zeros_like(image))[0], rel=1e-3)
+
+
+def test_a_surrogate_leaves_the_processs_own_chance_alone(net):
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    heatmaps(net, call("lime", samples=10))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("missing", ["captum", "sklearn"])
+@pytest.mark.parametrize("name", ["kernel_shap", "lime"])
+def test_without_the_extra_a_surrogate_says_what_to_install(net, name, missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(FailedPrecondition, match=r'pip install "camserve\[captum\]"'):
+        heatmaps(net, name)
+
+
+# ----------------------------------------------------------------------------------------------------------- baselines
+
+
+def test_edges_equals_the_sobel_magnitude_of_scikit_image(net):
+    grey = inputs(net, noise(0, SIDE))[0].double().mean(0).numpy()
+    theirs = 4 * np.hypot(sobel_h(grey), sobel_v(grey))
+    assert gap(heatmaps(net, "edges")[0][1:-1, 1:-1], theirs[1:-1, 1:-1]) <= CLOSE
+
+
+def test_random_is_uniform_and_knows_nothing_of_the_image(net):
+    (one,), (other,) = (heatmaps(net, "random", image=noise(seed, SIDE)) for seed in (0, 1))
+    np.testing.assert_array_equal(one, other)
+    assert 0 <= one.min() < 0.05
+    assert 0.95 < one.max() <= 1
+    assert one.mean() == pytest.approx(0.5, abs=0.05)
