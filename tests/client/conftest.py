@@ -135,6 +135,10 @@ class Fake(
         return reply(each)
 
     @staticmethod
+    def heatmap() -> explain_pb2.Heatmap:
+        return heatmap()
+
+    @staticmethod
     def error(each: Any, code: grpc.StatusCode, **rest: Any) -> Any:
         return error_reply(each, code, **rest)
 
@@ -177,6 +181,7 @@ class Fake(
                     explainable=True,
                     grid_height=7,
                     grid_width=7,
+                    kinds=[models_pb2.METHOD_KIND_CAM, models_pb2.METHOD_KIND_PERTURBATION],
                 ),
                 models_pb2.Layer(name="head", type="Linear", output_shape=[1, 2], reason="no grid"),
             ]
@@ -200,12 +205,20 @@ def model(name: str) -> models_pb2.Model:
         parameters=4_650_000,
         precision="float32",
         device="cpu",
+        task="classify",
     )
 
 
 def gradcam() -> models_pb2.MethodInfo:
     return models_pb2.MethodInfo(
-        name="gradcam", kind=models_pb2.METHOD_KIND_CAM, summary="Weighs maps.", paper="P", rows=1
+        name="gradcam",
+        kind=models_pb2.METHOD_KIND_CAM,
+        summary="Weighs maps",
+        paper="P",
+        rows=1,
+        layered=True,
+        eigen_smoothing=True,
+        formula="L = ReLU(Σ_k α_k A_k)",
     )
 
 
@@ -229,6 +242,7 @@ def smoothgrad() -> models_pb2.MethodInfo:
         summary="Averages.",
         parameters=[number, word, models_pb2.ParameterInfo(name="seed")],
         rows=16,
+        needs="ReLU",
     )
 
 

@@ -99,9 +99,15 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     server.streams = [keep]
     options = (
         *("--model", "tiny", "--top-k", 2, "--colormap", "viridis", "--alpha", 0.25),
-        *("--method", "gradcam", "--method", "smoothgrad:samples=32,finish=mean"),
+        *(
+            "--method",
+            "gradcam:augmentation_smoothing",
+            "--method",
+            "smoothgrad:samples=32,eigen_smoothing,finish=mean",
+        ),
         *("--target", "tabby", "--target", "282", "--target", "tabby vs 282"),
         *("--layer", "a", "--layer", "b", "--format", "png", "--heatmaps", "--max-side", 640),
+        *("--profile", "grad-cam", "--intensities"),
     )
 
     done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *options)
@@ -117,7 +123,10 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     np.testing.assert_array_equal(saved, [[0, 1], [2, 3]])
     question = camserve._wire.Question(
         model="tiny",
-        methods=["gradcam", ("smoothgrad", {"samples": 32, "finish": "mean"})],
+        methods=[
+            camserve.Method("gradcam", augmentation_smoothing=True),
+            camserve.Method("smoothgrad", {"samples": 32, "finish": "mean"}, eigen_smoothing=True),
+        ],
         targets=["tabby", 282, camserve.contrast("tabby", 282)],
         layers=["a", "b"],
         top_k=2,
@@ -125,6 +134,8 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         alpha=0.25,
         overlay="png",
         max_side=640,
+        profile="grad-cam",
+        intensity=True,
     )
     expected = camserve._wire.with_image(question.request(), b"\x01")
     expected.progress = True
@@ -201,7 +212,79 @@ def test_methods_are_listed(run: Any) -> None:
 
     assert done.exit_code == 0
     assert "samples=16 finish=max seed" in done.stdout
-    assert "Weighs maps." in done.stdout
+    assert "Weighs maps" in done.stdout
+
+
+def test_one_method_is_described(run: Any) -> None:
+    plain, rich = run("methods", "gradcam"), run("methods", "smoothgrad")
+
+    assert plain.exit_code == 0
+    assert plain.stdout == (
+        "gradcam: Weighs maps\n\nL = ReLU(Σ_k α_k A_k)\n\nkind       cam\nexplains   a layer\npaper      P\n"
+        "cost       1 row for each target\nsmoothing  augmentation, eigen\n"
+    )
+    assert "needs      ReLU" in rich.stdout
+    assert ["samples", "16", "1", "to", "256,", "whole", "How", "many."] in [
+        x.split() for x in rich.stdout.splitlines()
+    ]
+    assert ["finish", "max", "max,", "mean"] in [x.split() for x in rich.stdout.splitlines()]
+
+
+def test_one_method_is_there_as_json(run: Any) -> None:
+    assert json.loads(run("methods", "gradcam", "--json").stdout)["formula"] == "L = ReLU(Σ_k α_k A_k)"
+
+
+@pytest.mark.parametrize(("name", "words"), [("gradcan", "; did you mean gradcam?"), ("x", "gradcam, smoothgrad\n")])
+def test_a_method_that_there_is_not_is_one_line(run: Any, name: str, words: str) -> None:
+    done = run("methods", name)
+
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f'error: unknown method "{name}": there are gradcam, smoothgrad')
+    assert words in done.stderr
+    assert done.stdout == ""
+
+
+def test_smoothed_and_plain_maps_have_names_of_their_own(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+    def told(stream: Any, _: Any) -> Any:
+        for each in stream:
+            answer = server.reply(each)
+            for explanation, asked in zip(answer.response.explanations, each.request.methods, strict=True):
+                explanation.augmentation_smoothing = asked.augmentation_smoothing
+            yield answer
+
+    server.streams = [told]
+
+    done = run(
+        *("explain", photos / "cat.jpg", "-o", tmp_path / "out"),
+        *("--method", "gradcam", "--method", "gradcam:augmentation_smoothing"),
+    )
+
+    assert names(tmp_path / "out") == ["cat.gradcam-augmentation_smoothing.class_1.jpg", "cat.gradcam.class_1.jpg"]
+    assert "gradcam, augmentation smoothing" in done.stdout
+
+
+def test_fused_layers_are_no_part_of_a_name(run: Any, photos: Any, tmp_path: Any) -> None:
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--layer", "a", "--layer", "b", "--fusion", "max")
+
+    assert done.exit_code == 0, done.output
+    assert names(tmp_path / "out") == ["cat.gradcam.class_1.jpg"]
+
+
+def test_what_is_coloured_is_written_on_request(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+    def coloured(stream: Any, _: Any) -> Any:
+        for each in stream:
+            answer = server.reply(each)
+            for explanation in answer.response.explanations:
+                explanation.intensity.CopyFrom(server.heatmap())
+            yield answer
+
+    server.streams = [coloured]
+
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--intensities")
+
+    assert done.exit_code == 0, done.output
+    assert names(tmp_path / "out") == ["cat.gradcam.class_1.intensity.npy", "cat.gradcam.class_1.jpg"]
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "cat.gradcam.class_1.intensity.npy"), [[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize("command", ["models", "layers", "methods"])
@@ -230,7 +313,7 @@ def test_health_is_the_exit_code(run: Any) -> None:
         (("explain", "{photos}"), "'-o'"),
         (("explain", "{photos}", "-o", "out", "--format", "gif"), "gif"),
         (("explain", "{photos}", "-o", "out", "--alpha", "7"), "alpha: 7.0 is not between 0 and 1"),
-        (("explain", "{photos}", "-o", "out", "--method", "a:b"), "'b' is not KEY=VALUE"),
+        (("explain", "{photos}", "-o", "out", "--method", "a:b"), "'b' is neither KEY=VALUE nor one of aug"),
         (("explain", "{photos}", "-o", "out", "--server", "http://a"), "HOST:PORT"),
         (("explain", "{empty}", "-o", "out"), "there are no images in"),
         (("models", "--timeout", "0"), "timeout"),

@@ -72,6 +72,7 @@ async def test_models_layers_and_methods_are_described(client: Any) -> None:
     assert [each.name for each in models] == ["tiny", "large"]
     assert models[0].labels == ()
     assert models[0].parameters == 4_650_000
+    assert models[0].task == "classify"
 
     one = await client.model("large")
     assert one.labels == ("cat", "dog")
@@ -79,6 +80,7 @@ async def test_models_layers_and_methods_are_described(client: Any) -> None:
 
     features, head = await client.layers("tiny")
     assert features.grid == (7, 7)
+    assert features.kinds == ("CAM", "PERTURBATION")
     assert features.output_shape == (1, 8, 7, 7)
     assert head.grid is None
     assert head.reason == "no grid"

@@ -40,6 +40,7 @@ def test_defaults_ask_for_gradcam_with_a_heatmap_and_a_jpeg() -> None:
             "heatmap": True,
             "colormap": "jet",
             "alpha": 0.5,
+            "profile": "PROFILE_PAPER",
         },
         "max_predictions": 5,
     }
@@ -51,6 +52,7 @@ def test_every_option_reaches_the_request() -> None:
         methods=["a"],
         targets=["t"],
         layers=["l"],
+        fusion="max",
         top_k=3,
         heatmap=False,
         overlay=None,
@@ -60,6 +62,8 @@ def test_every_option_reaches_the_request() -> None:
         max_side=100,
         quality=80,
         max_predictions=0,
+        profile="grad-cam",
+        intensity=True,
     )
     assert everything == {
         "model": "m",
@@ -73,8 +77,11 @@ def test_every_option_reaches_the_request() -> None:
             "alpha": 0.0,
             "max_side": 100,
             "quality": 80,
+            "profile": "PROFILE_GRAD_CAM",
+            "intensity": True,
         },
         "max_predictions": 0,
+        "fusion": "FUSION_MAX",
     }
 
 
@@ -91,6 +98,8 @@ def test_the_typed_options_are_those_there_are() -> None:
         (("a", "b"), [{"name": "a"}, {"name": "b"}]),
         (camserve.Method("a"), [{"name": "a"}]),
         (("a", {"n": 2}), [{"name": "a", "parameters": {"n": {"number": 2.0}}}]),
+        (camserve.Method("a", augmentation_smoothing=True), [{"name": "a", "augmentation_smoothing": True}]),
+        (camserve.Method("a", eigen_smoothing=True), [{"name": "a", "eigen_smoothing": True}]),
         (
             ["a", ("b", {"how": "max"}), camserve.Method("c", {"x": 0.5})],
             [
@@ -161,6 +170,8 @@ def test_one_layer_needs_no_list() -> None:
         ({"max_predictions": 1001}, "max_predictions"),
         ({"overlay": "gif"}, "rendering.overlay"),
         ({"heatmap_image": "bmp"}, "rendering.heatmap_image"),
+        ({"profile": "gradcam"}, "rendering.profile"),
+        ({"fusion": "sum"}, "fusion"),
         ({"targets": -1}, "targets[0]"),
         ({"targets": [1, 2**32]}, "targets[1]"),
         ({"targets": [True]}, "targets[0]"),
@@ -336,6 +347,34 @@ def test_neither_an_old_servers_answer_nor_a_likeness_names_a_target() -> None:
 
     assert explanation().resolved is None
     assert explanation(resolved_target=sent).resolved is None
+
+
+@pytest.mark.parametrize("option", ["fusion", "profile"])
+def test_every_fusion_and_profile_of_the_proto_has_a_name(option: str) -> None:
+    known = {"fusion": _wire._FUSIONS, "profile": {None: 0, **_wire._PROFILES}}[option]
+    kind = {"fusion": explain_pb2.Fusion, "profile": explain_pb2.Profile}[option]
+
+    names = {kind.Name(number).lower().replace("_", "-") for number in known.values()}
+
+    assert sorted(known.values()) == sorted(kind.values())
+    assert names == {f"{option}-{name or 'unspecified'}" for name in known}
+
+
+def test_how_a_map_was_made_is_read() -> None:
+    plain = explanation(method="m")
+    full = explanation(
+        method="m",
+        augmentation_smoothing=True,
+        eigen_smoothing=True,
+        completeness_error=0.25,
+        fusion=explain_pb2.FUSION_PRODUCT,
+        intensity=explain_pb2.Heatmap(height=1, width=2, data=np.array([0, 1], "<f4").tobytes()),
+    )
+
+    assert (plain.how, plain.completeness_error, plain.fusion, plain.intensity) == ("m", None, None, None)
+    assert full.how == "m, augmentation smoothing, eigen smoothing"
+    assert (full.completeness_error, full.fusion) == (0.25, "product")
+    np.testing.assert_array_equal(full.intensity, [[0, 1]])
 
 
 @pytest.mark.parametrize("verdict", explain_pb2.Verdict.values())

@@ -80,7 +80,11 @@ def stem_of(image: Path, explanation: Explanation, *, with_layer: bool) -> str:
     against = explanation.contrast
     target = explanation.target.name + (f"-not-{against.name}" if against else "")
     layer = (explanation.layer,) if with_layer and explanation.layer else ()
-    return ".".join((image.stem, *map(_plain, (explanation.method, *layer, target))))
+    return ".".join((image.stem, *map(_plain, (_method_of(explanation), *layer, target))))
+
+
+def _method_of(explanation: Explanation) -> str:
+    return explanation.how.replace(", ", "-")
 
 
 def _plain(text: str) -> str:

@@ -79,7 +79,8 @@ class Explanation:
 
     Attributes:
         method: Name of the method.
-        layer: Name of the layer; empty for methods that look at the input.
+        layer: Name of the layer, or of several that were fused, joined by " + "; empty for methods
+            that look at the input.
         target: The class explained.
         contrast: The class that it was explained against, if any.
         score: The score explained: a logit, or for a contrast the difference of two.
@@ -93,6 +94,13 @@ class Explanation:
         colored_picture: The heatmap alone in colour; None if it was not asked for.
         resolved: The target as the server understood it, to ask for the same again; None for a
             ``similarity``, whose image is not sent back.
+        intensity: float32 [H, W], read-only: what is coloured, 0 to 1, on the pixels of the model's
+            input; None if it was not asked for.
+        completeness_error: By how much the map fails to add up to the difference between the score
+            and that of a baseline, as a share of it; None for methods that do not promise that.
+        augmentation_smoothing: Whether it is the mean over augmented copies of the image.
+        eigen_smoothing: Whether it is the first principal component instead of the sum.
+        fusion: "mean", "max" or "product" of the maps of several layers; None for one layer's.
     """
 
     method: str
@@ -108,12 +116,23 @@ class Explanation:
     overlay_picture: Picture | None = field(repr=False)
     colored_picture: Picture | None = field(repr=False)
     resolved: TargetLike | None = field(default=None, repr=False)
+    intensity: NDArray[np.float32] | None = field(default=None, repr=False)
+    completeness_error: float | None = None
+    augmentation_smoothing: bool = False
+    eigen_smoothing: bool = False
+    fusion: str | None = None
 
     @property
     def title(self) -> str:
         """What is explained, in words."""
         against = f", not {self.contrast.name}" if self.contrast else ""
         return f"{self.target.name}{against}"
+
+    @property
+    def how(self) -> str:
+        """The method, and what it was smoothed by, in words."""
+        smoothed = {"augmentation smoothing": self.augmentation_smoothing, "eigen smoothing": self.eigen_smoothing}
+        return ", ".join((self.method, *(name for name, done in smoothed.items() if done)))
 
     @property
     def overlay(self) -> bytes:
@@ -184,7 +203,7 @@ class Explanation:
 
     def html(self) -> str:
         """The overlay with its title, for a notebook."""
-        return _html.figure(self.overlay_picture, f"{self.title} · {self.method}", self._note())
+        return _html.figure(self.overlay_picture, f"{self.title} · {self.how}", self._note())
 
     def _repr_html_(self) -> str:
         return self.html()

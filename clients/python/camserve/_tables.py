@@ -94,13 +94,47 @@ def method_rows(methods: Iterable[MethodInfo]) -> list[tuple[str, ...]]:
     ]
 
 
+PARAMETER_HEADINGS = ("parameter", "default", "allowed", "")
+
+
+def method_page(method: MethodInfo) -> str:
+    """Describe a method: what it does, by which formula, at what cost."""
+    facts = {
+        "kind": method.kind.lower(),
+        "explains": "a layer" if method.layered else "the input",
+        "paper": method.paper,
+        "cost": f"{method.rows:,} row{'' if method.rows == 1 else 's'} for each target",
+        "smoothing": "augmentation, eigen" if method.eigen_smoothing else "augmentation",
+        "needs": method.needs,
+    }
+    lines = [f"{name:<10} {fact}" for name, fact in facts.items() if fact]
+    head = f"{method.name}: {method.summary}"
+    return "\n\n".join(filter(None, (head, method.formula, "\n".join(lines))))
+
+
+def parameter_rows(parameters: Iterable[ParameterInfo]) -> list[tuple[str, ...]]:
+    """Describe a method's parameters, one a row."""
+    return [(each.name, _default(each), _allowed(each), each.summary) for each in parameters]
+
+
+def _default(info: ParameterInfo) -> str:
+    return f"{info.default:g}" if isinstance(info.default, float) else str(info.default)
+
+
+def _allowed(info: ParameterInfo) -> str:
+    if info.choices:
+        return ", ".join(info.choices)
+    whole = ", whole" if info.integer else ""
+    return f"{info.minimum:.10g} to {info.maximum:.10g}{whole}"
+
+
 def result_rows(
     image: Path, written: Iterable[tuple[Explanation, Path]], result: Result
 ) -> list[tuple[str | Text, ...]]:
     """Describe what came out for one image, one explanation a row."""
     best = result.predictions[0] if result.predictions else None
     said = f"{best.name} {best.probability:.1%}" if best else ""
-    return [(str(image), said, each.method, each.title, _verdict(each), path.name) for each, path in written]
+    return [(str(image), said, each.how, each.title, _verdict(each), path.name) for each, path in written]
 
 
 def _verdict(explanation: Explanation) -> Text:
@@ -109,8 +143,7 @@ def _verdict(explanation: Explanation) -> Text:
 
 
 def _parameter(info: ParameterInfo) -> str:
-    default = f"{info.default:g}" if isinstance(info.default, float) else info.default
-    return f"{info.name}={default}"
+    return f"{info.name}={_default(info)}"
 
 
 def _count(number: int) -> str:

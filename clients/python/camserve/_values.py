@@ -14,12 +14,22 @@ if TYPE_CHECKING:
 class Method:
     """A method and its parameters; those left out have the server's defaults.
 
-    >>> Method("smoothgrad", {"samples": 32})
-    Method(name='smoothgrad', parameters={'samples': 32})
+    >>> Method("smoothgrad", {"samples": 32}).parameters
+    {'samples': 32}
+
+    Attributes:
+        name: Of the method.
+        parameters: By name.
+        augmentation_smoothing: Whether to take the mean of the maps of six copies of the image: as
+            it is and mirrored, each at 0.9, 1 and 1.1 of its contrast.
+        eigen_smoothing: Whether to take the first principal component of the weighted feature maps
+            instead of their sum; for the methods whose ``MethodInfo`` says so.
     """
 
     name: str
     parameters: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+    augmentation_smoothing: bool = False
+    eigen_smoothing: bool = False
 
 
 class Health(StrEnum):
@@ -79,6 +89,7 @@ class Layer:
         explainable: Whether class activation methods can explain it.
         grid: Rows and columns of its grid over the image; None where it has none.
         reason: Why it cannot be explained; empty where it can.
+        kinds: Of method that can explain it: "CAM", "PERTURBATION", …
     """
 
     name: str
@@ -89,6 +100,7 @@ class Layer:
     explainable: bool
     grid: tuple[int, int] | None
     reason: str
+    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +136,12 @@ class MethodInfo:
         summary: What it does, in a sentence.
         paper: The paper that defines it.
         parameters: What can be set.
-        rows: Image copies that one target costs with the default parameters.
+        rows: Image copies that one target costs with the default parameters; where that depends on
+            the layer's channels, for a layer of 512.
+        layered: Whether it looks at layers; if not, the layers of a request do not matter to it.
+        eigen_smoothing: Whether it can be smoothed by the first principal component.
+        needs: What it needs of a model, in words; empty where it needs nothing.
+        formula: In words and symbols.
     """
 
     name: str
@@ -133,3 +150,7 @@ class MethodInfo:
     paper: str
     parameters: tuple[ParameterInfo, ...]
     rows: int
+    layered: bool
+    eigen_smoothing: bool
+    needs: str
+    formula: str

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, TypeVar, cast
 
 import numpy as np
 from PIL import Image
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from camserve._targets import TargetLike
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[np.uint8]"
 MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
 
@@ -33,6 +36,19 @@ _FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
     "webp": explain_pb2.IMAGE_FORMAT_WEBP,
 }
 _FORMAT_NAMES = {number: name for name, number in _FORMATS.items() if name}
+_FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
+    None: explain_pb2.FUSION_UNSPECIFIED,
+    "mean": explain_pb2.FUSION_MEAN,
+    "max": explain_pb2.FUSION_MAX,
+    "product": explain_pb2.FUSION_PRODUCT,
+}
+_FUSION_NAMES = {number: name for name, number in _FUSIONS.items() if name}
+_PROFILES: Mapping[str, explain_pb2.Profile.ValueType] = {
+    "paper": explain_pb2.PROFILE_PAPER,
+    "grad-cam": explain_pb2.PROFILE_GRAD_CAM,
+    "torchcam": explain_pb2.PROFILE_TORCHCAM,
+    "captum": explain_pb2.PROFILE_CAPTUM,
+}
 _RANGES: Mapping[str, tuple[float, float]] = {
     "top_k": (1, 16),
     "alpha": (0, 1),
@@ -53,6 +69,8 @@ class ExplainOptions(TypedDict, total=False):
             ``probability(a)``, ``segment(a)``, ``detection(a)`` or ``similarity(image)``. Default:
             the ``top_k`` most probable classes.
         layers: One layer or several, by name. Default: the model's default layer.
+        fusion: How the maps of several layers become one: "mean", "max" or "product" of what is
+            positive in them, each divided by its maximum. Default: None, a map for each.
         top_k: How many classes to explain where there are no targets, 1 to 16. Default: 1.
         heatmap: Whether to return the raw map. Default: True.
         overlay: "jpeg", "png", "webp", or None for no overlay. Default: "jpeg".
@@ -62,12 +80,18 @@ class ExplainOptions(TypedDict, total=False):
         max_side: Longer side of the pictures at most, in pixels, 16 to 16384. Default: the photo's.
         quality: Of JPEG and WebP pictures, 1 to 100. Default: the server's.
         max_predictions: How many predictions to return, 0 to 1000. Default: 5.
+        profile: By whose convention raw numbers become colours: "paper", "grad-cam" (as
+            pytorch-grad-cam), "torchcam" or "captum". The raw numbers stay the same.
+            Default: "paper".
+        intensity: Whether to return what is coloured, 0 to 1, on the pixels of the model's input.
+            Default: False.
     """
 
     model: str | None
     methods: MethodLike | Sequence[MethodLike]
     targets: TargetLike | Iterable[TargetLike] | None
     layers: str | Sequence[str] | None
+    fusion: str | None
     top_k: int
     heatmap: bool
     overlay: str | None
@@ -77,6 +101,8 @@ class ExplainOptions(TypedDict, total=False):
     max_side: int | None
     quality: int | None
     max_predictions: int
+    profile: str
+    intensity: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +113,7 @@ class Question:
     methods: MethodLike | Sequence[MethodLike] = ("gradcam",)
     targets: TargetLike | Iterable[TargetLike] | None = None
     layers: str | Sequence[str] | None = None
+    fusion: str | None = None
     top_k: int = 1
     heatmap: bool = True
     overlay: str | None = "jpeg"
@@ -96,6 +123,8 @@ class Question:
     max_side: int | None = None
     quality: int | None = None
     max_predictions: int = 5
+    profile: str = "paper"
+    intensity: bool = False
 
     def request(self) -> explain_pb2.ExplainRequest:
         """Return the request, still without an image.
@@ -122,17 +151,20 @@ class Question:
             layers=[self.layers] if isinstance(self.layers, str) else self.layers or (),
             rendering=self._rendering(),
             max_predictions=self.max_predictions,
+            fusion=_chosen(_FUSIONS, self.fusion, "fusion"),
         )
 
     def _rendering(self) -> explain_pb2.Rendering:
         return explain_pb2.Rendering(
-            overlay=_format("overlay", self.overlay),
+            overlay=_chosen(_FORMATS, self.overlay, "rendering.overlay"),
             heatmap=self.heatmap,
-            heatmap_image=_format("heatmap_image", self.heatmap_image),
+            heatmap_image=_chosen(_FORMATS, self.heatmap_image, "rendering.heatmap_image"),
             colormap=self.colormap,
             alpha=self.alpha,
             max_side=self.max_side or 0,
             quality=self.quality or 0,
+            profile=_chosen(_PROFILES, self.profile, "rendering.profile"),
+            intensity=self.intensity,
         )
 
 
@@ -199,7 +231,12 @@ def _method(given: MethodLike) -> explain_pb2.Method:
         return explain_pb2.Method(name=given)
     method = given if isinstance(given, Method) else Method(*given)
     parameters = {name: _parameter(name, value) for name, value in method.parameters.items()}
-    return explain_pb2.Method(name=method.name, parameters=parameters)
+    return explain_pb2.Method(
+        name=method.name,
+        parameters=parameters,
+        augmentation_smoothing=method.augmentation_smoothing,
+        eigen_smoothing=method.eigen_smoothing,
+    )
 
 
 def _parameter(name: str, value: object) -> explain_pb2.Parameter:
@@ -212,11 +249,10 @@ def _parameter(name: str, value: object) -> explain_pb2.Parameter:
         raise _bad(f"methods.{name}", f"it must be a number or a word, not {kind}") from error
 
 
-def _format(field: str, name: str | None) -> explain_pb2.ImageFormat.ValueType:
-    if name not in _FORMATS:
-        known = ", ".join(map(repr, _FORMATS))
-        raise _bad(f"rendering.{field}", f"there is no {name!r}; there are {known}")
-    return _FORMATS[name]
+def _chosen(known: Mapping[K, V], name: K, field: str) -> V:
+    if name not in known:
+        raise _bad(field, f"there is no {name!r}; there are {', '.join(map(repr, known))}")
+    return known[name]
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:
@@ -296,6 +332,11 @@ def _explanation(said: explain_pb2.Explanation, photo: Photo) -> Explanation:
         overlay_picture=_pictured(said.overlay) if said.HasField("overlay") else None,
         colored_picture=_pictured(said.heatmap_image) if said.HasField("heatmap_image") else None,
         resolved=_targets.resolved(said.resolved_target),
+        intensity=_heatmap(said.intensity) if said.HasField("intensity") else None,
+        completeness_error=said.completeness_error if said.HasField("completeness_error") else None,
+        augmentation_smoothing=said.augmentation_smoothing,
+        eigen_smoothing=said.eigen_smoothing,
+        fusion=_FUSION_NAMES.get(said.fusion),
     )
 
 
@@ -339,6 +380,7 @@ def layer(said: models_pb2.Layer) -> Layer:
         explainable=said.explainable,
         grid=(said.grid_height, said.grid_width) if said.grid_height else None,
         reason=said.reason,
+        kinds=tuple(map(_kind, said.kinds)),
     )
 
 
@@ -351,6 +393,10 @@ def method(said: models_pb2.MethodInfo) -> MethodInfo:
         paper=said.paper,
         parameters=tuple(map(_parameter_info, said.parameters)),
         rows=said.rows,
+        layered=said.layered,
+        eigen_smoothing=said.eigen_smoothing,
+        needs=said.needs,
+        formula=said.formula,
     )
 
 

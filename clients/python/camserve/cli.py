@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
+import numpy as np
 
 import camserve
 from camserve import _files, _tables
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FAILED, INTERRUPTED = 1, 130
+
+# In the order of Method's fields.
+_MODIFIERS = ("augmentation_smoothing", "eigen_smoothing")
 
 _SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
@@ -85,11 +90,13 @@ def main() -> None:
 
 def _method(text: str) -> camserve.Method:
     name, _, rest = text.partition(":")
-    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    words = [word.strip() for word in rest.split(",") if word.strip()]
+    pairs = [word.partition("=") for word in words if word not in _MODIFIERS]
     for key, equals, _value in pairs:
         if not equals:
-            raise click.BadParameter(f"{key!r} is not KEY=VALUE")
-    return camserve.Method(name, {k.strip(): _number_or_word(v.strip()) for k, _, v in pairs})
+            raise click.BadParameter(f"{key!r} is neither KEY=VALUE nor one of {', '.join(_MODIFIERS)}")
+    parameters = {k.strip(): _number_or_word(v.strip()) for k, _, v in pairs}
+    return camserve.Method(name, parameters, *(word in words for word in _MODIFIERS))
 
 
 def _target(text: str) -> camserve.TargetLike:
@@ -151,11 +158,14 @@ class Wishes(TypedDict):
     methods: tuple[camserve.Method, ...]
     targets: tuple[camserve.TargetLike, ...]
     layers: tuple[str, ...]
+    fusion: str | None
     top_k: int
     colormap: str
     alpha: float
     overlay: str
     heatmap: bool
+    intensity: bool
+    profile: str
     max_side: int | None
 
 
@@ -178,7 +188,7 @@ class Wishes(TypedDict):
     show_default=True,
     type=_method,
     metavar="NAME[:KEY=VALUE,...]",
-    help="Repeat it for several, as smoothgrad:samples=32.",
+    help="Repeat it for several, as smoothgrad:samples=32 or gradcam:augmentation_smoothing,eigen_smoothing.",
 )
 @click.option(
     "--target",
@@ -190,6 +200,7 @@ class Wishes(TypedDict):
     '"detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeat it. Default: what the model predicts.',
 )
 @click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: the model's.")
+@click.option("--fusion", type=click.Choice(["mean", "max", "product"]), help="Make the layers' maps one.")
 @click.option(
     "--top-k",
     default=1,
@@ -208,6 +219,14 @@ class Wishes(TypedDict):
     help="Of the overlays.",
 )
 @click.option("--heatmaps", "heatmap", is_flag=True, help="Write the raw maps too, as .npy.")
+@click.option("--intensities", "intensity", is_flag=True, help="Write what is coloured too, as .intensity.npy.")
+@click.option(
+    "--profile",
+    default="paper",
+    show_default=True,
+    type=click.Choice(["paper", "grad-cam", "torchcam", "captum"]),
+    help="By whose convention numbers become colours.",
+)
 @click.option("--max-side", type=int, metavar="PIXELS", help="Longer side of the overlays at most.")
 @_connected
 def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, **wishes: Unpack[Wishes]) -> int:
@@ -253,13 +272,20 @@ def _written(
     names: _files.Names, image: Path, result: camserve.Result, wishes: Wishes
 ) -> list[tuple[camserve.Explanation, Path]]:
     written: list[tuple[camserve.Explanation, Path]] = []
+    with_layer = len(wishes["layers"]) > 1 and not wishes["fusion"]
     for each in result.explanations:
-        stem = _files.stem_of(image, each, with_layer=len(wishes["layers"]) > 1)
+        stem = _files.stem_of(image, each, with_layer=with_layer)
         path = each.save(names.unique(stem, _SUFFIX[wishes["overlay"]]))
-        if wishes["heatmap"]:
-            each.save(path.with_suffix(".npy"))
+        _write_numbers(each, path, wishes)
         written.append((each, path))
     return written
+
+
+def _write_numbers(explanation: camserve.Explanation, path: Path, wishes: Wishes) -> None:
+    if wishes["heatmap"]:
+        explanation.save(path.with_suffix(".npy"))
+    if explanation.intensity is not None:
+        np.save(path.with_suffix(".intensity.npy"), explanation.intensity, allow_pickle=False)
 
 
 @main.command()
@@ -286,14 +312,41 @@ def layers(model: str, server: str, timeout: float, *, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("name", default="")
 @_connected
 @_json
-def methods(server: str, timeout: float, *, as_json: bool) -> None:
-    """List the methods that the server knows, and their parameters with their defaults."""
+def methods(name: str, server: str, timeout: float, *, as_json: bool) -> None:
+    """List the methods that the server knows, or describe the one called NAME.
+
+    A list has their parameters with their defaults, a description the formula, the paper, the cost
+    and what may be chosen.
+    """
     with camserve.Client(server, timeout=timeout) as client:
         found = client.methods()
-    heads = ("method", "kind", "rows", "parameters", "")
-    _show(found, heads, _tables.method_rows(found), as_json=as_json)
+    if name:
+        _describe(_named(name, found), as_json=as_json)
+    else:
+        heads = ("method", "kind", "rows", "parameters", "")
+        _show(found, heads, _tables.method_rows(found), as_json=as_json)
+
+
+def _named(name: str, methods: Sequence[camserve.MethodInfo]) -> camserve.MethodInfo:
+    known = {each.name: each for each in methods}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise camserve.NotFound(f'unknown method "{name}": there are {", ".join(known)}{hint}')
+
+
+def _describe(method: camserve.MethodInfo, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(_tables.as_json(method))
+        return
+    click.echo(_tables.method_page(method))
+    if method.parameters:
+        click.echo()
+        _tables.show(_tables.PARAMETER_HEADINGS, _tables.parameter_rows(method.parameters))
 
 
 @main.command()
