@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -17,7 +17,20 @@ from camserve.v1 import explain_pb2
 from camserve_server import images, jobs, render, wire
 from camserve_server.batcher import Batcher, Collect, Spent
 from camserve_server.errors import InvalidArgument
-from camserve_server.types import Box, Limits, ModelInfo, Pass, Pixels, Rendering, Row
+from camserve_server.targets import carried, whole
+from camserve_server.types import (
+    Box,
+    DetectionTarget,
+    Limits,
+    ModelInfo,
+    Pass,
+    Pixels,
+    Rendering,
+    Row,
+    SegmentTarget,
+    SimilarityTarget,
+    Target,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,6 +48,7 @@ class _View:
         size: its height and width.
         image: what the model sees, uint8 [h,w,3].
         seen: the part of the photo that this is.
+        targets: what is explained, every box in the model's input and every other image as the model sees it.
         receipt: what was explained, by what and on what.
     """
 
@@ -42,6 +56,7 @@ class _View:
     size: tuple[int, int]
     image: Pixels
     seen: Box
+    targets: tuple[Target, ...]
     receipt: explain_pb2.Receipt
 
 
@@ -97,7 +112,12 @@ class Pipeline:
         view = await self._in_thread(_see, order, self.limits)
         decoded = clock()
         outcome = await jobs.explain(
-            order.job, view.image, submit, chunk=self.limits.chunk, think=self._in_thread, progress=progress
+            replace(order.job, targets=view.targets),
+            view.image,
+            submit,
+            chunk=self.limits.chunk,
+            think=self._in_thread,
+            progress=progress,
         )
         computed = clock()
         answers = await self._draw(order, view, outcome)
@@ -123,13 +143,13 @@ class Pipeline:
 def _answer(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> wire.Answer:
     size = (view.image.shape[0], view.image.shape[1])
     top = PIXELWISE_TOP if finding.heatmap.shape == size else 1.0
-    whole = render.intensities(finding.heatmap, wants.profile, size, top) if wants.whole else None
+    full = render.intensities(finding.heatmap, wants.profile, size, top) if wants.whole else None
     if photo is None:
-        return wire.Answer(finding, wants.heatmap, intensity=whole)
+        return wire.Answer(finding, wants.heatmap, intensity=full)
     # The papers' intensities are drawn from the layer's own grid: one interpolation, straight to the photo.
-    drawn = render.intensity(finding.heatmap, top) if whole is None or wants.profile == "paper" else whole
+    drawn = render.intensity(finding.heatmap, top) if full is None or wants.profile == "paper" else full
     pictures = render.draw(photo, drawn, view.seen, wants)
-    return wire.Answer(finding, wants.heatmap, *pictures, whole if wants.intensity else None)
+    return wire.Answer(finding, wants.heatmap, *pictures, full if wants.intensity else None)
 
 
 def _see(order: wire.Order, limits: Limits) -> _View:
@@ -138,8 +158,33 @@ def _see(order: wire.Order, limits: Limits) -> _View:
     _check_drawing(order, size, limits)
     image, seen = images.fit(photo, order.job.model.preprocess)
     kept = order.rendering.pictures and photo.size <= HELD
+    targets = tuple(_aimed(one, place, order, seen, limits) for place, one in enumerate(order.job.targets))
     receipt = wire.receipt(order.job.model, order.image, image)
-    return _View(photo if kept else None, size, image, seen, receipt)
+    return _View(photo if kept else None, size, image, seen, targets, receipt)
+
+
+def _aimed(target: Target, place: int, order: wire.Order, seen: Box, limits: Limits) -> Target:
+    """Bring what a target says of photos to what the model sees of them."""
+    preprocess, field = order.job.model.preprocess, f"targets[{place}]"
+    if isinstance(target, SimilarityTarget):
+        try:
+            other = images.decode(target.file, limits)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, field=f"{field}.similarity.image") from error
+        return SimilarityTarget(image=images.fit(other, preprocess)[0])
+    if isinstance(target, SegmentTarget | DetectionTarget) and target.box is not None:
+        kind = "segment.region" if isinstance(target, SegmentTarget) else "detection.box"
+        return replace(target, box=_in_input(target.box, seen, preprocess.size, f"{field}.{kind}"))
+    return target
+
+
+def _in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:
+    """Carry a box from the photo to the model's input."""
+    found = carried(box, seen, whole(size))
+    if min(found.right, found.bottom) <= 0 or found.left >= size[1] or found.top >= size[0]:
+        part = f"from {seen.left:.0f} to {seen.right:.0f} across and from {seen.top:.0f} to {seen.bottom:.0f} down"
+        raise InvalidArgument(f"the box is outside of what the model sees: {part}", field=field)
+    return found
 
 
 def _check_drawing(order: wire.Order, size: tuple[int, int], limits: Limits) -> None:

@@ -464,9 +464,12 @@ class RowResult:
     """What came of one row.
 
     Attributes:
-        logits: float32 [classes].
-        target: the row's, its rank resolved.
-        score: the logit, or difference of logits, that was differentiated.
+        logits: what the model says of the row's input: float32 [classes]; of a segmentation [classes, 3], the share of
+            the image that each class covers, its mean probability there and its mean logit; of a detector [n, 6],
+            class, score, left, top, right and bottom in the input's pixels of each object, class -1 being none; of a
+            model without a head the embedding.
+        target: the row's, fixed by what the model says.
+        score: what was differentiated: the logit, or whatever else the target is.
         maps: by layer, then by call: float32 [h,w] each; of a method that makes copies what it adds to its mean, of any
             shape. What looks at no layer has one layer's place.
         dead: by layer, whether the gradient was zero everywhere.

@@ -12,7 +12,18 @@ from torch import Tensor
 from camserve_server.engine import normalise, viewed
 from camserve_server.jobs.values import Collect, Job, Submit
 from camserve_server.methods import METHODS
-from camserve_server.types import FixedTarget, Kind, MethodCall, Pass, Pixels, Row, RowResult, View
+from camserve_server.types import (
+    FixedTarget,
+    Kind,
+    MethodCall,
+    Pass,
+    Pixels,
+    Row,
+    RowResult,
+    SimilarityTarget,
+    Target,
+    View,
+)
 
 T = TypeVar("T")
 
@@ -123,11 +134,18 @@ class Study:
     async def looked(self) -> "Study":
         """Run the pass over the image as it is, and fix the targets by what it says."""
         job, found = self.job, cast("dict[int, RowResult]", {})
-        rows = [
-            replace(self.row(cast("FixedTarget", target), job.clean), features=job.features) for target in job.targets
-        ]
+        targets = [await self._compared(target) for target in job.targets]
+        rows = [replace(self.row(cast("FixedTarget", target), job.clean), features=job.features) for target in targets]
         await self.desk.run(self._clean_pass(), rows, found.__setitem__)
         return replace(self, answers=tuple(found[place] for place in range(len(rows))))
+
+    async def _compared(self, target: Target) -> Target:
+        """Run the other image of a likeness, so that its embedding is known."""
+        if not isinstance(target, SimilarityTarget) or target.image is None:
+            return target
+        found: dict[int, RowResult] = {}
+        await self.desk.run(self.pass_("score"), [Row(target.image, SimilarityTarget())], found.__setitem__)
+        return found[0].target
 
     def _clean_pass(self) -> Pass:
         clean = self.job.clean

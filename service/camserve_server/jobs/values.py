@@ -15,6 +15,7 @@ from camserve_server.types import (
     Pass,
     Row,
     RowResult,
+    SimilarityTarget,
     Target,
     Verdict,
 )
@@ -70,7 +71,10 @@ class Job:
         """How many rows it costs."""
         channels, clean = channels_of(self.model, self.layers), self.clean
         others = (call for call in self.calls if call not in clean)
-        return len(self.targets) * (1 + sum(rows_of(call, channels, self.model.preprocess.size) for call in others))
+        each = 1 + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
+        # The other image of a likeness is run too.
+        compared = sum(isinstance(one, SimilarityTarget) and one.reference is None for one in self.targets)
+        return len(self.targets) * each + compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a job: the logits, float32 [classes], and the maps in the order of the request."""
+    """What came of a job: what the model says of the image, as `RowResult.logits`; the maps, as they were asked for."""
 
     logits: Map
     findings: tuple[Finding, ...]

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from camserve_server.errors import ConfigError
-from camserve_server.models import probe
+from camserve_server.models import detectors, probe, tasks
 from camserve_server.models.sources import Source, build
 from camserve_server.models.spec import ModelSpec
 from camserve_server.types import ModelInfo, Preprocess
 
 log = logging.getLogger(__name__)
+
+CLASSES = ("classify", "multilabel", "regress")
+"""Tasks of models that answer with one row of numbers, made of an embedding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +42,8 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
         device: that it shall run on, "cpu" or "cuda:0".
 
     Raises:
-        ConfigError: it cannot be built, its weights cannot be read, or it is no classifier of images.
+        ConfigError: it cannot be built, its weights cannot be read, or it answers with nothing that can be
+            explained.
     """
     source = build(spec)
     weights = _read_weights(spec, source.module)
@@ -49,14 +53,18 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
     try:
         module = source.module.eval().requires_grad_(requires_grad=False).to(device)
         labels = _read_labels(spec.labels) if spec.labels else source.labels
-        info = _describe(spec, Source(module, _sized(source.preprocess, spec.size), labels), weights, device)
+        preprocess = _sized(detectors.preprocess_of(module, source.preprocess), spec.size)
+        detectors.hand_over(module, preprocess.size)
+        info = _describe(spec, Source(module, preprocess, labels), weights, device)
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
     return LoadedModel(info, module)
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
-    layers, classes = probe.probe(source.module, source.preprocess.size, device)
+    trial = tasks.Trial(spec.task, source.labels)
+    layers, classes = probe.probe(source.module, source.preprocess.size, device, trial)
+    trunk = layers if trial.trunk is None else {name: one for name, one in layers.items() if name in trial.trunk}
     if spec.labels and len(source.labels) != classes:
         raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
     return ModelInfo(
@@ -64,14 +72,16 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         source=spec.origin,
         weights=weights,
         digest=digest(source.module),
-        labels=source.labels if len(source.labels) == classes else (),
+        labels=source.labels if len(source.labels) == classes and trial.task != "embed" else (),
         classes=classes,
         parameters=sum(p.numel() for p in source.module.parameters()),
         preprocess=source.preprocess,
         layers=layers,
-        default_layer=probe.default_layer(source.module, layers),
+        default_layer=probe.default_layer(source.module, trunk),
         precision=spec.precision,
         device=device,
+        task=trial.task,
+        embedding=tasks.embedding_layer(source.module, layers, classes) if trial.task in CLASSES else "",
     )
 
 

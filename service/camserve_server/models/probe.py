@@ -14,6 +14,7 @@ from camserve_server.errors import ConfigError
 from camserve_server.hooks import first_tensor
 from camserve_server.models import grid, ramps
 from camserve_server.models.ramps import Reading
+from camserve_server.models.tasks import Trial
 from camserve_server.types import LayerInfo, Layout
 
 NO_TENSOR = "it returns no tensor of numbers"
@@ -42,31 +43,36 @@ class Seen:
     images: bool = True
 
 
-def probe(model: nn.Module, size: tuple[int, int], device: str) -> tuple[dict[str, LayerInfo], int]:
+def probe(
+    model: nn.Module, size: tuple[int, int], device: str, trial: Trial | None = None
+) -> tuple[dict[str, LayerInfo], int]:
     """Run the model forward and back once, then forward on the ramps, and describe every layer that ran.
 
     Args:
         model: frozen, in evaluation mode, on its device.
         size: height and width of its input.
         device: that it is on.
+        trial: learns what the model answers with.
 
     Returns:
         The layers by name, in the order in which they finish; and the number of classes.
 
     Raises:
-        ConfigError: the model does not run, or does not answer with [batch, classes].
+        ConfigError: the model does not run, or does not answer with what it should.
     """
-    images = ramps.images(size).to(device)
-    with torch.enable_grad(), _watched(model, _own) as calls:
-        logits = _logits(model, images[:1].requires_grad_())
-        gradients = _gradients(logits, {name: outputs[-1] for name, outputs in calls.items()})
+    images, trial = ramps.images(size).to(device), trial or Trial()
+    with torch.enable_grad(), trial.running(model), _watched(model, _own) as calls:
+        scores = trial.scores(model, _output(model, images[:1].requires_grad_()))
+        last = {name: outputs[-1] for name, outputs in calls.items()}
+        trial.seek(model, last)
+        gradients = _gradients(scores, last)
     places = find(_sights(model, images) or _shapes(calls), size)
     modules = dict(model.named_modules())
     layers = {
         name: _describe(name, modules[name], outputs, places.get(name, NO_IMAGES), gradients[name])
         for name, outputs in calls.items()
     }
-    return layers, logits.shape[1]
+    return layers, trial.classes
 
 
 def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
@@ -141,24 +147,19 @@ def _own(output: Any) -> tuple[Tensor | None, Any]:
     return own, pytree.tree_unflatten(changed, structure)
 
 
-def _logits(model: nn.Module, image: Tensor) -> Tensor:
+def _output(model: nn.Module, image: Tensor) -> Any:
     try:
-        output = model(image.clone())  # it may change its input in place, but not a leaf
+        return model(image.clone())  # it may change its input in place, but not a leaf
     except Exception as error:
         size = "x".join(map(str, image.shape[2:]))
         raise ConfigError(f"it does not run on an image of {size} pixels: {error}") from error
-    logits = first_tensor(output)
-    if isinstance(output, dict | list) or logits is None or logits.dim() != 2:  # noqa: PLR2004 -- [batch, classes]
-        shape = f"a tensor {list(logits.shape)}" if logits is not None else "no tensor"
-        raise ConfigError(f"it is no classifier: it answers with {shape}, not [batch, classes]")
-    return logits
 
 
-def _gradients(logits: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the gradient of a score that depends on every logit, at each output."""
+def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return the gradient of a mixture of all scores [1, n], at each output."""
     wanted = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
-    mix = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
-    found = torch.autograd.grad((logits * mix).sum(), list(wanted.values()), allow_unused=True)
+    mix = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
+    found = torch.autograd.grad((scores * mix).sum(), list(wanted.values()), allow_unused=True)
     return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
 
 

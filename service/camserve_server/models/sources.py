@@ -98,13 +98,16 @@ def _torchvision_module(spec: ModelSpec, options: dict[str, Any]) -> nn.Module:
 
 
 def _torchvision_preprocess(transform: Any, built_for: int | None) -> Preprocess:
-    if not hasattr(transform, "crop_size"):
+    if not hasattr(transform, "resize_size"):
         return USUAL
-    side, resize = transform.crop_size[0], transform.resize_size[0]
-    if built_for and built_for != side:  # the weights that there are may be for another size than the architecture
-        side, resize = built_for, round(resize * built_for / side)
     interpolation = _interpolation(transform.interpolation.value)
     mean, std = tuple(transform.mean), tuple(transform.std)
+    side = resize = transform.resize_size[0]
+    if not hasattr(transform, "crop_size"):  # a segmentation's: the photo is seen whole, as a square
+        return Preprocess((side, side), (side, side), interpolation, mean, std)
+    side = transform.crop_size[0]
+    if built_for and built_for != side:  # the weights that there are may be for another size than the architecture
+        side, resize = built_for, round(resize * built_for / side)
     return Preprocess((side, side), resize, interpolation, mean, std)
 
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from camserve_server.errors import ConfigError, did_you_mean
+from camserve_server.types import Task
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""
 
-OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256")
+OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256", "task")
 
 _FORM = re.compile(r"(?:(?P<name>[\w.-]+)=)?(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+)(?:\?(?P<options>.*))?")
 
@@ -27,9 +28,10 @@ class ModelSpec:
         weights: "default", "none", or the path of a .safetensors or .pth file.
         precision: that it runs in.
         labels: path of a text file with one label a line, or nothing.
-        classes: how many, where the architecture's own number is not meant.
+        classes: how many, where the architecture's own number is not meant; 0 for an embedding in their place.
         size: side of its square input in pixels, where the model does not say or another is meant.
         sha256: that the weights file must have, or nothing.
+        task: what it answers with; None to find out, which cannot tell classes from numbers or embeddings.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelSpec:
     classes: int | None = None
     size: int | None = None
     sha256: str = ""
+    task: Task | None = None
 
     @property
     def origin(self) -> str:
@@ -65,7 +68,7 @@ def parse(text: str) -> ModelSpec:
     if source == "embedded" and arch != EMBEDDED:
         raise ConfigError(f'"{arch}" needs a source: write torchvision:{arch}, timm:{arch} or your.module:{arch}')
     options = _options(text, form["options"] or "")
-    classes = _number(text, "classes", options)
+    classes = _number(text, "classes", options, least=0)
     if classes and options.get("weights", "default") == "default":
         raise ConfigError(f'model "{text}": classes= needs weights=PATH or weights=none; the default has its own')
     return ModelSpec(
@@ -78,6 +81,7 @@ def parse(text: str) -> ModelSpec:
         classes=classes,
         size=_number(text, "size", options),
         sha256=options.get("sha256", "").lower(),
+        task=_task(text, options.get("task"), source, classes),
     )
 
 
@@ -97,10 +101,21 @@ def _precision(text: str, value: str) -> Precision:
     return cast("Precision", value)
 
 
-def _number(text: str, key: str, options: dict[str, str]) -> int | None:
+def _task(text: str, value: str | None, source: str, classes: int | None) -> Task | None:
+    if value is not None and value not in get_args(Task):
+        hint = did_you_mean(value, get_args(Task))
+        raise ConfigError(f'model "{text}": task is one of {", ".join(get_args(Task))}{hint}')
+    if classes != 0:
+        return cast("Task | None", value)
+    if source != "timm" or value not in (None, "embed"):
+        raise ConfigError(f'model "{text}": classes=0 leaves the head out for an embedding, of a timm model only')
+    return "embed"
+
+
+def _number(text: str, key: str, options: dict[str, str], least: int = 1) -> int | None:
     value = options.get(key)
     if value is None:
         return None
-    if not value.isdecimal() or not 0 < int(value) < 100_000:  # noqa: PLR2004 -- absurd, not a bound to tune
-        raise ConfigError(f'model "{text}": {key} is a whole number above 0, not "{value}"')
+    if not value.isdecimal() or not least <= int(value) < 100_000:  # noqa: PLR2004 -- absurd, not a bound to tune
+        raise ConfigError(f'model "{text}": {key} is a whole number from {least}, not "{value}"')
     return int(value)

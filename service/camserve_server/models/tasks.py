@@ -1,15 +1,17 @@
 """What models answer with, beside logits of classes: a class for every pixel, boxes, embeddings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from camserve_server.errors import FailedPrecondition
+from camserve_server.errors import ConfigError, FailedPrecondition
 from camserve_server.hooks import first_tensor
-from camserve_server.types import Task
+from camserve_server.models import detectors
+from camserve_server.types import LayerInfo, Task
 
 OBJECT = ("boxes", "labels", "scores")
 """What torchvision's detectors say of each image's objects."""
@@ -49,3 +51,109 @@ def _objects(found: Mapping[str, Tensor]) -> Tensor:
     scores = found["scores"].float()
     objects = torch.cat([found["labels"].to(scores)[:, None], scores[:, None], found["boxes"].to(scores)], 1)
     return objects[(-scores.detach()).argsort(stable=True)]
+
+
+class Trial:
+    """One run of a model, that shows what it answers with.
+
+    Args:
+        wanted: what it is said to answer with; None to find out.
+        labels: of its classes, where they are known.
+
+    Attributes:
+        task: what it answers with.
+        classes: how many it knows; how long its embedding is.
+        trunk: names of the layers among which the default is; None for all.
+    """
+
+    def __init__(self, wanted: Task | None = None, labels: Collection[str] = ()) -> None:
+        self.task: Task = wanted or "classify"
+        self.classes = 0
+        self.trunk: set[str] | None = None
+        self._wanted = wanted
+        self._labels = labels
+        self._maps: list[Tensor] = []
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Have a model that runs in the block say all that it can."""
+        with detectors.lenient(model), detectors.pyramid_of(model) as self._maps:
+            yield
+
+    def scores(self, model: nn.Module, output: Any) -> Tensor:
+        """Return scores [1, n] that together depend on all that the model answered to one image.
+
+        Raises:
+            ConfigError: it answered with something else than its task says.
+        """
+        self.task = self._wanted or task_of(output)
+        values = _checked(output, self.task)
+        if self.task != "detect":
+            self.classes = values.shape[1]
+            return values.mean((2, 3)) if self.task == "segment" else values
+        self.classes = detectors.classes_of(model, self._labels)
+        return values[:, :, 1]
+
+    def seek(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:
+        """Find the layers among which the default is.
+
+        Of a detector these are what all of its scales are made from; of a segmentation what comes before the classes.
+
+        Args:
+            model: that was run.
+            outputs: of each module, on the graph, by name.
+        """
+        if self.task == "detect" and self._maps:
+            self.trunk = detectors.below(model, self._maps, outputs)
+        if self.task == "segment":
+            inside = {name for name in outputs if name.startswith("backbone.")}
+            self.trunk = inside or _before_classes(model, outputs, self.classes)
+
+
+def _before_classes(model: nn.Module, outputs: Mapping[str, Tensor | None], classes: int) -> set[str] | None:
+    """Return the modules that end before the last one with weights that answers with a channel for each class."""
+    ends = [
+        place
+        for place, (name, one) in enumerate(outputs.items())
+        if one is not None and one.shape[1:2] == (classes,) and _has_weights(model, name)
+    ]
+    return set(list(outputs)[: ends[-1]]) if ends else None
+
+
+def _has_weights(model: nn.Module, name: str) -> bool:
+    return any(True for _ in model.get_submodule(name).parameters(recurse=False))
+
+
+def _checked(output: Any, task: Task) -> Tensor:
+    """Return what a model answered to one image, if it fits its task."""
+    if task == "detect":
+        if task_of(output) != "detect":
+            raise ConfigError(f"it is no detector: it answers with {_shown(output)}, not boxes, labels and scores")
+        if not len(output[0]["scores"]):
+            raise ConfigError("it finds no object in an image of noise, however unsure, so its layers cannot be told")
+    elif task == "segment":
+        if _dims(output, "out") != 4:  # noqa: PLR2004 -- [batch, classes, height, width]
+            raise ConfigError(f"it is no segmentation: it answers with {_shown(output)}, not [batch, classes, h, w]")
+    elif isinstance(output, dict | list) or _dims(output) != 2:  # noqa: PLR2004 -- [batch, classes]
+        raise ConfigError(f"it is no classifier: it answers with {_shown(output)}, not [batch, classes]")
+    return values_of(output, task)
+
+
+def _dims(output: Any, entry: str = "") -> int:
+    found = output[entry] if _has(output, (entry,)) else first_tensor(output)
+    return found.dim() if isinstance(found, Tensor) else 0
+
+
+def _shown(output: Any) -> str:
+    tensor = first_tensor(output)
+    return f"a tensor {list(tensor.shape)}" if tensor is not None else "no tensor"
+
+
+def embedding_layer(model: nn.Module, layers: Mapping[str, LayerInfo], classes: int) -> str:
+    """Return the linear layer that a classifier ends in, whose input is the image's embedding; nothing without one."""
+    ends = [
+        name
+        for name, layer in layers.items()
+        if isinstance(model.get_submodule(name), nn.Linear) and layer.shape == (1, classes) and layer.calls == 1
+    ]
+    return ends[-1] if ends else ""

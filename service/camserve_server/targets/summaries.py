@@ -43,12 +43,11 @@ def covered(values: Tensor) -> Tensor:
     """Return share, mean probability and mean logit of each class [classes, 3] over the part that it covers."""
     logits = values.flatten(1)
     winners = logits.argmax(0, keepdim=True)
-    counts = winners[0].bincount(minlength=len(logits)).to(logits)
-    sums = [
-        counts.new_zeros(len(logits)).index_add(0, winners[0], one.gather(0, winners)[0])
-        for one in (logits.softmax(0), logits)
-    ]
-    return torch.stack([counts / logits.shape[1], *(total / counts.clamp(min=1) for total in sums)], 1)
+    won = [one.gather(0, winners)[0].double() for one in (logits.softmax(0), logits)]
+    counts, *sums = (
+        one.new_zeros(len(logits)).index_add(0, winners[0], one) for one in (torch.ones_like(won[0]), *won)
+    )
+    return torch.stack([counts / winners.numel(), *(one / counts.clamp(min=1) for one in sums)], 1)
 
 
 def to_numpy(tensor: Tensor) -> Map:

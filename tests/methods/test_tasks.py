@@ -1,0 +1,556 @@
+"""Models that answer with more than logits of classes: pixels, boxes, embeddings, numbers."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torchvision import models as zoo
+
+from camserve_server import models, targets
+from camserve_server.engine import normalise
+from camserve_server.errors import ConfigError, FailedPrecondition
+from camserve_server.hooks import hook_count
+from camserve_server.outputs import Outputs
+from camserve_server.targets import objects_of
+from camserve_server.types import (
+    Box,
+    ClassTarget,
+    DetectionTarget,
+    ProbabilityTarget,
+    RankTarget,
+    Row,
+    SegmentTarget,
+    SimilarityTarget,
+    View,
+)
+from methods.tools import Toy, call, explain, gap, inputs, job, noise, run
+
+EXACT = 1e-5
+RED, GREEN = (255, 0, 0), (0, 255, 0)
+
+
+def painted(size=64, **squares):
+    """A black image with squares: colour name = (top, left, side)."""
+    image = np.zeros((size, size, 3), np.uint8)
+    for name, (top, left, side) in squares.items():
+        image[top : top + side, left : left + side] = {"red": RED, "green": GREEN}[name]
+    return image
+
+
+def leaf(module, layer, image):
+    """Run a model on [1,3,H,W]; return its output and a layer's on the graph: the oracle's own hook."""
+    kept = []
+
+    def keep(_module, _args, output):
+        kept.append(output.detach().requires_grad_())
+        return kept[-1].clone()
+
+    with torch.enable_grad(), module.get_submodule(layer).register_forward_hook(keep):
+        output = module(image)
+    return output, kept[-1]
+
+
+def oracle(score, activation):
+    """Grad-CAM of a score at an activation [1,C,h,w], in float64."""
+    (gradient,) = torch.autograd.grad(score, activation)
+    weights = gradient.double().mean((2, 3), keepdim=True)
+    return (weights * activation.double()).sum(1)[0].detach().numpy()
+
+
+def hottest_inside(heatmap, top, left, side, size=64):
+    """The share of a map's hottest tenth, on the pixels, that is inside a square."""
+    tensor = torch.from_numpy(np.ascontiguousarray(heatmap))[None, None]
+    large = functional.interpolate(tensor, (size, size), mode="bilinear", align_corners=False)[0, 0].numpy()
+    hot = large >= np.sort(large.ravel())[-size * size // 10]
+    inside = np.zeros_like(hot)
+    inside[top : top + side, left : left + side] = True
+    return (hot & inside).sum() / hot.sum()
+
+
+# ------------------------------------------------------------------------------------------------------- segmentation
+
+
+class Colours(nn.Module):
+    """Sees for every pixel how black, red and green its surroundings are."""
+
+    def __init__(self):
+        super().__init__()
+        self.colours = nn.Conv2d(3, 3, 1, bias=False)
+        self.smooth = nn.AvgPool2d(6, 2, 2)
+        self.head = nn.Conv2d(3, 3, 1)
+        with torch.no_grad():
+            self.colours.weight.copy_(torch.eye(3)[:, :, None, None])
+            self.head.weight.copy_(torch.tensor([[-1.0, -1.0, 0], [2.0, -1.0, 0], [-1.0, 2.0, 0]])[:, :, None, None])
+            self.head.bias.copy_(torch.tensor([0.5, -1.0, -1.0]))
+
+    def forward(self, images):
+        raw = images * 0.225 + 0.45
+        seen = self.smooth(torch.relu(self.colours(raw)))
+        logits = self.head(seen)
+        return {"out": functional.interpolate(logits, images.shape[2:], mode="bilinear", align_corners=False)}
+
+
+@pytest.fixture
+def colours(plant):
+    return plant(Colours, size=64)
+
+
+@pytest.fixture(scope="module")
+def lraspp():
+    return models.load(models.parse("torchvision:lraspp_mobilenet_v3_large?weights=none&size=64"))
+
+
+def test_a_segmentation_is_known_by_its_output_and_its_default_layer_is_before_the_classes(colours, lraspp):
+    assert (colours.info.task, colours.info.classes, colours.info.default_layer) == ("segment", 3, "smooth")
+    assert (lraspp.info.task, lraspp.info.classes, lraspp.info.default_layer) == ("segment", 21, "backbone.16")
+    assert lraspp.info.label(8) == "cat"
+    assert lraspp.info.preprocess.resize == (64, 64)  # the photo is seen whole
+
+
+def test_what_a_segmentation_sees_is_told_by_area(colours):
+    image = painted(red=(8, 8, 16), green=(40, 32, 24))
+    (row,) = run(colours, [Row(image, RankTarget(0))], kind="score")
+    logits = colours.module(inputs(colours, image))["out"][0]
+    winners, probabilities = logits.argmax(0), logits.softmax(0)
+    for index in range(3):
+        mask = winners == index
+        expected = [
+            float(mask.double().mean()),
+            float(probabilities[index][mask].mean()),
+            float(logits[index][mask].mean()),
+        ]
+        assert row.logits[index].tolist() == pytest.approx(expected, rel=EXACT)
+    assert targets.order_of_areas(row.logits, colours.info) == [0, 2, 1]
+    named = replace(colours.info, labels=("background", "red", "green"))
+    assert targets.order_of_areas(row.logits, named) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("box", [None, Box(20, 10, 41.5, 50)])
+def test_a_segments_map_equals_autograds(lraspp, box):
+    image = noise(1, 64)
+    output, activation = leaf(lraspp.module, "backbone.16", inputs(lraspp, image))
+    logits = output["out"][0]
+    index = int(logits.argmax(0).flatten().mode().values)
+    mask = logits.argmax(0) == index
+    if box:
+        mask = torch.zeros_like(mask)
+        mask[10:50, 20:42] = True  # the centre of column 41 is at 41.5
+        mask[:, 41] = False
+    score = logits[index][mask].mean()
+    (row,) = run(lraspp, [Row(image, SegmentTarget(index, box), (call("gradcam"),))], ["backbone.16"])
+    assert row.score == pytest.approx(float(score.detach()), rel=1e-4)
+    np.testing.assert_array_equal(row.target.mask, mask.numpy())
+    assert gap(row.maps[0][0], oracle(score, activation)) <= EXACT
+
+
+@pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
+@pytest.mark.parametrize("method", ["gradcam", "layercam", "saliency"])
+def test_a_segments_map_is_hot_where_the_class_is(colours, colour, index, method):
+    squares = {"red": (4, 36, 24), "green": (36, 4, 24)}
+    (found,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).findings
+    assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
+
+
+def test_the_part_is_that_of_the_clean_image_in_every_copy(colours):
+    image = painted(red=(8, 8, 24))
+    (found,) = explain(colours, image, job(colours, ["gradcam"], [SegmentTarget(1)])).findings
+    fixed = found.target
+    other = painted(green=(8, 8, 24))
+    (row,) = run(colours, [Row(other, fixed)], kind="score")
+    logits = colours.module(inputs(colours, other))["out"][0, 1]
+    assert row.target is fixed
+    assert row.score == pytest.approx(float(logits[torch.from_numpy(fixed.mask)].mean()), rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            SegmentTarget(2),
+            r"sees no class 2 in this image, but class 0, class 1: name the part to explain as a region",
+        ),
+        (RankTarget(2), r"sees only class 0, class 1 in this image"),
+    ],
+)
+def test_a_class_that_is_not_there_is_refused_with_those_that_are(colours, target, words):
+    with pytest.raises(FailedPrecondition, match=words):
+        run(colours, [Row(painted(red=(8, 8, 24)), target)], kind="score")
+
+
+def test_a_region_smaller_than_a_pixel_is_the_pixel_that_it_is_in(colours):
+    (row,) = run(colours, [Row(painted(), SegmentTarget(0, Box(10.6, 20.1, 10.9, 20.2)))], kind="score")
+    assert np.argwhere(row.target.mask).tolist() == [[20, 10]]
+
+
+# ---------------------------------------------------------------------------------------------------------- detection
+
+
+class Finder(nn.Module):
+    """Finds one red and one green thing: as certain as the colour is bright, and where it is."""
+
+    num_classes = 3
+
+    def __init__(self):
+        super().__init__()
+        self.seen = nn.Conv2d(3, 2, 1)
+        self.smooth = nn.AvgPool2d(6, 2, 2)
+        with torch.no_grad():
+            self.seen.weight.copy_(torch.tensor([[1.0, -1.0, 0], [-1.0, 1.0, 0]])[:, :, None, None])
+            self.seen.bias.fill_(-0.05)  # black is no colour
+
+    def forward(self, images):
+        bright = self.smooth(torch.relu(self.seen(torch.stack(list(images)) * 0.225 + 0.45)))
+        return [self._objects(one) for one in bright]
+
+    def _objects(self, bright):
+        scores, boxes, labels = [], [], []
+        for label, colour in enumerate(bright, start=1):
+            places = (colour > 0.03).nonzero() * 2.0
+            if len(places):
+                (top, left), (bottom, right) = places.amin(0), places.amax(0) + 2
+                scores.append(1 - torch.exp(-colour.sum() / 64))
+                boxes.append(torch.stack([left, top, right, bottom]))
+                labels.append(label)
+        if not scores:
+            return {
+                "boxes": bright.new_zeros(0, 4),
+                "labels": torch.zeros(0, dtype=torch.int64),
+                "scores": bright.new_zeros(0),
+            }
+        return {"boxes": torch.stack(boxes), "labels": torch.tensor(labels), "scores": torch.stack(scores)}
+
+
+@pytest.fixture
+def finder(plant):
+    return plant(Finder, size=64)
+
+
+@pytest.fixture(scope="module")
+def ssdlite():
+    return models.load(models.parse("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128"))
+
+
+SQUARES = {"red": (4, 36, 24), "green": (40, 4, 16)}
+
+
+def test_a_detector_is_known_by_its_output_and_its_default_layer_is_below_every_scale(finder, ssdlite):
+    assert (finder.info.task, finder.info.classes, finder.info.default_layer) == ("detect", 3, "smooth")
+    assert (ssdlite.info.task, ssdlite.info.classes) == ("detect", 91)
+    assert ssdlite.info.default_layer == "backbone.features.0"
+    assert ssdlite.info.label(17) == "cat"
+
+
+@pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn", "fcos_resnet50_fpn"])
+def test_a_detectors_default_layer_is_not_of_its_pyramid(name):
+    info = models.load(models.parse(f"torchvision:{name}?weights=none&size=64")).info
+    assert (info.task, info.classes) == ("detect", 91)
+    assert info.default_layer.startswith("backbone.body.")
+
+
+def test_objects_are_told_the_most_certain_first(finder):
+    (row,) = run(finder, [Row(painted(**SQUARES), RankTarget(0))], kind="score")
+    assert row.logits[:, 0].tolist() == [1, 2]
+    assert row.logits[0, 1] > row.logits[1, 1] > 0.5
+    assert row.logits[0, 2:].tolist() == pytest.approx([36, 4, 60, 28], abs=3)
+    assert row.target == DetectionTarget(1, Box(*row.logits[0, 2:].tolist()), found=True)
+
+
+def test_images_with_different_numbers_of_objects_share_a_batch(finder):
+    images = [painted(**SQUARES), painted(red=(8, 8, 16)), painted(green=(8, 8, 16))]
+    together = run(finder, [Row(image, RankTarget(0), (call("gradcam"),)) for image in images], ["smooth"])
+    for image, row in zip(images, together, strict=True):
+        (alone,) = run(finder, [Row(image, RankTarget(0), (call("gradcam"),))], ["smooth"])
+        np.testing.assert_array_equal(objects_of(row.logits), objects_of(alone.logits))
+        assert row.target == alone.target
+        assert gap(row.maps[0][0], alone.maps[0][0]) <= EXACT
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_detections_map_equals_autograds(ssdlite, place):
+    """The oracle is torchvision's detector as it comes, that resizes and normalises by itself."""
+    image, layer = noise(2, 128), ssdlite.info.default_layer
+    theirs = copy.deepcopy(ssdlite.module)
+    theirs.transform = zoo.get_model("ssdlite320_mobilenet_v3_large", weights=None, weights_backbone=None).transform
+    theirs.transform.fixed_size = (128, 128)
+    raw = torch.from_numpy(image).permute(2, 0, 1)[None] / 255
+    (output,), activation = leaf(theirs, layer, raw)
+    index, box = int(output["labels"][place]), Box(*output["boxes"][place].tolist())
+    (row,) = run(ssdlite, [Row(image, DetectionTarget(index, box), (call("gradcam"),))], [layer])
+    score = output["scores"][place]
+    assert row.score == pytest.approx(float(score.detach()), rel=1e-4)
+    assert np.abs(np.array([*_edges(row.target.box)]) - np.array([*_edges(box)])).max() <= 0.01
+    assert gap(row.maps[0][0], oracle(score, activation)) <= EXACT
+
+
+def _edges(box):
+    return box.left, box.top, box.right, box.bottom
+
+
+@pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
+@pytest.mark.parametrize("method", ["gradcam", "layercam", "saliency"])
+def test_a_detections_map_is_hot_where_the_object_is(finder, colour, index, method):
+    squares = {"red": (4, 36, 24), "green": (36, 4, 24)}
+    (found,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).findings
+    assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
+
+
+def test_the_object_that_best_matches_the_box_is_explained(ssdlite):
+    image = noise(3, 128)
+    (row,) = run(ssdlite, [Row(image, RankTarget(0))], kind="score")
+    objects = objects_of(row.logits)
+    index = int(np.bincount(objects[:, 0].astype(int)).argmax())  # of one class there are many
+    mine = objects[objects[:, 0] == index]
+    assert len(mine) > 2
+    for one in mine[:3]:
+        box = Box(*(edge + off for edge, off in zip(one[2:].tolist(), (1, -1, 2, 1), strict=True)))
+        (found,) = run(ssdlite, [Row(image, DetectionTarget(index, box))], kind="score")
+        assert found.score == pytest.approx(one[1], rel=EXACT)
+    (surest,) = run(ssdlite, [Row(image, DetectionTarget(index))], kind="score")
+    assert surest.score == pytest.approx(mine[0, 1], rel=EXACT)
+
+
+def test_in_a_copy_of_the_image_the_same_object_is_scored_or_none(finder):
+    image = painted(**SQUARES)
+    (row,) = run(finder, [Row(image, DetectionTarget(1))], kind="score")
+    moved, gone = painted(red=(6, 34, 24)), painted(green=(4, 36, 24))
+    elsewhere = painted(red=(40, 4, 24))
+    scores = [one.score for one in run(finder, [Row(i, row.target) for i in (moved, gone, elsewhere)], kind="score")]
+    assert scores[0] == pytest.approx(row.score, rel=0.05)
+    assert scores[1:] == [0.0, 0.0]
+
+
+def test_a_copy_without_the_object_has_no_gradient(finder):
+    (row,) = run(finder, [Row(painted(**SQUARES), DetectionTarget(1))], kind="score")
+    (gone,) = run(finder, [Row(painted(), row.target, (call("gradcam"),))], ["smooth"])
+    assert gone.dead == (True,)
+    assert not gone.maps[0][0].any()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (DetectionTarget(2), "finds no class 2 in this image, but class 1"),
+        (DetectionTarget(1, Box(50, 50, 60, 60)), "finds no class 1 that meets the box"),
+        (RankTarget(1), "finds only 1 objects in this image"),
+    ],
+)
+def test_an_object_that_is_not_there_is_refused(finder, target, words):
+    with pytest.raises(FailedPrecondition, match=words):
+        run(finder, [Row(painted(red=(8, 8, 16)), target)], kind="score")
+
+
+def test_an_image_without_objects_is_refused_in_words(finder):
+    with pytest.raises(FailedPrecondition, match="finds no object in this image"):
+        run(finder, [Row(painted(), RankTarget(0))], kind="score")
+    with pytest.raises(FailedPrecondition, match="finds no class 1 in this image, but no object at all"):
+        run(finder, [Row(painted(), DetectionTarget(1))], kind="score")
+
+
+def test_a_detectors_input_keeps_to_its_strides():
+    with pytest.raises(ConfigError, match="size= is a multiple of 32 for it, not 100"):
+        models.load(models.parse("torchvision:fasterrcnn_mobilenet_v3_large_320_fpn?weights=none&size=100"))
+
+
+def test_looking_at_a_detector_leaves_its_thresholds_and_no_hook(ssdlite):
+    assert ssdlite.module.score_thresh == 0.001
+    assert hook_count(ssdlite.module) == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- views
+
+PARTS = {"mirrored": View(mirrored=True), "enlarged": View(scale=2, top=10, left=40), "both": View(True, 1, 2, 10, 40)}
+
+
+@pytest.mark.parametrize("name", ["colours", "finder"])
+def test_a_mirrored_image_has_the_mirrored_map(name, request):
+    model = request.getfixturevalue(name)
+    image, layer = painted(**SQUARES), "smooth"
+    target = SegmentTarget(1) if name == "colours" else DetectionTarget(1)
+    (row,) = run(model, [Row(image, target, (call("gradcam"),))], [layer])
+    (flipped,) = run(model, [Row(image, row.target, (call("gradcam"),), views=(View(mirrored=True),))], [layer])
+    (there,) = run(model, [Row(np.ascontiguousarray(image[:, ::-1]), target, (call("gradcam"),))], [layer])
+    assert flipped.target is row.target
+    assert flipped.score == pytest.approx(there.score, rel=EXACT)
+    assert gap(flipped.maps[0][0], there.maps[0][0]) <= EXACT
+
+
+@pytest.mark.parametrize("view", PARTS.values(), ids=PARTS)
+def test_what_is_marked_in_the_image_is_marked_in_its_view(view):
+    """The oracle enlarges and cuts a picture of the part."""
+    picture = torch.from_numpy(painted(red=(12, 24, 16))).permute(2, 0, 1)[0:1] / 255
+    large = functional.interpolate(picture[None], scale_factor=view.scale, mode="nearest")[0]
+    cut = large[:, view.top : view.top + 64, view.left : view.left + 64]
+    cut = (cut.flip(-1) if view.mirrored else cut)[0].numpy() > 0.5
+    mask = picture[0].numpy() > 0.5
+    segment = targets.seen_in(SegmentTarget(1, mask=mask), [view], (64, 64))
+    detection = targets.seen_in(DetectionTarget(1, Box(24, 12, 40, 28), found=True), [view], (64, 64))
+    np.testing.assert_array_equal(segment.mask, cut)
+    rows, columns = np.nonzero(cut)
+    edges = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+    clipped = np.clip(_edges(detection.box), 0, 64)
+    assert clipped.tolist() == list(edges)
+
+
+def test_a_view_that_shows_nothing_of_the_part_scores_nothing(colours):
+    (row,) = run(colours, [Row(painted(red=(4, 4, 16)), SegmentTarget(1))], kind="score")
+    (away,) = run(
+        colours,
+        [Row(painted(red=(4, 4, 16)), row.target, (call("gradcam"),), views=(View(scale=2, top=60, left=60),))],
+        ["smooth"],
+    )
+    assert (away.score, away.dead) == (0.0, (True,))
+
+
+def test_targets_without_a_place_are_the_same_in_every_view():
+    assert targets.seen_in(ClassTarget(3), [View(mirrored=True)], (8, 8)) == ClassTarget(3)
+
+
+# --------------------------------------------------------------------------------------------------------- likeness
+
+
+def compared(model, first, second, method="gradcam", layers=None):
+    """Explain what makes the first image like the second."""
+    return explain(model, first, job(model, [method], [SimilarityTarget(image=second)], layers)).findings[0]
+
+
+def test_a_model_without_a_head_answers_with_an_embedding():
+    info = models.load(models.parse("timm:resnet18?weights=none&classes=0&size=64")).info
+    assert (info.task, info.classes, info.embedding, info.labels) == ("embed", 512, "", ())
+
+
+def test_a_likenesss_map_equals_autograds_for_a_model_without_a_head():
+    model = models.load(models.parse("timm:resnet18?weights=none&classes=0&size=64"))
+    first, second = noise(4, 64), noise(5, 64)
+    output, activation = leaf(model.module, "layer4", inputs(model, first))
+    other = model.module(inputs(model, second))
+    cosine = (output[0] @ other[0]) / (output[0].norm() * other[0].norm())
+    found = compared(model, first, second)
+    assert found.score == pytest.approx(float(cosine.detach()), rel=1e-4)
+    assert gap(found.heatmap, oracle(cosine, activation)) <= 1e-4
+
+
+def test_a_likenesss_map_equals_autograds_for_the_features_before_a_classifiers_last_layer(resnet):
+    first, second = noise(6, 64), noise(7, 64)
+    headless = copy.deepcopy(resnet.module)
+    headless.fc = nn.Identity()
+    output, activation = leaf(headless, "layer4", inputs(resnet, first))
+    cosine = functional.cosine_similarity(output, headless(inputs(resnet, second)))[0]
+    found = compared(resnet, first, second)
+    assert resnet.info.embedding == "fc"
+    assert found.score == pytest.approx(float(cosine.detach()), rel=1e-4)
+    assert gap(found.heatmap, oracle(cosine, activation)) <= 1e-4
+    assert hook_count(resnet.module) == 0
+
+
+def test_an_image_is_like_itself(resnet):
+    found = compared(resnet, noise(8, 64), noise(8, 64))
+    assert found.score == pytest.approx(1, abs=1e-6)
+
+
+class Pooled(Colours):
+    def forward(self, images):
+        return self.smooth(torch.relu(self.colours(images * 0.225 + 0.45))).mean((2, 3))
+
+
+def test_a_likenesss_map_is_hot_where_the_two_are_alike(plant):
+    """The embedding is how red and how green an image is; the other image is red."""
+    model = plant(Pooled, size=64, task="embed")
+    squares = {"red": (4, 36, 24), "green": (36, 4, 24)}
+    found = compared(model, painted(**squares), painted(red=(0, 0, 64)), layers=["smooth"])
+    assert hottest_inside(found.heatmap, *squares["red"]) >= 0.9
+
+
+def test_a_likeness_costs_one_row_more(resnet):
+    asked = job(resnet, ["gradcam"], [SimilarityTarget(image=noise(1, 64)), ClassTarget(1)])
+    batches = []
+    explain(resnet, noise(2, 64), asked, batches=batches)
+    assert asked.rows == sum(rows for _, rows in batches) == 3
+
+
+def test_a_model_without_a_linear_end_gives_no_embedding(plant):
+    model = plant(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    assert model.info.embedding == ""
+    with pytest.raises(FailedPrecondition, match="planted gives no embedding"):
+        run(model, [Row(noise(1, 16), SimilarityTarget())], kind="score")
+
+
+# ------------------------------------------------------------------------------------------ classes apart and numbers
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regress"])
+def test_a_task_that_cannot_be_seen_is_what_it_is_said_to_be(plant, task):
+    model = plant(Toy, task=task)
+    assert (model.info.task, model.info.classes, model.info.embedding) == (task, 5, "head")
+    (row,) = run(model, [Row(noise(9, 16), RankTarget(0), (call("gradcam"),))], ["conv"])
+    assert row.target == ClassTarget(int(row.logits.argmax()))
+    assert row.score == pytest.approx(row.logits.max())
+
+
+def test_a_classs_own_probability_is_explained(plant):
+    model = plant(Toy, task="multilabel")
+    found = explain(
+        model, noise(9, 16), job(model, ["gradcam"], [ProbabilityTarget(2, apart=True)], ["conv"])
+    ).findings[0]
+    said = Outputs(model.info, model.module(normalise(torch.from_numpy(noise(9, 16))[None], model.info.preprocess)))
+    assert found.score == pytest.approx(float(said.values[0, 2].sigmoid()), rel=EXACT)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("task=detect", r"it is no detector: it answers with a tensor \[1, 5\], not boxes, labels and scores"),
+        ("task=segment", r"it is no segmentation: it answers with a tensor \[1, 5\], not \[batch, classes, h, w\]"),
+    ],
+)
+def test_a_model_that_does_not_answer_as_it_is_said_to_is_refused(plant, option, words):
+    with pytest.raises(ConfigError, match=words):
+        plant(Toy, task=option.partition("=")[2])
+
+
+@pytest.mark.parametrize(("factory", "task"), [(Colours, "classify"), (Finder, "multilabel")])
+def test_a_model_said_to_know_classes_must_answer_with_them(plant, factory, task):
+    with pytest.raises(ConfigError, match=r"it is no classifier: it answers with a tensor .*, not \[batch, classes\]"):
+        plant(factory, size=64, task=task)
+
+
+def test_a_detector_that_does_not_say_how_many_classes_it_knows_is_asked_to(plant, tmp_path):
+    class Silent(Finder):
+        num_classes = None
+
+    words = tmp_path / "words.txt"
+    words.write_text("background\nred\ngreen\n")
+    with pytest.raises(ConfigError, match="it does not say how many classes it knows: name them with labels=PATH"):
+        plant(Silent, size=64)
+    assert plant(Silent, size=64, labels=str(words)).info.label(2) == "green"
+
+
+def test_a_detector_that_finds_nothing_in_noise_is_refused(plant):
+    class Blind(Finder):
+        def forward(self, images):
+            return super().forward([image * 0 - 2 for image in images])
+
+    with pytest.raises(ConfigError, match="it finds no object in an image of noise"):
+        plant(Blind, size=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("timm:resnet18?task=clasify", 'task is one of .*did you mean "classify"'),
+        (
+            "torchvision:resnet18?weights=none&classes=0",
+            "classes=0 leaves the head out for an embedding, of a timm model only",
+        ),
+        ("timm:resnet18?weights=none&classes=0&task=segment", "classes=0 leaves the head out"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        models.parse(text)
