@@ -7,13 +7,13 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for compa
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
-from camserve.v1 import explain_pb2
+from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server import images, jobs, render, wire
 from camserve_server.batcher import Batcher, Collect, Spent
 from camserve_server.errors import InvalidArgument
@@ -60,6 +60,10 @@ class _View:
     receipt: explain_pb2.Receipt
 
 
+Work: TypeAlias = Callable[[_View, jobs.Submit], Awaitable[jobs.Outcome]]
+"""What is done with a photo, and how rows are run meanwhile."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """All that a request goes through.
@@ -97,12 +101,50 @@ class Pipeline:
         """
         order = wire.read_order(request, self.models, self.limits)
         render.colormap(order.rendering.colormap)
-        async with self.batcher.admit(min(order.job.rows, self.limits.chunk), wait=wait):
-            return await self._explain(order, deadline, progress)
 
-    async def _explain(
-        self, order: wire.Order, deadline: float, progress: jobs.Progress
-    ) -> explain_pb2.ExplainResponse:
+        async def work(view: _View, submit: jobs.Submit) -> jobs.Outcome:
+            return await jobs.explain(
+                replace(order.job, targets=view.targets),
+                view.image,
+                submit,
+                chunk=self.limits.chunk,
+                think=self._in_thread,
+                progress=progress,
+            )
+
+        async with self.batcher.admit(min(order.job.rows, self.limits.chunk), wait=wait):
+            return await self._answered(order, work, deadline)
+
+    async def evaluate(
+        self, request: evaluate_pb2.EvaluateRequest, *, deadline: float = math.inf
+    ) -> evaluate_pb2.EvaluateResponse:
+        """Explain one image, and judge every map.
+
+        Args:
+            request: as it came.
+            deadline: on the event loop's clock.
+
+        Raises:
+            ServiceError: whatever was wrong.
+        """
+        asked = wire.read_evaluation(request, self.models, self.limits)
+        readings: jobs.Readings = []
+
+        async def work(view: _View, submit: jobs.Submit) -> jobs.Outcome:
+            asking = replace(asked.assessment, job=replace(asked.order.job, targets=view.targets))
+            outcome, found = await jobs.evaluate(
+                asking, view.image, view.seen, submit, chunk=self.limits.chunk, think=self._in_thread
+            )
+            readings.extend(found)
+            return outcome
+
+        with wire.within_explain():
+            render.colormap(asked.order.rendering.colormap)
+            async with self.batcher.admit(min(asked.assessment.rows, self.limits.chunk)):
+                explained = await self._answered(asked.order, work, deadline)
+        return wire.evaluate_response(asked, explained, readings)
+
+    async def _answered(self, order: wire.Order, work: Work, deadline: float) -> explain_pb2.ExplainResponse:
         clock, spent = time.perf_counter, Spent()
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
@@ -111,14 +153,7 @@ class Pipeline:
         began = clock()
         view = await self._in_thread(_see, order, self.limits)
         decoded = clock()
-        outcome = await jobs.explain(
-            replace(order.job, targets=view.targets),
-            view.image,
-            submit,
-            chunk=self.limits.chunk,
-            think=self._in_thread,
-            progress=progress,
-        )
+        outcome = await work(view, submit)
         computed = clock()
         answers = await self._draw(order, view, outcome)
         seconds = wire.Seconds(decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows)

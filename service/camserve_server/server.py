@@ -19,7 +19,14 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve.v1 import (
+    evaluate_pb2,
+    evaluate_pb2_grpc,
+    explain_pb2,
+    explain_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
 from camserve_server import logs
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
@@ -27,7 +34,7 @@ from camserve_server.engine import Engine
 from camserve_server.errors import ConfigError
 from camserve_server.models import LoadedModel, load, parse
 from camserve_server.pipeline import Pipeline
-from camserve_server.servicer import ExplainServicer, House, ModelServicer
+from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
 from camserve_server.types import MethodCall, Pass, RankTarget, Row
 
 log = logging.getLogger(__name__)
@@ -38,6 +45,7 @@ QUIET, LONGEST_QUIET = 0.1, 1.0  # seconds without a new call before a draining 
 SERVICES = (
     "",
     explain_pb2.DESCRIPTOR.services_by_name["ExplainService"].full_name,
+    evaluate_pb2.DESCRIPTOR.services_by_name["EvaluateService"].full_name,
     models_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
 """What has a health of its own; the empty name is the server as a whole."""
@@ -210,6 +218,7 @@ def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) 
         )
     )
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), server)
+    evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(house), server)
     models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(house), server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -12,10 +12,18 @@ from typing import Any, cast
 import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve.v1 import (
+    evaluate_pb2,
+    evaluate_pb2_grpc,
+    explain_pb2,
+    explain_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
 from camserve_server import errors, jobs, logs, wire
 from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unavailable
 from camserve_server.methods import METHODS
+from camserve_server.metrics import METRICS
 from camserve_server.pipeline import Pipeline
 from camserve_server.types import ModelInfo
 
@@ -162,6 +170,31 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             return explain_pb2.ExplainStreamResponse(request_id=request_id, error=_message(ours))
         finally:
             call.log("ExplainStream item", code, began)
+
+
+class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
+    """Judges explanations."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+
+    async def Evaluate(  # noqa: N802 -- the RPC's name
+        self, request: evaluate_pb2.EvaluateRequest, context: Context
+    ) -> evaluate_pb2.EvaluateResponse:
+        """Explain one image, and judge every map."""
+        async with _answering(self._house, context, "Evaluate") as call:
+            response = await self._house.open().evaluate(request, deadline=call.deadline)
+            response.request_id = response.explained.request_id = call.request_id
+            call.seen(response.explained)
+            return response
+
+    async def ListMetrics(  # noqa: N802 -- the RPC's name
+        self, _request: evaluate_pb2.ListMetricsRequest, context: Context
+    ) -> evaluate_pb2.ListMetricsResponse:
+        """List the metrics."""
+        async with _answering(self._house, context, "ListMetrics"):
+            self._house.open()
+            return evaluate_pb2.ListMetricsResponse(metrics=map(wire.describe_metric, METRICS))
 
 
 class ModelServicer(models_pb2_grpc.ModelServiceServicer):

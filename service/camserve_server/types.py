@@ -412,6 +412,19 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Randomised:
+    """What of a model has random weights while a batch runs.
+
+    Attributes:
+        modules: how many of those that have parameters, counted from the output.
+        seed: of the weights.
+    """
+
+    modules: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """What rows must have in common to share a batch: never the method, never the target.
 
@@ -420,12 +433,14 @@ class Pass:
         kind: what is computed.
         size: height and width of the input.
         layers: whose feature maps and gradients are captured.
+        randomised: what of the model has random weights; None for nothing.
     """
 
     model: str
     kind: Kind
     size: tuple[int, int]
     layers: tuple[str, ...] = ()
+    randomised: Randomised | None = None
 
 
 @dataclass(frozen=True, slots=True)

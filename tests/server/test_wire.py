@@ -936,7 +936,7 @@ def test_the_rows_of_a_method_that_tries_every_channel_are_told_for_512(name):
 
 @pytest.mark.parametrize("parameter", WORDS, ids=lambda p: p.name)
 def test_the_description_of_a_word_says_which_there_are(parameter):
-    described = replies._parameter_info(parameter)
+    described = replies.parameter_info(parameter)
 
     assert (described.name, described.default_value.text) == (parameter.name, parameter.default)
     assert described.summary
@@ -954,7 +954,7 @@ def test_a_word_that_is_not_among_a_parameters_choices_is_refused(parameter):
 
 @pytest.mark.parametrize("parameter", RANGES, ids=lambda p: p.name)
 def test_the_description_of_a_parameter_says_what_is_allowed_and_what_holds_without_it(parameter):
-    described = replies._parameter_info(parameter)
+    described = replies.parameter_info(parameter)
 
     assert described.name == parameter.name
     assert described.summary
@@ -966,6 +966,6 @@ def test_the_description_of_a_parameter_says_what_is_allowed_and_what_holds_with
 
 
 def test_the_default_of_a_parameter_can_be_a_word_on_the_wire():
-    described = replies._parameter_info(Parameter("finish", "How.", "max", 0, 0))
+    described = replies.parameter_info(Parameter("finish", "How.", "max", 0, 0))
 
     assert described.default_value.text == "max"

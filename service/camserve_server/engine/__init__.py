@@ -12,6 +12,7 @@ from camserve_server.engine import attention, bias, cam, saliency, score
 from camserve_server.engine.inputs import normalise, viewed
 from camserve_server.errors import OutOfMemory
 from camserve_server.models import LoadedModel
+from camserve_server.models.randomise import randomised
 from camserve_server.types import Kind, Pass, Row, RowResult
 
 RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]]] = {
@@ -53,7 +54,9 @@ class Engine:
             ServiceError: a row cannot be computed; which one, running them apart will tell.
         """
         try:
-            return RUNS[pass_.kind](self._models[pass_.model], pass_, rows)
+            model = self._models[pass_.model]
+            with randomised(model, pass_.randomised):
+                return RUNS[pass_.kind](model, pass_, rows)
         except torch.OutOfMemoryError:
             pass  # raised again below: an error that led to ours would hold the tensors that fill the memory
         raise OutOfMemory("the device has no memory for this", retry_after=1.0)

@@ -1,15 +1,13 @@
 """A request as the engine sees it: planned into rows, joined again into raw maps."""
 
 from camserve_server.jobs.cost import is_clean, part, rows_of
+from camserve_server.jobs.evaluate import Assessment, MetricCall, Readings, evaluate
+from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Desk, Progress, Study, Think, at_once
 from camserve_server.jobs.values import Collect, Evidence, Finding, Job, Outcome, Sheet, Submit
 from camserve_server.jobs.verdict import judge
 from camserve_server.types import Pixels
-
-
-def unheard(_done: int, _rows: int) -> None:
-    """Tell nobody how far it has come."""
 
 
 async def explain(
@@ -29,35 +27,24 @@ async def explain(
         progress: is told how many rows are done, and of how many.
     """
     study, sheets = await examine(Study(job, image, Desk(submit, chunk, job.rows, progress, think)))
-    findings = [
-        Finding(
-            call,
-            sheet.layer,
-            answer.target,
-            answer.score,
-            one.heatmap,
-            judge(one.heatmap, dead=one.dead),
-            one.error,
-            sheet.fusion,
-        )
-        for call, layers in zip(job.calls, sheets, strict=True)
-        for sheet in layers
-        for answer, one in zip(study.answers, sheet.evidence, strict=True)
-    ]
-    return Outcome(study.answers[0].logits, tuple(findings))
+    return reported(study, sheets)
 
 
 __all__ = [
+    "Assessment",
     "Collect",
     "Desk",
     "Evidence",
     "Finding",
     "Job",
+    "MetricCall",
     "Outcome",
     "Progress",
+    "Readings",
     "Sheet",
     "Study",
     "Submit",
+    "evaluate",
     "explain",
     "is_clean",
     "judge",

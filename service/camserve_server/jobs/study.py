@@ -18,6 +18,7 @@ from camserve_server.types import (
     MethodCall,
     Pass,
     Pixels,
+    Randomised,
     Row,
     RowResult,
     SimilarityTarget,
@@ -95,6 +96,7 @@ class Study:
         desk: runs rows.
         views: of the image.
         answers: for each target, what one pass over the image as it is said.
+        randomised: what of the model has random weights; None for nothing.
     """
 
     job: Job
@@ -102,6 +104,7 @@ class Study:
     desk: Desk
     views: tuple[View, ...] = ()
     answers: tuple[RowResult, ...] = ()
+    randomised: Randomised | None = None
 
     @property
     def targets(self) -> tuple[FixedTarget, ...]:
@@ -122,7 +125,7 @@ class Study:
 
     def pass_(self, kind: Kind, layers: Sequence[str] = ()) -> Pass:
         """Name a pass over this image's model."""
-        return Pass(self.job.model.name, kind, self.job.model.preprocess.size, tuple(layers))
+        return Pass(self.job.model.name, kind, self.job.model.preprocess.size, tuple(layers), self.randomised)
 
     def of(self, call: MethodCall, layers: Sequence[str] = (), view: View | None = None) -> "Study":
         """Put one method alone, for the same targets, under study: on other layers or of a view."""

@@ -5,7 +5,7 @@ A function's docstring is its method's documentation: the first line says what i
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -358,12 +358,20 @@ class Baseline:
 Method: TypeAlias = Cam | Saliency | Perturbation | Attention | FullGradient | Product | Fused | Windows | Baseline
 
 
-def summary(method: Method) -> str:
+class Documented(Protocol):
+    """What has a function whose docstring is its documentation."""
+
+    @property
+    def about(self) -> Callable[..., object]:
+        """That function."""
+
+
+def summary(method: Documented) -> str:
     """Say what a method does, in a sentence: the first line of its function's docstring, without the full stop."""
     return (method.about.__doc__ or "").strip().split("\n")[0].rstrip(".")
 
 
-def formula(method: Method) -> str:
+def formula(method: Documented) -> str:
     """Give a method's formula: its function's docstring after the first line, up to the sections."""
     _, _, rest = (method.about.__doc__ or "").strip().partition("\n")
     lines = [line.strip() for line in rest.split("\n")]

@@ -1,5 +1,6 @@
 """Replies: the server's values as protobuf."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from camserve.v1 import explain_pb2, models_pb2
@@ -118,7 +119,7 @@ def _explanation(told: Told, answer: Answer) -> explain_pb2.Explanation:
         score=finding.score,
         verdict=_VERDICTS[finding.verdict],
         verdict_message="" if finding.verdict is Verdict.OK else finding.verdict.value,
-        parameters=_parameters(finding.call),
+        parameters=parameter_messages(finding.call.parameters),
         heatmap=_heatmap(finding.heatmap) if answer.heatmap else None,
         overlay=_picture(answer.overlay),
         heatmap_image=_picture(answer.heatmap_image),
@@ -144,8 +145,9 @@ def _picture(picture: Picture | None) -> explain_pb2.Picture | None:
     )
 
 
-def _parameters(call: MethodCall) -> dict[str, explain_pb2.Parameter]:
-    return {name: _parameter(value) for name, value in call.parameters.items()}
+def parameter_messages(parameters: Mapping[str, ParameterValue]) -> dict[str, explain_pb2.Parameter]:
+    """Write parameters by name."""
+    return {name: _parameter(value) for name, value in parameters.items()}
 
 
 def _parameter(value: ParameterValue) -> explain_pb2.Parameter:
@@ -217,7 +219,7 @@ def describe_method(name: str) -> models_pb2.MethodInfo:
         kind=kind_of(method),
         summary=summary(method),
         paper=method.paper,
-        parameters=[_parameter_info(parameter) for parameter in method.parameters],
+        parameters=[parameter_info(parameter) for parameter in method.parameters],
         rows=max(1, rows_of(call, [_TYPICAL_CHANNELS], _TYPICAL_SIZE)),
         layered=method.layered,
         eigen_smoothing=method.smooths,
@@ -226,7 +228,8 @@ def describe_method(name: str) -> models_pb2.MethodInfo:
     )
 
 
-def _parameter_info(parameter: Parameter) -> models_pb2.ParameterInfo:
+def parameter_info(parameter: Parameter) -> models_pb2.ParameterInfo:
+    """Describe a parameter."""
     return models_pb2.ParameterInfo(
         name=parameter.name,
         summary=parameter.summary,

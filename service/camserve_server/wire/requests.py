@@ -87,17 +87,7 @@ def _read_calls(methods: Sequence[explain_pb2.Method], limits: Limits) -> tuple[
 
 def _read_call(message: explain_pb2.Method, field: str) -> MethodCall:
     method = find_known("method", message.name, METHODS, "there are", f"{field}.name")
-    known = {parameter.name: parameter for parameter in method.parameters}
-    for name in message.parameters:
-        if name not in known:
-            takes = f"it takes {listed(known)}" if known else "it takes none"
-            raise InvalidArgument(
-                f'{message.name} has no parameter "{short(name)}"{did_you_mean(name, known)}: {takes}',
-                field=f"{field}.parameters",
-            )
-    values: dict[str, ParameterValue] = {parameter.name: parameter.default for parameter in method.parameters}
-    for name, value in message.parameters.items():
-        values[name] = _read_parameter(known[name], value, f'{field}.parameters["{name}"]')
+    values = read_parameters(message.name, message.parameters, method.parameters, f"{field}.parameters")
     if message.eigen_smoothing and not method.smooths:
         smooth = listed(name for name, one in METHODS.items() if one.smooths)
         raise FailedPrecondition(
@@ -105,6 +95,33 @@ def _read_call(message: explain_pb2.Method, field: str) -> MethodCall:
             field=f"{field}.eigen_smoothing",
         )
     return MethodCall(message.name, values, message.augmentation_smoothing, message.eigen_smoothing)
+
+
+def read_parameters(
+    owner: str, given: Mapping[str, explain_pb2.Parameter], parameters: Sequence[Parameter], field: str
+) -> dict[str, ParameterValue]:
+    """Check the parameters of a method or metric, and fill in the defaults.
+
+    Args:
+        owner: name of the method or metric.
+        given: as they came.
+        parameters: that it takes.
+        field: path of the request's field.
+
+    Raises:
+        InvalidArgument: there is no such parameter, or its value is out of range.
+    """
+    known = {parameter.name: parameter for parameter in parameters}
+    for name in given:
+        if name not in known:
+            takes = f"it takes {listed(known)}" if known else "it takes none"
+            raise InvalidArgument(
+                f'{owner} has no parameter "{short(name)}"{did_you_mean(name, known)}: {takes}', field=field
+            )
+    values: dict[str, ParameterValue] = {parameter.name: parameter.default for parameter in parameters}
+    for name, value in given.items():
+        values[name] = _read_parameter(known[name], value, f'{field}["{name}"]')
+    return values
 
 
 def _read_parameter(parameter: Parameter, value: explain_pb2.Parameter, field: str) -> ParameterValue:

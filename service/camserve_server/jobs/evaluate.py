@@ -1,0 +1,275 @@
+"""How explanations are judged: every metric, of every map that a job has."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, cast
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from camserve_server.jobs.report import reported, unheard
+from camserve_server.jobs.runs import examine
+from camserve_server.jobs.study import Desk, Study, Think, at_once
+from camserve_server.jobs.values import Finding, Job, Outcome, Sheet, Submit
+from camserve_server.metrics import METRICS, Edited, Exhibit, Looked, Reading, Repeated, Variation
+from camserve_server.metrics.kinds import Array
+from camserve_server.models.randomise import stack
+from camserve_server.types import (
+    Box,
+    ClassTarget,
+    ContrastTarget,
+    Edit,
+    FinerTarget,
+    Map,
+    MethodCall,
+    ModelInfo,
+    ParameterValue,
+    Pixels,
+    Randomised,
+    RowResult,
+    Verdict,
+)
+
+Readings: TypeAlias = list[list[Reading]]
+"""For each finding, one of each metric."""
+
+JUDGED = (Verdict.OK, Verdict.ALL_NEGATIVE)
+"""Verdicts on maps that rank pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricCall:
+    """A metric and its parameters, by name, defaults filled in."""
+
+    name: str
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What to explain, and what to judge the maps by.
+
+    Attributes:
+        job: what to explain.
+        metrics: by which every map is judged.
+        box: where the object is, in the photo's pixels; None where nobody says.
+    """
+
+    job: Job
+    metrics: tuple[MetricCall, ...]
+    box: Box | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows it costs: those of the job, and those of its metrics."""
+        return self.job.rows + sum(_cost(self.job, call, metric) for call in self.job.calls for metric in self.metrics)
+
+
+def _cost(job: Job, call: MethodCall, metric: MetricCall) -> int:
+    kind, alone = METRICS[metric.name], replace(job, calls=(call,))
+    if isinstance(kind, Looked):
+        return 0
+    count = kind.count(**metric.parameters)
+    return count * (alone.rows if isinstance(kind, Repeated) else alone.explanations)
+
+
+async def evaluate(
+    asked: Assessment,
+    image: Pixels,
+    seen: Box,
+    submit: Submit,
+    *,
+    chunk: int = 64,
+    think: Think = at_once,
+) -> tuple[Outcome, Readings]:
+    """Run a job, and judge every map of it.
+
+    Args:
+        asked: what to explain, and the metrics.
+        image: what the model sees, uint8 [h,w,3].
+        seen: the part of the photo that this is, in the photo's pixels.
+        submit: runs rows.
+        chunk: rows under way at most.
+        think: runs what takes a while beside them.
+
+    Returns:
+        What came of the job; and for each of its findings, a reading of each metric.
+    """
+    study, sheets = await examine(Study(asked.job, image, Desk(submit, chunk, asked.rows, unheard, think)))
+    outcome = reported(study, sheets)
+    court = _Court(asked, study, seen)
+    places = [
+        (call, layer, target)
+        for call, layers in zip(asked.job.calls, sheets, strict=True)
+        for layer in range(len(layers))
+        for target in range(len(study.targets))
+    ]
+    # One map after another: the edits of a few are enough to fill batches, those of all could fill the memory.
+    return outcome, [
+        await court.judged(finding, *place) for finding, place in zip(outcome.findings, places, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Court:
+    """What maps are judged with.
+
+    Attributes:
+        asked: the metrics.
+        study: the image, and what the model says of it.
+        seen: the part of the photo that this is.
+        repeated: maps that were computed again, by method and metric.
+    """
+
+    asked: Assessment
+    study: Study
+    seen: Box
+    repeated: dict[tuple[object, ...], list[list[Sheet]]] = field(default_factory=dict)
+
+    async def judged(self, finding: Finding, call: MethodCall, layer: int, target: int) -> list[Reading]:
+        """Take every metric's reading of one map."""
+        if finding.verdict not in JUDGED:
+            return [Reading(math.nan, words=finding.verdict.value)] * len(self.asked.metrics)
+        exhibit = await self.study.desk.think(self._exhibit, finding, target)
+        return list(
+            await asyncio.gather(
+                *(self._reading(metric, exhibit, (call, layer, target)) for metric in self.asked.metrics)
+            )
+        )
+
+    def _exhibit(self, finding: Finding, target: int) -> Exhibit:
+        image = self.study.input.numpy()
+        likely = probability(self.study.job.model, self.study.answers[target])
+        return exhibit(image, finding.heatmap, likely, self.seen, self.asked.box)
+
+    async def _reading(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
+        return await _KINDS[type(METRICS[metric.name])](self, metric, exhibit, place)
+
+    async def looked(self, metric: MetricCall, exhibit: Exhibit, _place: tuple[MethodCall, int, int]) -> Reading:
+        """Read a metric that looks at the map alone."""
+        return await self.study.desk.think(_judge_look, metric, exhibit)
+
+    async def edited(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
+        """Let a metric try one set of edits after another, until it has its reading."""
+        judging = cast("Edited", METRICS[metric.name]).judge(exhibit, **metric.parameters)
+        edits, reading = await self.study.desk.think(_next, judging, None)
+        while reading is None:
+            found = await self._probabilities(edits, place[2])
+            edits, reading = await self.study.desk.think(_next, judging, found)
+        return reading
+
+    async def _probabilities(self, edits: Sequence[Edit], target: int) -> Array:
+        found = np.zeros(len(edits), np.float32)
+
+        def keep(index: int, result: RowResult) -> None:
+            found[index] = probability(self.study.job.model, result)
+
+        rows = [replace(self.study.row(self.study.targets[target]), edit=edit) for edit in edits]
+        await self.study.desk.run(self.study.pass_("score"), rows, keep)
+        return found
+
+    async def compared(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
+        """Have a method's maps computed again, once for all layers and targets, and compare one of them."""
+        call, layer, target = place
+        kind = cast("Repeated", METRICS[metric.name])
+        variations = kind.vary(exhibit.image, **metric.parameters)
+        changes = [self._changed(call, one) for one in variations]
+        key = (*call.key, metric.name, *sorted(metric.parameters.items()))
+        if key not in self.repeated:
+            studies = await asyncio.gather(*(examine(one) for one in changes))
+            self.repeated[key] = [sheets[0] for _, sheets in studies]
+        others = [sheets[layer].evidence[target].heatmap for sheets in self.repeated[key]]
+        total = len(stack(self.study.job.model))
+        random = [one.randomised.modules / total if one.randomised else 0.0 for one in changes]
+        return await self.study.desk.think(_compare, metric, exhibit, others, random)
+
+    def _changed(self, call: MethodCall, variation: Variation) -> Study:
+        """Put one method, for the same targets, under study again in changed conditions."""
+        views = (variation.view,) if variation.view else ()
+        random = None
+        if variation.modules is not None:
+            random = Randomised(round(len(stack(self.study.job.model)) ** variation.modules), variation.seed)
+        job = replace(self.study.job, calls=(call,), targets=self.study.targets)
+        return replace(self.study, job=job, views=views, answers=(), randomised=random)
+
+
+def _judge_look(metric: MetricCall, exhibit: Exhibit) -> Reading:
+    return cast("Looked", METRICS[metric.name]).judge(exhibit, **metric.parameters)
+
+
+def _compare(metric: MetricCall, exhibit: Exhibit, others: Sequence[Map], random: Sequence[float]) -> Reading:
+    return cast("Repeated", METRICS[metric.name]).judge(exhibit, others, random, **metric.parameters)
+
+
+def _next(
+    judging: Generator[Sequence[Edit], Array, Reading], found: Array | None
+) -> tuple[Sequence[Edit], Reading | None]:
+    """Return the next edits to try, or else the reading."""
+    try:
+        return (next(judging) if found is None else judging.send(found)), None
+    except StopIteration as stop:
+        return (), stop.value
+
+
+_KINDS: Mapping[type, Callable[[_Court, MetricCall, Exhibit, tuple[MethodCall, int, int]], Awaitable[Reading]]] = {
+    Looked: _Court.looked,
+    Edited: _Court.edited,
+    Repeated: _Court.compared,
+}
+
+
+def exhibit(image: Array, heatmap: Map, likely: float, seen: Box, box: Box | None = None) -> Exhibit:
+    """Put together what a map is judged by.
+
+    Args:
+        image: the model's input, normalised, float32 [3,H,W].
+        heatmap: raw, float32 [h,w].
+        likely: how probable the target is for the image as it is.
+        seen: the part of the photo that the map covers.
+        box: where the object is.
+    """
+    pixels, shown = (on_pixels(one, image.shape[1:]) for one in (heatmap, _intensity(heatmap)))
+    return Exhibit(image, heatmap, pixels, shown, likely, seen, box)
+
+
+def _intensity(heatmap: Map) -> Map:
+    """Cut a map at zero and divide it by its maximum; zero everywhere where nothing is above that."""
+    cut = heatmap.clip(min=0)
+    greatest = cut.max()
+    return cast("Map", cut / greatest) if greatest > 0 else cut
+
+
+def probability(model: ModelInfo, answer: RowResult) -> float:
+    """Return how probable a model finds a target: what becomes of it is what metrics look at.
+
+    A class's softmax, or sigmoid where classes do not exclude each other; of a contrast the softmax between its two
+    sides. Any other target's score is taken as it is, and that of a model that is no classifier.
+    """
+    logit = isinstance(answer.target, ClassTarget | ContrastTarget | FinerTarget)
+    if model.task not in ("classify", "multilabel") or not logit:
+        return answer.score
+    if model.task == "multilabel" or not isinstance(answer.target, ClassTarget):
+        return _sigmoid(answer.score)
+    logits = answer.logits.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no probabilities: NaN says so
+        return float(1 / np.exp(logits - logits[answer.target.index]).sum())
+
+
+def _sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score > 0 else math.exp(score) / (1 + math.exp(score))
+
+
+def on_pixels(heatmap: Map, size: tuple[int, ...]) -> Map:
+    """Bring a signed map to the input's pixels, bilinearly between the cells' centres.
+
+    Args:
+        heatmap: float32 [h,w].
+        size: height and width of the input.
+    """
+    found = functional.interpolate(
+        torch.from_numpy(np.ascontiguousarray(heatmap))[None, None], tuple(size), mode="bilinear", align_corners=False
+    )
+    return cast("Map", found[0, 0].numpy())
