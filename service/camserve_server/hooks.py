@@ -27,6 +27,9 @@ from camserve_server.types import Layout
 
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
+Glance = Callable[[str, Tensor], Callable[[Tensor], None]]
+"""A layer's name and what it returned, without a graph -> what shall be told the gradient there."""
+
 
 @dataclass(slots=True)
 class Capture:
@@ -77,6 +80,36 @@ def watching(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Capture]]:
 
 
 @contextmanager
+def glancing(layers: Mapping[str, nn.Module], glance: Glance) -> Iterator[None]:
+    """Show what the layers return, and the gradients that come back to them, without keeping any of it.
+
+    Leaves no hook behind, however the block ends. A layer that one pass calls several times is shown each time; one
+    that returns no tensor of numbers, or an empty one, is not shown.
+
+    Args:
+        layers: the modules, by name.
+        glance: is shown every output as it comes; what it returns is told the gradient if one comes back.
+    """
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(layer.register_forward_hook(_shown(name, glance)))
+        yield
+
+
+def _shown(name: str, glance: Glance) -> Hook:
+    def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        parts, structure = pytree.tree_flatten(output)
+        place = next((i for i, part in enumerate(parts) if _differentiable(part)), None)
+        if place is None or not parts[place].numel():
+            return output
+        tell = glance(name, parts[place].detach())
+        parts[place] = _through_probe(_on_graph(parts[place]), lambda _probe, _input, found: tell(found[0].detach()))
+        return pytree.tree_unflatten(parts, structure)
+
+    return forward_hook
+
+
+@contextmanager
 def silencing(layer: nn.Module, layout: Layout, channels: Sequence[int | None]) -> Iterator[None]:
     """Set channels of a layer's output to zero.
 
@@ -124,12 +157,20 @@ def probed(output: Tensor) -> tuple[Capture, Tensor]:
     Returns:
         Its capture, and what the model shall go on with.
     """
-    source = output if output.requires_grad else output.detach().requires_grad_()
+    source = _on_graph(output)
     capture = Capture(source.detach(), source)
+    return capture, _through_probe(source, capture.keep)
+
+
+def _on_graph(output: Tensor) -> Tensor:
+    return output if output.requires_grad else output.detach().requires_grad_()
+
+
+def _through_probe(source: Tensor, backward_hook: Hook) -> Tensor:
     probe = nn.Identity()
-    probe.register_full_backward_hook(capture.keep)
+    probe.register_full_backward_hook(backward_hook)
     through: Tensor = probe(source)
-    return capture, through.clone()
+    return through.clone()
 
 
 @dataclass(frozen=True, slots=True)

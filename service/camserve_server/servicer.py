@@ -20,7 +20,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from camserve_server import errors, jobs, logs, wire
+from camserve_server import errors, jobs, logs, wire, xray
 from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unavailable
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
@@ -170,6 +170,26 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             return explain_pb2.ExplainStreamResponse(request_id=request_id, error=_message(ours))
         finally:
             call.log("ExplainStream item", code, began)
+
+    async def InspectLayers(  # noqa: N802 -- the RPC's name
+        self, request: explain_pb2.InspectLayersRequest, context: Context
+    ) -> explain_pb2.InspectLayersResponse:
+        """Measure every layer for one image."""
+        async with _answering(self._house, context, "InspectLayers") as call:
+            response = await xray.inspect(self._house.open(), request, deadline=call.deadline)
+            response.request_id = call.request_id
+            call.fields = {"model": response.model, "layers": len(response.layers)}
+            return response
+
+    async def ExtractFeatures(  # noqa: N802 -- the RPC's name
+        self, request: explain_pb2.ExtractFeaturesRequest, context: Context
+    ) -> explain_pb2.ExtractFeaturesResponse:
+        """Return channels of a layer."""
+        async with _answering(self._house, context, "ExtractFeatures") as call:
+            response = await xray.features(self._house.open(), request, deadline=call.deadline)
+            response.request_id = call.request_id
+            call.fields = {"model": response.model, "channels": len(response.channels)}
+            return response
 
 
 class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):

@@ -1,5 +1,6 @@
 """The values that pass between the rooms of the server: frozen, picklable, shapes in the docstrings."""
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,12 +18,25 @@ Map: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 """A part of an image, bool [h,w]."""
 
-Kind: TypeAlias = Literal["score", "cam", "curvature", "saliency", "guided", "deconvnet", "attention", "each", "bias"]
+Kind: TypeAlias = Literal[
+    "score",
+    "cam",
+    "curvature",
+    "saliency",
+    "guided",
+    "deconvnet",
+    "attention",
+    "each",
+    "bias",
+    "inspect",
+    "features",
+]
 """What a pass computes.
 
 score: logits only. cam: a layer's feature maps and gradients. curvature: their second derivatives too. saliency: the
 gradient at the input. guided, deconvnet: the same by another rule for each ReLU. attention: that of every block, and
-its gradients. each: the same, of each block's own score. bias: the gradients at the input and at every bias.
+its gradients. each: the same, of each block's own score. bias: the gradients at the input and at every bias. inspect:
+statistics of every layer. features: a layer's feature maps and the weights that Grad-CAM gives them.
 """
 
 ParameterValue: TypeAlias = float | str
@@ -475,6 +489,49 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a tensor's values are like; all but `zeros` and `non_finite` are of those that are finite, NaN if none is.
+
+    Attributes:
+        mean: of the values.
+        std: standard deviation, dividing by their number.
+        minimum: the least.
+        maximum: the greatest.
+        zeros: share of all values that are exactly zero, 0 to 1.
+        norm: square root of the sum of squares.
+        non_finite: how many are NaN or infinite.
+    """
+
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    zeros: float
+    norm: float
+    non_finite: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a layer gave for one image in the last of its calls.
+
+    Attributes:
+        shape: of its output, the first being the batch of one.
+        activation: what its output is like.
+        gradient: what the score's gradient is like there.
+    """
+
+    shape: tuple[int, ...]
+    activation: Statistics
+    gradient: Statistics
+
+    @property
+    def elements(self) -> int:
+        """How many values the output has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class RowResult:
     """What came of one row.
 
@@ -486,9 +543,10 @@ class RowResult:
         target: the row's, fixed by what the model says.
         score: what was differentiated: the logit, or whatever else the target is.
         maps: by layer, then by call: float32 [h,w] each; of a method that makes copies what it adds to its mean, of any
-            shape. What looks at no layer has one layer's place.
+            shape. What looks at no layer has one layer's place. For "features", one array: each channel's weight [C].
         dead: by layer, whether the gradient was zero everywhere.
         features: by layer, float32 [C,h,w], where the row asks for them.
+        readings: by layer, for "inspect"; None of one that returned no tensor of numbers.
     """
 
     logits: NDArray[np.float32]
@@ -497,3 +555,4 @@ class RowResult:
     maps: tuple[tuple[NDArray[np.float32], ...], ...] = ()
     dead: tuple[bool, ...] = ()
     features: tuple[NDArray[np.float32], ...] = ()
+    readings: tuple[Reading | None, ...] = ()

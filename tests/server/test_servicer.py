@@ -870,8 +870,10 @@ async def test_reflection_lets_a_stranger_list_the_services_and_call_them_withou
 
     assert (code, err) == (0, "")
     assert set(out.split()) >= {
-        "camserve.v1.ExplainService/Explain",
-        "camserve.v1.ExplainService/ExplainStream",
+        *(
+            f"camserve.v1.ExplainService/{name}"
+            for name in ("Explain", "ExplainStream", "InspectLayers", "ExtractFeatures")
+        ),
         *(f"camserve.v1.ModelService/{name}" for name in ("ListModels", "GetModel", "ListLayers", "ListMethods")),
         "grpc.health.v1.Health/Check",
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from camserve_server.engine import attention, bias, cam, saliency, score
+from camserve_server.engine import attention, bias, cam, saliency, score, xray
 from camserve_server.engine.inputs import normalise, viewed
 from camserve_server.errors import OutOfMemory
 from camserve_server.models import LoadedModel
@@ -25,6 +25,8 @@ RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]
     "attention": attention.run,
     "each": attention.run_each,
     "bias": bias.run,
+    "inspect": xray.run,
+    "features": xray.run_features,
 }
 """What runs a batch of each kind."""
 

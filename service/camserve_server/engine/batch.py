@@ -14,7 +14,7 @@ from camserve_server.hooks import embedding_of
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel, tasks
 from camserve_server.outputs import Outputs
-from camserve_server.types import FixedTarget, Map, ModelInfo, Row, RowResult
+from camserve_server.types import FixedTarget, Map, ModelInfo, Reading, Row, RowResult
 
 if TYPE_CHECKING:
     from camserve_server.methods import Cam, Saliency
@@ -102,9 +102,11 @@ class Turn:
         maps: tuple[tuple[Map, ...], ...],
         dead: tuple[bool, ...],
         features: tuple[Map, ...] = (),
+        readings: tuple[Reading | None, ...] = (),
     ) -> RowResult:
         """Put together what came of one of its rows."""
-        return RowResult(self.logits[place], self.targets[place], float(self.scores[place]), maps, dead, features)
+        logits, score = self.logits[place], float(self.scores[place])
+        return RowResult(logits, self.targets[place], score, maps, dead, features, readings)
 
 
 def scored(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[tuple[Turn, Tensor]]:

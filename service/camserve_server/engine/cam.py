@@ -20,7 +20,7 @@ from camserve_server.types import Layout, Map, MethodCall, ModelInfo, Pass, Row,
 
 
 @dataclass(frozen=True, slots=True)
-class _Grids:
+class Grids:
     """What one layer gave for some rows: activations, gradients and, where asked for, curvature, each [b,C,h,w]."""
 
     activations: Tensor
@@ -29,6 +29,7 @@ class _Grids:
 
     @property
     def dead(self) -> list[bool]:
+        """Whether each row's gradient is zero everywhere."""
         return cast("list[bool]", (~self.gradients.flatten(1).any(1)).tolist())
 
 
@@ -40,7 +41,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     with torch.enable_grad(), watching(layers) as captures:
         said = forward(model, inputs_of(model.info, units.rows))
         for turn in differentiated(said, units, rows):
-            grids = [_see(model.info, captures, name, turn.units) for name in pass_.layers]
+            grids = [see(model.info, captures, name, turn.units) for name in pass_.layers]
             results |= _results(turn, grids, rows)
     return in_order(results)
 
@@ -59,7 +60,7 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     return in_order(results)
 
 
-def _results(turn: Turn, grids: list[_Grids], rows: Sequence[Row]) -> dict[int, RowResult]:
+def _results(turn: Turn, grids: list[Grids], rows: Sequence[Row]) -> dict[int, RowResult]:
     mine = [rows[index] for index in turn.rows]
     maps = [_weigh([row.calls for row in mine], layer, turn.scores) for layer in grids]
     dead = [layer.dead for layer in grids]
@@ -74,21 +75,21 @@ def _results(turn: Turn, grids: list[_Grids], rows: Sequence[Row]) -> dict[int, 
     }
 
 
-def _see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]) -> _Grids:
+def see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]) -> Grids:
     """Return what a layer gave for some units, and forget its gradients."""
     capture, layout = _captured(info, captures, name)
     gradient, capture.gradient = capture.gradient, None
     activations = to_grid(capture.activation, layout)[at]
-    return _Grids(activations, torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at])
+    return Grids(activations, torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at])
 
 
-def _see_twice(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int], scores: Tensor) -> _Grids:
+def _see_twice(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int], scores: Tensor) -> Grids:
     """Return what a layer gave for some units, with the Hessian-vector product H·A of each one's score."""
     capture, layout = _captured(info, captures, name)
     source = capture.source
     first = _gradient(scores.sum(), source)
     second = _gradient((first * capture.activation).sum(), source)
-    return _Grids(
+    return Grids(
         to_grid(capture.activation, layout)[at],
         to_grid(first.detach(), layout)[at],
         to_grid(second.detach(), layout)[at],
@@ -114,7 +115,7 @@ def _captured(info: ModelInfo, captures: Mapping[str, Capture], name: str) -> tu
     return capture, layer.layout
 
 
-def _weigh(calls: Sequence[tuple[MethodCall, ...]], grids: _Grids, scores: Tensor) -> list[tuple[Map, ...]]:
+def _weigh(calls: Sequence[tuple[MethodCall, ...]], grids: Grids, scores: Tensor) -> list[tuple[Map, ...]]:
     """Compute every row's methods, each method once for all the rows that want it."""
     wanted: dict[Hashable, tuple[MethodCall, list[int]]] = {}
     for place, row_calls in enumerate(calls):
@@ -127,7 +128,7 @@ def _weigh(calls: Sequence[tuple[MethodCall, ...]], grids: _Grids, scores: Tenso
     return [tuple(found[call.key] for call in row_calls) for found, row_calls in zip(maps, calls, strict=True)]
 
 
-def _maps(call: MethodCall, grids: _Grids, scores: Tensor, places: list[int]) -> Tensor:
+def _maps(call: MethodCall, grids: Grids, scores: Tensor, places: list[int]) -> Tensor:
     """Return a method's maps [b,h,w] for some rows; or what each adds to its mean, for a method that makes copies."""
     method = cast("Cam", METHODS[call.name])
     more = {} if grids.curvature is None else {"curvature": grids.curvature[places]}

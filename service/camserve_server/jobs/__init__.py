@@ -1,6 +1,6 @@
 """A request as the engine sees it: planned into rows, joined again into raw maps."""
 
-from camserve_server.jobs.cost import is_clean, part, rows_of
+from camserve_server.jobs.cost import channels_of, is_clean, part, rows_of
 from camserve_server.jobs.evaluate import Assessment, MetricCall, Readings, evaluate
 from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
@@ -44,6 +44,7 @@ __all__ = [
     "Sheet",
     "Study",
     "Submit",
+    "channels_of",
     "evaluate",
     "explain",
     "is_clean",

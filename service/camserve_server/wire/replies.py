@@ -94,12 +94,18 @@ def explain_response(
         model=order.job.model.name,
         predictions=told.predictions(order.predictions),
         explanations=[_explanation(told, answer) for answer in answers],
-        photo=explain_pb2.Photo(height=size[0], width=size[1], seen=box_message(seen)),
-        timing=_timing(seconds),
+        photo=photo_of(size, seen),
+        timing=timing_of(seconds),
     )
 
 
-def _timing(seconds: Seconds) -> explain_pb2.Timing:
+def photo_of(size: tuple[int, int], seen: Box) -> explain_pb2.Photo:
+    """Describe a photo of that height and width, and the part of it that the model saw."""
+    return explain_pb2.Photo(height=size[0], width=size[1], seen=box_message(seen))
+
+
+def timing_of(seconds: Seconds) -> explain_pb2.Timing:
+    """Say where the time went."""
     return explain_pb2.Timing(
         decode_ms=1e3 * seconds.decode,
         queue_ms=1e3 * seconds.queue,
@@ -121,8 +127,8 @@ def _explanation(told: Told, answer: Answer) -> explain_pb2.Explanation:
         verdict_message="" if finding.verdict is Verdict.OK else finding.verdict.value,
         parameters=parameter_messages(finding.call.parameters),
         heatmap=_heatmap(finding.heatmap) if answer.heatmap else None,
-        overlay=_picture(answer.overlay),
-        heatmap_image=_picture(answer.heatmap_image),
+        overlay=picture_of(answer.overlay),
+        heatmap_image=picture_of(answer.heatmap_image),
         intensity=None if answer.intensity is None else _heatmap(answer.intensity),
         completeness_error=finding.error,
         augmentation_smoothing=finding.call.augmented,
@@ -137,7 +143,8 @@ def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:
     return explain_pb2.Heatmap(height=height, width=width, data=heatmap.astype("<f4").tobytes())
 
 
-def _picture(picture: Picture | None) -> explain_pb2.Picture | None:
+def picture_of(picture: Picture | None) -> explain_pb2.Picture | None:
+    """Put a picture in its message."""
     if picture is None:
         return None
     return explain_pb2.Picture(

@@ -8,7 +8,7 @@ from camserve.v1 import explain_pb2
 from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, did_you_mean
 from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
-from camserve_server.types import Fusion, Limits, MethodCall, ModelInfo, ParameterValue, Rendering
+from camserve_server.types import Fusion, LayerInfo, Limits, MethodCall, ModelInfo, ParameterValue, Rendering
 from camserve_server.wire.checks import LARGEST_SIDE, check_count, check_range, find_known, listed, short
 from camserve_server.wire.formats import FORMATS, FUSIONS, PROFILES
 from camserve_server.wire.targets import read_targets
@@ -153,17 +153,32 @@ def _read_layers(names: Sequence[str], model: ModelInfo, limits: Limits) -> tupl
     if len(set(names)) < len(names):
         raise InvalidArgument("a layer is named twice", field="layers")
     for place, name in enumerate(names):
-        _check_layer(name, model, f"layers[{place}]")
+        check_layer(name, model, f"layers[{place}]")
     return tuple(names) or (model.default_layer,)
 
 
-def _check_layer(name: str, model: ModelInfo, field: str) -> None:
+def find_layer(name: str, model: ModelInfo, field: str) -> LayerInfo:
+    """Return a layer.
+
+    Raises:
+        NotFound: there is none of this name that runs.
+    """
     if name not in model.layers:
         top = [known for known, layer in model.layers.items() if layer.layout and "." not in known]
         some = top or [known for known, layer in model.layers.items() if layer.layout]
         hint = did_you_mean(name, model.layers)
         raise NotFound(f'unknown layer "{short(name)}": {model.name} has {listed(some)}{hint}', field=field)
-    layer = model.layers[name]
+    return model.layers[name]
+
+
+def check_layer(name: str, model: ModelInfo, field: str) -> None:
+    """Check that a layer is there and has a grid over the image.
+
+    Raises:
+        NotFound: there is no such layer.
+        FailedPrecondition: it cannot be explained.
+    """
+    layer = find_layer(name, model, field)
     if not layer.layout:
         raise FailedPrecondition(
             f'layer "{name}" cannot be explained: {layer.reason}; the default is "{model.default_layer}"', field=field
@@ -179,8 +194,8 @@ def _read_rendering(message: explain_pb2.Rendering) -> Rendering:
     if message.profile not in PROFILES:
         raise InvalidArgument(f"there is no profile {message.profile}", field="rendering.profile")
     return Rendering(
-        overlay=_read_format(message.overlay, "rendering.overlay"),
-        heatmap_image=_read_format(message.heatmap_image, "rendering.heatmap_image"),
+        overlay=read_format(message.overlay, "rendering.overlay"),
+        heatmap_image=read_format(message.heatmap_image, "rendering.heatmap_image"),
         heatmap=message.heatmap,
         colormap=message.colormap or "jet",
         alpha=alpha,
@@ -191,7 +206,12 @@ def _read_rendering(message: explain_pb2.Rendering) -> Rendering:
     )
 
 
-def _read_format(value: "explain_pb2.ImageFormat.ValueType", field: str) -> Literal["jpeg", "png", "webp"] | None:
+def read_format(value: "explain_pb2.ImageFormat.ValueType", field: str) -> Literal["jpeg", "png", "webp"] | None:
+    """Return our name of a picture's encoding, None for no picture.
+
+    Raises:
+        InvalidArgument: there is no such encoding.
+    """
     if value not in FORMATS:
         raise InvalidArgument(f"there is no image format {value}", field=field)
     return FORMATS[value]

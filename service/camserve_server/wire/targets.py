@@ -42,7 +42,7 @@ def read_targets(request: explain_pb2.ExplainRequest, model: ModelInfo, limits: 
     """
     check_count(request.targets, limits.targets, "targets")
     if request.targets:
-        return tuple(_read_target(one, model, f"targets[{place}]") for place, one in enumerate(request.targets))
+        return tuple(read_target(one, model, f"targets[{place}]") for place, one in enumerate(request.targets))
     if model.task == "embed":
         raise _unfit(model, "targets")
     top_k = request.top_k if request.HasField("top_k") else 1
@@ -51,7 +51,12 @@ def read_targets(request: explain_pb2.ExplainRequest, model: ModelInfo, limits: 
     return tuple(RankTarget(rank) for rank in range(top_k))
 
 
-def _read_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+def read_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    """Read one target.
+
+    Raises:
+        ServiceError: it is wrong in itself, or does not fit what the model answers with; the error names the field.
+    """
     kind = target.WhichOneof("kind")
     if kind is None:
         raise InvalidArgument("say a class_index or a label", field=field)

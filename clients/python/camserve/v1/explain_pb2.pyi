@@ -162,6 +162,34 @@ VERDICT_NON_FINITE: Verdict.ValueType  # 5
 """The map holds NaN or infinity; the picture is blank."""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
+class _ChannelRank:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChannelRankEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChannelRank.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHANNEL_RANK_UNSPECIFIED: _ChannelRank.ValueType  # 0
+    """The same as CHANNEL_RANK_ACTIVATION."""
+    CHANNEL_RANK_ACTIVATION: _ChannelRank.ValueType  # 1
+    """By the mean of the channel over the grid, greatest first."""
+    CHANNEL_RANK_GRADIENT: _ChannelRank.ValueType  # 2
+    """By the size of the mean of the score's gradient over the grid, which is the weight that Grad-CAM gives the channel
+    (Selvaraju et al. 2017, equation 1), greatest first, whatever its sign.
+    """
+
+class ChannelRank(_ChannelRank, metaclass=_ChannelRankEnumTypeWrapper):
+    """By what the channels of a layer are ranked."""
+
+CHANNEL_RANK_UNSPECIFIED: ChannelRank.ValueType  # 0
+"""The same as CHANNEL_RANK_ACTIVATION."""
+CHANNEL_RANK_ACTIVATION: ChannelRank.ValueType  # 1
+"""By the mean of the channel over the grid, greatest first."""
+CHANNEL_RANK_GRADIENT: ChannelRank.ValueType  # 2
+"""By the size of the mean of the score's gradient over the grid, which is the weight that Grad-CAM gives the channel
+(Selvaraju et al. 2017, equation 1), greatest first, whatever its sign.
+"""
+Global___ChannelRank: _TypeAlias = ChannelRank  # noqa: Y015
+
 @_typing.final
 class ExplainRequest(_message.Message):
     """One image and what to explain about it: every method, on every layer, for every target."""
@@ -1252,3 +1280,371 @@ class FieldViolation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FieldViolation: _TypeAlias = FieldViolation  # noqa: Y015
+
+@_typing.final
+class InspectLayersRequest(_message.Message):
+    """One image and the layers to measure."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of a loaded model. Default: the first model that the server was given."""
+    image: _builtins.bytes
+    """The photo as a JPEG, PNG, WebP or BMP file. Required."""
+    @_builtins.property
+    def target(self) -> Global___Target:
+        """The score whose gradient is measured. Default: the class that the model predicts."""
+
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Layers, by module name. Default: every module that runs."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        image: _builtins.bytes = ...,
+        target: Global___Target | None = ...,
+        layers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "layers", b"layers", "model", b"model", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectLayersRequest: _TypeAlias = InspectLayersRequest  # noqa: Y015
+
+@_typing.final
+class InspectLayersResponse(_message.Message):
+    """What the layers of a model gave for one image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    CONTRAST_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this request: the caller's "x-request-id", or one that the server made."""
+    model: _builtins.str
+    """Name of the model that answered."""
+    score: _builtins.float
+    """The score: a logit, or for a contrast the difference of two."""
+    @_builtins.property
+    def target(self) -> Global___Prediction:
+        """The class whose score was differentiated: index and label."""
+
+    @_builtins.property
+    def contrast(self) -> Global___Prediction:
+        """For a contrast, the class against it."""
+
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerReading]:
+        """The layers in the order in which they finish when the model runs."""
+
+    @_builtins.property
+    def timing(self) -> Global___Timing:
+        """Where the time went."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        target: Global___Prediction | None = ...,
+        contrast: Global___Prediction | None = ...,
+        score: _builtins.float = ...,
+        layers: _abc.Iterable[Global___LayerReading] | None = ...,
+        timing: Global___Timing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "target", b"target", "timing", b"timing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "layers", b"layers", "model", b"model", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectLayersResponse: _TypeAlias = InspectLayersResponse  # noqa: Y015
+
+@_typing.final
+class LayerReading(_message.Message):
+    """What one layer gave in the last of its calls: of several tensors that it returns, the first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    OUTPUT_SHAPE_FIELD_NUMBER: _builtins.int
+    ELEMENTS_FIELD_NUMBER: _builtins.int
+    ACTIVATION_FIELD_NUMBER: _builtins.int
+    GRADIENT_FIELD_NUMBER: _builtins.int
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in requests."""
+    type: _builtins.str
+    """Its class, such as "Conv2d"."""
+    elements: _builtins.int
+    """How many values its output has; 0 where it returns no tensor of numbers, and then nothing was measured."""
+    container: _builtins.bool
+    """Whether other modules are inside it, which have readings of their own."""
+    @_builtins.property
+    def output_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of its output for one image, the first dimension being the batch."""
+
+    @_builtins.property
+    def activation(self) -> Global___Statistics:
+        """What it returned."""
+
+    @_builtins.property
+    def gradient(self) -> Global___Statistics:
+        """The score's gradient with respect to that; zero everywhere where the score does not depend on it."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        type: _builtins.str = ...,
+        output_shape: _abc.Iterable[_builtins.int] | None = ...,
+        elements: _builtins.int = ...,
+        activation: Global___Statistics | None = ...,
+        gradient: Global___Statistics | None = ...,
+        container: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "gradient", b"gradient"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "container", b"container", "elements", b"elements", "gradient", b"gradient", "name", b"name", "output_shape", b"output_shape", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerReading: _TypeAlias = LayerReading  # noqa: Y015
+
+@_typing.final
+class Statistics(_message.Message):
+    """What the values of a tensor are like. Mean, deviation, extremes and norm are of those that are finite, and NaN where
+    none is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_FIELD_NUMBER: _builtins.int
+    STD_FIELD_NUMBER: _builtins.int
+    MINIMUM_FIELD_NUMBER: _builtins.int
+    MAXIMUM_FIELD_NUMBER: _builtins.int
+    ZEROS_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
+    NON_FINITE_FIELD_NUMBER: _builtins.int
+    mean: _builtins.float
+    """Their mean."""
+    std: _builtins.float
+    """Their standard deviation, dividing by their number."""
+    minimum: _builtins.float
+    """The least."""
+    maximum: _builtins.float
+    """The greatest."""
+    zeros: _builtins.float
+    """Share of all values that are exactly zero, 0 to 1."""
+    norm: _builtins.float
+    """Square root of the sum of their squares."""
+    non_finite: _builtins.int
+    """How many are NaN or infinite."""
+    def __init__(
+        self,
+        *,
+        mean: _builtins.float = ...,
+        std: _builtins.float = ...,
+        minimum: _builtins.float = ...,
+        maximum: _builtins.float = ...,
+        zeros: _builtins.float = ...,
+        norm: _builtins.float = ...,
+        non_finite: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["maximum", b"maximum", "mean", b"mean", "minimum", b"minimum", "non_finite", b"non_finite", "norm", b"norm", "std", b"std", "zeros", b"zeros"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Statistics: _TypeAlias = Statistics  # noqa: Y015
+
+@_typing.final
+class ExtractFeaturesRequest(_message.Message):
+    """One image and the channels to return."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    RAW_FIELD_NUMBER: _builtins.int
+    PICTURE_FIELD_NUMBER: _builtins.int
+    COLORMAP_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of a loaded model. Default: the first model that the server was given."""
+    image: _builtins.bytes
+    """The photo as a JPEG, PNG, WebP or BMP file. Required."""
+    layer: _builtins.str
+    """Layer, by module name; it must have a grid over the image. Default: the model's default layer."""
+    rank: Global___ChannelRank.ValueType
+    """By what to rank the channels."""
+    top: _builtins.int
+    """How many channels to return, 1 to 256; a layer with fewer returns all. Default: 16."""
+    raw: _builtins.bool
+    """Whether to return the channels' raw maps."""
+    picture: Global___ImageFormat.ValueType
+    """Encoding of a picture with a tile for each channel, after one of what the model sees. Default: none."""
+    colormap: _builtins.str
+    """Name of the tiles' colour map. Default: "viridis"."""
+    @_builtins.property
+    def target(self) -> Global___Target:
+        """The score that the gradient weights are for. Default: the class that the model predicts."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        image: _builtins.bytes = ...,
+        layer: _builtins.str = ...,
+        target: Global___Target | None = ...,
+        rank: Global___ChannelRank.ValueType = ...,
+        top: _builtins.int | None = ...,
+        raw: _builtins.bool = ...,
+        picture: Global___ImageFormat.ValueType = ...,
+        colormap: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "target", b"target", "top", b"top"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__top: _TypeAlias = _typing.Literal["top"]  # noqa: Y015
+    _WhichOneofArgType__top: _TypeAlias = _typing.Literal["_top", b"_top"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top) -> _WhichOneofReturnType__top | None: ...
+
+Global___ExtractFeaturesRequest: _TypeAlias = ExtractFeaturesRequest  # noqa: Y015
+
+@_typing.final
+class ExtractFeaturesResponse(_message.Message):
+    """Channels of a layer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    CONTRAST_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
+    CHANNEL_COUNT_FIELD_NUMBER: _builtins.int
+    GRID_HEIGHT_FIELD_NUMBER: _builtins.int
+    GRID_WIDTH_FIELD_NUMBER: _builtins.int
+    MAPS_FIELD_NUMBER: _builtins.int
+    PICTURE_FIELD_NUMBER: _builtins.int
+    PHOTO_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of this request: the caller's "x-request-id", or one that the server made."""
+    model: _builtins.str
+    """Name of the model that answered."""
+    layer: _builtins.str
+    """Name of the layer."""
+    score: _builtins.float
+    """The score: a logit, or for a contrast the difference of two."""
+    channel_count: _builtins.int
+    """How many channels the layer has."""
+    grid_height: _builtins.int
+    """Rows of its grid."""
+    grid_width: _builtins.int
+    """Columns of its grid."""
+    maps: _builtins.bytes
+    """The channels' maps, where they were asked for: channels × grid_height × grid_width float32 values, little-endian, in
+    the order of channels, row by row.
+    """
+    @_builtins.property
+    def target(self) -> Global___Prediction:
+        """The class whose score was differentiated: index and label."""
+
+    @_builtins.property
+    def contrast(self) -> Global___Prediction:
+        """For a contrast, the class against it."""
+
+    @_builtins.property
+    def channels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Channel]:
+        """The channels, first in rank first."""
+
+    @_builtins.property
+    def picture(self) -> Global___Picture:
+        """The tiles, where they were asked for. Each is coloured from its own least value to its own greatest."""
+
+    @_builtins.property
+    def photo(self) -> Global___Photo:
+        """Geometry of the photo and of the part of it that the grid covers."""
+
+    @_builtins.property
+    def timing(self) -> Global___Timing:
+        """Where the time went."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        layer: _builtins.str = ...,
+        target: Global___Prediction | None = ...,
+        contrast: Global___Prediction | None = ...,
+        score: _builtins.float = ...,
+        channels: _abc.Iterable[Global___Channel] | None = ...,
+        channel_count: _builtins.int = ...,
+        grid_height: _builtins.int = ...,
+        grid_width: _builtins.int = ...,
+        maps: _builtins.bytes = ...,
+        picture: Global___Picture | None = ...,
+        photo: Global___Photo | None = ...,
+        timing: Global___Timing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "photo", b"photo", "picture", b"picture", "target", b"target", "timing", b"timing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_count", b"channel_count", "channels", b"channels", "contrast", b"contrast", "grid_height", b"grid_height", "grid_width", b"grid_width", "layer", b"layer", "maps", b"maps", "model", b"model", "photo", b"photo", "picture", b"picture", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtractFeaturesResponse: _TypeAlias = ExtractFeaturesResponse  # noqa: Y015
+
+@_typing.final
+class Channel(_message.Message):
+    """One channel of a layer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    MEAN_ACTIVATION_FIELD_NUMBER: _builtins.int
+    GRADIENT_WEIGHT_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its index, from 0."""
+    mean_activation: _builtins.float
+    """Its mean over the grid."""
+    gradient_weight: _builtins.float
+    """Mean of the score's gradient over the grid: above zero it speaks for the target, below against it."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        mean_activation: _builtins.float = ...,
+        gradient_weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradient_weight", b"gradient_weight", "index", b"index", "mean_activation", b"mean_activation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Channel: _TypeAlias = Channel  # noqa: Y015

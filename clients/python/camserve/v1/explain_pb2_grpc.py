@@ -45,6 +45,16 @@ class ExplainServiceStub(object):
                 request_serializer=camserve_dot_v1_dot_explain__pb2.ExplainStreamRequest.SerializeToString,
                 response_deserializer=camserve_dot_v1_dot_explain__pb2.ExplainStreamResponse.FromString,
                 _registered_method=True)
+        self.InspectLayers = channel.unary_unary(
+                '/camserve.v1.ExplainService/InspectLayers',
+                request_serializer=camserve_dot_v1_dot_explain__pb2.InspectLayersRequest.SerializeToString,
+                response_deserializer=camserve_dot_v1_dot_explain__pb2.InspectLayersResponse.FromString,
+                _registered_method=True)
+        self.ExtractFeatures = channel.unary_unary(
+                '/camserve.v1.ExplainService/ExtractFeatures',
+                request_serializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesRequest.SerializeToString,
+                response_deserializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesResponse.FromString,
+                _registered_method=True)
 
 
 class ExplainServiceServicer(object):
@@ -73,6 +83,26 @@ class ExplainServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InspectLayers(self, request, context):
+        """Measures every layer of a model while it looks at one image: what the layer returns and the score's gradient there.
+
+        It takes one forward and one backward pass, whatever the number of layers, and keeps none of what it measures. Errors
+        are those of Explain; any layer that runs can be measured, with a grid or without.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExtractFeatures(self, request, context):
+        """Returns channels of a layer's feature maps: the most active ones, or those that matter most for the score.
+
+        Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image. INVALID_ARGUMENT: neither a
+        picture nor the raw maps are asked for, or those have more than 32 MiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExplainServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -85,6 +115,16 @@ def add_ExplainServiceServicer_to_server(servicer, server):
                     servicer.ExplainStream,
                     request_deserializer=camserve_dot_v1_dot_explain__pb2.ExplainStreamRequest.FromString,
                     response_serializer=camserve_dot_v1_dot_explain__pb2.ExplainStreamResponse.SerializeToString,
+            ),
+            'InspectLayers': grpc.unary_unary_rpc_method_handler(
+                    servicer.InspectLayers,
+                    request_deserializer=camserve_dot_v1_dot_explain__pb2.InspectLayersRequest.FromString,
+                    response_serializer=camserve_dot_v1_dot_explain__pb2.InspectLayersResponse.SerializeToString,
+            ),
+            'ExtractFeatures': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExtractFeatures,
+                    request_deserializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesRequest.FromString,
+                    response_serializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -142,6 +182,60 @@ class ExplainService(object):
             '/camserve.v1.ExplainService/ExplainStream',
             camserve_dot_v1_dot_explain__pb2.ExplainStreamRequest.SerializeToString,
             camserve_dot_v1_dot_explain__pb2.ExplainStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InspectLayers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/camserve.v1.ExplainService/InspectLayers',
+            camserve_dot_v1_dot_explain__pb2.InspectLayersRequest.SerializeToString,
+            camserve_dot_v1_dot_explain__pb2.InspectLayersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExtractFeatures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/camserve.v1.ExplainService/ExtractFeatures',
+            camserve_dot_v1_dot_explain__pb2.ExtractFeaturesRequest.SerializeToString,
+            camserve_dot_v1_dot_explain__pb2.ExtractFeaturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,18 @@ class ExplainServiceStub:
     answered by an error of its own and leaves the stream open. The server reads ahead only as far as it has room, so a
     client that keeps sending is slowed down and never refused for a full queue.
     """
+    InspectLayers: _grpc.UnaryUnaryMultiCallable[_explain_pb2.InspectLayersRequest, _explain_pb2.InspectLayersResponse]
+    """Measures every layer of a model while it looks at one image: what the layer returns and the score's gradient there.
+
+    It takes one forward and one backward pass, whatever the number of layers, and keeps none of what it measures. Errors
+    are those of Explain; any layer that runs can be measured, with a grid or without.
+    """
+    ExtractFeatures: _grpc.UnaryUnaryMultiCallable[_explain_pb2.ExtractFeaturesRequest, _explain_pb2.ExtractFeaturesResponse]
+    """Returns channels of a layer's feature maps: the most active ones, or those that matter most for the score.
+
+    Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image. INVALID_ARGUMENT: neither a
+    picture nor the raw maps are asked for, or those have more than 32 MiB.
+    """
 
 @_typing.type_check_only
 class ExplainServiceAsyncStub(ExplainServiceStub):
@@ -71,6 +83,18 @@ class ExplainServiceAsyncStub(ExplainServiceStub):
     Replies come as they are ready, not in the order of the requests: pair them by request_id. A request that fails is
     answered by an error of its own and leaves the stream open. The server reads ahead only as far as it has room, so a
     client that keeps sending is slowed down and never refused for a full queue.
+    """
+    InspectLayers: _aio.UnaryUnaryMultiCallable[_explain_pb2.InspectLayersRequest, _explain_pb2.InspectLayersResponse]  # type: ignore[assignment]
+    """Measures every layer of a model while it looks at one image: what the layer returns and the score's gradient there.
+
+    It takes one forward and one backward pass, whatever the number of layers, and keeps none of what it measures. Errors
+    are those of Explain; any layer that runs can be measured, with a grid or without.
+    """
+    ExtractFeatures: _aio.UnaryUnaryMultiCallable[_explain_pb2.ExtractFeaturesRequest, _explain_pb2.ExtractFeaturesResponse]  # type: ignore[assignment]
+    """Returns channels of a layer's feature maps: the most active ones, or those that matter most for the score.
+
+    Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image. INVALID_ARGUMENT: neither a
+    picture nor the raw maps are asked for, or those have more than 32 MiB.
     """
 
 class ExplainServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -100,6 +124,30 @@ class ExplainServiceServicer(metaclass=_abc_1.ABCMeta):
         Replies come as they are ready, not in the order of the requests: pair them by request_id. A request that fails is
         answered by an error of its own and leaves the stream open. The server reads ahead only as far as it has room, so a
         client that keeps sending is slowed down and never refused for a full queue.
+        """
+
+    @_abc_1.abstractmethod
+    def InspectLayers(
+        self,
+        request: _explain_pb2.InspectLayersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_explain_pb2.InspectLayersResponse, _abc.Awaitable[_explain_pb2.InspectLayersResponse]]:
+        """Measures every layer of a model while it looks at one image: what the layer returns and the score's gradient there.
+
+        It takes one forward and one backward pass, whatever the number of layers, and keeps none of what it measures. Errors
+        are those of Explain; any layer that runs can be measured, with a grid or without.
+        """
+
+    @_abc_1.abstractmethod
+    def ExtractFeatures(
+        self,
+        request: _explain_pb2.ExtractFeaturesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_explain_pb2.ExtractFeaturesResponse, _abc.Awaitable[_explain_pb2.ExtractFeaturesResponse]]:
+        """Returns channels of a layer's feature maps: the most active ones, or those that matter most for the score.
+
+        Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image. INVALID_ARGUMENT: neither a
+        picture nor the raw maps are asked for, or those have more than 32 MiB.
         """
 
 def add_ExplainServiceServicer_to_server(servicer: ExplainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

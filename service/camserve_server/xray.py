@@ -1,0 +1,163 @@
+"""The way of an x-ray, from its bytes to its reply: what every layer gives for an image, and what one of them sees.
+
+bytes -> wire (check) -> images (decode, in a thread) -> batcher -> engine (measure, or capture)
+-> tiles (picture, in a thread) -> wire -> bytes
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, TypeVarTuple
+
+import numpy as np
+
+from camserve.v1 import explain_pb2
+from camserve_server import images, render, tiles, wire
+from camserve_server.batcher import Spent
+from camserve_server.errors import InvalidArgument
+from camserve_server.pipeline import Pipeline
+from camserve_server.types import Box, Limits, Map, ModelInfo, Pass, Picture, Pixels, Preprocess, Row, RowResult
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A photo's height and width, what the model sees of it (uint8 [h,w,3]), and the part of the photo that this is."""
+
+    size: tuple[int, int]
+    image: Pixels
+    seen: Box
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One image's way through the model, and where the time went until then."""
+
+    view: _View
+    result: RowResult
+    decoding: float
+    spent: Spent
+
+    def told(self, model: ModelInfo) -> wire.Told:
+        return wire.Told(model, self.result.logits, self.view.seen)
+
+    def seconds(self, drawing: float) -> wire.Seconds:
+        return wire.Seconds(self.decoding, self.spent.queue, self.spent.compute, drawing, self.spent.batch_rows)
+
+
+async def inspect(
+    pipeline: Pipeline, request: explain_pb2.InspectLayersRequest, *, deadline: float = math.inf
+) -> explain_pb2.InspectLayersResponse:
+    """Measure the layers of a model for one image.
+
+    Args:
+        pipeline: what the request goes through.
+        request: as it came.
+        deadline: on the event loop's clock.
+
+    Raises:
+        ServiceError: whatever was wrong.
+    """
+    order = wire.read_inspection(request, pipeline.models)
+    pass_ = Pass(order.model.name, "inspect", order.model.preprocess.size, order.layers)
+    look = await _looked(pipeline, order, pass_, deadline)
+    return wire.inspect_response(order, look.told(order.model), look.result, look.seconds(drawing=0.0))
+
+
+async def features(
+    pipeline: Pipeline, request: explain_pb2.ExtractFeaturesRequest, *, deadline: float = math.inf
+) -> explain_pb2.ExtractFeaturesResponse:
+    """Return channels of a layer, ranked.
+
+    Args:
+        pipeline: what the request goes through.
+        request: as it came.
+        deadline: on the event loop's clock.
+
+    Raises:
+        ServiceError: whatever was wrong.
+    """
+    order = wire.read_extraction(request, pipeline.models)
+    colours = _colours(order.colormap)
+    pass_ = Pass(order.model.name, "features", order.model.preprocess.size, (order.layer,))
+    look = await _looked(pipeline, order, pass_, deadline)
+    began = time.perf_counter()
+    channels, picture = await _in_thread(pipeline, _drawn, order, look, colours)
+    seconds = look.seconds(time.perf_counter() - began)
+    reply = wire.features_response(order, look.told(order.model), look.result, channels, picture, seconds)
+    reply.photo.CopyFrom(wire.photo_of(look.view.size, look.view.seen))
+    return reply
+
+
+def _colours(name: str) -> Pixels:
+    try:
+        return render.colormap(name)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, field="colormap") from error
+
+
+async def _looked(pipeline: Pipeline, order: wire.Inspection | wire.Extraction, pass_: Pass, deadline: float) -> _Look:
+    found: list[RowResult] = []
+    async with pipeline.batcher.admit(1):
+        began = time.perf_counter()
+        view = await _in_thread(pipeline, _see, order.image, order.model.preprocess, pipeline.limits)
+        decoding = time.perf_counter() - began
+        rows = [Row(view.image, order.target, features=pass_.kind == "features")]
+        spent = await pipeline.batcher.submit(pass_, rows, lambda _index, result: found.append(result), deadline)
+    return _Look(view, found[0], decoding, spent)
+
+
+def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> _View:
+    photo = images.decode(data, limits)
+    image, seen = images.fit(photo, preprocess)
+    return _View((photo.shape[0], photo.shape[1]), image, seen)
+
+
+async def _in_thread(pipeline: Pipeline, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pipeline.threads, function, *args)
+
+
+def _drawn(order: wire.Extraction, look: _Look, colours: Pixels) -> tuple[list[wire.Channel], Picture | None]:
+    maps, weights = look.result.features[0], look.result.maps[0][0]
+    channels = ranked(maps, weights, order)
+    if order.picture is None:
+        return channels, None
+    shown = [tiles.Tile(f"#{one.index}", _rank_value(one, order.rank), one.map) for one in channels]
+    return channels, tiles.draw(look.view.image, shown, _titles(order, look, len(channels)), colours, order.picture)
+
+
+def ranked(maps: Map, weights: Map, order: wire.Extraction) -> list[wire.Channel]:
+    """Return the first channels in rank; of equals the first, and what is not finite last.
+
+    Args:
+        maps: float32 [C,h,w].
+        weights: the score's mean gradient over each, float32 [C].
+        order: says by what to rank, and how many are wanted.
+    """
+    means = maps.mean((1, 2), dtype=np.float64)
+    keys = np.abs(weights) if order.rank == "gradient" else means
+    keys = np.where(np.isfinite(keys), keys, -np.inf)
+    first = np.argsort(-keys, kind="stable")[: order.top]
+    return [wire.Channel(int(k), float(means[k]), float(weights[k]), maps[k]) for k in first]
+
+
+def _rank_value(channel: wire.Channel, rank: wire.Rank) -> float:
+    return channel.weight if rank == "gradient" else channel.activation
+
+
+def _titles(order: wire.Extraction, look: _Look, shown: int) -> tuple[str, str]:
+    count, height, width = look.result.features[0].shape
+    told, result = look.told(order.model), look.result
+    target, contrast = told.explained(result.target, result.score), told.against(result.target)
+    names = [one.label or f"class {one.class_index}" for one in (target, contrast) if one]
+    what, whose = "mean activation", ""
+    if order.rank == "gradient":
+        what, whose = "gradient weight", f" for {', not '.join(names)}"
+    return (
+        f"{order.model.name} · {order.layer}",
+        f"{shown} of {count} channels, {height}×{width}, by {what}{whose}",
+    )

@@ -1,0 +1,315 @@
+"""The x-ray: every layer's statistics equal those of plain autograd, and nothing that was measured is kept."""
+
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from camserve_server import models
+from camserve_server.engine import batch, xray
+from camserve_server.hooks import glancing, hook_count
+from camserve_server.types import ClassTarget, ContrastTarget, Row
+from methods.tools import Toy, inputs, noise, run
+
+INDEX = 1
+FIELDS = ("mean", "std", "minimum", "maximum", "zeros", "norm")
+# Largest difference from the oracle over all layers and six images: 1.2e-6 for resnet18, 1.1e-6 for densenet121, 3e-15
+# for the ViT. Both run in float32, and a convolution rounds by where its input lies in memory.
+EXACT = 2e-6
+
+ZOO = ("torchvision:resnet18?weights=none&size=64", "torchvision:densenet121?weights=none&size=64")
+ZOO += ("timm:vit_tiny_patch16_224?weights=none&size=64",)
+
+
+def oracle(model, image, index):
+    """Each layer's output and gradient by plain autograd: what a layer returned is kept and its copy handed on."""
+    kept = {}
+
+    def keep(name):
+        def hook(_module, _args, output):
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            kept[name] = first.clone()
+            return (kept[name].clone(), *rest) if isinstance(output, tuple) else kept[name].clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
+    score = model(image.clone().requires_grad_().clone())[0, index]
+    for handle in handles:
+        handle.remove()
+    gradients = torch.autograd.grad(score, list(kept.values()), allow_unused=True)
+    return {
+        name: (out.detach(), torch.zeros_like(out) if gradient is None else gradient)
+        for (name, out), gradient in zip(kept.items(), gradients, strict=True)
+    }
+
+
+def described(tensor):
+    """What Statistics promises, in numpy and float64."""
+    values = tensor.detach().numpy().astype(np.float64).ravel()
+    finite = values[np.isfinite(values)]
+    return {
+        "mean": finite.mean(),
+        "std": finite.std(),
+        "minimum": finite.min(),
+        "maximum": finite.max(),
+        "zeros": (values == 0).mean(),
+        "norm": np.sqrt((finite**2).sum()),
+    }
+
+
+def apart(statistics, tensor):
+    """The largest difference of a field: of mean and deviation as a share of the root mean square."""
+    expected = described(tensor)
+    norm, greatest = expected["norm"] or 1.0, float(tensor.abs().max()) or 1.0
+    scales = dict.fromkeys(("mean", "std"), norm / math.sqrt(tensor.numel()))
+    scales |= {"minimum": greatest, "maximum": greatest, "zeros": 1.0, "norm": norm}
+    return max(abs(getattr(statistics, name) - expected[name]) / scales[name] for name in FIELDS)
+
+
+@pytest.fixture(scope="module", params=ZOO)
+def zoo(request):
+    return models.load(models.parse(request.param))
+
+
+def same_side(model):
+    """Readings and the oracle's tensors for an image where rounding has moved no value across a ReLU's zero.
+
+    Where it has moved one, the gradients before it jump: by 5e-3 for one value in 8192, in a block of densenet121.
+    """
+    for seed in range(8):
+        picture = noise(seed, 64)
+        (result,) = run(model, [Row(picture, ClassTarget(INDEX))], kind="inspect")
+        expected = oracle(model.module, inputs(model, picture), INDEX)
+        pairs = zip(model.info.layers, result.readings, strict=True)
+        if all(one.activation.zeros == described(expected[name][0])["zeros"] for name, one in pairs):
+            return result, expected
+    raise AssertionError
+
+
+def test_every_layers_statistics_equal_those_of_plain_autograd(zoo):
+    result, expected = same_side(zoo)
+
+    assert set(zoo.info.layers) == set(expected)
+    for name, reading in zip(zoo.info.layers, result.readings, strict=True):
+        activation, gradient = expected[name]
+        assert reading.shape == activation.shape == zoo.info.layers[name].shape
+        assert reading.elements == activation.numel()
+        assert apart(reading.activation, activation) <= EXACT, name
+        assert apart(reading.gradient, gradient) <= EXACT, name
+        assert reading.activation.non_finite == reading.gradient.non_finite == 0
+
+
+def test_layers_that_are_named_are_measured_alone_and_the_same(zoo):
+    picture = noise(3, 64)
+    (whole,) = run(zoo, [Row(picture, ClassTarget(INDEX))], kind="inspect")
+    every = dict(zip(zoo.info.layers, whole.readings, strict=True))
+    some = list(zoo.info.layers)[:: -(len(every) // 5)]
+    (named,) = run(zoo, [Row(picture, ClassTarget(INDEX))], some, kind="inspect")
+
+    assert len(named.readings) == len(some)
+    for name, reading in zip(some, named.readings, strict=True):
+        for side in ("activation", "gradient"):
+            one, other = getattr(reading, side), getattr(every[name], side)
+            assert one.norm == pytest.approx(other.norm, rel=EXACT)
+            assert one.zeros == pytest.approx(other.zeros, abs=1e-9)
+
+
+def test_an_inspection_leaves_the_model_and_its_prediction_as_they_were(zoo):
+    picture = noise(3, 64)
+    (result,) = run(zoo, [Row(picture, ClassTarget(INDEX))], kind="inspect")
+    with torch.no_grad():
+        logits = zoo.module(inputs(zoo, picture))[0].numpy()
+
+    assert np.abs(result.logits - logits).max() <= 1e-5 * np.abs(logits).max()
+    assert hook_count(zoo.module) == 0
+    assert models.digest(zoo.module) == zoo.info.digest
+    assert not any(one.requires_grad or one.grad is not None for one in zoo.module.parameters())
+
+
+def test_rows_of_one_batch_are_measured_each_for_itself(resnet):
+    rows = [Row(noise(0, 64), ClassTarget(1)), Row(noise(1, 64), ContrastTarget(2, 3))]
+    together = run(resnet, rows, kind="inspect")
+
+    assert [one.readings for one in together] == [run(resnet, [row], kind="inspect")[0].readings for row in rows]
+    assert together[0].readings != together[1].readings
+
+
+def test_it_takes_one_forward_pass_and_one_backward_pass(resnet, monkeypatch):
+    passes = []
+    monkeypatch.setattr(xray, "forward", lambda *args: passes.append("forward") or batch.forward(*args))
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: passes.append("backward") or backward(*a, **k))
+    run(resnet, [Row(noise(0, 64), ClassTarget(1))], kind="inspect")
+
+    assert passes == ["forward", "backward"]
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+class Chain(nn.Module):
+    """Forty layers that autograd keeps nothing of."""
+
+    class Step(nn.Module):
+        def forward(self, seen):
+            return seen * 0.99
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.Sequential(*(self.Step() for _ in range(40)))
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, image):
+        return self.head(self.steps(image).mean((2, 3)))
+
+
+@pytest.fixture
+def living(monkeypatch):
+    """How much of what was measured before still lives, at each measuring."""
+    seen, counts, plain = [], [], xray.measure
+
+    def measure(values):
+        counts.append(sum(one() is not None for one in seen))
+        seen.append(weakref.ref(values.untyped_storage()))
+        return plain(values)
+
+    monkeypatch.setattr(xray, "measure", measure)
+    return counts
+
+
+def test_what_was_measured_is_gone_however_many_layers_there_are(plant, living):
+    model = plant(Chain)
+    run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
+
+    assert len(living) == 2 * 42  # forty steps, their Sequential and the head; forward and back
+    assert max(living) <= 3
+
+
+def test_the_count_above_sees_what_is_kept(plant, living, monkeypatch):
+    model, kept = plant(Chain), []
+
+    def hoard(layers, glance):
+        return glancing(layers, lambda name, output: kept.append(output) or glance(name, output))
+
+    monkeypatch.setattr(xray, "glancing", hoard)
+    run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
+
+    assert max(living) >= 40
+
+
+# ------------------------------------------------------------------------------------------------- what layers may do
+
+
+def test_of_several_calls_the_last_one_is_measured(resnet):
+    names = ["layer1.0.relu", "layer1.0"]  # the first is called twice, and ends the second
+    (result,) = run(resnet, [Row(noise(0, 64), ClassTarget(1))], names, kind="inspect")
+
+    assert resnet.info.layers["layer1.0.relu"].calls == 2
+    assert result.readings[0] == result.readings[1]
+
+
+def test_a_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant):
+    model = plant(lambda: Toy(lambda net, seen: (net.layer(seen), net.relu(seen.clone()))[0]))
+    (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], ["layer", "relu"], kind="inspect")
+    used, unused = result.readings
+
+    assert used.gradient.norm > 0
+    assert unused.gradient == xray.NOTHING
+    assert unused.activation.norm > 0
+
+
+class Odd(nn.Module):
+    """Returns what its maker says, beside what the model goes on with."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, seen):
+        return self.make(seen)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda seen: seen.long(), lambda _: None, lambda seen: seen[:, :0], lambda _: {"words": "none"}]
+)
+def test_a_layer_without_numbers_has_no_reading(plant, make):
+    model = plant(lambda: Toy(lambda net, seen: (seen, net.layer(seen))[0], Odd(make)))
+    (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
+    readings = dict(zip(model.info.layers, result.readings, strict=True))
+
+    assert readings["layer"] is None
+    assert readings["conv"].gradient.norm > 0
+
+
+def test_numbers_that_are_not_finite_are_counted_and_left_out(plant):
+    def spoil(seen):
+        spoilt = seen.clone()
+        spoilt[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        return spoilt
+
+    model = plant(lambda: Toy(lambda net, seen: (seen, net.layer(seen))[0], Odd(spoil)))
+    (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], ["conv", "layer"], kind="inspect")
+    clean, spoilt = (one.activation for one in result.readings)
+
+    assert (clean.non_finite, spoilt.non_finite) == (0, 3)
+    assert spoilt.maximum <= clean.maximum
+    assert 0.9 * clean.norm < spoilt.norm < clean.norm
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, 2.0, 0.0, -3.0],
+        [0.0, math.nan, 4.0, 0.0, math.inf, -math.inf],
+        [5.0],
+        [1e30, -1e30, 1e30],
+        [1e-30, 2e-30],
+        [1000.001, 1000.002, 1000.003],
+    ],
+)
+def test_statistics_are_those_of_numpy_in_float64(values):
+    tensor = torch.tensor(values)
+    found, expected = xray.measure(tensor), described(tensor)
+
+    for name in FIELDS:
+        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-12 * abs(expected["norm"])), name
+    assert found.non_finite == len(values) - np.isfinite(values).sum()
+
+
+def test_a_tensor_without_one_finite_value_has_no_mean_but_a_count():
+    found = xray.measure(torch.tensor([math.nan, math.inf]))
+
+    assert (found.non_finite, found.zeros) == (2, 0.0)
+    assert all(math.isnan(getattr(found, name)) for name in ("mean", "std", "minimum", "maximum", "norm"))
+
+
+def test_half_precision_is_measured_in_full():
+    found = xray.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
+
+    assert found.norm == pytest.approx(300 * math.sqrt(1000), rel=1e-9)
+
+
+def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
+    with pytest.raises(RuntimeError, match="channels"), glancing({"layer1": resnet.module.layer1}, lambda *_: print):
+        resnet.module(torch.zeros(1, 5, 64, 64))
+
+    assert hook_count(resnet.module) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- features
+
+
+@pytest.mark.parametrize("layer", ["layer1", "layer2.0.bn1", "layer4"])
+def test_features_are_the_layers_output_and_weights_its_mean_gradient(resnet, layer):
+    rows = [Row(noise(0, 64), ClassTarget(one)) for one in (1, 2)] + [Row(noise(1, 64), ClassTarget(1))]
+    results = run(resnet, rows, [layer], kind="features")
+
+    for row, result in zip(rows, results, strict=True):
+        activation, gradient = oracle(resnet.module, inputs(resnet, row.image), row.target.index)[layer]
+        weights = gradient[0].double().mean((1, 2)).numpy()
+        assert np.abs(result.features[0] - activation[0].numpy()).max() <= 1e-5 * activation.abs().max()
+        assert np.abs(result.maps[0][0] - weights).max() <= 1e-5 * np.abs(weights).max()

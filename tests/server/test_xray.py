@@ -1,0 +1,373 @@
+"""The x-ray over a socket: what every layer gave, channels in rank, the picture of them, and what is refused."""
+
+import io
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from PIL import Image
+
+from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve_server import render, tiles, wire, xray
+from support import PHOTOS, serving
+
+SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+PHOTO = PHOTOS["chelsea"].read_bytes()
+GRID, DEEP, HEAD = "features.1", "features", "classifier.3"
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(models=(SMALL, "efficientnet_lite0"), device="cpu", threads=1) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def stub(served):
+    with grpc.insecure_channel(served.address) as channel:
+        yield explain_pb2_grpc.ExplainServiceStub(channel)
+
+
+@pytest.fixture
+def inspect(stub):
+    return lambda **fields: stub.InspectLayers(explain_pb2.InspectLayersRequest(**{"image": PHOTO, **fields}))
+
+
+@pytest.fixture
+def extract(stub):
+    def call(**fields):
+        return stub.ExtractFeatures(explain_pb2.ExtractFeaturesRequest(**{"image": PHOTO, "raw": True, **fields}))
+
+    return call
+
+
+def maps(reply):
+    return np.frombuffer(reply.maps, "<f4").reshape(len(reply.channels), reply.grid_height, reply.grid_width)
+
+
+def target(index):
+    return explain_pb2.Target(class_index=index)
+
+
+# -------------------------------------------------------------------------------------------------------- InspectLayers
+
+
+def test_every_layer_that_runs_is_read_in_the_order_in_which_they_run(served, inspect):
+    with grpc.insecure_channel(served.address) as channel:
+        listed = models_pb2_grpc.ModelServiceStub(channel).ListLayers(models_pb2.ListLayersRequest()).layers
+    reply = inspect()
+
+    assert reply.model == "small"
+    assert [one.name for one in reply.layers] == [one.name for one in listed]
+    assert [list(one.output_shape) for one in reply.layers] == [list(one.output_shape) for one in listed]
+    assert [one.type for one in reply.layers] == [one.type for one in listed]
+    assert [one.elements for one in reply.layers] == [np.prod(one.output_shape) for one in reply.layers]
+    assert reply.timing.compute_ms > 0
+
+
+def test_containers_are_told_from_the_layers_in_them(inspect):
+    kinds = {one.name: one.container for one in inspect(layers=["features.0.0", "features.0", DEEP, HEAD]).layers}
+
+    assert kinds == {"features.0.0": False, "features.0": True, DEEP: True, HEAD: False}
+
+
+def test_named_layers_are_read_alone_and_in_the_order_of_the_request(inspect):
+    reply = inspect(layers=[DEEP, HEAD, GRID])
+
+    assert [one.name for one in reply.layers] == [DEEP, HEAD, GRID]
+
+
+def test_the_predicted_class_is_differentiated_unless_another_target_is_named(inspect):
+    predicted = inspect(layers=[HEAD])
+    other = inspect(layers=[HEAD], target=target(7))
+    against = inspect(
+        layers=[HEAD],
+        target=explain_pb2.Target(
+            contrast=explain_pb2.Contrast(
+                why=explain_pb2.ClassName(class_index=7), why_not=explain_pb2.ClassName(class_index=8)
+            )
+        ),
+    )
+
+    assert predicted.score == pytest.approx(predicted.layers[0].activation.maximum)
+    assert predicted.score == pytest.approx(predicted.target.score)
+    assert not predicted.HasField("contrast")
+    assert other.target.class_index == 7
+    assert (against.target.class_index, against.contrast.class_index) == (7, 8)
+    # The gradient of a logit at the logits is 1 there and 0 elsewhere; of a difference of two, 1 and -1.
+    assert other.layers[0].gradient.norm == 1
+    assert other.layers[0].gradient.zeros == pytest.approx(0.999)
+    assert against.layers[0].gradient.norm == pytest.approx(np.sqrt(2))
+    assert against.layers[0].gradient.minimum == -1
+
+
+def test_what_is_read_of_a_layer_is_what_its_raw_maps_say(inspect, extract):
+    (layer,) = inspect(layers=[GRID]).layers
+    raw = maps(extract(layer=GRID, top=256)).astype(np.float64)
+
+    assert layer.elements == raw.size
+    assert layer.activation.mean == pytest.approx(raw.mean(), rel=1e-5)
+    assert layer.activation.std == pytest.approx(raw.std(), rel=1e-5)
+    assert (layer.activation.minimum, layer.activation.maximum) == pytest.approx((raw.min(), raw.max()), rel=1e-5)
+    assert layer.activation.norm == pytest.approx(np.linalg.norm(raw), rel=1e-5)
+    assert layer.activation.zeros == (raw == 0).mean()
+    assert layer.activation.non_finite == 0
+
+
+@pytest.mark.parametrize("rpc", ["InspectLayers", "ExtractFeatures"])
+def test_the_callers_request_id_comes_back(stub, rpc):
+    request = {
+        "InspectLayers": explain_pb2.InspectLayersRequest(image=PHOTO, layers=[HEAD]),
+        "ExtractFeatures": explain_pb2.ExtractFeaturesRequest(image=PHOTO, raw=True, top=1),
+    }[rpc]
+    reply, call = getattr(stub, rpc).with_call(request, metadata=[("x-request-id", "call-7")])
+
+    assert reply.request_id == "call-7"
+    assert dict(call.trailing_metadata())["x-request-id"] == "call-7"
+
+
+def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(served, stub, inspect, monkeypatch):
+    batcher, batches = served.pipeline.batcher, []
+    plain = batcher._run
+
+    def noted(pass_, rows):
+        batches.append((pass_.kind, len(rows)))
+        return plain(pass_, rows)
+
+    def waiting():
+        return sum(map(len, batcher._queues.values()))
+
+    monkeypatch.setattr(batcher, "_run", noted)
+    served.do(batcher.pause)
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            calls = [pool.submit(inspect) for _ in range(3)]
+            calls.append(pool.submit(stub.Explain, explain_pb2.ExplainRequest(image=PHOTO)))
+            late = time.monotonic() + 20
+            while served.do(waiting) < 4 and time.monotonic() < late:
+                time.sleep(0.01)
+        finally:
+            served.do(batcher.resume)
+        replies = [call.result(60) for call in calls]
+
+    assert sorted(batches) == [("cam", 1), ("inspect", 3)]
+    assert replies[0].layers == replies[1].layers == replies[2].layers
+
+
+# ------------------------------------------------------------------------------------------------------ ExtractFeatures
+
+
+@pytest.mark.parametrize("layer", ["", GRID, DEEP])
+def test_channels_come_by_mean_activation_with_their_raw_maps(extract, layer):
+    reply = extract(layer=layer, top=8)
+    every = maps(extract(layer=layer, top=256)) if layer == GRID else None
+    means = [one.mean_activation for one in reply.channels]
+
+    assert reply.layer == (layer or DEEP)
+    assert len(reply.channels) == 8 < reply.channel_count
+    assert means == sorted(means, reverse=True)
+    assert means == pytest.approx(maps(reply).mean((1, 2)).tolist(), rel=1e-5, abs=1e-7)
+    if every is not None:
+        assert np.sort(every.mean((1, 2)))[::-1][:8] == pytest.approx(means, rel=1e-5)
+
+
+def test_channels_come_by_the_size_of_their_gradient_weight_whatever_its_sign(extract):
+    reply = extract(layer=DEEP, top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
+    weights = np.array([one.gradient_weight for one in reply.channels])
+
+    assert list(np.abs(weights)) == sorted(np.abs(weights), reverse=True)
+    assert weights.min() < 0 < weights.max()
+    assert len({one.index for one in reply.channels}) == 256
+
+
+def test_the_map_of_a_channel_is_the_same_in_either_rank(extract):
+    by_activation, by_gradient = (extract(layer=GRID, top=256, rank=rank) for rank in (1, 2))
+    one, other = ({c.index: m for c, m in zip(r.channels, maps(r), strict=True)} for r in (by_activation, by_gradient))
+
+    assert by_activation.channel_count == len(one) == len(other)  # fewer than were asked for
+    assert [c.index for c in by_activation.channels] != [c.index for c in by_gradient.channels]
+    assert all(np.allclose(one[index], other[index], atol=1e-6) for index in one)
+
+
+def test_weights_times_maps_add_up_to_gradcam(stub, extract):
+    """Grad-CAM is the sum of the maps, each times its weight."""
+    reply = extract(model="efficientnet_lite0", layer="blocks.2", top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
+    weights = np.array([one.gradient_weight for one in reply.channels])
+    explained = stub.Explain(
+        explain_pb2.ExplainRequest(
+            image=PHOTO,
+            model="efficientnet_lite0",
+            layers=["blocks.2"],
+            rendering=explain_pb2.Rendering(heatmap=True),
+        )
+    ).explanations[0]
+    gradcam = np.frombuffer(explained.heatmap.data, "<f4").reshape(explained.heatmap.height, explained.heatmap.width)
+
+    assert len(weights) == reply.channel_count
+    assert explained.target.class_index == reply.target.class_index
+    assert np.abs(np.einsum("k,khw", weights, maps(reply)) - gradcam).max() <= 1e-5 * np.abs(gradcam).max()
+
+
+def order(rank, top):
+    found = object.__new__(wire.Extraction)
+    object.__setattr__(found, "rank", rank)
+    object.__setattr__(found, "top", top)
+    return found
+
+
+def test_of_equal_channels_the_first_comes_first_and_what_is_not_finite_last():
+    values = np.array([1, np.nan, 3, 3, -5], np.float32)
+    ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
+
+    assert [one.index for one in xray.ranked(ones, values, order("activation", 5))] == [2, 3, 0, 4, 1]
+    assert [one.index for one in xray.ranked(ones, values, order("gradient", 5))] == [4, 2, 3, 0, 1]
+    assert [one.index for one in xray.ranked(ones, values, order("gradient", 2))] == [4, 2]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])
+def test_the_picture_is_a_file_of_the_kind_and_size_that_is_said(extract, kind, name):
+    reply = extract(picture=kind, raw=False, top=5)
+
+    with Image.open(io.BytesIO(reply.picture.data)) as picture:
+        assert picture.format == name
+        assert picture.size == (reply.picture.width, reply.picture.height)
+    assert reply.picture.format == kind
+    assert reply.maps == b""
+    assert (reply.photo.width, reply.photo.height) == (451, 300)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tiles
+
+
+def drawn(*heatmaps, image=None, titles=("a",)):
+    """The pixels of a picture of tiles."""
+    shown = [tiles.Tile(f"#{k}", 1.0, np.asarray(one, np.float32)) for k, one in enumerate(heatmaps)]
+    image = np.full((8, 8, 3), (255, 0, 0), np.uint8) if image is None else image
+    picture = tiles.draw(image, shown, titles, render.COLORMAPS["viridis"], "png")
+    return np.asarray(Image.open(io.BytesIO(picture.data)))
+
+
+def cell(pixels, tile, row, column, cells=2):
+    """The middle of one cell of a tile in the first row, where no words are."""
+    left = tiles.GAP + tile * (tiles.SIDE + tiles.GAP)
+    top = 2 * tiles.GAP + tiles.TITLE
+    step = tiles.SIDE // cells
+    return tuple(pixels[top + row * step + step // 2, left + column * step + step // 2])
+
+
+def test_a_tile_has_its_cells_colours_from_its_least_value_to_its_greatest():
+    pixels = drawn([[-4, 0], [-2, 4]], [[1000, 3000], [1000, 1000]])
+    colours = render.COLORMAPS["viridis"]
+
+    assert cell(pixels, 0, 1, 1) == (255, 0, 0)  # what the model saw comes first
+    assert cell(pixels, 1, 0, 0) == cell(pixels, 2, 0, 0) == tuple(colours[0])
+    assert cell(pixels, 1, 1, 1) == cell(pixels, 2, 0, 1) == tuple(colours[255])
+    assert cell(pixels, 1, 1, 0) == tuple(colours[64])
+
+
+def test_a_tile_of_one_value_has_the_lowest_colour_and_what_is_not_finite_is_grey():
+    pixels = drawn([[5, 5], [5, 5]], [[np.nan, 1], [np.inf, 2]])
+
+    assert cell(pixels, 1, 1, 1) == tuple(render.COLORMAPS["viridis"][0])
+    assert cell(pixels, 2, 1, 0) == (128, 128, 128)
+    assert cell(pixels, 2, 1, 1) == tuple(render.COLORMAPS["viridis"][255])
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (7, 7), (3, 50), (50, 3), (112, 112), (300, 200)])
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 256])
+def test_tiles_of_any_grid_and_number_fit_the_picture(grid, count):
+    one = np.arange(grid[0] * grid[1], dtype=np.float32).reshape(grid)
+    height, width = tiles._tile_size(one)
+    picture = drawn(*[one] * count)
+
+    assert max(height, width) <= tiles.SIDE
+    assert (height % grid[0], width % grid[1]) == (0, 0) or max(grid) > tiles.SIDE
+    columns = (picture.shape[1] - tiles.GAP) // (width + tiles.GAP)
+    rows = (picture.shape[0] - 2 * tiles.GAP - tiles.TITLE) // (height + tiles.LABEL + tiles.GAP)
+    assert columns * rows >= count + 1
+    assert picture.shape[1] == columns * (width + tiles.GAP) + tiles.GAP
+
+
+def test_a_long_title_is_cut_at_the_edge():
+    pixels = drawn([[0, 1], [2, 3]], titles=("long " * 60, "x"))
+    ground = np.array(tiles._GROUND[::-1])
+
+    assert (pixels[:, -tiles.GAP :] == ground).all()
+    assert (pixels[: tiles.GAP + tiles.TITLE, -60 : -tiles.GAP] != ground).any()
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def refusal(call, **fields):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(**fields)
+    status = status_pb2.Status.FromString(dict(caught.value.trailing_metadata())["grpc-status-details-bin"])
+    fault = error_details_pb2.BadRequest()
+    assert any(one.Unpack(fault) for one in status.details)
+    return caught.value.code().name, fault.field_violations[0].field, caught.value.details()
+
+
+COMMON = [
+    ({"model": "smal"}, "NOT_FOUND", "model", 'did you mean "small"'),
+    ({"image": b""}, "INVALID_ARGUMENT", "image", "empty"),
+    ({"image": PHOTO[:600]}, "INVALID_ARGUMENT", "image", "broken"),
+    ({"target": explain_pb2.Target()}, "INVALID_ARGUMENT", "target", "class_index or a label"),
+    ({"target": target(1000)}, "NOT_FOUND", "target.class_index", "1000"),
+    ({"target": explain_pb2.Target(label="taby")}, "NOT_FOUND", "target.label", "did you mean"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "field", "words"),
+    [
+        *COMMON,
+        ({"layers": ["features.99"]}, "NOT_FOUND", "layers[0]", "did you mean"),
+        ({"layers": [GRID, DEEP, GRID]}, "INVALID_ARGUMENT", "layers", "twice"),
+    ],
+)
+def test_a_wrong_inspection_is_told_which_field_is_at_fault(served, inspect, fields, code, field, words):
+    rows = served.pipeline.batcher.stats.rows
+    found = refusal(inspect, **fields)
+
+    assert found[:2] == (code, field)
+    assert words in found[2]
+    assert (served.pipeline.batcher.stats.rows, served.pipeline.batcher.admitted) == (rows, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "field", "words"),
+    [
+        *COMMON,
+        ({"layer": "features.99"}, "NOT_FOUND", "layer", "did you mean"),
+        ({"layer": HEAD}, "FAILED_PRECONDITION", "layer", f'the default is "{DEEP}"'),
+        ({"top": 0}, "INVALID_ARGUMENT", "top", "1 to 256"),
+        ({"top": 257}, "INVALID_ARGUMENT", "top", "1 to 256"),
+        ({"rank": 9}, "INVALID_ARGUMENT", "rank", "no rank 9"),
+        ({"picture": 9}, "INVALID_ARGUMENT", "picture", "no image format 9"),
+        ({"raw": False}, "INVALID_ARGUMENT", "picture", "a picture, for raw maps"),
+        ({"colormap": "virids"}, "INVALID_ARGUMENT", "colormap", 'did you mean "viridis"'),
+    ],
+)
+def test_a_wrong_extraction_is_told_which_field_is_at_fault(served, extract, fields, code, field, words):
+    rows = served.pipeline.batcher.stats.rows
+    found = refusal(extract, **fields)
+
+    assert found[:2] == (code, field)
+    assert words in found[2]
+    assert (served.pipeline.batcher.stats.rows, served.pipeline.batcher.admitted) == (rows, 0)
+
+
+def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract, monkeypatch):
+    whole = extract(layer=GRID, top=16)
+    one = 4 * whole.grid_height * whole.grid_width
+    monkeypatch.setattr("camserve_server.wire.xray.MOST_RAW", 7 * one)
+    code, field, words = refusal(extract, layer=GRID, top=8)
+
+    assert (code, field) == ("INVALID_ARGUMENT", "top")
+    assert words.endswith("ask for at most 7")
+    assert len(extract(layer=GRID, top=7).maps) == 7 * one
+    assert len(extract(layer=GRID, top=8, raw=False, picture=1).picture.data) > 0
