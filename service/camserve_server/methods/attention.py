@@ -8,11 +8,10 @@ patch [B, N − prefix].
 
 What an image says to the score is read where the score reads the tokens: in the rows of the tokens on which the
 gradient of the last block shows the score to depend. Those are the class token's row alone, or the class and the
-distillation token's, or, where the model takes the mean over its patches, theirs.
+distillation token's, or, where the model takes the mean over its patches, theirs. What a patch's token keeps of itself
+past all attention, by the residual connections alone, is left out: where patches are read, it would be added to every
+patch alike, and where a class token is read, it is in no patch's column.
 """
-
-from collections.abc import Iterable
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -22,35 +21,34 @@ def rollout(attention: Tensor, gradients: Tensor, prefix: int, *, heads: str, di
     """Follow the attention from the tokens that the score reads through all blocks to the patches.
 
     R = Ã_L … Ã_1, where Ã_l is 0.5 Ā_l + 0.5 I with each row divided by its sum, and Ā_l is the mean of A_l over heads;
-    the map is R in the row of the class token. It does not depend on the target. Abnar and Zuidema 2020, section 3 and
-    appendix A.1. Fusing the heads by their maximum or minimum, and setting the share `discard` of each block's lowest
-    values to zero, are Gildenblat's additions.
+    the map is R in the row of the class token, or, without one, the mean over the patches' rows, less what each patch
+    keeps of itself past all attention. It does not depend on the target. Abnar and Zuidema 2020, section 3. Fusing the
+    heads by their maximum or minimum, and setting the share `discard` of each block's lowest values to zero, are
+    Gildenblat's additions.
     """
-    fused = _FUSIONS[heads](attention)
-    return _read(_rolled(_keep(block, discard) for block in fused), gradients, prefix)
+    fused = _without_lowest(_FUSIONS[heads](attention), discard)
+    return _read(_carried(fused, shared=True), gradients, prefix)
 
 
 def gradient_rollout(attention: Tensor, gradients: Tensor, prefix: int, *, discard: float) -> Tensor:
     """Follow the attention that speaks for the score through all blocks to the patches.
 
     R = Ã_L … Ã_1, where Ã_l is (E_h[∇A_l ⊙ A_l])⁺ + I with each row divided by its sum, after the share `discard` of
-    its lowest values has been set to zero; the map is R in the row of the class token. Gildenblat 2020, with rows
-    divided by their own sums (his code divides columns by them).
+    its lowest values has been set to zero; R is read as in attention_rollout. Gildenblat 2020, with rows divided by
+    their own sums (his code divides columns by them).
     """
-    fused = (gradients * attention).mean(2).clamp(min=0)
-    return _read(_rolled(_keep(block, discard) for block in fused), gradients, prefix)
+    fused = _without_lowest((gradients * attention).mean(2).clamp(min=0), discard)
+    return _read(_carried(fused, shared=True), gradients, prefix)
 
 
 def chefer(attention: Tensor, gradients: Tensor, prefix: int) -> Tensor:
     """Add up, from block to block, what the attention that speaks for the score carries to each token.
 
-    R ← R + E_h[(∇A_l ⊙ A_l)⁺] R for each block l, from R = I; the map is R in the row of the class token. Chefer et al.
-    2021, equations 5 and 6.
+    R ← R + E_h[(∇A_l ⊙ A_l)⁺] R for each block l, from R = I; R is read as in attention_rollout. Chefer et al. 2021,
+    equations 5 and 6.
     """
-    relevance = _identity(attention)
-    for block in (gradients * attention).clamp(min=0).mean(2):
-        relevance = relevance + block @ relevance
-    return _read(relevance, gradients, prefix)
+    fused = (gradients * attention).clamp(min=0).mean(2)
+    return _read(_carried(fused, shared=False), gradients, prefix)
 
 
 def legrad(_attention: Tensor, gradients: Tensor, prefix: int, *, blocks: float) -> Tensor:
@@ -72,26 +70,29 @@ _FUSIONS = {
 }
 
 
-def _keep(block: Tensor, discard: float) -> Tensor:
-    """Set a share of each matrix's lowest values to zero."""
-    flat = block.flatten(1)
-    lowest = flat.topk(int(flat.shape[1] * discard), largest=False).indices
-    return flat.scatter(1, lowest, 0.0).view_as(block)
+def _without_lowest(blocks: Tensor, share: float) -> Tensor:
+    """Set a share of each matrix's lowest values to zero, in [L,B,N,N]."""
+    flat = blocks.flatten(2)
+    lowest = flat.topk(int(flat.shape[2] * share), largest=False).indices
+    return flat.scatter(2, lowest, 0.0).view_as(blocks)
 
 
-def _rolled(blocks: Iterable[Tensor]) -> Tensor:
-    """Multiply the blocks' matrices [B,N,N], each with the identity added and its rows made to sum to 1."""
-    return reduce(lambda product, mixed: mixed @ product, map(_mixed, blocks))
+def _carried(blocks: Tensor, *, shared: bool) -> Tensor:
+    """Return what each token gets from every token [B,N,N] through attention, by the recursion R ← (I + E_l) R.
 
+    R is kept as the sum of what attention carries and of a diagonal, what the residual connections alone keep: taken
+    away from R in the end, it would leave little but rounding errors.
 
-def _mixed(block: Tensor) -> Tensor:
-    mixed = block + torch.eye(block.shape[-1], device=block.device)
-    return mixed / mixed.sum(-1, keepdim=True)
-
-
-def _identity(attention: Tensor) -> Tensor:
-    _, batch, _, tokens, _ = attention.shape
-    return torch.eye(tokens, device=attention.device).expand(batch, -1, -1)
+    Args:
+        blocks: E_l [L,B,N,N].
+        shared: whether each row of I + E_l is divided by its sum.
+    """
+    carried, kept = torch.zeros_like(blocks[0]), torch.ones_like(blocks[0, ..., :1])
+    for block in blocks:
+        total = 1 + block.sum(-1, keepdim=True) if shared else 1
+        carried = (carried + block @ carried + block * kept.mT) / total
+        kept = kept / total
+    return carried
 
 
 def _read(relevance: Tensor, gradients: Tensor, prefix: int) -> Tensor:
