@@ -25,7 +25,10 @@ EXEMPT = {
 """Methods that cannot find it, and why."""
 
 ATTENTIVE = [name for name in METHODS if isinstance(METHODS[name], Attention)]
-"""Methods that need a transformer of which it is known: they have a test of their own."""
+"""Methods that need a transformer of which it is known: they are tried on one of its own."""
+
+UNAIMED = ("attention_rollout",)
+"""Those of them whose maps are the same for every class."""
 
 
 class Colours(nn.Module):
@@ -54,6 +57,48 @@ class Colours(nn.Module):
         return self.head(functional.adaptive_avg_pool2d(small.square(), 1).flatten(1))
 
 
+class Attends(nn.Module):
+    """Looks at the same colours with a class token, which attends to patches by how red or blue they are.
+
+    A token is how red it is, how blue, and whether it is the class token. Only the class token asks for anything; the
+    others take from every token alike.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 2, 8, stride=8)
+        self.class_token = nn.Parameter(torch.tensor([[[0.0, 0.0, 1.0]]]))
+        self.blocks = nn.Sequential(Takes(), Takes())
+        self.head = nn.Linear(3, 2, bias=False)
+        seen = torch.tensor([[1.0, -0.5, -0.5], [-0.5, -0.5, 1.0]]) / 64
+        with torch.no_grad():
+            self.patches.weight.copy_(seen[:, :, None, None].expand(2, 3, 8, 8))
+            self.patches.bias.zero_()
+            self.head.weight.copy_(20 * torch.eye(2, 3))
+
+    def forward(self, image):
+        colours = self.patches(image).flatten(2).mT
+        tokens = torch.cat([self.class_token.expand(len(image), -1, -1), functional.pad(colours, (0, 1))], 1)
+        return self.head(self.blocks(tokens)[:, 0])
+
+
+class Takes(nn.Module):
+    """A block of that transformer: what a token attends to is added to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(3, size, bias=False) for size in (1, 1, 3))
+        with torch.no_grad():
+            self.query.weight.copy_(torch.tensor([[0.0, 0.0, 2.0]]))
+            self.key.weight.copy_(torch.tensor([[1.0, 1.0, 0.0]]))
+            self.value.weight.copy_(torch.diag(torch.tensor([1.0, 1.0, 0.0])))
+
+    def forward(self, tokens):
+        return tokens + functional.scaled_dot_product_attention(
+            self.query(tokens), self.key(tokens), self.value(tokens)
+        )
+
+
 @pytest.fixture(scope="module")
 def image():
     photo = np.full((SIDE, SIDE, 3), (124, 116, 104), np.uint8)  # the mean colour
@@ -76,6 +121,16 @@ def test_the_hottest_tenth_of_a_map_is_where_the_model_looks(plant, image, name)
     model = plant(Colours, size=SIDE)
     (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).findings
     assert share_in_red(found.heatmap) >= 0.5
+
+
+@pytest.mark.parametrize("name", ATTENTIVE)
+def test_the_hottest_tenth_of_a_map_of_attention_is_where_the_transformer_looks(plant, image, name):
+    model = plant(Attends, size=SIDE)
+    red, blue = explain(model, image, job(model, [call(name)], [ClassTarget(0), ClassTarget(1)])).findings
+
+    assert share_in_red(red.heatmap) >= 0.7
+    hottest = np.unravel_index(blue.heatmap.argmax(), blue.heatmap.shape)
+    assert (hottest == (4, 1)) == (name not in UNAIMED)  # the patch in the blue square's middle
 
 
 @pytest.mark.parametrize("name", EXEMPT)
