@@ -1,5 +1,5 @@
 """Every case of parity, model by model."""
 
-from methods.parity import MODELS, cams
+from methods.parity import MODELS, attention, cams
 
-CASES = sorted((*cams.CASES,), key=lambda case: list(MODELS).index(case.model))
+CASES = sorted((*attention.CASES, *cams.CASES), key=lambda case: list(MODELS).index(case.model))

@@ -1,0 +1,52 @@
+"""Parity of the methods on attention."""
+
+from functools import lru_cache
+from math import isqrt
+
+from torchcam.methods import LeGrad
+
+from methods.attention_papers import blocks_of, paper, reference
+from methods.parity import Case, library
+
+PAPERS = {
+    "attention_rollout": "Abnar and Zuidema 2020",
+    "gradient_rollout": "Gildenblat 2020, each row divided by its own sum",
+    "chefer": "Chefer et al. 2021",
+    "legrad": "Bousselham et al. 2025",
+}
+
+
+@lru_cache(maxsize=1)  # the methods of one photo share what the slow model says
+def exact(subject):
+    """Attention and gradients in float64, of a class token's transformer."""
+    return reference(subject.theirs, subject.input, subject.index)
+
+
+def written_out(method):
+    """The paper's formula, in float64."""
+
+    def theirs(subject):
+        patches = paper(method, *exact(subject))[0, 1:]
+        return patches.reshape(isqrt(len(patches)), -1)
+
+    return theirs
+
+
+def torch_cam(subject):
+    """The map of torchcam's LeGrad, which is the mean over blocks where ours is the sum."""
+    blocks = blocks_of(subject.theirs)
+    with LeGrad(subject.theirs, blocks) as cam:
+        (found,) = cam(subject.index, subject.theirs(subject.input), normalized=False)
+    return found[0].numpy() * len(blocks)
+
+
+CASES = [
+    *(Case(method, "vit_b_16", f"{words} in float64", written_out(method)) for method, words in PAPERS.items()),
+    Case(
+        "legrad",
+        "vit_b_16",
+        f"{library('torchcam')} LeGrad",
+        torch_cam,
+        note="their mean over blocks, times their number",
+    ),
+]
