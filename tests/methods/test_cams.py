@@ -12,10 +12,13 @@ from captum.attr import LayerGradCam
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
 from camserve_server.engine import Engine
+from camserve_server.errors import FailedPrecondition
+from camserve_server.jobs.cost import is_clean
 from camserve_server.methods import METHODS, Cam, Parameter
+from camserve_server.methods.cams import principal
 from camserve_server.models import load, parse
 from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, Pass, RankTarget, Row
-from methods.tools import CAMS, Toy, call, gap, inputs, noise, run
+from methods.tools import CAMS, Toy, call, explain, gap, inputs, job, maps, noise, run
 
 EXACT = 1e-5  # of the map's largest value
 
@@ -118,15 +121,218 @@ def test_the_map_of_a_wrong_class_is_caught(seen):
     assert min(gap(one, other) for one, other in zip(ours["gradcam"], theirs.detach()[:, 0], strict=True)) > 0.01
 
 
-@pytest.mark.parametrize("name", CAMS)
+PLAIN = [name for name in METHODS if is_clean(call(name))]
+
+
+def weigh(name, activations, gradients, **parameters):
+    """A method's maps, summed where it gives the terms of channels."""
+    found = METHODS[name].weigh(
+        activations, gradients, torch.zeros(len(activations)), **call(name, **parameters).parameters
+    )
+    return found.sum(1) if found.dim() == 4 else found
+
+
+def drawn(*shape):
+    """Activations, as behind a ReLU, and gradients."""
+    activations, gradients = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    return activations.clamp(min=0), gradients
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_formula_treats_every_image_of_a_batch_alone(name):
-    activations, gradients = torch.randn(2, 5, 8, 3, 4, generator=torch.Generator().manual_seed(0))
-    weigh = METHODS[name].weigh
-    together = weigh(activations, gradients, torch.zeros(5))
+    activations, gradients = drawn(5, 8, 3, 4)
+    together = weigh(name, activations, gradients)
     for one in range(5):
         here = slice(one, one + 1)
-        alone = weigh(activations[here], gradients[here], torch.zeros(1))
-        assert gap(together[here], alone) <= 1e-6
+        assert gap(together[here], weigh(name, activations[here], gradients[here])) <= 1e-5
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("nothing", ["activations", "gradients"])
+def test_where_there_is_nothing_to_weigh_a_map_is_finite(name, nothing):
+    found = {key: torch.zeros_like(one) if key == nothing else one for key, one in named(drawn(2, 8, 3, 4)).items()}
+    assert weigh(name, **found).isfinite().all()
+
+
+def named(pair):
+    return dict(zip(("activations", "gradients"), pair, strict=True))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_image_whose_features_are_not_finite_leaves_its_neighbours_alone(name):
+    activations, gradients = drawn(3, 8, 3, 4)
+    clean = weigh(name, activations, gradients)
+    activations[1, 2, 0, 0] = torch.nan
+    spoilt = weigh(name, activations, gradients)
+    assert not spoilt[1].isfinite().all()
+    assert gap(spoilt[[0, 2]], clean[[0, 2]]) <= 1e-5
+
+
+@pytest.mark.parametrize("variant", ["paper", "official"])
+@pytest.mark.parametrize("scale", [1e-9, 1e-4, 1e6])
+def test_grad_cam_plus_plus_keeps_its_map_when_a_layer_is_written_in_other_units(variant, scale):
+    activations, gradients = drawn(2, 8, 3, 4)
+    plain = weigh("gradcam_plus_plus", activations, gradients, variant=variant)
+    assert gap(weigh("gradcam_plus_plus", activations / scale, gradients * scale, variant=variant), plain) <= 1e-5
+
+
+def test_with_a_constant_in_its_denominator_grad_cam_plus_plus_would_not():
+    """A planted fault: the test above catches what pytorch-grad-cam does."""
+    activations, gradients = (one.numpy() for one in drawn(2, 8, 3, 4))
+    with pytorch_grad_cam.GradCAMPlusPlus(Toy(), [Toy().layer]) as cam:
+        plain, small = (
+            (cam.get_cam_weights(None, None, None, activations / s, gradients * s)[:, :, None, None] * activations / s)
+            for s in (1.0, 1e-4)
+        )
+    assert gap(small.sum(1), plain.sum(1)) > 0.1
+
+
+def test_an_official_weight_is_a_mean_of_positive_gradients():
+    activations, gradients = drawn(1, 8, 3, 4)
+    terms = METHODS["gradcam_plus_plus"].weigh(activations, gradients, torch.zeros(1), variant="official")
+    for channel, g, term in zip(activations[0], gradients[0], terms[0], strict=True):
+        weight = float(term.max() / channel.max())
+        assert float(g[g > 0].min()) * (1 - 1e-5) <= weight <= float(g.max()) * (1 + 1e-5)
+
+
+def test_an_xgradcam_map_adds_up_to_the_gradient_times_the_activations():
+    """Conservation, which the paper derives its weights from (section 3.1)."""
+    activations, gradients = drawn(4, 8, 3, 4)
+    expected = (activations * gradients).sum((1, 2, 3))
+    assert gap(weigh("xgradcam", activations, gradients).sum((1, 2)), expected) <= 1e-5
+
+
+def test_a_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
+    activations, gradients = drawn(1, 2, 2, 2)
+    activations[0, 0] = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
+    expected = weigh("xgradcam", activations[:, 1:], gradients[:, 1:])
+    assert gap(weigh("xgradcam", activations, gradients), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["eigencam", "kpcacam"])
+def test_a_principal_component_is_turned_to_where_the_score_rises(lite0, photos, name):
+    for photo in photos.values():
+        found = maps(lite0, photo, lite0.info.default_layer, RankTarget(0), ("gradcam", name))
+        assert np.corrcoef(found["gradcam"].ravel(), found[name].ravel())[0, 1] >= 0
+        here, there = (maps(lite0, photo, lite0.info.default_layer, target, (name,))[name] for target in OPPOSITES)
+        np.testing.assert_allclose(here, -there, rtol=1e-5)
+
+
+OPPOSITES = (ContrastTarget(281, 282), ContrastTarget(282, 281))
+
+
+def test_the_sign_of_an_eigencam_is_that_of_the_scores_slope_along_the_component():
+    """What the docstring says of the covariance with Grad-CAM's map: v · Σg ≥ 0."""
+    activations, gradients = drawn(6, 8, 3, 4)
+    for a, g, found in zip(activations, gradients, weigh("eigencam", activations, gradients), strict=True):
+        rows = a.flatten(1).T - a.flatten(1).mean(1)
+        v = rows.T @ found.flatten()  # the map is (A - mean) v, and v an eigenvector of the covariance
+        assert float(v @ g.sum((1, 2))) >= 0
+
+
+def test_a_principal_component_is_numpys_in_float64():
+    terms, _ = drawn(3, 8, 3, 4)
+    for one, found in zip(terms.double().numpy(), principal(terms).numpy(), strict=True):
+        rows = one.reshape(8, -1).T
+        rows = rows - rows.mean(0)
+        theirs = (rows @ np.linalg.svd(rows)[2][0]).reshape(3, 4)
+        theirs *= np.sign((theirs * one.sum(0)).sum())
+        assert gap(found, theirs) <= 1e-5
+
+
+def test_a_linear_kernel_is_no_kernel():
+    activations, gradients = drawn(3, 8, 3, 4)
+    eigen, kernel = weigh("eigencam", activations, gradients), weigh("kpcacam", activations, gradients, kernel="linear")
+    assert gap(kernel, eigen) <= 1e-4
+
+
+def test_a_grid_too_fine_for_a_kernel_is_refused_in_words():
+    with pytest.raises(FailedPrecondition, match="3249 positions; kpcacam takes up to 3136: name a deeper layer"):
+        weigh("kpcacam", *torch.zeros(2, 1, 1, 57, 57))
+
+
+def test_fem_says_the_same_of_every_target_and_nothing_where_nothing_stands_out(resnet):
+    one, other = (maps(resnet, noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2))
+    np.testing.assert_array_equal(one, other)
+    assert not weigh("fem", *drawn(1, 8, 3, 4), k=10.0).any()
+
+
+def found_on(model, image, asked, layer, target=ClassTarget(1)):  # noqa: B008 -- frozen
+    """The raw map of one call on one layer."""
+    (finding,) = explain(model, image, job(model, [asked], [target], [layer])).findings
+    return finding.heatmap
+
+
+def test_shapleycam_is_gradcam_where_nothing_but_relus_follows(resnet):
+    plain, shapley = (found_on(resnet, noise(0, 64), name, "layer3") for name in ("gradcam", "shapleycam"))
+    assert gap(shapley, plain) <= 1e-6
+
+
+def bent(model, name, image, index):
+    """Shapley-CAM in float64, the Hessian by the difference of two gradients close by."""
+    net, info = copy.deepcopy(model.module).double(), model.info.layers[name].layout
+    activation = captured(net, name, image)[0]
+
+    def gradient(at):
+        return captured(net, name, image, at, index)[1]
+
+    step = 1e-5
+    bend = (gradient(activation * (1 + step)) - gradient(activation * (1 - step))) / (2 * step)
+    terms = gradient(activation) - bend / 2
+    if info.axes == "tokens":
+        terms, activation = (
+            one[:, info.prefix :].transpose(1, 2).unflatten(2, (info.height, info.width)) for one in (terms, activation)
+        )
+    return (terms.mean((2, 3), keepdim=True) * activation).sum(1)[0]
+
+
+def captured(net, name, image, at=None, index=0):
+    """A layer's output, or another in its place, and the gradient there."""
+    kept = []
+
+    def replace_output(_module, _args, output):
+        kept.append((output if at is None else at).detach().requires_grad_())
+        return kept[0].clone()
+
+    with net.get_submodule(name).register_forward_hook(replace_output):
+        (gradient,) = torch.autograd.grad(net(image.double())[0, index], kept)
+    return kept[0].detach(), gradient
+
+
+def test_shapleycam_bends_as_the_difference_of_two_gradients_does(smooth):
+    ours = found_on(smooth, noise(0, 16), "shapleycam", "conv")
+    assert gap(ours, bent(smooth, "conv", inputs(smooth, noise(0, 16)), 1)) <= EXACT
+    assert gap(ours, found_on(smooth, noise(0, 16), "gradcam", "conv")) > 0.01
+
+
+def test_shapleycam_bends_through_fused_attention():
+    model = load(parse("timm:vit_tiny_patch16_224?weights=none&size=64&classes=10"))
+    ours = found_on(model, noise(0, 64), "shapleycam", "blocks.10")
+    assert gap(ours, bent(model, "blocks.10", inputs(model, noise(0, 64)), 1)) <= 1e-4
+
+
+def test_smooth_grad_cam_plus_plus_without_noise_is_grad_cam_plus_plus(smooth):
+    plain = found_on(smooth, noise(0, 16), "gradcam_plus_plus", "conv")
+    calm = found_on(smooth, noise(0, 16), call("smoothgradcam_plus_plus", samples=3, noise=0.0), "conv")
+    assert gap(calm, plain) <= EXACT
+
+
+def test_smooth_grad_cam_plus_plus_is_the_same_bytes_for_a_seed_and_another_map_for_another(smooth):
+    one, again, other = (
+        found_on(smooth, noise(0, 16), call("smoothgradcam_plus_plus", samples=3, seed=seed), "conv")
+        for seed in (4, 4, 5)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert gap(one, other) > 0.01
+
+
+def test_smooth_grad_cam_plus_plus_weighs_the_features_of_the_image_itself_on_every_layer(smooth):
+    method = call("smoothgradcam_plus_plus", samples=3)
+    asked = job(smooth, [method, "gradcam"], [ClassTarget(1), ClassTarget(2)], ["conv", "layer"])
+    assert asked.rows == 2 * (1 + 3)
+    for finding in explain(smooth, noise(0, 16), asked, chunk=3).findings[:4]:
+        alone = found_on(smooth, noise(0, 16), method, finding.layer, finding.target)
+        assert gap(finding.heatmap, alone) <= EXACT
 
 
 def test_a_mixed_batch_answers_every_row_as_if_it_were_alone(lite0, photos):
