@@ -1,0 +1,310 @@
+"""Maps made of many: of several layers, of copies and windows of the image, of the input and every bias."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from camserve_server import models
+from camserve_server.engine import bias
+from camserve_server.engine.inputs import viewed
+from camserve_server.errors import FailedPrecondition
+from camserve_server.jobs import Evidence, Sheet
+from camserve_server.jobs.cost import AUGMENTED
+from camserve_server.jobs.fuse import JOINT, fused, pyramid
+from camserve_server.jobs.runs import chance
+from camserve_server.methods.cams import sess, windows
+from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, ProbabilityTarget, RankTarget, Row, Verdict
+from methods.tools import Toy, call, explain, gap, inputs, job, noise, run
+
+EXACT = 1e-5
+STAGES = ("layer2", "layer3", "layer4")
+
+
+def finding(model, image, asked, *layers, target=ClassTarget(1), fusion=None):  # noqa: B008 -- frozen
+    """The one thing found for a call."""
+    (found,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).findings
+    return found
+
+
+def scaled(heatmap, size):
+    """Cut at zero, from 0 to 1, at another size."""
+    cut = heatmap.clip(min=0)
+    return cv2.resize((cut - cut.min()) / (cut.max() - cut.min()), size[::-1], interpolation=cv2.INTER_LINEAR)
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+@pytest.fixture(scope="module")
+def stages(resnet):
+    """The Grad-CAM maps of three stages, each scaled and at the finest one's size."""
+    found = explain(resnet, noise(0, 64), job(resnet, ["gradcam"], [ClassTarget(1)], STAGES)).findings
+    return [scaled(one.heatmap, found[0].heatmap.shape) for one in found]
+
+
+@pytest.mark.parametrize(("fusion", "by_hand"), [("mean", np.mean), ("max", np.max), ("product", np.prod)])
+def test_layers_are_fused_value_by_value_on_the_finest_grid(resnet, stages, fusion, by_hand):
+    found = finding(resnet, noise(0, 64), "gradcam", *STAGES, fusion=fusion)
+    assert gap(found.heatmap, by_hand(stages, axis=0)) <= EXACT
+    assert found.layer == JOINT.join(STAGES)
+    turned = finding(resnet, noise(0, 64), "gradcam", *STAGES[::-1], fusion=fusion)
+    assert gap(turned.heatmap, found.heatmap) <= 1e-6
+
+
+def test_layers_are_fused_target_by_target(resnet):
+    targets = [ClassTarget(1), ContrastTarget(3, 4)]
+    together = explain(resnet, noise(0, 64), job(resnet, ["layercam"], targets, STAGES, fusion="mean")).findings
+    for one in together:
+        alone = finding(resnet, noise(0, 64), "layercam", *STAGES, target=one.target, fusion="mean")
+        assert gap(one.heatmap, alone.heatmap) <= EXACT
+
+
+@pytest.mark.parametrize(("value", "expected"), [(3.0, [[0.0, 1.0]]), (0.0, [[0.0, 0.0]]), (-1.0, [[0.0, 0.0]])])
+def test_a_layer_that_says_the_same_everywhere_changes_no_product_if_it_speaks_for_the_target(value, expected):
+    sheets = [
+        Sheet(name, [Evidence(np.array(heatmap, np.float32))])
+        for name, heatmap in (("told", [[1.0, 5.0]]), ("flat", [[value, value]]))
+    ]
+    np.testing.assert_array_equal(fused(sheets, "product").evidence[0].heatmap, expected)
+
+
+def test_refinecam_is_the_product_of_grad_cams_of_the_layers_named(resnet, stages):
+    found = finding(resnet, noise(0, 64), "refinecam", *STAGES)
+    assert gap(found.heatmap, np.prod(stages, 0)) <= EXACT
+
+
+def test_a_layer_alone_is_refined_by_the_last_of_every_finer_grid_before_it(resnet):
+    joined = pyramid(resnet.info, "layer4")
+    assert joined[-1] == "layer4"
+    grids = [resnet.info.layers[name].layout.height for name in joined]
+    assert grids == sorted(set(grids), reverse=True)
+    found = finding(resnet, noise(0, 64), "refinecam", "layer4")
+    assert found.layer == JOINT.join(joined)
+    assert gap(found.heatmap, finding(resnet, noise(0, 64), "refinecam", *joined).heatmap) == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- copies
+
+
+def test_augmentation_is_the_mean_over_mirrored_and_brightened_copies_turned_back(lite0, photos):
+    asked = MethodCall("gradcam", augmented=True)
+    layer = lite0.info.default_layer
+    found = finding(lite0, photos["coffee"], asked, layer, target=ClassTarget(504)).heatmap
+    plain = inputs(lite0, photos["coffee"])
+    expected = np.mean(
+        [
+            np.flip(grad_cam(lite0, (plain.flip(3) if mirrored else plain) * gain, layer, 504), -1 if mirrored else ())
+            for mirrored in (False, True)
+            for gain in (0.9, 1.0, 1.1)
+        ],
+        axis=0,
+    )
+    assert gap(found, expected) <= EXACT
+
+
+def grad_cam(model, image, layer, index):
+    """Grad-CAM by autograd and nothing of ours."""
+    kept = []
+
+    def keep(_module, _args, output):
+        kept.append(output.detach().requires_grad_())
+        return kept[0].clone()
+
+    with model.module.get_submodule(layer).register_forward_hook(keep):
+        (gradient,) = torch.autograd.grad(model.module(image)[0, index], kept)
+    return (gradient.mean((2, 3), keepdim=True) * kept[0]).sum(1)[0].detach().numpy()
+
+
+def test_the_copies_explain_the_class_of_the_image_as_it_is(resnet):
+    asked = job(resnet, [MethodCall("gradcam", augmented=True)], [RankTarget(0)])
+    batches = []
+    outcome = explain(resnet, noise(0, 64), asked, batches=batches)
+    assert outcome.findings[0].target == ClassTarget(int(outcome.logits.argmax()))
+    assert sum(rows for _, rows in batches) == asked.rows == 1 + len(AUGMENTED)
+
+
+def test_an_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos):
+    asked, layer = MethodCall("layercam", augmented=True), lite0.info.default_layer
+    one, other = (
+        finding(lite0, np.ascontiguousarray(photo), asked, layer).heatmap
+        for photo in (photos["chelsea"], photos["chelsea"][:, ::-1])
+    )
+    assert gap(other[:, ::-1], one) <= EXACT
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize(("scales", "count"), [(1, 1), (2, 5), (6, 31), (12, 122)])
+def test_windows_cover_the_image_at_every_scale_and_are_as_many_as_the_authors(scales, count):
+    views = windows(height=224, width=224, scales=scales)
+    assert len(views) == count
+    assert sorted({view.enlarged(224, 224)[0] for view in views}) == [224 + 64 * number for number in range(scales)]
+    for scale in {view.scale for view in views}:
+        height, width = next(view for view in views if view.scale == scale).enlarged(224, 224)
+        seen = np.zeros((height, width), bool)
+        for view in views:
+            if view.scale == scale:
+                assert view.top + 224 <= height
+                assert view.left + 224 <= width
+                seen[view.top : view.top + 224, view.left : view.left + 224] = True
+        assert seen.all()
+
+
+def test_a_window_is_what_is_cut_out_of_the_enlarged_image():
+    image = torch.rand(3, 20, 28, generator=torch.Generator().manual_seed(0))
+    for view in windows(height=20, width=28, scales=3):
+        height, width = view.enlarged(20, 28)
+        large = functional.interpolate(image[None], (height, width), mode="bilinear", align_corners=False)[0]
+        expected = large[:, view.top : view.top + 20, view.left : view.left + 28]
+        assert torch.equal(viewed(image, view), expected)
+
+
+def test_windows_cost_one_row_each_and_a_target_costs_them_again(resnet):
+    batches = []
+    asked = job(resnet, [call("sess", scales=2)], [ClassTarget(1), ClassTarget(2)])
+    explain(resnet, noise(0, 64), asked, batches=batches)
+    assert sum(rows for _, rows in batches) == asked.rows == 2 * (1 + 5)
+
+
+def test_a_window_that_the_target_is_unlikely_in_adds_little():
+    views = windows(height=32, width=32, scales=2)
+    maps = np.zeros((5, 4, 4), np.float32)
+    maps[1, 1, 1] = maps[4, 2, 2] = 1.0  # in the upper left window and in the lower right one
+    likely = sess(maps, np.array([0, 0.9, 0, 0, 0.1], np.float32), views, height=32, width=32)
+    assert likely[:16, :16].max() > 5 * likely[16:, 16:].max() > 0
+    turned = sess(maps, np.array([0, 0.1, 0, 0, 0.9], np.float32), views, height=32, width=32)
+    assert turned[16:, 16:].max() > 5 * turned[:16, :16].max() > 0
+
+
+def test_windows_without_a_map_or_a_chance_make_a_map_of_zeros():
+    views = windows(height=16, width=16, scales=1)
+    for maps, chances in ((np.zeros((1, 2, 2)), [0.5]), (np.ones((1, 2, 2)), [0.5]), (np.eye(2)[None], [0.0])):
+        found = sess(maps.astype(np.float32), np.array(chances, np.float32), views, height=16, width=16)
+        assert not found.any()
+
+
+def test_a_targets_chance_is_a_probability(resnet):
+    rows = [Row(noise(0, 64), target) for target in (ClassTarget(3), ContrastTarget(3, 4), ProbabilityTarget(3))]
+    one, contrast, probability = run(resnet, rows, kind="score")
+    shares = np.exp(one.logits - one.logits.max()) / np.exp(one.logits - one.logits.max()).sum()
+    assert chance(resnet.info, one) == pytest.approx(shares[3], rel=1e-4)
+    assert chance(resnet.info, contrast) == pytest.approx(1 / (1 + np.exp(-contrast.score)), rel=1e-4)
+    assert chance(resnet.info, probability) == pytest.approx(shares[3], rel=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------------------- biases
+
+
+@pytest.fixture(scope="module")
+def biased():
+    """A resnet18 in which no bias is zero."""
+    return models.load(models.parse("drawn=methods.parity.made:resnet18?size=64"))
+
+
+def test_the_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
+    """Completeness, equation 3: of a network of ReLUs and linear layers."""
+    pictures = inputs(biased, noise(0, 64), noise(1, 64)).requires_grad_()
+    said, biases = bias.seen(biased, pictures)
+    scores = said.values[:, 7]
+    terms = bias.contributions(scores, pictures, biases)
+    total = sum(one.sum((1, 2, 3)) for one in terms) + biased.module.fc.bias[7]
+    assert len(biases) == sum(isinstance(one, nn.BatchNorm2d) for one in biased.module.modules())
+    assert gap(total.detach(), scores.detach()) <= 1e-4
+
+
+def test_without_a_batch_normalisations_mean_they_would_not(biased):
+    """A planted fault: the parameter called bias is not all that a batch normalisation adds."""
+    pictures = inputs(biased, noise(0, 64)).requires_grad_()
+    said, biases = bias.seen(biased, pictures)
+    layers = [one for one in biased.module.modules() if isinstance(one, nn.BatchNorm2d)]
+    terms = bias.contributions(said.values[:, 7], pictures, biases)
+    named = [t * (b.bias / one.value)[:, None, None] for t, one, b in zip(terms[1:], biases, layers, strict=False)]
+    total = terms[0].sum() + sum(one.sum() for one in named) + biased.module.fc.bias[7]
+    assert gap(total.detach(), said.values[0, 7].detach()) > 0.05
+
+
+def test_a_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):
+    found = finding(biased, noise(0, 64), "fullgrad")
+    assert found.heatmap.shape == (64, 64)
+    assert found.heatmap.dtype == np.float32
+    assert found.heatmap.min() >= 0
+    assert found.layer == ""
+    assert found.verdict is Verdict.OK
+
+
+def test_fullgrad_answers_every_row_of_a_batch_as_if_it_were_alone(biased):
+    asked = call("fullgrad")
+    pictures = [noise(0, 64), noise(1, 64)]
+    rows = [Row(picture, target, (asked,)) for picture in pictures for target in (ClassTarget(3), ContrastTarget(5, 6))]
+    for row, mixed in zip(rows, run(biased, rows, kind="bias"), strict=True):
+        (alone,) = run(biased, [row], kind="bias")
+        assert gap(mixed.maps[0][0], alone.maps[0][0]) <= 1e-4
+        assert mixed.target == alone.target
+
+
+def counted(model, size=16):
+    """How many biases are found, and the shapes of their sums."""
+    pictures = inputs(model, noise(0, size)).requires_grad_()
+    return [tuple(one.output.shape[1:]) for one in bias.seen(model, pictures)[1]]
+
+
+class Adds(nn.Module):
+    """Adds biases in every way that has a grid, and in some that have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.group = nn.GroupNorm(2, 4)
+        self.layer = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, image):
+        seen = functional.relu_(self.conv(image))  # changed in place
+        seen = functional.relu_(functional.conv2d(seen, torch.ones(4, 4, 1, 1), torch.ones(4)))  # no module
+        seen = self.group(seen) + functional.conv2d(seen, torch.ones(4, 4, 1, 1))  # without a bias
+        seen = self.linear(self.layer(seen.permute(0, 2, 3, 1)))
+        return self.head(seen.mean((1, 2)))
+
+
+def test_every_way_to_add_a_bias_is_seen_where_the_sum_has_a_grid(plant):
+    assert counted(plant(Adds)) == [(4, 16, 16)] * 3 + [(16, 16, 4)] * 2
+
+
+def test_a_bias_that_is_added_twice_counts_twice(plant):
+    model = plant(lambda: Toy(lambda net, seen: net.conv(seen[:, :3])))
+    assert counted(model) == [(4, 16, 16)] * 2
+
+
+def test_the_tokens_of_a_transformer_have_a_grid():
+    model = models.load(models.parse("timm:vit_tiny_patch16_224?weights=none&size=64&classes=10"))
+    shapes = counted(model, 64)
+    assert (
+        shapes.count((17, 192)) == 1 + 12 * 4
+    )  # the last norm; of each block two norms, the projection, the MLP's last
+    assert finding(model, noise(0, 64), "fullgrad").verdict is Verdict.OK
+
+
+def test_a_model_without_a_bias_is_refused_in_words(plant):
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 5, 3, bias=False)
+
+        def forward(self, image):
+            return self.conv(image).square().mean((2, 3))
+
+    with pytest.raises(FailedPrecondition, match="no bias whose sum has a grid"):
+        finding(plant(Bare), noise(0, 16), "fullgrad")
+
+
+def test_a_score_without_a_gradient_has_a_dead_map_of_zeros(plant):
+    model = plant(Toy)
+    model.module.middle = lambda net, seen: net.layer(seen).detach()
+    found = finding(model, noise(0, 16), "fullgrad")
+    assert found.verdict is Verdict.ZERO_GRADIENT
+    assert not found.heatmap.any()
