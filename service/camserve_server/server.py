@@ -35,7 +35,8 @@ from camserve_server.errors import ConfigError
 from camserve_server.models import LoadedModel, load, parse
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
-from camserve_server.types import MethodCall, Pass, RankTarget, Row
+from camserve_server.targets import anything
+from camserve_server.types import MethodCall, Pass, Row
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def _warm_up(model: LoadedModel) -> None:
         ("gradcam", Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))),
         ("saliency", Pass(info.name, "saliency", info.preprocess.size)),
     ):
-        engine.run(pass_, [Row(image, RankTarget(0), (MethodCall(name),))])
+        engine.run(pass_, [Row(image, anything(info), (MethodCall(name),))])
 
 
 Ready: TypeAlias = Callable[[int, Pipeline], None]

@@ -7,7 +7,7 @@ import numpy as np
 
 from camserve_server.errors import FailedPrecondition
 from camserve_server.outputs import Outputs
-from camserve_server.targets.geometry import inside, overlaps
+from camserve_server.targets.geometry import inside, overlaps, whole
 from camserve_server.targets.summaries import covered, objects_of, order_of_areas, to_numpy
 from camserve_server.types import (
     Box,
@@ -27,6 +27,17 @@ NEAREST = 3
 """Classes that one is explained against: Zhang et al. 2025."""
 
 SHOWN = 8  # classes that an error lists
+
+
+def anything(info: ModelInfo) -> Target:
+    """Return a target that every image has, whatever the model sees in it."""
+    all_of_it = whole(info.preprocess.size)
+    others: Mapping[Task, Target] = {
+        "segment": SegmentTarget(0, all_of_it),
+        "detect": DetectionTarget(0, all_of_it, found=True),
+        "embed": SimilarityTarget(),
+    }
+    return others.get(info.task, RankTarget(0))
 
 
 def resolve(said: Outputs, targets: Sequence[Target]) -> list[FixedTarget]:
