@@ -167,13 +167,19 @@ def oracle(model: LoadedModel, image: np.ndarray, layout: Layout) -> np.ndarray:
     def leaf(_module: nn.Module, _args: object, output: object) -> object:
         first = output[0] if isinstance(output, tuple | list) else output
         kept[:] = [first.detach().requires_grad_()]
-        return type(output)([kept[0].clone(), *output[1:]]) if first is not output else kept[0].clone()
+        through = kept[0].clone(memory_format=torch.contiguous_format)
+        return type(output)([through, *output[1:]]) if first is not output else through
 
     handle = model.module.get_submodule(model.info.default_layer).register_forward_hook(leaf)
     logits = model.module(normalise(torch.from_numpy(image)[None], model.info.preprocess))
     (gradient,) = torch.autograd.grad(logits[0, INDEX], kept)
     handle.remove()
-    a, g = (one.detach().double().numpy()[0] for one in (kept[0], gradient))
+    return formula(kept[0].detach(), gradient, layout)
+
+
+def formula(activations: torch.Tensor, gradients: torch.Tensor, layout: Layout) -> np.ndarray:
+    """Compute L = Σ_k mean(g_k) A_k (Selvaraju et al. 2017, eq. 1 and 2, before the ReLU) in float64, [h,w]."""
+    a, g = (one.double().numpy()[0] for one in (activations, gradients))
     if layout.axes == "nchw":
         a, g = a.transpose(1, 2, 0), g.transpose(1, 2, 0)
     elif layout.axes == "tokens":

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
@@ -170,7 +171,8 @@ def _through_probe(source: Tensor, backward_hook: Hook) -> Tensor:
     probe = nn.Identity()
     probe.register_full_backward_hook(backward_hook)
     through: Tensor = probe(source)
-    return through.clone()
+    # The probe's view of one channels-last image has odd strides, with which torch 2.14's batch norm goes back wrongly.
+    return through.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)

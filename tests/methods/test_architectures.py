@@ -1,15 +1,21 @@
 """Where a layer's grid is: found by running the model, for every way in which architectures lay out their features."""
 
+import importlib.util
 import math
+from pathlib import Path
 
 import pytest
+import timm
 import torch
+import torchvision
 from torch import nn
 
 from camserve_server import models
 from camserve_server.models import parse, probe, ramps
+from camserve_server.models.load import _revive as revive
 from camserve_server.models.probe import NO_CERTAINTY, NO_GRADIENT, NO_GRID, NO_IMAGES, NO_ORDER, NO_TENSOR, Seen
-from camserve_server.types import Layout
+from camserve_server.types import ClassTarget, Layout, Row
+from methods.tools import call, gap, inputs, noise, run
 
 PATCH = 4
 
@@ -214,8 +220,95 @@ def test_the_share_of_a_ramp_is_its_height():
 
 
 def test_where_rows_channels_and_columns_are_as_many_the_trial_run_tells_them_apart():
-    model = models.load(parse("torchvision:swin_t?weights=none&size=384"))
-    alike = {name: one.layout for name, one in model.info.layers.items() if one.shape == (1, 96, 96, 96)}
-    assert alike["features.0.0"] == Layout("nchw", 96, 96)
-    assert alike["features.0.1"] == alike["features.1.1.norm1"] == Layout("nhwc", 96, 96)
-    assert model.info.layers["features.3"].layout == Layout("nhwc", 48, 48)
+    torch.manual_seed(0)
+    swin = torchvision.models.SwinTransformer([4, 4], 24, [1, 1], [2, 2], [7, 7], num_classes=5)
+    layers, _classes = probe.probe(swin.eval().requires_grad_(requires_grad=False), (96, 96), "cpu")
+    alike = {name: one.layout for name, one in layers.items() if one.shape == (1, 24, 24, 24)}
+    assert alike["features.0.0"] == Layout("nchw", 24, 24)
+    assert alike["features.0.1"] == alike["features.1.0.norm1"] == Layout("nhwc", 24, 24)
+    assert layers["features.3"].layout == Layout("nhwc", 12, 12)
+
+
+# --- architectures ---
+
+NOT_SQUARE = {
+    "vit_tiny_patch16_224": ("tokens", (6, 4), 1),
+    "vit_tiny_patch16_dinov3_qkvb": ("tokens", (6, 4), 5),
+    "test_vit4": ("tokens", (6, 4), None),
+    "swin_tiny_patch4_window7_224": ("nhwc", (3, 2), 0),
+    "resnet10t": ("nchw", (3, 2), 0),
+    "mixer_s16_224": ("tokens", (6, 4), 0),
+}
+
+
+@pytest.mark.parametrize("arch", NOT_SQUARE)
+def test_an_image_that_is_not_square_has_its_grid(arch):
+    axes, grid, prefix = NOT_SQUARE[arch]
+    options = {} if arch == "resnet10t" else {"img_size": (96, 64)}
+    torch.manual_seed(0)
+    model = timm.create_model(arch, **options).eval().requires_grad_(requires_grad=False)
+    revive(model)
+    layers, _classes = probe.probe(model, (96, 64), "cpu")
+    layout = layers[probe.default_layer(model, layers)].layout
+    assert layout == Layout(axes, *grid, model.num_prefix_tokens if prefix is None else prefix)
+
+
+EVERY_LAYER = {
+    "resnet18": 64,
+    "densenet121": 64,
+    "mobilenet_v3_small": 64,
+    "swin_t": 64,
+    "vit_b_16": 64,
+    "maxvit_t": 224,
+}
+
+
+def everywhere(model, image, names):
+    """Grad-CAM in float64 at every layer at once, by autograd alone, and by the layout that the probe found.
+
+    Outputs go on in one memory format, as the engine's do, so that the same kernels round in the same way.
+    """
+    own, rows_last = {}, torch.contiguous_format
+
+    def keep(name):
+        def hook(_module, _args, output):
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            own[name] = first.clone()
+            through = own[name].clone(memory_format=rows_last)
+            return (through, *rest) if rest else through
+
+        return hook
+
+    handles = [model.module.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    logits = model.module(image.requires_grad_())
+    gradients = torch.autograd.grad(logits[0, 7], [own[name] for name in names])
+    for handle in handles:
+        handle.remove()
+    for name, gradient in zip(names, gradients, strict=True):
+        layout = model.info.layers[name].layout
+        yield architectures.formula(own[name].detach(), gradient, layout)
+
+
+@pytest.mark.parametrize("arch", EVERY_LAYER)
+def test_grad_cam_at_every_layer_that_can_be_explained_is_autograds(arch):
+    size = EVERY_LAYER[arch]
+    model = models.load(parse(f"torchvision:{arch}?weights=none&size={size}"))
+    names = [name for name, layer in model.info.layers.items() if layer.layout]
+    assert len(names) > 50
+    picture = noise(0, size)
+    (result,) = run(model, [Row(picture, ClassTarget(7), (call("gradcam"),))], names)
+    theirs = everywhere(model, inputs(model, picture), names)
+    apart = {name: gap(maps[0], other) for name, maps, other in zip(names, result.maps, theirs, strict=True)}
+    assert max(apart.values()) <= 1e-5, max(apart, key=apart.get)
+
+
+def script():
+    """The script that writes docs/architectures.md."""
+    path = Path(__file__).parents[2] / "docs" / "generate" / "architectures.py"
+    spec = importlib.util.spec_from_file_location("architectures", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+architectures = script()

@@ -293,6 +293,38 @@ def test_a_size_that_a_model_cannot_take_is_refused_in_words(arch, size, said):
         models.load(parse(f"torchvision:{arch}?weights=none&size={size}"))
 
 
+@pytest.mark.parametrize(
+    ("input_size", "crop_mode", "resize"),
+    [
+        ((3, 64, 64), "center", 73),
+        ((3, 64, 64), "squash", (73, 73)),
+        ((3, 64, 96), "squash", (73, 109)),
+        ((3, 64, 96), "center", (73, 109)),
+    ],
+)
+def test_timms_ways_to_crop_are_followed(monkeypatch, input_size, crop_mode, resize):
+    config = {"input_size": input_size, "crop_mode": crop_mode, "crop_pct": 0.875}
+    monkeypatch.setattr(timm.data, "resolve_model_data_config", lambda _model: USUAL_OF_TIMM | config)
+    preprocess = sources.build(parse("timm:test_vit?weights=none")).preprocess
+    assert (preprocess.size, preprocess.resize) == (input_size[1:], resize)
+
+
+def test_a_model_of_timm_whose_photos_have_borders_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(timm.data, "resolve_model_data_config", lambda _model: USUAL_OF_TIMM | {"crop_mode": "border"})
+    with pytest.raises(ConfigError, match=r"test_vit wants photos with a border around them, .* your\.module:factory"):
+        models.load(parse("timm:test_vit?weights=none"))
+
+
+USUAL_OF_TIMM = {
+    "input_size": (3, 224, 224),
+    "crop_pct": 0.875,
+    "crop_mode": "center",
+    "interpolation": "bicubic",
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.5, 0.5, 0.5),
+}
+
+
 def test_without_weights_a_transformer_sees_the_size_it_is_built_for():
     """The weights that torchvision has for vit_h_14 are for 518 pixels; without them it is built for 224."""
     transform = torchvision.models.ViT_H_14_Weights.DEFAULT.transforms()
@@ -338,6 +370,7 @@ def test_a_factory_in_the_users_own_module_is_called():
         ("my_own_nets:breaks", "cannot be made: OSError: no disk"),
         ("my_own_nets:nothing", "cannot be made: AttributeError"),
         ("no_such_module:make", "cannot be made: ModuleNotFoundError"),
+        ("my_own_nets:make?weights=none&classes=7", "classes= is for torchvision and timm"),
     ],
 )
 def test_a_factory_that_makes_no_model_is_refused_in_words(text, said):

@@ -14,7 +14,8 @@ def candidates(shape: Sequence[int], size: tuple[int, int]) -> tuple[Layout, ...
     """List the ways in which an output can be read as a grid, the likeliest first.
 
     Four axes are [B,C,h,w] or [B,h,w,C]. Three are tokens [B,N,C], whose N is a number of prefix tokens and a product
-    h*w of the image's proportions; exact proportions are likelier than rounded ones, few prefix tokens than many.
+    h*w. A grid has the image's proportions, to a row or a column, as strides round up or down; exact proportions are
+    likelier than rounded ones, few prefix tokens than many.
 
     Args:
         shape: of the layer's output, the first being the batch.
@@ -26,23 +27,17 @@ def candidates(shape: Sequence[int], size: tuple[int, int]) -> tuple[Layout, ...
     if len(shape) == 4:  # noqa: PLR2004 -- batch, channels, height, width
         found = [Layout("nchw", *shape[2:]), Layout("nhwc", *shape[1:3])]
     elif len(shape) == 3:  # noqa: PLR2004 -- batch, tokens, channels
-        found = [grid for prefix in PREFIXES for grid in _rectangles(shape[1] - prefix, prefix, size)]
+        found = [grid for prefix in PREFIXES for grid in _rectangles(shape[1] - prefix, prefix)]
     else:
         found = []
-    larger = [one for one in found if one.height * one.width > 1]
-    return tuple(sorted(larger, key=lambda one: _distortion(one, size)))  # a stable sort: few prefix tokens first
+    fitting = [one for one in found if _distortion(one, size) <= max(size) and one.height * one.width > 1]
+    return tuple(sorted(fitting, key=lambda one: _distortion(one, size)))  # a stable sort: few prefix tokens first
 
 
-def _rectangles(cells: int, prefix: int, size: tuple[int, int]) -> Iterator[Layout]:
+def _rectangles(cells: int, prefix: int) -> Iterator[Layout]:
     for height in range(2, cells // 2 + 1):
-        grid = Layout("tokens", height, cells // height, prefix)
-        if cells % height == 0 and fits(grid, size):
-            yield grid
-
-
-def fits(layout: Layout, size: tuple[int, int]) -> bool:
-    """Tell whether a grid has the image's proportions, to a row or a column: strides round up or down."""
-    return _distortion(layout, size) <= max(size)
+        if cells % height == 0:
+            yield Layout("tokens", height, cells // height, prefix)
 
 
 def _distortion(layout: Layout, size: tuple[int, int]) -> int:

@@ -237,14 +237,14 @@ def _doubtful(one: Seen, known: _Known) -> Place:
         return NO_TENSOR
     if not one.images or not one.shape:
         return NO_IMAGES if len(one.shape) > 2 else NO_GRID  # noqa: PLR2004 -- [B,C] is no window
-    likely = [layout for layout in grid.candidates(one.shape, known.size) if grid.fits(layout, known.size)]
+    likely = grid.candidates(one.shape, known.size)
     if not likely:
         return NO_GRID
     wrong = [reading.layout for reading in one.readings if reading.wrong]
     if any(layout.axes == "tokens" for layout in wrong):  # the order is the same, whatever rectangle it is read as
         return NO_ORDER
-    likely = [layout for layout in likely if layout not in wrong and not _is_matrix(layout, one.shape, known)]
-    return (_by_shape(one, likely, known) or NO_CERTAINTY) if likely else NO_ORDER
+    left = [layout for layout in likely if layout not in wrong and not _is_matrix(layout, one.shape, known)]
+    return (_by_shape(one, left, known) or NO_CERTAINTY) if left else NO_ORDER
 
 
 def _by_shape(one: Seen, likely: list[Layout], known: _Known) -> Layout | None:

@@ -116,6 +116,11 @@ def _timm(spec: ModelSpec) -> Source:
     options: dict[str, Any] = {} if spec.classes is None else {"num_classes": spec.classes}
     module = _fetched(spec, lambda: _timm_module(spec, options))
     config = timm.data.resolve_model_data_config(module)
+    if config["crop_mode"] == "border":
+        raise ConfigError(
+            f"{spec.origin} wants photos with a border around them, which this server does not make: "
+            "make it in a factory of your own that takes photos as they are, and name that as your.module:factory"
+        )
     _, height, width = config["input_size"]
     scaled = (int(height / config["crop_pct"]), int(width / config["crop_pct"]))
     preprocess = Preprocess(
@@ -153,6 +158,10 @@ def _timm_labels(module: nn.Module) -> tuple[str, ...]:
 
 
 def _factory(spec: ModelSpec) -> Source:
+    if spec.classes is not None:
+        raise ConfigError(
+            f"{spec.origin}: classes= is for torchvision and timm; a factory of your own makes what it makes"
+        )
     try:
         module = getattr(importlib.import_module(spec.source), spec.arch)()
     except Exception as error:

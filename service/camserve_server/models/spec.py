@@ -25,10 +25,12 @@ class ModelSpec:
         name: in requests.
         source: "torchvision", "timm", "embedded", or the Python module that holds the factory.
         arch: the model's name there, or the factory's.
-        weights: "default", "none", or the path of a .safetensors or .pth file.
+        weights: "default", "none", or the path of a .safetensors or .pth file. A factory's weights are what it made
+            of them; "none" says that they are random, and gives random values to those that are zero.
         precision: that it runs in.
         labels: path of a text file with one label a line, or nothing.
-        classes: how many, where the architecture's own number is not meant; 0 for an embedding in their place.
+        classes: how many, where the architecture's own number is not meant; 0 for an embedding in their place. Not for
+            a factory.
         size: side of its square input in pixels, where the model does not say or another is meant.
         sha256: that the weights file must have, or nothing.
         task: what it answers with; None to find out, which cannot tell classes from numbers or embeddings.
