@@ -289,6 +289,7 @@ def everywhere(model, image, names):
         yield architectures.formula(own[name].detach(), gradient, layout)
 
 
+@pytest.mark.timeout(300)  # five seconds for the 254 layers of maxvit_t, and much more on a machine that is not idle
 @pytest.mark.parametrize("arch", EVERY_LAYER)
 def test_grad_cam_at_every_layer_that_can_be_explained_is_autograds(arch):
     size = EVERY_LAYER[arch]
