@@ -386,6 +386,14 @@ def test_legrad_refuses_blocks_that_are_no_modules_and_rollouts_do_not(plant):
         assert answer(model, method, noise(4, SIZE))[0].shape == (4, 4)
 
 
+def test_legrad_refuses_a_single_block_and_rollouts_do_not(plant):
+    model = plant(lambda: vivid(VisionTransformer(**SHAPE | {"depth": 1})), size=SIZE)
+
+    assert "of several blocks" in refusal(model, "legrad")
+    for method in ROLLING:
+        assert answer(model, method, noise(4, SIZE))[0].shape == (4, 4)
+
+
 class Pair(VisionTransformer):
     """A transformer whose head knows how many images came in."""
 

@@ -112,10 +112,10 @@ def _chain(info: ModelInfo, spans: Sequence[Span], blocks: int) -> list[Span]:
     found = {span.step: span for span in spans if span.returned is not None and span.returned.dim() == 3}  # noqa: PLR2004 -- [B,N,C]
     chain = [found[step] for step in sorted(found)]
     linked = all(_same(one.returned, after.given) for one, after in pairwise(chain))
-    if len(chain) < blocks or not linked:
+    if not len(chain) == blocks > 1 or not linked:  # around a single block, its module and the norm behind are alike
         raise FailedPrecondition(
-            "this method needs a transformer whose blocks are modules that hand their tokens to one another as they"
-            f" are: those of {info.name} do not"
+            "this method needs a transformer of several blocks that are modules and hand their tokens to one another as"
+            f" they are: those of {info.name} do not"
         )
     return chain
 
