@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,8 @@ def answer(request: explain_pb2.ExplainRequest, request_id: str = "id") -> Any:
             verdict=explain_pb2.VERDICT_OK,
             heatmap=heatmap() if request.rendering.heatmap else None,
             overlay=overlay(request.rendering.overlay),
+            resolved_target=explain_pb2.Target(class_index=index),
+            parameters=method.parameters,
         )
         for method in request.methods
     ]
@@ -86,6 +89,21 @@ def answer(request: explain_pb2.ExplainRequest, request_id: str = "id") -> Any:
         explanations=explanations,
         photo=explain_pb2.Photo(width=6, height=4, seen=explain_pb2.Box(left=1, top=0, right=5, bottom=4)),
         timing=explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=5),
+        receipt=receipt(request.image),
+    )
+
+
+def receipt(image: bytes) -> explain_pb2.Receipt:
+    digest = hashlib.sha256(image).hexdigest()
+    return explain_pb2.Receipt(
+        source="timm:tiny",
+        weights="default",
+        digest="ab" * 32,
+        precision="float32",
+        device="cpu",
+        image_sha256=digest,
+        input_sha256=digest,
+        versions={"camserve": "1.0"},
     )
 
 

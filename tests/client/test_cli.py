@@ -287,6 +287,43 @@ def test_what_is_coloured_is_written_on_request(run: Any, server: Any, photos: A
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "cat.gradcam.class_1.intensity.npy"), [[0, 1], [2, 3]])
 
 
+@pytest.fixture
+def receipt(run: Any, photos: Any, tmp_path: Any) -> pathlib.Path:
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--receipts")
+    assert done.exit_code == 0, done.output
+    assert names(tmp_path / "out") == ["cat.gradcam.class_1.jpg", "cat.gradcam.class_1.receipt.json"]
+    return tmp_path / "out" / "cat.gradcam.class_1.receipt.json"
+
+
+def test_a_receipt_is_replayed(run: Any, photos: Any, receipt: Any) -> None:
+    same, other = run("replay", receipt, photos / "cat.jpg"), run("replay", receipt, photos / "cat.PNG")
+
+    assert (same.exit_code, same.stderr) == (0, "")
+    assert ["map", "2×2", "2×2", "byte", "for", "byte"] in [line.split() for line in same.stdout.splitlines()]
+    assert other.exit_code == 1
+    assert "the photo is another one (SHA-256 " in other.stdout
+
+
+def test_another_version_with_the_same_numbers_is_shown_and_is_no_failure(run: Any, photos: Any, receipt: Any) -> None:
+    said = {**json.loads(receipt.read_text()), "versions": {"camserve": "0.9"}}
+    receipt.write_text(json.dumps(said))
+
+    done = run("replay", receipt, photos / "cat.jpg")
+
+    assert done.exit_code == 0
+    assert "0.9" in done.stdout
+    assert "differs, and no number does" in done.stdout
+
+
+def test_what_is_no_receipt_is_one_line(run: Any, photos: Any) -> None:
+    done = run("replay", photos / "notes.txt", photos / "cat.jpg")
+
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert "notes.txt: this is no camserve receipt: it is not JSON" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["models", "layers", "methods"])
 def test_lists_are_there_as_json(run: Any, command: str) -> None:
     done = run(command, "--json")

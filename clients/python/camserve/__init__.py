@@ -28,6 +28,8 @@ from camserve._errors import (
     Unavailable,
 )
 from camserve._picture import Box, Photo, Picture
+from camserve._receipts import Receipt
+from camserve._replay import Check, Replay
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
 from camserve._retry import Retry
 from camserve._targets import (
@@ -56,6 +58,7 @@ __all__ = [
     "BoxLike",
     "CamserveError",
     "Cancelled",
+    "Check",
     "ClassLike",
     "Client",
     "Contrast",
@@ -81,6 +84,8 @@ __all__ = [
     "Picture",
     "Prediction",
     "Probability",
+    "Receipt",
+    "Replay",
     "ResourceExhausted",
     "Result",
     "Retry",

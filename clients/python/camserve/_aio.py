@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc.aio
 
-from camserve import _stream, _wire
+from camserve import _replay, _stream, _wire
 from camserve._errors import CamserveError, Cancelled, FailedPrecondition, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from camserve._progress import Meter, OnProgress
+    from camserve._receipts import Receipt
+    from camserve._replay import Replay
     from camserve._result import Result
     from camserve._settings import Settings
     from camserve._values import Health, Layer, MethodInfo, Model
@@ -100,12 +102,19 @@ class AsyncClient:
         **options: Unpack[_wire.ExplainOptions],
     ) -> Result:
         """Explain what the model saw in one image: see ``Client.explain``."""
-        question = _wire.Question(**options).request()
-        if on_progress is not None:
-            return await self._watched(image, question, on_progress, timeout)
-        # Reading and encoding an image would hold up the loop.
-        request = await asyncio.to_thread(_wire.with_image, question, image)
-        return _wire.result(await self._call(self._stubs.explain.Explain, request, timeout))
+        return await self._asked(_wire.Question(**options).request(), image, on_progress, timeout)
+
+    async def replay(
+        self,
+        receipt: Receipt,
+        image: _wire.ImageLike,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout: float | None = None,
+    ) -> Replay:
+        """Ask for a receipt's explanation again, and compare: see ``Client.replay``."""
+        result = await self._asked(_replay.request(receipt), image, on_progress, timeout)
+        return _replay.compare(receipt, result.explanations[0])
 
     @overload
     def explain_many(
@@ -229,6 +238,19 @@ class AsyncClient:
                         meter.image()
                         yield outcome
                 await line.finish()
+
+    async def _asked(
+        self,
+        question: explain_pb2.ExplainRequest,
+        image: _wire.ImageLike,
+        on_progress: OnProgress | None,
+        timeout: float | None,
+    ) -> Result:
+        if on_progress is not None:
+            return await self._watched(image, question, on_progress, timeout)
+        # Reading and encoding an image would hold up the loop.
+        request = await asyncio.to_thread(_wire.with_image, question, image)
+        return _wire.result(await self._call(self._stubs.explain.Explain, request, timeout), request.targets)
 
     async def _watched(
         self,

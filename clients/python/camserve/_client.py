@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc
 
-from camserve import _stream, _wire
+from camserve import _replay, _stream, _wire
 from camserve._errors import CamserveError, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from camserve._progress import Meter, OnProgress
+    from camserve._receipts import Receipt
+    from camserve._replay import Replay
     from camserve._result import Result
     from camserve._settings import Settings
     from camserve._values import Health, Layer, MethodInfo, Model
@@ -118,11 +120,30 @@ class Client:
             CamserveError: The class below it says why; what can be seen to be wrong here is not
                 sent.
         """
-        question = _wire.Question(**options).request()
-        if on_progress is not None:
-            return self._watched(image, question, on_progress, timeout)
-        request = _wire.with_image(question, image)
-        return _wire.result(self._call(self._explain.Explain, request, timeout))
+        return self._asked(_wire.Question(**options).request(), image, on_progress, timeout)
+
+    def replay(
+        self,
+        receipt: Receipt,
+        image: _wire.ImageLike,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout: float | None = None,
+    ) -> Replay:
+        """Ask for a receipt's explanation again, and compare.
+
+        Args:
+            receipt: Of an explanation, as ``Receipt.load("why.receipt.json")`` or ``e.receipt``.
+            image: The photo that it is of: what ``explain`` takes.
+            on_progress: As for ``explain``.
+            timeout: As for ``explain``.
+
+        Raises:
+            CamserveError: The class below it says why: ``NotFound`` where the server has no model
+                of that name. That something differs is no error.
+        """
+        result = self._asked(_replay.request(receipt), image, on_progress, timeout)
+        return _replay.compare(receipt, result.explanations[0])
 
     @overload
     def explain_many(
@@ -231,6 +252,18 @@ class Client:
                 if pause is None:
                     raise
             time.sleep(pause)
+
+    def _asked(
+        self,
+        question: explain_pb2.ExplainRequest,
+        image: _wire.ImageLike,
+        on_progress: OnProgress | None,
+        timeout: float | None,
+    ) -> Result:
+        if on_progress is not None:
+            return self._watched(image, question, on_progress, timeout)
+        request = _wire.with_image(question, image)
+        return _wire.result(self._call(self._explain.Explain, request, timeout), request.targets)
 
     def _watched(
         self,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
+    from camserve._receipts import Receipt
     from camserve._targets import TargetLike
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ class Explanation:
     augmentation_smoothing: bool = False
     eigen_smoothing: bool = False
     fusion: str | None = None
+    _receipt: Receipt | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:
@@ -133,6 +135,17 @@ class Explanation:
         """The method, and what it was smoothed by, in words."""
         smoothed = {"augmentation smoothing": self.augmentation_smoothing, "eigen smoothing": self.eigen_smoothing}
         return ", ".join((self.method, *(name for name, done in smoothed.items() if done)))
+
+    @property
+    def receipt(self) -> Receipt:
+        """What it was computed from and what came out, for ``Client.replay``.
+
+        Raises:
+            FailedPrecondition: The server is older than receipts.
+        """
+        if self._receipt is None:
+            raise FailedPrecondition("the server sent no receipt: it is older than receipts are")
+        return self._receipt
 
     @property
     def overlay(self) -> bytes:

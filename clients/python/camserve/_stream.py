@@ -211,7 +211,7 @@ class Window:
         if reply.WhichOneof("outcome") == "progress":
             slot.rows, self._news = (reply.progress.rows_done, reply.progress.rows_total), True
             return
-        outcome = _wire.outcome(reply)
+        outcome = _wire.outcome(reply, slot.request.targets if slot.request else ())
         if outcome is None:
             return
         # Not by progress: a request that brings the server down half way would be sent for ever.

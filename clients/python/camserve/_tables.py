@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from camserve._replay import Check, Replay
     from camserve._result import Explanation, Result
     from camserve._values import Layer, MethodInfo, Model, ParameterInfo
 
@@ -92,6 +93,20 @@ def method_rows(methods: Iterable[MethodInfo]) -> list[tuple[str, ...]]:
         )
         for each in methods
     ]
+
+
+REPLAY_HEADINGS = ("compared", "receipt", "now", "")
+
+
+def replay_rows(replay: Replay) -> list[tuple[str | Text, ...]]:
+    """Describe what was compared, one thing a row."""
+    return [(each.name, each.then, each.now, _agreement(each)) for each in replay.checks]
+
+
+def _agreement(check: Check) -> Text:
+    if check.same:
+        return Text(check.words or "same", style="green")
+    return Text(check.words, style="red") if check.matters else Text("differs, and no number does", style="yellow")
 
 
 PARAMETER_HEADINGS = ("parameter", "default", "allowed", "")

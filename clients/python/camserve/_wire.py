@@ -14,6 +14,7 @@ from PIL import Image
 from camserve import _picture, _targets
 from camserve._errors import CamserveError, Details, Internal, InvalidArgument, code_of, make, merged
 from camserve._picture import Box, Photo, Picture
+from camserve._receipts import Receipt, target_json
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
 from camserve._values import Layer, Method, MethodInfo, Model, ParameterInfo
 from camserve.v1 import explain_pb2, models_pb2
@@ -43,6 +44,7 @@ _FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
     "product": explain_pb2.FUSION_PRODUCT,
 }
 _FUSION_NAMES = {number: name for name, number in _FUSIONS.items() if name}
+_JOINT = " + "  # between the names of layers that were fused
 _PROFILES: Mapping[str, explain_pb2.Profile.ValueType] = {
     "paper": explain_pb2.PROFILE_PAPER,
     "grad-cam": explain_pb2.PROFILE_GRAD_CAM,
@@ -264,8 +266,12 @@ def _bad(field: str, reason: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}", fields={field: reason})
 
 
-def result(response: explain_pb2.ExplainResponse) -> Result:
+def result(response: explain_pb2.ExplainResponse, asked: Sequence[explain_pb2.Target] = ()) -> Result:
     """Read a response.
+
+    Args:
+        response: As it came.
+        asked: The targets of its request, for receipts: an image to compare with is not sent back.
 
     Raises:
         Internal: A raw map has not as many values as it says.
@@ -274,7 +280,10 @@ def result(response: explain_pb2.ExplainResponse) -> Result:
     timing = response.timing
     return Result(
         predictions=tuple(map(_prediction, response.predictions)),
-        explanations=tuple(_explanation(each, photo) for each in response.explanations),
+        explanations=tuple(
+            _explanation(each, photo, _receipt(each, response, asked[at % len(asked)] if asked else None))
+            for at, each in enumerate(response.explanations)
+        ),
         model=response.model,
         request_id=response.request_id,
         photo=photo,
@@ -288,12 +297,14 @@ def result(response: explain_pb2.ExplainResponse) -> Result:
     )
 
 
-def outcome(reply: explain_pb2.ExplainStreamResponse) -> Result | CamserveError | None:
+def outcome(
+    reply: explain_pb2.ExplainStreamResponse, asked: Sequence[explain_pb2.Target] = ()
+) -> Result | CamserveError | None:
     """Read one answer of a stream: what came out, or why nothing did; None if it is neither."""
     kind = reply.WhichOneof("outcome")
     if kind == "response":
         try:
-            return result(reply.response)
+            return result(reply.response, asked)
         except CamserveError as error:
             return error
     if kind != "error":
@@ -317,7 +328,36 @@ def _prediction(said: explain_pb2.Prediction) -> Prediction:
     return Prediction(said.label, said.probability, said.class_index, said.score, where, said.area)
 
 
-def _explanation(said: explain_pb2.Explanation, photo: Photo) -> Explanation:
+def _receipt(
+    said: explain_pb2.Explanation, response: explain_pb2.ExplainResponse, asked: explain_pb2.Target | None
+) -> Receipt | None:
+    if not response.HasField("receipt"):
+        return None
+    origin = response.receipt
+    same = {each.name: getattr(origin, each.name) for each in origin.DESCRIPTOR.fields if each.name != "versions"}
+    return Receipt(
+        **same,
+        model=response.model,
+        versions=dict(origin.versions),
+        method=said.method,
+        parameters={name: _value(each) for name, each in said.parameters.items()},
+        augmentation_smoothing=said.augmentation_smoothing,
+        eigen_smoothing=said.eigen_smoothing,
+        layers=tuple(said.layer.split(_JOINT)) if said.layer else (),
+        fusion=_FUSION_NAMES.get(said.fusion),
+        target=target_json(_complete(said.resolved_target, asked)),
+        score=said.score,
+        verdict=_verdict(said.verdict),
+        heatmap=_heatmap(said.heatmap) if said.HasField("heatmap") else None,
+    )
+
+
+def _complete(resolved: explain_pb2.Target, asked: explain_pb2.Target | None) -> explain_pb2.Target:
+    likeness = resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image
+    return asked if asked and likeness else resolved
+
+
+def _explanation(said: explain_pb2.Explanation, photo: Photo, receipt: Receipt | None) -> Explanation:
     return Explanation(
         method=said.method,
         layer=said.layer,
@@ -337,6 +377,7 @@ def _explanation(said: explain_pb2.Explanation, photo: Photo) -> Explanation:
         augmentation_smoothing=said.augmentation_smoothing,
         eigen_smoothing=said.eigen_smoothing,
         fusion=_FUSION_NAMES.get(said.fusion),
+        _receipt=receipt,
     )
 
 

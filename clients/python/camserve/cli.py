@@ -6,7 +6,7 @@ import difflib
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import click
 import numpy as np
@@ -165,6 +165,7 @@ class Wishes(TypedDict):
     overlay: str
     heatmap: bool
     intensity: bool
+    receipts: bool
     profile: str
     max_side: int | None
 
@@ -227,6 +228,7 @@ class Wishes(TypedDict):
     type=click.Choice(["paper", "grad-cam", "torchcam", "captum"]),
     help="By whose convention numbers become colours.",
 )
+@click.option("--receipts", is_flag=True, help="Write receipts too, as .receipt.json: see `camserve replay`.")
 @click.option("--max-side", type=int, metavar="PIXELS", help="Longer side of the overlays at most.")
 @_connected
 def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, **wishes: Unpack[Wishes]) -> int:
@@ -235,6 +237,7 @@ def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, 
     PATH is a photo, or a folder whose photos are explained. Each overlay is written as
     PHOTO.METHOD.CLASS.SUFFIX.
     """
+    question = _question(wishes)
     names = _files.Names(output)
     rows: list[Sequence[str | Text]] = []
     failed = 0
@@ -243,7 +246,7 @@ def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, 
         client = camserve.Client(server, timeout=timeout)
     with client:
         with _checked():
-            outcomes = client.explain_many(images, progress=True, on_error="return", **wishes)
+            outcomes = client.explain_many(images, progress=True, on_error="return", **question)
         output.mkdir(parents=True, exist_ok=True)
         try:
             for image, outcome in zip(images, outcomes, strict=True):
@@ -257,6 +260,13 @@ def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, 
             if rows:
                 _tables.show(_tables.RESULT_HEADINGS, rows)
     return FAILED if failed else 0
+
+
+def _question(wishes: Wishes) -> camserve.ExplainOptions:
+    options = {name: value for name, value in wishes.items() if name != "receipts"}
+    # A receipt is to compare with, map and all.
+    options["heatmap"] = wishes["heatmap"] or wishes["receipts"]
+    return cast("camserve.ExplainOptions", options)
 
 
 @contextmanager
@@ -284,8 +294,26 @@ def _written(
 def _write_numbers(explanation: camserve.Explanation, path: Path, wishes: Wishes) -> None:
     if wishes["heatmap"]:
         explanation.save(path.with_suffix(".npy"))
+    if wishes["receipts"]:
+        explanation.receipt.save(path.with_suffix(".receipt.json"))
     if explanation.intensity is not None:
         np.save(path.with_suffix(".intensity.npy"), explanation.intensity, allow_pickle=False)
+
+
+@main.command()
+@click.argument("receipt", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_connected
+def replay(receipt: Path, photo: Path, server: str, timeout: float) -> int:
+    """Explain PHOTO again as RECEIPT says, and compare.
+
+    RECEIPT is a .receipt.json that `camserve explain --receipts` wrote, and PHOTO what it is of. Exits
+    with 0 if the photo, the weights, the score and the map are the same, and with 1 if not.
+    """
+    with camserve.Client(server, timeout=timeout) as client:
+        found = client.replay(camserve.Receipt.load(receipt), photo)
+    _tables.show(_tables.REPLAY_HEADINGS, _tables.replay_rows(found))
+    return 0 if found.same else FAILED
 
 
 @main.command()

@@ -1,0 +1,349 @@
+"""Receipts are written and read again whole; what is none is refused in words; replays say what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import camserve
+from camserve import _replay, _wire
+from camserve.v1 import explain_pb2
+
+if TYPE_CHECKING:
+    import pathlib
+
+
+@pytest.fixture
+def receipt() -> camserve.Receipt:
+    return camserve.Receipt(
+        model="tiny",
+        source="timm:tiny",
+        weights="default",
+        digest="ab" * 32,
+        precision="float32",
+        device="cpu",
+        versions={"camserve": "1.0", "torch": "2.14.1"},
+        image_sha256="01" * 32,
+        input_sha256="23" * 32,
+        method="смуз",
+        parameters={"samples": 32.0, "variant": "paper"},
+        augmentation_smoothing=True,
+        eigen_smoothing=False,
+        layers=("a", "b"),
+        fusion="max",
+        target={"contrast": {"why": {"label": "tabby"}, "why_not": {"class_index": 0}}},
+        score=2.5,
+        verdict=camserve.Verdict.OK,
+        heatmap=np.arange(6, dtype=np.float32).reshape(2, 3) / 7,
+    )
+
+
+def plain(receipt: camserve.Receipt) -> dict[str, Any]:
+    return {each.name: getattr(receipt, each.name) for each in fields(receipt) if each.name != "heatmap"}
+
+
+def explained(receipt: camserve.Receipt) -> camserve.Explanation:
+    return camserve.Explanation(
+        method=receipt.method,
+        layer="",
+        target=camserve.Prediction("", 0.5, 1, 1.0),
+        contrast=None,
+        score=receipt.score,
+        verdict=receipt.verdict,
+        verdict_message="",
+        parameters=receipt.parameters,
+        photo=camserve.Photo(1, 1, camserve.Box(0, 0, 1, 1)),
+        heatmap=receipt.heatmap,
+        overlay_picture=None,
+        colored_picture=None,
+        _receipt=receipt,
+    )
+
+
+def compared(receipt: camserve.Receipt, **changes: Any) -> camserve.Replay:
+    return _replay.compare(receipt, explained(replace(receipt, **changes)))
+
+
+def test_a_receipt_is_read_as_it_was_written(receipt: camserve.Receipt, tmp_path: pathlib.Path) -> None:
+    path = receipt.save(tmp_path / "why.receipt.json")
+
+    read = camserve.Receipt.load(path)
+
+    assert plain(read) == plain(receipt)
+    np.testing.assert_array_equal(read.heatmap, receipt.heatmap)
+    assert read.heatmap.dtype == np.float32
+    assert read.heatmap_sha256 == receipt.heatmap_sha256
+    assert json.loads(path.read_text("utf-8"))["format"] == "camserve receipt 1"
+
+
+def test_it_is_the_same_after_pickling(receipt: camserve.Receipt) -> None:
+    again = pickle.loads(pickle.dumps(receipt))  # noqa: S301 -- of our own making
+
+    assert again.to_json() == receipt.to_json()
+
+
+def test_its_map_is_there_for_other_programs(receipt: camserve.Receipt) -> None:
+    import base64  # noqa: PLC0415 -- as another program would
+    import hashlib  # noqa: PLC0415 -- the same
+
+    said = json.loads(receipt.to_json())["heatmap"]
+    data = base64.b64decode(said["data"])
+
+    assert (said["height"], said["width"]) == (2, 3)
+    np.testing.assert_array_equal(np.frombuffer(data, "<f4"), receipt.heatmap.ravel())
+    assert said["sha256"] == hashlib.sha256(data).hexdigest() == receipt.heatmap_sha256
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 0.1, -3e38])
+def test_any_score_and_any_map_survive_as_json(receipt: camserve.Receipt, score: float) -> None:
+    odd = replace(receipt, score=score, heatmap=np.array([[score, 1]], np.float32))
+
+    read = camserve.Receipt.from_json(odd.to_json())
+
+    json.loads(odd.to_json(), parse_constant=pytest.fail)
+    np.testing.assert_array_equal(read.score, score)
+    np.testing.assert_array_equal(read.heatmap, odd.heatmap)
+
+
+def test_without_a_map_there_is_none(receipt: camserve.Receipt) -> None:
+    read = camserve.Receipt.from_json(replace(receipt, heatmap=None).to_json())
+
+    assert read.heatmap is None
+    assert read.heatmap_sha256 is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no camserve receipt: it is not JSON"),
+        (b"\xff\xfe\xfd", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[]", "it is not a JSON object"),
+        ("{}", "its \"format\" is not 'camserve receipt 1'"),
+        ('{"format": 1}', 'its "format" is not'),
+        ('{"format": "camserve receipt 2"}', "this is a 'camserve receipt 2', and this camserve reads a"),
+        ('{"format": "camserve receipt 1"}', 'the receipt has no "model"'),
+    ],
+)
+def test_what_is_no_receipt_is_refused_in_words(text: Any, words: str) -> None:
+    with pytest.raises(camserve.InvalidArgument) as caught:
+        camserve.Receipt.from_json(text)
+
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model", 3, "must be a string, not 3"),
+        ("digest", None, "must be a string, not null"),
+        ("versions", {"torch": 2}, "must be strings by name"),
+        ("versions", ["torch"], "must be strings by name"),
+        ("parameters", {"samples": [1]}, "must be numbers and words by name"),
+        ("parameters", {"samples": True}, "must be numbers and words by name"),
+        ("eigen_smoothing", 1, "must be true or false, not 1"),
+        ("layers", "layer4", 'must be a list of names, not "layer4"'),
+        ("layers", [4], "must be a list of names, not [4]"),
+        ("fusion", "sum", 'must be null, mean, max, product, not "sum"'),
+        ("target", {"klass": 3}, "must be a target"),
+        ("target", {}, "must be a target, not {} (it names nothing to explain)"),
+        ("target", [], "must be a target, not [] (it names nothing to explain)"),
+        ("target", 3, "must be a target, not 3"),
+        ("score", "much", 'must be a number, not "much"'),
+        ("score", None, "must be a number, not null"),
+        ("verdict", "GOOD", "must be one of UNSPECIFIED, OK, "),
+        ("heatmap", 3, "must be null or a map, not 3"),
+        ("heatmap", {}, "must be null or a map, not {}"),
+        ("heatmap", {"data": "!", "sha256": "", "height": 1, "width": 1}, "must be null or a map"),
+        ("heatmap", {"data": "AAAAAA==", "sha256": "00", "height": 1, "width": 1}, "not those of its SHA-256"),
+    ],
+)
+def test_a_field_of_a_wrong_kind_is_named(receipt: camserve.Receipt, name: str, value: Any, words: str) -> None:
+    said = {**json.loads(receipt.to_json()), name: value}
+
+    with pytest.raises(camserve.InvalidArgument) as caught:
+        camserve.Receipt.from_json(json.dumps(said))
+
+    assert str(caught.value).startswith(f'"{name}" of the receipt ')
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["heatmap", "fusion", "score", "method"])
+def test_a_field_that_is_missing_is_named(receipt: camserve.Receipt, name: str) -> None:
+    said = json.loads(receipt.to_json())
+    del said[name]
+
+    with pytest.raises(camserve.InvalidArgument, match=f'the receipt has no "{name}"'):
+        camserve.Receipt.from_json(json.dumps(said))
+
+
+@pytest.mark.parametrize("path", ["no/such.json", "a\0b", "."])
+def test_a_file_that_cannot_be_read_is_named(path: str) -> None:
+    with pytest.raises(camserve.InvalidArgument, match="cannot read"):
+        camserve.Receipt.load(path)
+
+
+def test_everything_of_a_receipt_is_asked_for_again(receipt: camserve.Receipt) -> None:
+    asked = _replay.request(receipt)
+
+    assert asked.model == "tiny"
+    assert list(asked.layers) == ["a", "b"]
+    assert asked.fusion == explain_pb2.FUSION_MAX
+    assert asked.rendering.heatmap
+    (method,) = asked.methods
+    assert (method.name, method.augmentation_smoothing, method.eigen_smoothing) == ("смуз", True, False)
+    assert {name: value.number or value.text for name, value in method.parameters.items()} == receipt.parameters
+    (target,) = asked.targets
+    assert (target.contrast.why.label, target.contrast.why_not.class_index) == ("tabby", 0)
+
+
+def test_what_an_answer_says_is_in_its_receipt() -> None:
+    said = explain_pb2.Explanation(
+        method="m",
+        layer="a.b + c",
+        fusion=explain_pb2.FUSION_MEAN,
+        score=2.5,
+        eigen_smoothing=True,
+        resolved_target=explain_pb2.Target(class_index=0),
+        parameters={"n": explain_pb2.Parameter(number=3)},
+    )
+    response = explain_pb2.ExplainResponse(
+        model="tiny", explanations=[said], receipt=explain_pb2.Receipt(source="s", versions={"torch": "2"})
+    )
+
+    receipt = _wire.result(response).explanations[0].receipt
+
+    assert (receipt.model, receipt.source, receipt.versions) == ("tiny", "s", {"torch": "2"})
+    assert (receipt.layers, receipt.fusion, receipt.parameters) == (("a.b", "c"), "mean", {"n": 3.0})
+    assert (receipt.target, receipt.eigen_smoothing) == ({"class_index": 0}, True)
+    assert receipt.heatmap is None
+
+
+def test_an_old_server_gives_no_receipt() -> None:
+    response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation()])
+
+    with pytest.raises(camserve.FailedPrecondition, match="older than receipts"):
+        _ = _wire.result(response).explanations[0].receipt
+
+
+async def test_a_likeness_keeps_the_image_that_was_asked_about(client: Any, server: Any) -> None:
+    def likeness(_request: Any, request_id: str = "") -> Any:
+        said = explain_pb2.Explanation(resolved_target=explain_pb2.Target(similarity=explain_pb2.Similarity()))
+        plain = explain_pb2.Explanation(resolved_target=explain_pb2.Target(class_index=3))
+        return explain_pb2.ExplainResponse(
+            request_id=request_id, explanations=[plain, said] * 2, receipt=explain_pb2.Receipt(source="s")
+        )
+
+    def stream(requests: Any, _: Any) -> Any:
+        for each in requests:
+            yield explain_pb2.ExplainStreamResponse(request_id=each.request_id, response=likeness(each.request))
+
+    server.answer, server.streams = likeness, [stream]
+    options = {"targets": [3, camserve.similarity(b"other")], "methods": ["a", "b"]}
+
+    alone = await client.explain(b"photo", **options)
+    (streamed,) = [each async for each in client.explain_many([b"photo"], **options)]
+
+    for result in (alone, streamed):
+        found = [each.receipt.target for each in result.explanations]
+        assert found == [{"class_index": 3}, {"similarity": {"image": "b3RoZXI="}}] * 2
+
+
+async def test_a_receipt_is_replayed(client: Any, server: Any) -> None:
+    (first,) = (await client.explain(b"\x07", methods=("m", {"n": 2}))).explanations
+
+    same = await client.replay(first.receipt, b"\x07")
+    other = await client.replay(first.receipt, b"\x08", on_progress=print)
+
+    assert same.same
+    assert same.gap == 0
+    assert [each[:9] for each in other.differences] == ["the photo", "the model"]
+    asked = server.calls[1].request
+    assert (asked.model, asked.targets[0].class_index, list(asked.layers)) == ("tiny", 7, ["features"])
+    assert asked.methods[0].parameters["n"].number == 2
+    assert [call.rpc for call in server.calls] == ["Explain", "Explain", "ExplainStream"]
+
+
+def test_the_same_is_the_same(receipt: camserve.Receipt) -> None:
+    replay = compared(receipt)
+
+    assert replay.same
+    assert replay.differences == ()
+    assert [each.name for each in replay.checks] == [
+        *("photo", "pixels seen", "weights", "score", "map"),
+        *("camserve", "device", "precision", "source", "torch"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"image_sha256": "45" * 32}, "the photo is another one (SHA-256 454545454545…, and it was 010101010101…)"),
+        ({"input_sha256": "45" * 32}, "the model saw other pixels (SHA-256 454545454545…, and it was 232323232323…)"),
+        ({"digest": "4"}, "the weights are others (SHA-256 4, and it was abababababab…)"),
+        ({"score": 2.5001}, "the score is 2.5001, and was 2.5"),
+        ({"heatmap": np.zeros((3, 2), np.float32)}, "the map has 3×2 cells, and had 2×3"),
+        ({"heatmap": np.zeros((2, 3), np.float32)}, "the map differs, by 1 of its maximum"),
+        ({"heatmap": np.full((2, 3), np.nan, np.float32)}, "the map differs, by inf of its maximum"),
+    ],
+)
+def test_each_difference_is_said_in_words(receipt: camserve.Receipt, change: Any, words: str) -> None:
+    replay = compared(receipt, **change)
+
+    assert replay.differences == (words,)
+    assert not replay.same
+
+
+def test_what_computed_it_is_blamed_only_where_the_numbers_differ(receipt: camserve.Receipt) -> None:
+    elsewhere = {"versions": {"camserve": "1.0", "timm": "1"}, "device": "cuda:0", "precision": "bfloat16"}
+
+    well, ill = compared(receipt, **elsewhere), compared(receipt, score=3.0, **elsewhere)
+
+    assert well.same
+    assert [each.name for each in well.checks if not each.same] == ["device", "precision", "timm", "torch"]
+    assert ill.differences == (
+        "the score is 3, and was 2.5",
+        "device is cuda:0, and was cpu",
+        "precision is bfloat16, and was float32",
+        "timm is 1, and was none",
+        "torch is none, and was 2.14.1",
+    )
+
+
+@pytest.mark.parametrize(("factor", "same"), [(1 + 5e-6, True), (1 + 2e-5, False)])
+def test_as_much_as_the_company_of_a_batch_changes_is_the_same(
+    receipt: camserve.Receipt, factor: float, *, same: bool
+) -> None:
+    replay = compared(receipt, heatmap=receipt.heatmap * np.float32(factor), score=receipt.score * factor)
+
+    assert replay.same is same
+    assert replay.gap == pytest.approx(factor - 1, rel=0.05)
+
+
+def test_what_is_no_number_twice_is_the_same(receipt: camserve.Receipt) -> None:
+    broken = replace(receipt, score=math.nan, heatmap=np.full((2, 3), np.nan, np.float32))
+
+    assert compared(broken).same
+    assert compared(broken).gap == 0
+    assert not compared(broken, score=1.0).same
+
+
+def test_a_map_of_zeros_has_no_share_to_differ_by(receipt: camserve.Receipt) -> None:
+    blank = replace(receipt, heatmap=np.zeros((2, 3), np.float32))
+
+    assert compared(blank).gap == 0
+    assert compared(blank, heatmap=receipt.heatmap).gap == math.inf
+
+
+def test_without_a_map_on_one_side_the_rest_is_compared(receipt: camserve.Receipt) -> None:
+    for replay in (compared(receipt, heatmap=None), compared(replace(receipt, heatmap=None))):
+        assert replay.gap is None
+        assert replay.same
+        assert "map" not in [each.name for each in replay.checks]

@@ -1,0 +1,205 @@
+"""A receipt's explanation is asked for again, and the same comes out; or it is said what differs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import camserve
+import camserve_server
+from camserve import cli
+from support import PHOTOS
+
+NET = "net=torchvision:resnet18?size=64&weights={}"
+
+
+@pytest.fixture(scope="module")
+def address():
+    with camserve_server.running(NET.format("none")) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address):
+    with camserve.Client(address) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory):
+    """A server whose model has the same name and architecture."""
+    path = tmp_path_factory.mktemp("weights") / "other.safetensors"
+    torch.manual_seed(7)
+    save_file(torchvision.models.resnet18(weights=None).state_dict(), path)
+    with camserve_server.running(NET.format(path)) as address:
+        yield address
+
+
+def receipt_of(client, methods="gradcam", **options):
+    (explanation,) = client.explain(PHOTOS["chelsea"], methods=methods, overlay=None, **options).explanations
+    return camserve.Receipt.from_json(explanation.receipt.to_json())
+
+
+def edited(receipt, **changes):
+    return camserve.Receipt.from_json(json.dumps({**json.loads(receipt.to_json()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"targets": camserve.contrast(3, 4), "layers": "layer3"},
+        {"targets": camserve.probability(3)},
+        {"targets": camserve.finer(3)},
+        {"methods": camserve.Method("layercam", augmentation_smoothing=True)},
+        {"methods": camserve.Method("hirescam", eigen_smoothing=True)},
+        {"methods": camserve.Method("smoothgrad", {"samples": 5, "seed": 11})},
+        {"layers": ["layer3", "layer4"], "fusion": "max"},
+    ],
+)
+def test_what_a_receipt_says_comes_out_again_byte_for_byte(client, options):
+    receipt = receipt_of(client, **options)
+
+    replay = client.replay(receipt, PHOTOS["chelsea"])
+
+    assert replay.same, replay.differences
+    assert replay.gap == 0
+    assert [check.words for check in replay.checks if check.name == "map"] == ["byte for byte"]
+    assert replay.explanation.receipt.to_json() == receipt.to_json()
+
+
+def test_one_of_many_explanations_comes_out_alone(client):
+    many = client.explain(
+        PHOTOS["chelsea"], methods=["gradcam", ("smoothgrad", {"samples": 3})], top_k=3, layers=["layer3", "layer4"]
+    )
+
+    replays = [client.replay(each.receipt, PHOTOS["chelsea"]) for each in many.explanations]
+
+    assert len(replays) == 9
+    assert [each.differences for each in replays] == [()] * 9
+    assert all(replay.gap <= 1e-5 for replay in replays)
+
+
+def test_another_photo_is_found_out(client):
+    replay = client.replay(receipt_of(client), PHOTOS["coffee"])
+
+    assert not replay.same
+    photo, pixels, score, heatmap = replay.differences
+    assert photo.startswith("the photo is another one (SHA-256 ")
+    assert pixels.startswith("the model saw other pixels")
+    assert score.startswith("the score is ")
+    assert heatmap.startswith("the map differs, by ")
+    assert replay.gap > 0.1
+
+
+def test_other_weights_are_found_out(client, other_weights):
+    with camserve.Client(other_weights) as other:
+        replay = other.replay(receipt_of(client), PHOTOS["chelsea"])
+
+    weights, score, heatmap = replay.differences
+    assert weights.startswith("the weights are others (SHA-256 ")
+    assert (score[:10], heatmap[:15]) == ("the score ", "the map differs")
+
+
+def test_another_parameter_is_found_out_by_its_map(client):
+    receipt = receipt_of(client, ("smoothgrad", {"samples": 5, "seed": 11}))
+    changed = edited(receipt, parameters={**receipt.parameters, "seed": 12})
+
+    replay = client.replay(changed, PHOTOS["chelsea"])
+
+    assert [each[:15] for each in replay.differences] == ["the map differs"]
+    assert 0.01 < replay.gap < 10
+
+
+def test_another_version_is_named_only_where_the_numbers_differ(client):
+    receipt = edited(receipt_of(client), versions={"torch": "1.0", "camserve": "0.0"})
+
+    replay = client.replay(receipt, PHOTOS["chelsea"])
+    assert replay.same
+    assert {each.name for each in replay.checks if not each.same} >= {"torch", "camserve"}
+
+    replay = client.replay(edited(receipt, score=1e6), PHOTOS["chelsea"])
+    assert replay.differences[0].endswith(", and was 1e+06")
+    assert f"torch is {torch.__version__.split('+')[0]}" in " ".join(replay.differences)
+
+
+def test_a_receipt_without_a_map_compares_the_rest(client):
+    receipt = receipt_of(client, heatmap=False)
+
+    replay = client.replay(receipt, PHOTOS["chelsea"])
+
+    assert receipt.heatmap_sha256 is None
+    assert replay.same
+    assert replay.gap is None
+    assert "map" not in [each.name for each in replay.checks]
+
+
+def test_what_cannot_be_asked_for_is_an_error_as_ever(client):
+    receipt = receipt_of(client, ("smoothgrad", {"samples": 5}))
+
+    with pytest.raises(camserve.NotFound, match='unknown model "mine": the server has net'):
+        client.replay(edited(receipt, model="mine"), PHOTOS["chelsea"])
+    with pytest.raises(camserve.InvalidArgument, match="1 to 512, not 0"):
+        client.replay(edited(receipt, parameters={"samples": 0}), PHOTOS["chelsea"])
+
+
+def test_a_long_method_says_how_far_it_has_come(client):
+    told = []
+
+    result = client.explain(
+        PHOTOS["chelsea"],
+        methods=("smoothgrad", {"samples": 130}),
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+
+    assert result.explanations[0].heatmap.shape == (64, 64)
+    assert told[-1] == (131, 131)
+    assert told == sorted(set(told))
+    assert len(told) >= 2
+
+
+def test_intensities_are_what_is_coloured(client):
+    explanation = client.explain(PHOTOS["chelsea"], layers="layer2", intensity=True, profile="grad-cam").explanations[0]
+
+    assert explanation.intensity.shape == (64, 64)
+    assert (explanation.intensity.min(), explanation.intensity.max()) == (0, pytest.approx(1, abs=0.2))
+    np.testing.assert_array_equal(explanation.heatmap.shape, (8, 8))
+
+
+@pytest.fixture
+def run(address, monkeypatch):
+    monkeypatch.setenv("CAMSERVE_SERVER", address)
+    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
+
+
+def test_the_commands_write_a_receipt_and_replay_it(run, tmp_path):
+    done = run("explain", PHOTOS["chelsea"], "-o", tmp_path, "--method", "smoothgrad:samples=4,seed=3", "--receipts")
+    assert done.exit_code == 0, done.output
+    overlay, receipt = sorted(tmp_path.iterdir())
+    assert receipt.name == f"{overlay.stem}.receipt.json"
+
+    same = run("replay", receipt, PHOTOS["chelsea"])
+    assert (same.exit_code, same.stderr) == (0, "")
+    assert "byte for byte" in same.stdout
+
+    other = run("replay", receipt, PHOTOS["coffee"])
+    assert other.exit_code == 1
+    assert "the photo is another one" in other.stdout
+    assert "the map differs" in other.stdout
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": 3}', '{"format": "camserve receipt 1"}', "\0\xff"])
+def test_rubbish_is_one_line(run, tmp_path, text):
+    (tmp_path / "why.json").write_text(text)
+
+    done = run("replay", tmp_path / "why.json", PHOTOS["chelsea"])
+
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "why.json: " in done.stderr
+    assert done.stderr.count("\n") == 1
