@@ -211,7 +211,9 @@ class ExplainRequest(_message.Message):
     image: _builtins.bytes
     """The photo as a JPEG, PNG, WebP or BMP file. Required."""
     top_k: _builtins.int
-    """How many of the most probable classes to explain when targets is empty, 1 to 16. Default: 1."""
+    """How many of the most probable classes (of a segmentation the largest, of a detector the most certain objects) to
+    explain when targets is empty, 1 to 16. Default: 1.
+    """
     max_predictions: _builtins.int
     """How many predictions to return, 0 to 1000. Default: 5."""
     fusion: Global___Fusion.ValueType
@@ -356,7 +358,11 @@ Global___Parameter: _TypeAlias = Parameter  # noqa: Y015
 
 @_typing.final
 class Target(_message.Message):
-    """The score whose explanation is asked for: always a logit."""
+    """What is explained: a logit, unless it says otherwise. What fits depends on the model's task, as ListModels says it:
+    class_index, label and contrast for "classify", "multilabel" and "regress", finer for the first two; segment for
+    "segment"; detection for "detect"; similarity for "embed" and, where the model ends in a linear layer, for the first
+    three. FAILED_PRECONDITION: it does not fit; or the model sees nothing of what is to be explained in this image.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,7 +379,9 @@ class Target(_message.Message):
     label: _builtins.str
     """A class by its label; case, and "_" for a space, do not matter."""
     softmax: _builtins.bool
-    """Whether to explain the softmax probability instead of the logit. For a class or a label."""
+    """Whether to explain the probability instead of the logit: the softmax, or the sigmoid for "multilabel". For a class or
+    a label.
+    """
     @_builtins.property
     def contrast(self) -> Global___Contrast:
         """Why one class and not another."""
@@ -458,7 +466,9 @@ Global___Finer: _TypeAlias = Finer  # noqa: Y015
 
 @_typing.final
 class Similarity(_message.Message):
-    """The cosine of the angle between the embeddings of two images."""
+    """The cosine of the angle between the embeddings of two images. The embedding of a classifier is what goes into its last
+    linear layer.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,7 +490,7 @@ Global___Similarity: _TypeAlias = Similarity  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """The mean logit of a class over a part of the image."""
+    """The mean logit of a class over a part of the image, the same part in every copy of it that a method makes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,7 +520,9 @@ Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
 class Detection(_message.Message):
-    """The score of the object of one class that best matches a box."""
+    """The score of the object of one class that best matches a box. In a copy of the image that a method makes, the same
+    object is the one of its class whose box overlaps by half (intersection over union) or more; without one the score is 0.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -671,7 +683,9 @@ class ExplainResponse(_message.Message):
     """Name of the model that answered."""
     @_builtins.property
     def predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
-        """The most probable classes, most probable first."""
+        """The most probable classes, most probable first; of a segmentation those that it shows, the largest first and the
+        background last; of a detector its objects, the most certain first; none of an embedding.
+        """
 
     @_builtins.property
     def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explanation]:
@@ -797,9 +811,11 @@ class Prediction(_message.Message):
     label: _builtins.str
     """Label of the class; empty where the model has none."""
     probability: _builtins.float
-    """Softmax probability, 0 to 1."""
+    """Probability, 0 to 1: the softmax; the sigmoid for "multilabel"; of a class in a segmented image the mean softmax where
+    it is predicted; the score of an object; 0 for "regress".
+    """
     score: _builtins.float
-    """The logit."""
+    """The logit; of a class in a segmented image its mean where it is predicted; the score of an object."""
     area: _builtins.float
     """Of a class in a segmented image, the share of the model's input that it covers, 0 to 1."""
     @_builtins.property
@@ -977,7 +993,7 @@ class Explanation(_message.Message):
     layer: _builtins.str
     """Name of the layer, or of several that were fused, joined by " + "; empty for methods that look at the input."""
     score: _builtins.float
-    """The score explained: a logit, or for a contrast the difference of two."""
+    """The score explained: a logit, for a contrast the difference of two, or what else the target is."""
     verdict: Global___Verdict.ValueType
     """Whether the map can be read as an explanation."""
     verdict_message: _builtins.str
@@ -994,7 +1010,7 @@ class Explanation(_message.Message):
     """How the maps of the layers named became one, where there are several."""
     @_builtins.property
     def target(self) -> Global___Prediction:
-        """The class explained: index and label."""
+        """The class, or object, explained. The label is "similarity" where two images are compared."""
 
     @_builtins.property
     def contrast(self) -> Global___Prediction:
@@ -1022,7 +1038,7 @@ class Explanation(_message.Message):
 
     @_builtins.property
     def resolved_target(self) -> Global___Target:
-        """The target as it was resolved, to ask for the same again."""
+        """The target as it was resolved, to ask for the same again; of a similarity without the other image."""
 
     def __init__(
         self,
