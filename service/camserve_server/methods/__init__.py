@@ -43,6 +43,12 @@ BASELINE = Parameter(
     "zero",
     choices=gradients.BASELINES,
 )
+QUADRATURE = Parameter(
+    "quadrature",
+    "Where the steps are: cubic, close together near the baseline, or as in Captum's Gauss-Legendre quadrature.",
+    "cubic",
+    choices=("cubic", "gauss-legendre"),
+)
 ANY_BASELINE = Parameter(
     "baseline",
     "Where the ways to the image begin, as in integrated_gradients; any draws one of them for each sample.",
@@ -131,7 +137,7 @@ METHODS: dict[str, Method] = {
         copy=gradients.along,
         count=gradients.steps_and_baseline,
         term=gradients.weighted,
-        parameters=(STEPS, BASELINE),
+        parameters=(STEPS, BASELINE, QUADRATURE),
         baseline=gradients.last,
         about=gradients.integrated,
     ),
