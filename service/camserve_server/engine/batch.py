@@ -109,6 +109,19 @@ class Turn:
         return RowResult(logits, self.targets[place], score, maps, dead, features, readings)
 
 
+def joined(turns: Sequence[Turn]) -> Turn:
+    """Put several turns together."""
+    if len(turns) == 1:
+        return turns[0]
+    return Turn(
+        [row for turn in turns for row in turn.rows],
+        [unit for turn in turns for unit in turn.units],
+        [target for turn in turns for target in turn.targets],
+        torch.cat([turn.scores for turn in turns]),
+        [one for turn in turns for one in turn.logits],
+    )
+
+
 def scored(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[tuple[Turn, Tensor]]:
     """Yield the turns of a batch, each with its rows' scores [b] still on the graph."""
     for indices in units.turns:

@@ -1,14 +1,24 @@
 """The passes over layers: their feature maps, the score's gradients there, and what the methods make of them."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from camserve_server.engine.batch import Turn, differentiated, forward, in_order, inputs_of, scored, to_numpy, units_of
+from camserve_server.engine.batch import (
+    Turn,
+    differentiated,
+    forward,
+    in_order,
+    inputs_of,
+    joined,
+    scored,
+    to_numpy,
+    units_of,
+)
 from camserve_server.errors import FailedPrecondition
 from camserve_server.hooks import Capture, watching
 from camserve_server.methods import METHODS, Cam
@@ -33,6 +43,13 @@ class Grids:
         return cast("list[bool]", (~self.gradients.flatten(1).any(1)).tolist())
 
 
+_Seen: TypeAlias = tuple[Turn, list[Grids]]
+"""One backward pass, and what it showed of each layer."""
+
+TOGETHER = 16
+"""Rows that methods are computed for at once, where there are as many; more would only take memory."""
+
+
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch: one forward pass, and one backward pass a turn."""
     units = units_of(rows)
@@ -40,9 +57,10 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), watching(layers) as captures:
         said = forward(model, inputs_of(model.info, units.rows))
-        for turn in differentiated(said, units, rows):
-            grids = [see(model.info, captures, name, turn.units) for name in pass_.layers]
-            results |= _results(turn, grids, rows)
+        turns = differentiated(said, units, rows)
+        seen = ((turn, [see(model.info, captures, name, turn.units) for name in pass_.layers]) for turn in turns)
+        for some in _together(seen):
+            results |= _results(some, rows)
     return in_order(results)
 
 
@@ -56,11 +74,25 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
         said = forward(model, inputs_of(model.info, units.rows))
         for turn, scores in scored(said, units, rows):
             grids = [_see_twice(model.info, captures, name, turn.units, scores) for name in pass_.layers]
-            results |= _results(turn, grids, rows)
+            results |= _results([(turn, grids)], rows)
     return in_order(results)
 
 
-def _results(turn: Turn, grids: list[Grids], rows: Sequence[Row]) -> dict[int, RowResult]:
+def _together(seen: Iterable[_Seen]) -> Iterator[list[_Seen]]:
+    """Gather turns until they have enough rows: a method costs less for many rows at once than for each by itself."""
+    some: list[_Seen] = []
+    for one in seen:
+        some.append(one)
+        if sum(len(turn.rows) for turn, _ in some) >= TOGETHER:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _results(seen: Sequence[_Seen], rows: Sequence[Row]) -> dict[int, RowResult]:
+    turn = joined([turn for turn, _ in seen])
+    grids = [_joined(layer) for layer in zip(*(grids for _, grids in seen), strict=True)]
     mine = [rows[index] for index in turn.rows]
     maps = [_weigh([row.calls for row in mine], layer, turn.scores) for layer in grids]
     dead = [layer.dead for layer in grids]
@@ -73,6 +105,12 @@ def _results(turn: Turn, grids: list[Grids], rows: Sequence[Row]) -> dict[int, R
         )
         for place, index in enumerate(turn.rows)
     }
+
+
+def _joined(parts: Sequence[Grids]) -> Grids:
+    if len(parts) == 1:
+        return parts[0]
+    return Grids(torch.cat([one.activations for one in parts]), torch.cat([one.gradients for one in parts]))
 
 
 def see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]) -> Grids:
@@ -131,8 +169,9 @@ def _weigh(calls: Sequence[tuple[MethodCall, ...]], grids: Grids, scores: Tensor
 def _maps(call: MethodCall, grids: Grids, scores: Tensor, places: list[int]) -> Tensor:
     """Return a method's maps [b,h,w] for some rows; or what each adds to its mean, for a method that makes copies."""
     method = cast("Cam", METHODS[call.name])
-    more = {} if grids.curvature is None else {"curvature": grids.curvature[places]}
-    found = method.weigh(grids.activations[places], grids.gradients[places], scores[places], **call.parameters, **more)
+    at = slice(None) if len(places) == len(scores) else places  # all of them need not be copied
+    more = {} if grids.curvature is None else {"curvature": grids.curvature[at]}
+    found = method.weigh(grids.activations[at], grids.gradients[at], scores[at], **call.parameters, **more)
     if method.finish is not as_it_is or found.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]
         return found
     return principal(found) if call.eigen else found.sum(1)
