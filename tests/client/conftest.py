@@ -107,6 +107,55 @@ def receipt(image: bytes) -> explain_pb2.Receipt:
     )
 
 
+def inspection(request: Any) -> Any:
+    seen = explain_pb2.Statistics(mean=0.5, std=1, minimum=-1, maximum=3, zeros=0.25, norm=20)
+    slope = explain_pb2.Statistics(std=0.1, minimum=-0.1, maximum=0.1, norm=0.02)
+    zeros = explain_pb2.Statistics(zeros=1)
+    wild = explain_pb2.Statistics(norm=1, non_finite=3)
+    whole = {"type": "Conv2d", "output_shape": [1, 2, 2, 2], "elements": 8}
+    readings = [
+        explain_pb2.LayerReading(name="stem", activation=seen, gradient=slope, **whole),
+        explain_pb2.LayerReading(name="body", activation=seen, gradient=slope, container=True, **whole),
+        explain_pb2.LayerReading(name="dead", activation=zeros, gradient=zeros, **whole),
+        explain_pb2.LayerReading(name="wild", activation=wild, gradient=slope, **whole),
+        explain_pb2.LayerReading(name="cut", activation=seen, gradient=zeros, **whole),
+        explain_pb2.LayerReading(name="words", type="Words"),
+    ]
+    wanted = [each for each in readings if not request.layers or each.name in request.layers]
+    target = explain_pb2.Prediction(class_index=7, label="tabby", probability=0.5, score=2.5)
+    return explain_pb2.InspectLayersResponse(
+        request_id="id", model=request.model or "tiny", target=target, score=2.5, layers=wanted, timing=timing()
+    )
+
+
+def extraction(request: Any) -> Any:
+    target = explain_pb2.Prediction(class_index=7, label="tabby", probability=0.5, score=2.5)
+    against = explain_pb2.Prediction(class_index=8, label="tiger cat")
+    return explain_pb2.ExtractFeaturesResponse(
+        request_id="id",
+        model=request.model or "tiny",
+        layer=request.layer or "features",
+        target=target,
+        contrast=against if request.target.HasField("contrast") else None,
+        score=2.5,
+        channels=[
+            explain_pb2.Channel(index=5, mean_activation=2, gradient_weight=-0.5),
+            explain_pb2.Channel(index=0, mean_activation=1, gradient_weight=0.25),
+        ],
+        channel_count=8,
+        grid_height=1,
+        grid_width=2,
+        maps=np.arange(4, dtype="<f4").tobytes() if request.raw else b"",
+        picture=overlay(request.picture),
+        photo=explain_pb2.Photo(width=6, height=4),
+        timing=timing(),
+    )
+
+
+def timing() -> explain_pb2.Timing:
+    return explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=5)
+
+
 def heatmap() -> explain_pb2.Heatmap:
     data = np.arange(4, dtype="<f4").tobytes()
     return explain_pb2.Heatmap(height=2, width=2, data=data)
@@ -141,6 +190,8 @@ class Fake(
         self.refusals: list[Refusal] = []
         self.streams: list[Callable[[Iterator[Any], grpc.ServicerContext], Iterator[Any]]] = []
         self.answer = answer
+        self.inspection = inspection
+        self.extraction = extraction
         self.stream_ended = threading.Event()
         self.called = threading.Event()
         self.hold = threading.Event()
@@ -177,6 +228,14 @@ class Fake(
         self._note("ExplainStream", None, context)
         serve = self.streams.pop(0) if self.streams else in_order
         yield from serve(request_iterator, context)
+
+    def InspectLayers(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("InspectLayers", request, context)
+        return self.inspection(request)
+
+    def ExtractFeatures(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("ExtractFeatures", request, context)
+        return self.extraction(request)
 
     def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
         self._note("ListModels", request, context)

@@ -51,6 +51,8 @@ from camserve._targets import (
 )
 from camserve._values import Health, Layer, Method, MethodInfo, Model, ParameterInfo
 from camserve._wire import ExplainOptions, ImageLike, MethodLike
+from camserve._xray import Channel, Features, Inspection, LayerReading, Statistics
+from camserve._xray_wire import FeaturesOptions, InspectOptions
 
 __all__ = [
     "AsyncClient",
@@ -58,6 +60,7 @@ __all__ = [
     "BoxLike",
     "CamserveError",
     "Cancelled",
+    "Channel",
     "Check",
     "ClassLike",
     "Client",
@@ -67,12 +70,17 @@ __all__ = [
     "ExplainOptions",
     "Explanation",
     "FailedPrecondition",
+    "Features",
+    "FeaturesOptions",
     "Finer",
     "Health",
     "ImageLike",
+    "InspectOptions",
+    "Inspection",
     "Internal",
     "InvalidArgument",
     "Layer",
+    "LayerReading",
     "Method",
     "MethodInfo",
     "MethodLike",
@@ -91,6 +99,7 @@ __all__ = [
     "Retry",
     "Segment",
     "Similarity",
+    "Statistics",
     "TargetLike",
     "Timing",
     "Unauthenticated",

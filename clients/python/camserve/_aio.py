@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc.aio
 
-from camserve import _replay, _stream, _wire
+from camserve import _replay, _stream, _wire, _xray_wire
 from camserve._errors import CamserveError, Cancelled, FailedPrecondition, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from camserve._result import Result
     from camserve._settings import Settings
     from camserve._values import Health, Layer, MethodInfo, Model
+    from camserve._xray import Features, Inspection
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -159,6 +160,20 @@ class AsyncClient:
         question.progress = progress
         bar = progress_bar(images, shown=progress)
         return self._explained(_stream.many(images), question, window, bar)
+
+    async def inspect(
+        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.InspectOptions]
+    ) -> Inspection:
+        """Measure every layer of a model while it looks at one image: see ``Client.inspect``."""
+        request = await asyncio.to_thread(_xray_wire.inspection_request, image, options)
+        return _xray_wire.inspection(await self._call(self._stubs.explain.InspectLayers, request, timeout))
+
+    async def features(
+        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.FeaturesOptions]
+    ) -> Features:
+        """Return channels of a layer: see ``Client.features``."""
+        request = await asyncio.to_thread(_xray_wire.features_request, image, options)
+        return _xray_wire.features(await self._call(self._stubs.explain.ExtractFeatures, request, timeout))
 
     async def models(self) -> tuple[Model, ...]:
         """List the models that the server has loaded; the first one is its default."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc
 
-from camserve import _replay, _stream, _wire
+from camserve import _replay, _stream, _wire, _xray_wire
 from camserve._errors import CamserveError, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from camserve._result import Result
     from camserve._settings import Settings
     from camserve._values import Health, Layer, MethodInfo, Model
+    from camserve._xray import Features, Inspection
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -202,6 +203,38 @@ class Client:
         question.progress = progress
         bar = progress_bar(images, shown=progress)
         return self._explained(_stream.many(images), question, window, bar)
+
+    def inspect(
+        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.InspectOptions]
+    ) -> Inspection:
+        """Measure every layer of a model while it looks at one image.
+
+        Args:
+            image: What ``explain`` takes.
+            timeout: Seconds, instead of the client's.
+            **options: What to measure: see ``InspectOptions``.
+
+        Raises:
+            CamserveError: The class below it says why.
+        """
+        request = _xray_wire.inspection_request(image, options)
+        return _xray_wire.inspection(self._call(self._explain.InspectLayers, request, timeout))
+
+    def features(
+        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.FeaturesOptions]
+    ) -> Features:
+        """Return channels of a layer: the most active ones, or those that matter most for the score.
+
+        Args:
+            image: What ``explain`` takes.
+            timeout: Seconds, instead of the client's.
+            **options: Which channels, and how: see ``FeaturesOptions``.
+
+        Raises:
+            CamserveError: The class below it says why.
+        """
+        request = _xray_wire.features_request(image, options)
+        return _xray_wire.features(self._call(self._explain.ExtractFeatures, request, timeout))
 
     def models(self) -> tuple[Model, ...]:
         """List the models that the server has loaded; the first one is its default."""

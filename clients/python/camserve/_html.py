@@ -12,12 +12,17 @@ if TYPE_CHECKING:
     from camserve._picture import Picture
 
 
-def figure(picture: Picture | None, title: str, note: str) -> str:
+def figure(picture: Picture | None, title: str, note: str, width: str = "24em") -> str:
     """Show a picture over its title and a note."""
     image = _inline(picture, title) if picture else "<em>no overlay</em>"
     small = f"<br><small>{escape(note)}</small>" if note else ""
     caption = f"<figcaption>{escape(title)}{small}</figcaption>"
-    return f'<figure style="margin:0;max-width:24em">{image}{caption}</figure>'
+    return f'<figure style="margin:0;max-width:{width}">{image}{caption}</figure>'
+
+
+def text(words: str) -> str:
+    """Show words as they are."""
+    return escape(words)
 
 
 def page(title: str, rows: Iterable[tuple[str, str]], figures: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from camserve import _xray
 from camserve._result import Verdict
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from camserve._replay import Check, Replay
     from camserve._result import Explanation, Result
     from camserve._values import Layer, MethodInfo, Model, ParameterInfo
+    from camserve._xray import LayerReading
 
 RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
 
@@ -79,6 +81,12 @@ def layer_rows(layers: Iterable[Layer]) -> list[tuple[str, ...]]:
         )
         for each in layers
     ]
+
+
+def reading_rows(readings: Iterable[LayerReading]) -> list[tuple[str | Text, ...]]:
+    """Describe what layers gave, one a row; what is wrong is red."""
+    rows = [(each, _xray.row(each)) for each in readings]
+    return [tuple(Text(cell, style="red") for cell in cells) if each.trouble else cells for each, cells in rows]
 
 
 def method_rows(methods: Iterable[MethodInfo]) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 import camserve
-from camserve import _files, _tables
+from camserve import _files, _tables, _xray
 from camserve._settings import LOCAL, TIMEOUT
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from rich.text import Text
+
+    from camserve._xray_wire import InspectOptions
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -377,6 +379,77 @@ def _describe(method: camserve.MethodInfo, *, as_json: bool) -> None:
         _tables.show(_tables.PARAMETER_HEADINGS, _tables.parameter_rows(method.parameters))
 
 
+_photo = click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PHOTO")
+_model = click.option("--model", metavar="NAME", help="A model of the server. Default: its first.")
+_one_target = click.option(
+    "--target",
+    type=_target,
+    metavar="CLASS[ vs CLASS]",
+    help='A label, an index, or "tabby vs tiger cat". Default: what the model predicts.',
+)
+
+
+@main.command()
+@_photo
+@_model
+@_one_target
+@click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: all.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw the norms too.")
+@_connected
+@_json
+def inspect(
+    photo: Path, server: str, timeout: float, *, plot: Path | None, as_json: bool, **wishes: Unpack[InspectOptions]
+) -> None:
+    """Measure what every layer gives for PHOTO, and the score's gradient there."""
+    with camserve.Client(server, timeout=timeout) as client:
+        found = client.inspect(photo, **wishes)
+    _show(found.layers, _xray.HEADINGS, _tables.reading_rows(found.layers), as_json=as_json)
+    if plot:
+        found.save(plot)
+
+
+class Channels(TypedDict):
+    """Which channels `features` was asked for."""
+
+    model: str | None
+    target: camserve.TargetLike | None
+    layer: str | None
+    rank: str
+    top: int
+    colormap: str
+
+
+@main.command()
+@_photo
+@_model
+@_one_target
+@click.option("--layer", metavar="NAME", help="Default: the model's.")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@click.option(
+    "--rank",
+    default="activation",
+    show_default=True,
+    type=click.Choice(["activation", "gradient"]),
+    help="By the channels' mean, or by the size of Grad-CAM's weights.",
+)
+@click.option("--top", default=16, show_default=True, metavar="N", help="How many channels.")
+@click.option("--colormap", default="viridis", show_default=True, metavar="NAME", help="Of the tiles.")
+@_connected
+@_json
+def features(
+    photo: Path, output: Path, server: str, timeout: float, *, as_json: bool, **wishes: Unpack[Channels]
+) -> None:
+    """Draw the channels of a layer that are most active for PHOTO, or matter most for the score.
+
+    FILE is a picture with a tile for each (.png, .jpg, .webp), or their raw maps (.npy).
+    """
+    with camserve.Client(server, timeout=timeout) as client:
+        found = client.features(photo, maps=output.suffix.lower() == ".npy", **wishes)
+    found.save(output)
+    rows = [(str(each.index), f"{each.mean_activation:.3g}", f"{each.gradient_weight:.3g}") for each in found.channels]
+    _show(found.channels, ("channel", "mean activation", "gradient weight"), rows, as_json=as_json)
+
+
 @main.command()
 @click.argument("service", default="")
 @_connected
@@ -389,7 +462,7 @@ def health(service: str, server: str, timeout: float, *, as_json: bool) -> int:
     return 0 if status is camserve.Health.SERVING else FAILED
 
 
-def _show(values: object, heads: Sequence[str], rows: Sequence[Sequence[str]], *, as_json: bool) -> None:
+def _show(values: object, heads: Sequence[str], rows: Sequence[Sequence[str | Text]], *, as_json: bool) -> None:
     if as_json:
         click.echo(_tables.as_json(values))
     else:

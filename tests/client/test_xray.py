@@ -1,0 +1,265 @@
+"""Looks inside a model: what is asked, what comes back, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import camserve
+from camserve import _chart, cli
+from camserve.v1 import explain_pb2
+
+
+@pytest.fixture
+async def inspection(client: Any) -> Any:
+    return await client.inspect(b"\x07")
+
+
+@pytest.fixture
+async def features(client: Any) -> Any:
+    return await client.features(b"\x07")
+
+
+@pytest.fixture
+def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
+
+
+@pytest.fixture
+def photo(tmp_path: Any) -> Any:
+    path = tmp_path / "cat.jpg"
+    path.write_bytes(b"\x07")
+    return path
+
+
+async def test_an_image_goes_out_and_readings_come_back(client: Any, server: Any) -> None:
+    found = await client.inspect(b"\x07", model="large", target="tabby", layers="stem", timeout=5)
+
+    asked = server.calls[0].request
+    assert (asked.image, asked.model, asked.target.label, list(asked.layers)) == (b"\x07", "large", "tabby", ["stem"])
+    assert server.calls[0].time_remaining < 5.5
+    assert (found.model, found.target.label, found.score, found.contrast) == ("large", "tabby", 2.5, None)
+    assert found.timing == camserve.Timing(1, 2, 3, 4, 5)
+    assert found.layers == (
+        camserve.LayerReading(
+            name="stem",
+            type="Conv2d",
+            output_shape=(1, 2, 2, 2),
+            elements=8,
+            activation=camserve.Statistics(0.5, 1, -1, 3, 0.25, 20, 0),
+            gradient=camserve.Statistics(0, 0.1, -0.1, 0.1, 0, 0.02, 0),
+            container=False,
+        ),
+    )
+
+
+async def test_what_is_left_out_is_the_servers_to_choose(client: Any, server: Any) -> None:
+    await client.inspect(b"\x07")
+    await client.features(b"\x07")
+
+    assert server.calls[0].request == explain_pb2.InspectLayersRequest(image=b"\x07")
+    assert server.calls[1].request == explain_pb2.ExtractFeaturesRequest(
+        image=b"\x07", top=16, raw=True, picture=explain_pb2.IMAGE_FORMAT_PNG, rank=explain_pb2.CHANNEL_RANK_ACTIVATION
+    )
+
+
+async def test_channels_come_back_with_their_maps_and_tiles(client: Any, server: Any) -> None:
+    against = camserve.contrast("tabby", "tiger cat")
+    found = await client.features(
+        b"\x07", layer="stem", model="large", target=against, rank="gradient", top=2, picture="jpeg", colormap="magma"
+    )
+
+    asked = server.calls[0].request
+    assert (asked.layer, asked.model, asked.rank, asked.top, asked.colormap) == ("stem", "large", 2, 2, "magma")
+    assert found.channels == (camserve.Channel(5, 2, -0.5), camserve.Channel(0, 1, 0.25))
+    np.testing.assert_array_equal(found.maps, [[[0, 1]], [[2, 3]]])
+    assert found.maps.dtype == np.float32
+    assert (found.image.size, found.picture.format) == ((6, 4), "jpeg")
+    assert (found.contrast.label, found.channel_count, found.grid) == ("tiger cat", 8, (1, 2))
+    assert (found.photo.width, found.photo.height) == (6, 4)
+
+
+async def test_parts_not_asked_for_say_how_to_ask(client: Any, tmp_path: Any) -> None:
+    found = await client.features(b"\x07", maps=False, picture=None)
+
+    assert found.maps is None
+    with pytest.raises(camserve.FailedPrecondition, match="picture="):
+        _ = found.image
+    with pytest.raises(camserve.FailedPrecondition, match="maps=True"):
+        found.save(tmp_path / "a.npy")
+    assert "no overlay" in found._repr_html_()
+
+
+async def test_maps_of_another_size_than_said_are_the_servers_fault(client: Any, server: Any) -> None:
+    whole = server.extraction
+    server.extraction = lambda request: explain_pb2.ExtractFeaturesResponse(
+        channels=whole(request).channels, grid_height=9, grid_width=9, maps=b"1234"
+    )
+
+    with pytest.raises(camserve.Internal, match="2 maps of 9 by 9"):
+        await client.features(b"\x07")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"top": 0}, "top"),
+        ({"top": 257}, "top"),
+        ({"rank": "size"}, "rank"),
+        ({"picture": "gif"}, "picture"),
+        ({"target": -1}, "target"),
+    ],
+)
+async def test_what_is_wrong_is_not_sent(client: Any, server: Any, options: Any, field: str) -> None:
+    with pytest.raises(camserve.InvalidArgument) as caught:
+        await client.features(b"\x07", **options)
+
+    assert list(caught.value.fields) == [field]
+    assert server.calls == []
+
+
+async def test_options_of_a_wrong_kind_are_not_sent(client: Any, server: Any) -> None:
+    for call, options in ((client.inspect, {"model": 7}), (client.features, {"top": "many"})):
+        with pytest.raises(camserve.InvalidArgument, match="of a wrong kind"):
+            await call(b"\x07", **options)
+
+    assert server.calls == []
+
+
+def test_what_is_wrong_with_a_layer_is_said(inspection: Any) -> None:
+    assert {each.name: each.trouble for each in inspection.layers} == {
+        "stem": "",
+        "body": "",
+        "dead": "dead: all zeros",
+        "wild": "3 not finite",
+        "cut": "no gradient",
+        "words": "returns no numbers",
+    }
+
+
+def test_leaves_are_what_was_measured_and_has_no_layers_inside(inspection: Any) -> None:
+    assert [each.name for each in inspection.leaves] == ["stem", "dead", "wild", "cut"]
+
+
+def test_the_table_has_a_line_for_every_layer(inspection: Any) -> None:
+    lines = inspection.table().splitlines()
+
+    assert len(lines) == 7
+    assert lines[0].split()[:3] == ["layer", "type", "output"]
+    assert lines[1].split() == ["stem", "Conv2d", "1×2×2×2", "0.5", "1", "-1", "3", "25.0%", "20", "0.02"]
+    assert lines[6].endswith("returns no numbers")
+
+
+def colours(image: Image.Image) -> set[Any]:
+    return {pixel for _, pixel in image.getcolors(1 << 24)}
+
+
+def rgb(name: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(name[1:]))
+
+
+def test_the_plot_marks_trouble_in_red_and_nothing_else(inspection: Any) -> None:
+    healthy = replace(inspection, layers=inspection.layers[:1])
+    red = rgb(_chart._TROUBLE)
+
+    assert red in colours(inspection.plot())
+    assert red not in colours(healthy.plot())
+    assert set(map(rgb, _chart._COLOURS.values())) <= colours(healthy.plot())
+
+
+def test_a_tenfold_norm_is_a_longer_bar_by_the_same_step_everywhere(inspection: Any) -> None:
+    stem = inspection.layers[0]
+    steps = [replace(stem, activation=replace(stem.activation, norm=norm)) for norm in (0.1, 1.0, 10.0, 100.0)]
+    pixels = np.asarray(replace(inspection, layers=tuple(steps)).plot())
+    blue = (pixels == rgb(_chart._COLOURS["activation norm"])).all(2)
+    lengths = [int(blue[_chart._HEAD + k * _chart.ROW + _chart.ROW // 2].sum()) for k in range(4)]
+
+    assert np.diff(lengths[1:]) == pytest.approx(np.diff(lengths[1:]).mean(), abs=1)
+    assert lengths[0] < lengths[1]
+
+
+@pytest.mark.parametrize("count", [1, 50, 400, 5000])
+def test_a_plot_of_any_depth_has_a_height_to_look_at(inspection: Any, count: int) -> None:
+    image = replace(inspection, layers=inspection.layers[:1] * count).plot()
+
+    assert image.width == _chart.WIDTH
+    assert image.height <= _chart.TALLEST + _chart._HEAD + _chart._FOOT
+
+
+def test_a_long_name_is_shortened_from_its_beginning() -> None:
+    fitted = _chart._fitted("encoder." * 30 + "norm", 200)
+
+    assert fitted.startswith("…")
+    assert fitted.endswith("norm")
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.WEBP"])
+def test_plots_and_tiles_are_saved_by_their_suffix(inspection: Any, features: Any, tmp_path: Any, name: str) -> None:
+    for found in (inspection, features):
+        with Image.open(found.save(tmp_path / name)) as saved:
+            assert saved.format in ("PNG", "JPEG", "WEBP")
+
+
+def test_the_table_and_the_maps_are_saved_too(inspection: Any, features: Any, tmp_path: Any) -> None:
+    assert inspection.save(tmp_path / "a.txt").read_text() == inspection.table() + "\n"
+    np.testing.assert_array_equal(np.load(features.save(tmp_path / "a.npy")), features.maps)
+
+
+def test_another_suffix_is_refused(inspection: Any, features: Any, tmp_path: Any) -> None:
+    with pytest.raises(camserve.InvalidArgument, match=r"'\.gif'; there are .*\.txt"):
+        inspection.save(tmp_path / "a.gif")
+    with pytest.raises(camserve.InvalidArgument, match=r"'a'; there are .*\.npy"):
+        features.save(tmp_path / "a")
+
+
+def test_a_notebook_shows_the_plot_and_the_tiles(inspection: Any, features: Any) -> None:
+    assert 'src="data:image/png;base64,' in inspection._repr_html_()
+    assert "tiny · tabby" in inspection._repr_html_()
+    assert "2 of 8 channels · tabby" in features._repr_html_()
+
+
+def test_without_a_leaf_there_is_a_table_and_no_plot(inspection: Any) -> None:
+    odd = replace(inspection, layers=(replace(inspection.layers[-1], name="<b>"),))
+
+    assert "&lt;b&gt;" in odd._repr_html_()
+    with pytest.raises(camserve.FailedPrecondition, match="nothing to draw"):
+        odd.plot()
+
+
+def test_the_command_prints_readings_and_draws_them(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
+    done = run(
+        "inspect", photo, "--target", "tabby vs 8", "--layer", "stem", "--layer", "dead", "--plot", tmp_path / "p.png"
+    )
+
+    assert done.exit_code == 0, done.output
+    assert {"stem", "Conv2d", "25.0%", "dead:"} <= set(done.stdout.split())
+    assert list(server.calls[0].request.layers) == ["stem", "dead"]
+    assert server.calls[0].request.target.contrast.why_not.class_index == 8
+    with Image.open(tmp_path / "p.png") as plot:
+        assert plot.width == _chart.WIDTH
+
+
+def test_the_command_prints_readings_as_json(run: Any, photo: Any) -> None:
+    said = json.loads(run("inspect", photo, "--json").stdout)
+
+    assert [each["name"] for each in said] == ["stem", "body", "dead", "wild", "cut", "words"]
+    assert said[0]["gradient"]["norm"] == 0.02
+
+
+def test_the_command_writes_tiles_or_raw_maps(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
+    done = run("features", photo, "--layer", "stem", "--rank", "gradient", "--top", 2, "-o", tmp_path / "f.png")
+    raw = run("features", photo, "-o", tmp_path / "f.npy", "--json")
+
+    assert (done.exit_code, raw.exit_code) == (0, 0), done.output + raw.output
+    assert {"channel", "5", "-0.5"} <= set(done.stdout.split())
+    assert json.loads(raw.stdout)[0] == {"index": 5, "mean_activation": 2, "gradient_weight": -0.5}
+    assert [call.request.raw for call in server.calls] == [False, True]
+    assert np.load(tmp_path / "f.npy").shape == (2, 1, 2)
