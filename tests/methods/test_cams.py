@@ -187,6 +187,23 @@ def test_with_a_constant_in_its_denominator_grad_cam_plus_plus_would_not():
     assert gap(small.sum(1), plain.sum(1)) > 0.1
 
 
+def test_where_a_sum_of_activations_is_negative_alpha_is_a_half():
+    """Equation 19 has a pole there, which feature maps behind a ReLU never come near."""
+    gradients = torch.full((1, 1, 2, 2), 0.5)
+    activations = torch.full((1, 1, 2, 2), -1.0)  # 2 + g ΣA is zero
+    found = METHODS["gradcam_plus_plus"].weigh(activations, gradients, torch.zeros(1), variant="paper")
+    assert gap(found, 4 * 0.5 * 0.5 * activations) <= 1e-6
+
+
+def test_the_two_variants_of_grad_cam_plus_plus_agree_where_sums_are_negative(lite0, photos):
+    """Behind a linear bottleneck half of the sums are: with the pole, the two correlate by -0.6 on one photo."""
+    calls = tuple(call("gradcam_plus_plus", variant=variant) for variant in ("paper", "official"))
+    rows = [Row(photo, RankTarget(0), calls) for photo in photos.values()]
+    for result in run(lite0, rows, ["blocks.4.2"]):
+        paper, official = (one.ravel() for one in result.maps[0])
+        assert np.corrcoef(paper, official)[0, 1] >= 0.9
+
+
 def test_an_official_weight_is_a_mean_of_positive_gradients():
     activations, gradients = drawn(1, 8, 3, 4)
     terms = METHODS["gradcam_plus_plus"].weigh(activations, gradients, torch.zeros(1), variant="official")
@@ -247,8 +264,8 @@ def test_a_linear_kernel_is_no_kernel():
 
 
 def test_a_grid_too_fine_for_a_kernel_is_refused_in_words():
-    with pytest.raises(FailedPrecondition, match="3249 positions; kpcacam takes up to 3136: name a deeper layer"):
-        weigh("kpcacam", *torch.zeros(2, 1, 1, 57, 57))
+    with pytest.raises(FailedPrecondition, match="1056 positions; kpcacam takes up to 1024: name a deeper layer"):
+        weigh("kpcacam", *torch.zeros(2, 1, 1, 32, 33))
 
 
 def test_fem_says_the_same_of_every_target_and_nothing_where_nothing_stands_out(resnet):

@@ -61,21 +61,18 @@ def xgradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
     return torch.where(total == 0, 0, weight) * activations
 
 
-PLUS_EPS = 1e-12
-"""Added to Grad-CAM++'s denominators, as a share of the largest g²."""
-
-
 def gradcam_plus_plus(activations: Tensor, gradients: Tensor, _scores: Tensor, *, variant: str) -> Tensor:
     """Weigh each feature map by its positive gradients, each by how much of the evidence it stands for.
 
     L = Σ_k w_k A_k, where w_k = Σ_ij α_kij ReLU(g_kij) and α_kij = g² / (2 g² + g³ Σ_ab A_kab). Chattopadhay et al.
     2018, equation 19. In the variant "official" the α of a channel are divided by their sum over its positive
-    gradients, as the authors' code does. A small part of the largest g² is added to the denominator, never a constant:
-    gradients of deep layers are so small that a constant of 1e-6 would decide the map.
+    gradients, as the authors' code does. The paper's feature maps are behind a ReLU, and α is between 0 and 1/2; where
+    a sum is negative, g³ ΣA counts as zero, for else the denominator may vanish. No constant is added to it: gradients
+    of deep layers are so small that a constant of 1e-6, which keeps other codes from dividing by zero, decides the map.
     """
     greatest = _greatest(gradients)
-    total = activations.sum((2, 3), keepdim=True)
-    alpha = _alpha((gradients / greatest) ** 2, (gradients / greatest) ** 3 * greatest, total)
+    relative = gradients / greatest
+    alpha = _alpha(relative**2, relative**3 * greatest, activations.sum((2, 3), keepdim=True))
     if variant == "official":
         shares = torch.where(gradients > 0, alpha, 0).sum((2, 3), keepdim=True)
         alpha = alpha / torch.where(shares == 0, 1, shares)
@@ -90,7 +87,7 @@ def _greatest(gradients: Tensor) -> Tensor:
 
 def _alpha(square: Tensor, cube: Tensor, total: Tensor) -> Tensor:
     """Return α of Grad-CAM++ from g² and g³, both divided by the largest g², and Σ_ab A [..,C,1,1]."""
-    return torch.where(square == 0, 0, square / (2 * square + total * cube + PLUS_EPS))
+    return torch.where(square == 0, 0, square / (2 * square + (cube * total).clamp(min=0)))
 
 
 def smoothgradcam_plus_plus(
@@ -193,8 +190,8 @@ def _agreeing(maps: Tensor, guide: Tensor) -> Tensor:
     return maps * torch.where((centred * maps).sum((1, 2), keepdim=True) < 0, -1.0, 1.0)
 
 
-POSITIONS = 3136
-"""Positions of a grid, 56×56, of which a kernel matrix is decomposed; more would take minutes."""
+POSITIONS = 1024
+"""Positions of a grid, 32×32, of which a kernel matrix is decomposed: half a second; 56×56 would take ten."""
 
 
 def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: str) -> Tensor:

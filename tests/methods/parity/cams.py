@@ -257,7 +257,7 @@ CASES = [
         grad_cam("GradCAMPlusPlus"),
         bound=0.9,
         measure="correlation",
-        note="Theirs adds 1e-6 to the denominator, more than most g²; ours a share of the largest.",
+        note="Theirs adds 1e-6 to the denominator, which is more than most g²; ours nothing.",
     ),
     *same(
         "gradcam_plus_plus",
