@@ -312,7 +312,7 @@ def refusal(call, **fields):
 
 
 COMMON = [
-    ({"model": "smal"}, "NOT_FOUND", "model", 'did you mean "small"'),
+    ({"model": "smalls"}, "NOT_FOUND", "model", 'did you mean "small"'),
     ({"image": b""}, "INVALID_ARGUMENT", "image", "empty"),
     ({"image": PHOTO[:600]}, "INVALID_ARGUMENT", "image", "broken"),
     ({"target": explain_pb2.Target()}, "INVALID_ARGUMENT", "target", "class_index or a label"),
