@@ -18,8 +18,8 @@ RANDOM = ("resnet50", "densenet121", "vgg16")
 SEED = {"samples": 6, "seed": 3}
 
 KINKS = (
-    "the copies run in batches of 9 here, of 8 there: where rounding moves a value across a ReLU's zero the gradient jumps "
-    "(1e-4 on a model without kinks)"
+    "the copies run in batches of 9 here, of 8 there: where rounding moves a value across a ReLU's zero the gradient "
+    "jumps (below 1e-4 on a model without kinks)"
 )
 
 
