@@ -30,10 +30,6 @@ class Outputs:
         embedding = None if self.embedding is None else self.embedding[places]
         return Outputs(self.info, self.values[places], embedding)
 
-    def detach(self) -> "Outputs":
-        """Return the same without its graph."""
-        return Outputs(self.info, self.values.detach(), None if self.embedding is None else self.embedding.detach())
-
     def embeddings(self) -> Tensor:
         """Return the images' embeddings [B, E].
 

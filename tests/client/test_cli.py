@@ -196,6 +196,7 @@ def test_models_are_listed(run: Any) -> None:
     assert "4.65M" in done.stdout
     assert "224×224" in done.stdout
     assert "float32 on cpu" in done.stdout
+    assert "classify" in done.stdout
 
 
 def test_layers_are_listed(run: Any, server: Any) -> None:

@@ -33,6 +33,9 @@ from methods.tools import Toy, call, explain, gap, inputs, job, noise, run
 EXACT = 1e-5
 
 
+METHODS = ("gradcam", "layercam", "saliency", call("occlusion", window=0.125, stride=0.125))
+
+
 def leaf(module, layer, image):
     """Run a model on [1,3,H,W]; return its output and a layer's on the graph: the oracle's own hook."""
     kept = []
@@ -102,9 +105,11 @@ def test_what_a_segmentation_sees_is_told_by_area(colours):
 
 
 @pytest.mark.parametrize("box", [None, Box(20, 10, 41.5, 50)])
-def test_a_segments_map_equals_autograds(lraspp, box):
+@pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"])
+def test_a_segments_map_equals_autograds(name, box):
+    model = models.load(models.parse(f"torchvision:{name}?weights=none&size=64"))
     image = noise(1, 64)
-    output, activation = leaf(lraspp.module, "backbone.16", inputs(lraspp, image))
+    output, activation = leaf(model.module, "backbone.16", inputs(model, image))
     logits = output["out"][0]
     index = int(logits.argmax(0).flatten().mode().values)
     mask = logits.argmax(0) == index
@@ -113,16 +118,16 @@ def test_a_segments_map_equals_autograds(lraspp, box):
         mask[10:50, 20:42] = True  # the centre of column 41 is at 41.5
         mask[:, 41] = False
     score = logits[index][mask].mean()
-    (row,) = run(lraspp, [Row(image, SegmentTarget(index, box), (call("gradcam"),))], ["backbone.16"])
+    (row,) = run(model, [Row(image, SegmentTarget(index, box), (call("gradcam"),))], ["backbone.16"])
     assert row.score == pytest.approx(float(score.detach()), rel=1e-4)
     np.testing.assert_array_equal(row.target.mask, mask.numpy())
     assert gap(row.maps[0][0], oracle(score, activation)) <= EXACT
 
 
 @pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
-@pytest.mark.parametrize("method", ["gradcam", "layercam", "saliency"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
 def test_a_segments_map_is_hot_where_the_class_is(colours, colour, index, method):
-    squares = {"red": (4, 36, 24), "green": (36, 4, 24)}
+    squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
     (found,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).findings
     assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
 
@@ -206,21 +211,37 @@ def test_images_with_different_numbers_of_objects_share_a_batch(finder):
         assert gap(row.maps[0][0], alone.maps[0][0]) <= EXACT
 
 
-@pytest.mark.parametrize("place", [0, 3])
-def test_a_detections_map_equals_autograds(ssdlite, place):
-    """The oracle is torchvision's detector as it comes, that resizes and normalises by itself."""
-    image, layer = noise(2, 128), ssdlite.info.default_layer
-    theirs = copy.deepcopy(ssdlite.module)
-    theirs.transform = zoo.get_model("ssdlite320_mobilenet_v3_large", weights=None, weights_backbone=None).transform
-    theirs.transform.fixed_size = (128, 128)
-    raw = torch.from_numpy(image).permute(2, 0, 1)[None] / 255
-    (output,), activation = leaf(theirs, layer, raw)
-    index, box = int(output["labels"][place]), Box(*output["boxes"][place].tolist())
-    (row,) = run(ssdlite, [Row(image, DetectionTarget(index, box), (call("gradcam"),))], [layer])
-    score = output["scores"][place]
-    assert row.score == pytest.approx(float(score.detach()), rel=1e-4)
-    assert np.abs(np.array([*_edges(row.target.box)]) - np.array([*_edges(box)])).max() <= 0.01
-    assert gap(row.maps[0][0], oracle(score, activation)) <= EXACT
+def detector(name, **options):
+    """torchvision's detector as it comes, that finds something whatever its weights."""
+    torch.manual_seed(0)
+    net = getattr(zoo.detection, name)(weights=None, weights_backbone=None, **options)
+    return net.eval().requires_grad_(requires_grad=False)
+
+
+DETECTORS = {
+    "ssdlite320_mobilenet_v3_large": {},
+    "fasterrcnn_mobilenet_v3_large_320_fpn": {"box_score_thresh": 0.0},
+    "retinanet_resnet50_fpn": {"score_thresh": 0.0},
+    "fcos_resnet50_fpn": {"score_thresh": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_detections_map_equals_autograds(plant, name):
+    """The oracle is torchvision's detector, that resizes and normalises by itself."""
+    model = plant(lambda: detector(name, **DETECTORS[name]), size=128)
+    image, layer, theirs = noise(2, 128), model.info.default_layer, detector(name, **DETECTORS[name])
+    theirs.transform.min_size, theirs.transform.max_size = (128,), 128
+    theirs.transform.fixed_size = (128, 128) if theirs.transform.fixed_size else None
+    (output,), activation = leaf(theirs, layer, torch.from_numpy(image).permute(2, 0, 1)[None] / 255)
+    for place in (0, 3):
+        index, box = int(output["labels"][place]), Box(*output["boxes"][place].tolist())
+        (row,) = run(model, [Row(image, DetectionTarget(index, box), (call("gradcam"),))], [layer])
+        score = output["scores"][place]
+        assert row.score == pytest.approx(float(score.detach()), rel=1e-4)
+        assert np.abs(np.subtract(_edges(row.target.box), _edges(box))).max() <= 0.01
+        (gradient,) = torch.autograd.grad(score, activation, retain_graph=True)
+        assert gap(row.maps[0][0], (gradient.mean((2, 3), keepdim=True) * activation).sum(1)[0].detach()) <= EXACT
 
 
 def _edges(box):
@@ -228,9 +249,9 @@ def _edges(box):
 
 
 @pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
-@pytest.mark.parametrize("method", ["gradcam", "layercam", "saliency"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
 def test_a_detections_map_is_hot_where_the_object_is(finder, colour, index, method):
-    squares = {"red": (4, 36, 24), "green": (36, 4, 24)}
+    squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
     (found,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).findings
     assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
 
@@ -391,7 +412,7 @@ def test_an_image_is_like_itself(resnet):
 def test_a_likenesss_map_is_hot_where_the_two_are_alike(plant):
     """The embedding is how red and how green an image is; the other image is red."""
     model = plant(Pooled, size=64, task="embed")
-    squares = {"red": (4, 36, 24), "green": (36, 4, 24)}
+    squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
     found = compared(model, painted(**squares), painted(red=(0, 0, 64)), layers=["smooth"])
     assert hottest_inside(found.heatmap, *squares["red"]) >= 0.9
 
@@ -446,6 +467,16 @@ def test_a_model_that_does_not_answer_as_it_is_said_to_is_refused(plant, option,
         plant(Toy, task=option.partition("=")[2])
 
 
+def test_an_answer_without_any_number_fails_that_row_alone_in_words(plant):
+    class Fickle(Toy):
+        def forward(self, image):
+            return "nothing" if image.mean() > 1 else super().forward(image)
+
+    model = plant(Fickle)
+    with pytest.raises(FailedPrecondition, match="the model answers with no tensor of numbers"):
+        run(model, [Row(np.full((16, 16, 3), 255, np.uint8), RankTarget(0))], kind="score")
+
+
 @pytest.mark.parametrize(("factory", "task"), [(Colours, "classify"), (Finder, "multilabel")])
 def test_a_model_said_to_know_classes_must_answer_with_them(plant, factory, task):
     with pytest.raises(ConfigError, match=r"it is no classifier: it answers with a tensor .*, not \[batch, classes\]"):
@@ -475,7 +506,7 @@ def test_a_detector_that_finds_nothing_in_noise_is_refused(plant):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("timm:resnet18?task=clasify", 'task is one of .*did you mean "classify"'),
+        ("timm:resnet18?task=multi", 'task is one of .*did you mean "multilabel"'),
         (
             "torchvision:resnet18?weights=none&classes=0",
             "classes=0 leaves the head out for an embedding, of a timm model only",

@@ -59,6 +59,7 @@ def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:
             each.name,
             each.source,
             each.weights,
+            each.task,
             f"{each.classes:,}",
             f"{each.input_height}×{each.input_width}",
             each.default_layer,

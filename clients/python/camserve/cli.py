@@ -325,7 +325,7 @@ def models(server: str, timeout: float, *, as_json: bool) -> None:
     """List the models that the server has loaded, the default first."""
     with camserve.Client(server, timeout=timeout) as client:
         found = client.models()
-    heads = ("model", "source", "weights", "classes", "input", "default layer", "parameters", "")
+    heads = ("model", "source", "weights", "task", "classes", "input", "default layer", "parameters", "")
     _show(found, heads, _tables.model_rows(found), as_json=as_json)
 
 
