@@ -65,17 +65,54 @@ def test_the_readme_lists_every_error_class():
     assert {"InvalidArgument", "NotFound", "ResourceExhausted", "Unavailable", "Internal"} <= set(classes)
 
 
-def test_the_readmes_python_works_when_pasted(tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def embedded():
+    with serving(models=("efficientnet_lite0",)) as served:
+        yield served.address
+
+
+def test_the_readmes_python_works_when_pasted(embedded, tmp_path, monkeypatch, capsys):
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     text = code(README, "import camserve")
     assert len(text.splitlines()) <= 12
 
-    with serving(models=("efficientnet_lite0",)) as served:
-        exec(text.replace("localhost:50051", served.address), {})  # noqa: S102 -- that is the promise
+    exec(text.replace("localhost:50051", embedded), {})  # noqa: S102 -- that is the promise
 
     assert capsys.readouterr().out.startswith("0.38  Egyptian cat\n")
     assert (tmp_path / "why.jpg").stat().st_size > 10_000
+
+
+@pytest.fixture
+def paste(embedded, tmp_path, monkeypatch):
+    """Run code of the README beside a photo of a cat; return its names."""
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+
+    def run(opening):
+        names = {"camserve": camserve, "client": client}
+        exec(code(README, opening), names)  # noqa: S102 -- that is the promise
+        return names
+
+    with camserve.Client(embedded) as client:
+        yield run
+
+
+def test_the_readmes_smoothing_fusion_and_progress_work_when_pasted(paste, capsys):
+    smooth, long = paste("result = client.explain(")["result"].explanations
+
+    assert smooth.how == "gradcam, augmentation smoothing, eigen smoothing"
+    assert (smooth.layer, smooth.fusion) == ("blocks.4 + blocks.6", "mean")
+    assert smooth.intensity.shape == long.intensity.shape == (224, 224)
+    total = long.parameters["samples"] + 6 + 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"{total:.0f} of {total:.0f} rows"
+
+
+def test_the_readmes_receipts_work_when_pasted(paste, capsys):
+    names = paste("from camserve import Receipt")
+
+    assert names["replay"].same
+    assert capsys.readouterr().out.split() == ["True", "0.0"]
 
 
 def test_a_method_is_one_function_and_one_line(monkeypatch):

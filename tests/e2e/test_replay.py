@@ -58,7 +58,9 @@ def edited(receipt, **changes):
         {"methods": camserve.Method("layercam", augmentation_smoothing=True)},
         {"methods": camserve.Method("hirescam", eigen_smoothing=True)},
         {"methods": camserve.Method("smoothgrad", {"samples": 5, "seed": 11})},
+        {"methods": "refinecam"},
         {"layers": ["layer3", "layer4"], "fusion": "max"},
+        {"targets": camserve.similarity(PHOTOS["coffee"]), "layers": ["layer4"]},
     ],
 )
 def test_what_a_receipt_says_comes_out_again_byte_for_byte(client, options):
