@@ -313,3 +313,63 @@ def script():
 
 
 architectures = script()
+ROWS = architectures.known()
+
+
+FAMILIES = """
+torchvision:mnasnet0_5 torchvision:shufflenet_v2_x0_5 torchvision:squeezenet1_1
+timm:cait_xxs24_224 timm:convnext_atto timm:crossvit_tiny_240 timm:deit_tiny_distilled_patch16_224 timm:dla46_c
+timm:edgenext_xx_small timm:efficientvit_m1 timm:gcvit_xxtiny timm:ghostnet_050
+timm:levit_128s timm:mambaout_femto timm:mixer_s32_224 timm:mobilevit_xxs timm:nf_regnet_b0
+timm:pvt_v2_b0 timm:regnetx_002 timm:resnest14d timm:starnet_s050
+timm:vit_tiny_patch16_dinov3_qkvb timm:vit_tiny_r_s16_p8_224 timm:vit_wee_patch16_reg1_gap_256
+timm:xcit_nano_12_p16_224
+""".split()  # noqa: SIM905 -- a list would be 30 lines
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_no_layer_named_an_architecture_is_explained_as_its_documentation_says_and_as_autograd_does(name):
+    """`examine` fails for a map that is zero or not autograd's."""
+    found = architectures.examine(name)
+    assert found.row().rsplit("|", 2)[0] == ROWS[name].rsplit("|", 2)[0]
+
+
+def test_every_architecture_has_its_row_and_no_other_has():
+    assert list(ROWS) == architectures.names()
+    assert sum(name.startswith("timm:") for name in ROWS) >= 60
+    assert {name.split("?")[0] for name in ROWS if name.startswith("torchvision:")} == {
+        f"torchvision:{name}" for name in torchvision.models.list_models(module=torchvision.models)
+    }
+
+
+def test_no_row_deviates_more_than_it_may():
+    assert all(float(row.split("|")[-2]) <= architectures.EXACT for row in ROWS.values())
+
+
+def test_a_map_that_is_not_autograds_or_is_zero_is_caught(monkeypatch):
+    """The script's own check, shown a fault of each kind."""
+    right = architectures.oracle
+    for fault, said in ((lambda *a: right(*a) * 1.00002, "deviates by 2"), (lambda *a: right(*a) * 0, "is zero")):
+        monkeypatch.setattr(architectures, "oracle", fault)
+        with pytest.raises(ArithmeticError, match=said):
+            architectures.examine("timm:resnet10t")
+
+
+TRANSFORMERS = (
+    "deit_tiny_distilled_patch16_224",
+    "eva02_tiny_patch14_224",
+    "vit_tiny_patch16_dinov3_qkvb",
+    "vit_tiny_r_s16_p8_224",
+    "vit_wee_patch16_reg1_gap_256",
+    "vit_medium_patch16_reg4_gap_256",
+    "vit_base_patch16_gap_224",
+)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_timm_says_of_itself_what_the_table_says_was_found(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    _, _, _, grid, axes, prefix, *_ = (cell.strip() for cell in ROWS[f"timm:{name}"].split("|"))
+    assert (axes, int(prefix)) == ("tokens", model.num_prefix_tokens)
+    assert grid == "{} x {}".format(*model.patch_embed.grid_size)

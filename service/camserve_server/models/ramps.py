@@ -31,7 +31,7 @@ CHANNELS = 64
 SURE, LOST = 0.8, 0.4
 """A fit from which a reading is right, and one below which it is wrong, if places differ as much as `WIDE` says.
 
-Measured on every layer of 160 architectures with random weights: 97 % of the right readings fit better than `SURE`,
+Measured on every layer of 162 architectures with random weights: 96 % of the right readings fit better than `SURE`,
 and the wrong ones worse than `LOST`.
 """
 
