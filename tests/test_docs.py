@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import camserve
-from camserve_server import config, methods, render
+from camserve_server import config, methods, metrics, render
 from support import PHOTOS, serving
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +50,12 @@ def test_the_readme_lists_every_method():
     listed = re.findall(r"^\| `(\w+)` \| (?:a layer|the input|the attention)", README, re.MULTILINE)
 
     assert listed == list(methods.METHODS)
+
+
+def test_the_readme_lists_every_metric_and_which_way_is_better():
+    listed = re.findall(r"^\| `(\w+)` \| (lower|higher) ", README, re.MULTILINE)
+
+    assert listed == [(name, "higher" if one.higher_is_better else "lower") for name, one in metrics.METRICS.items()]
 
 
 def test_the_readme_lists_every_colour_map():

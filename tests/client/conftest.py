@@ -21,7 +21,14 @@ from grpc_health.v1.health import HealthServicer
 from PIL import Image
 
 import camserve
-from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve.v1 import (
+    evaluate_pb2,
+    evaluate_pb2_grpc,
+    explain_pb2,
+    explain_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -156,6 +163,26 @@ def timing() -> explain_pb2.Timing:
     return explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=5)
 
 
+def judge(request: evaluate_pb2.EvaluateRequest, explained: Any) -> Any:
+    """Judge as a server does to whom the first map is the best, and the last cannot be judged."""
+    return evaluate_pb2.EvaluateResponse(
+        request_id="id",
+        explained=explained,
+        readings=[
+            evaluate_pb2.Reading(
+                explanation=place,
+                metric=metric.name,
+                value=float("nan") if 0 < place == len(explained.explanations) - 1 else 0.25 + place / 4,
+                message="flat" if 0 < place == len(explained.explanations) - 1 else "",
+                curves=[evaluate_pb2.Curve(name="p", x=[0, 1], y=[0.75, 0.25])] if metric.name != "increase" else [],
+                parameters=metric.parameters,
+            )
+            for place in range(len(explained.explanations))
+            for metric in request.metrics
+        ],
+    )
+
+
 def heatmap() -> explain_pb2.Heatmap:
     data = np.arange(4, dtype="<f4").tobytes()
     return explain_pb2.Heatmap(height=2, width=2, data=data)
@@ -179,6 +206,7 @@ class Call:
 
 
 class Fake(
+    evaluate_pb2_grpc.EvaluateServiceServicer,
     explain_pb2_grpc.ExplainServiceServicer,
     models_pb2_grpc.ModelServiceServicer,
 ):
@@ -236,6 +264,20 @@ class Fake(
     def ExtractFeatures(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
         self._note("ExtractFeatures", request, context)
         return self.extraction(request)
+
+    def Evaluate(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("Evaluate", request, context)
+        return judge(request, self.answer(request.explain))
+
+    def ListMetrics(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._note("ListMetrics", request, context)
+        steps = models_pb2.ParameterInfo(name="steps", default_value=explain_pb2.Parameter(number=20), integer=True)
+        return evaluate_pb2.ListMetricsResponse(
+            metrics=[
+                evaluate_pb2.MetricInfo(name="deletion", summary="Deletes.", parameters=[steps], rows=20),
+                evaluate_pb2.MetricInfo(name="max_sensitivity", rows=8, repeats=True, higher_is_better=True),
+            ]
+        )
 
     def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
         self._note("ListModels", request, context)
@@ -342,6 +384,7 @@ def server() -> Iterator[Fake]:
     fake = Fake()
     pool = ThreadPoolExecutor(16)
     running = grpc.server(pool, options=(("grpc.so_reuseport", 0),))
+    evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(fake, running)
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(fake, running)
     models_pb2_grpc.add_ModelServiceServicer_to_server(fake, running)
     health = HealthServicer()

@@ -27,6 +27,8 @@ from camserve._errors import (
     Unauthenticated,
     Unavailable,
 )
+from camserve._evaluation import Curve, Evaluation, Metric, MetricInfo, Reading
+from camserve._metrics import MetricLike
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt
 from camserve._replay import Check, Replay
@@ -65,8 +67,10 @@ __all__ = [
     "ClassLike",
     "Client",
     "Contrast",
+    "Curve",
     "DeadlineExceeded",
     "Detection",
+    "Evaluation",
     "ExplainOptions",
     "Explanation",
     "FailedPrecondition",
@@ -84,6 +88,9 @@ __all__ = [
     "Method",
     "MethodInfo",
     "MethodLike",
+    "Metric",
+    "MetricInfo",
+    "MetricLike",
     "Model",
     "NotFound",
     "ParameterInfo",
@@ -92,6 +99,7 @@ __all__ = [
     "Picture",
     "Prediction",
     "Probability",
+    "Reading",
     "Receipt",
     "Replay",
     "ResourceExhausted",

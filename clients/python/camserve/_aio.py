@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc.aio
 
-from camserve import _replay, _stream, _wire, _xray_wire
+from camserve import _metrics, _replay, _stream, _wire, _xray_wire
 from camserve._errors import CamserveError, Cancelled, FailedPrecondition, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
@@ -24,18 +24,27 @@ from camserve._settings import (
     new_request_id,
     settings,
 )
-from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve.v1 import (
+    evaluate_pb2,
+    evaluate_pb2_grpc,
+    explain_pb2,
+    explain_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
     from typing import Self, Unpack
 
+    from camserve._evaluation import Evaluation, MetricInfo
     from camserve._progress import Meter, OnProgress
     from camserve._receipts import Receipt
     from camserve._replay import Replay
     from camserve._result import Result
     from camserve._settings import Settings
+    from camserve._targets import BoxLike
     from camserve._values import Health, Layer, MethodInfo, Model
     from camserve._xray import Features, Inspection
 
@@ -175,6 +184,26 @@ class AsyncClient:
         request = await asyncio.to_thread(_xray_wire.features_request, image, options)
         return _xray_wire.features(await self._call(self._stubs.explain.ExtractFeatures, request, timeout))
 
+    async def evaluate(
+        self,
+        image: _wire.ImageLike,
+        *,
+        metrics: _metrics.MetricLike | Sequence[_metrics.MetricLike] = (),
+        box: BoxLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> Evaluation:
+        """Explain one image, and judge every map by every metric: see ``Client.evaluate``."""
+        question = await asyncio.to_thread(_wire.with_image, _wire.Question(**options).request(), image)
+        request = _metrics.request(question, metrics, box)
+        return _metrics.evaluation(await self._call(self._stubs.evaluate.Evaluate, request, timeout))
+
+    async def metrics(self) -> tuple[MetricInfo, ...]:
+        """List the metrics that the server knows, and their parameters."""
+        request = evaluate_pb2.ListMetricsRequest()
+        reply = await self._call(self._stubs.evaluate.ListMetrics, request)
+        return tuple(map(_metrics.metric, reply.metrics))
+
     async def models(self) -> tuple[Model, ...]:
         """List the models that the server has loaded; the first one is its default."""
         reply = await self._call(self._stubs.models.ListModels, models_pb2.ListModelsRequest())
@@ -294,6 +323,7 @@ class _Stubs:
             else grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         )
         self.explain = explain_pb2_grpc.ExplainServiceStub(self.channel)
+        self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(self.channel)
         self.models = models_pb2_grpc.ModelServiceStub(self.channel)
         self.check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc
 
-from camserve import _replay, _stream, _wire, _xray_wire
+from camserve import _metrics, _replay, _stream, _wire, _xray_wire
 from camserve._errors import CamserveError, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
@@ -25,7 +25,14 @@ from camserve._settings import (
     new_request_id,
     settings,
 )
-from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve.v1 import (
+    evaluate_pb2,
+    evaluate_pb2_grpc,
+    explain_pb2,
+    explain_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -33,11 +40,13 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
+    from camserve._evaluation import Evaluation, MetricInfo
     from camserve._progress import Meter, OnProgress
     from camserve._receipts import Receipt
     from camserve._replay import Replay
     from camserve._result import Result
     from camserve._settings import Settings
+    from camserve._targets import BoxLike
     from camserve._values import Health, Layer, MethodInfo, Model
     from camserve._xray import Features, Inspection
 
@@ -80,6 +89,7 @@ class Client:
             else grpc.insecure_channel(address, CHANNEL_OPTIONS)
         )
         self._explain = explain_pb2_grpc.ExplainServiceStub(self._channel)
+        self._evaluate = evaluate_pb2_grpc.EvaluateServiceStub(self._channel)
         self._models = models_pb2_grpc.ModelServiceStub(self._channel)
         self._check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
 
@@ -235,6 +245,38 @@ class Client:
         """
         request = _xray_wire.features_request(image, options)
         return _xray_wire.features(self._call(self._explain.ExtractFeatures, request, timeout))
+
+    def evaluate(
+        self,
+        image: _wire.ImageLike,
+        *,
+        metrics: _metrics.MetricLike | Sequence[_metrics.MetricLike] = (),
+        box: BoxLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[_wire.ExplainOptions],
+    ) -> Evaluation:
+        """Explain one image, and judge every map by every metric.
+
+        Args:
+            image: What ``explain`` takes.
+            metrics: One or several, each a name, a ``Metric``, or a pair of name and parameters.
+                Default: deletion and insertion.
+            box: Where the object is, in the photo's pixels, for the metrics that ask whether the
+                map is there: a ``Box``, or left, top, right, bottom.
+            timeout: Seconds, instead of the client's.
+            **options: What to explain and what to return: see ``ExplainOptions``.
+
+        Raises:
+            CamserveError: The class below it says why.
+        """
+        question = _wire.with_image(_wire.Question(**options).request(), image)
+        request = _metrics.request(question, metrics, box)
+        return _metrics.evaluation(self._call(self._evaluate.Evaluate, request, timeout))
+
+    def metrics(self) -> tuple[MetricInfo, ...]:
+        """List the metrics that the server knows, and their parameters."""
+        reply = self._call(self._evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
+        return tuple(map(_metrics.metric, reply.metrics))
 
     def models(self) -> tuple[Model, ...]:
         """List the models that the server has loaded; the first one is its default."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from camserve._evaluation import Evaluation, MetricInfo
     from camserve._replay import Check, Replay
     from camserve._result import Explanation, Result
     from camserve._values import Layer, MethodInfo, Model, ParameterInfo
@@ -150,6 +151,32 @@ def _allowed(info: ParameterInfo) -> str:
         return ", ".join(info.choices)
     whole = ", whole" if info.integer else ""
     return f"{info.minimum:.10g} to {info.maximum:.10g}{whole}"
+
+
+def evaluation_rows(evaluation: Evaluation) -> list[tuple[str | Text, ...]]:
+    """Describe what metrics say, one explanation a row, the best reading of each metric in green."""
+    best = evaluation.best
+    return [
+        (
+            line[0],
+            *(Text(cell, style="bold green" if (row, place) in best else "") for place, cell in enumerate(line[1:])),
+        )
+        for row, line in enumerate(evaluation.cells()[1:])
+    ]
+
+
+def metric_rows(metrics: Iterable[MetricInfo]) -> list[tuple[str, ...]]:
+    """Describe metrics, one a row."""
+    return [
+        (
+            each.name,
+            "higher" if each.higher_is_better else "lower",
+            f"{each.rows} × the method's" if each.repeats else str(each.rows),
+            " ".join(map(_parameter, each.parameters)),
+            each.summary,
+        )
+        for each in metrics
+    ]
 
 
 def result_rows(

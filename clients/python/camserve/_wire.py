@@ -232,7 +232,7 @@ def _method(given: MethodLike) -> explain_pb2.Method:
     if isinstance(given, str):
         return explain_pb2.Method(name=given)
     method = given if isinstance(given, Method) else Method(*given)
-    parameters = {name: _parameter(name, value) for name, value in method.parameters.items()}
+    parameters = {name: parameter(name, each) for name, each in method.parameters.items()}
     return explain_pb2.Method(
         name=method.name,
         parameters=parameters,
@@ -241,14 +241,19 @@ def _method(given: MethodLike) -> explain_pb2.Method:
     )
 
 
-def _parameter(name: str, value: object) -> explain_pb2.Parameter:
-    if isinstance(value, str):
-        return explain_pb2.Parameter(text=value)
+def parameter(name: str, given: object, owner: str = "methods") -> explain_pb2.Parameter:
+    """Write the value of a parameter.
+
+    Raises:
+        InvalidArgument: It is neither a number nor a word.
+    """
+    if isinstance(given, str):
+        return explain_pb2.Parameter(text=given)
     try:
-        return explain_pb2.Parameter(number=value)  # type: ignore[arg-type]  # protobuf checks it
+        return explain_pb2.Parameter(number=given)  # type: ignore[arg-type]  # protobuf checks it
     except TypeError as error:
-        kind = type(value).__name__
-        raise _bad(f"methods.{name}", f"it must be a number or a word, not {kind}") from error
+        kind = type(given).__name__
+        raise _bad(f"{owner}.{name}", f"it must be a number or a word, not {kind}") from error
 
 
 def _chosen(known: Mapping[K, V], name: K, field: str) -> V:
@@ -340,7 +345,7 @@ def _receipt(
         model=response.model,
         versions=dict(origin.versions),
         method=said.method,
-        parameters={name: _value(each) for name, each in said.parameters.items()},
+        parameters={name: value(each) for name, each in said.parameters.items()},
         augmentation_smoothing=said.augmentation_smoothing,
         eigen_smoothing=said.eigen_smoothing,
         layers=tuple(said.layer.split(_JOINT)) if said.layer else (),
@@ -366,7 +371,7 @@ def _explanation(said: explain_pb2.Explanation, photo: Photo, receipt: Receipt |
         score=said.score,
         verdict=_verdict(said.verdict),
         verdict_message=said.verdict_message,
-        parameters={name: _value(each) for name, each in said.parameters.items()},
+        parameters={name: value(each) for name, each in said.parameters.items()},
         photo=photo,
         heatmap=_heatmap(said.heatmap) if said.HasField("heatmap") else None,
         overlay_picture=_pictured(said.overlay) if said.HasField("overlay") else None,
@@ -400,7 +405,8 @@ def _pictured(said: explain_pb2.Picture) -> Picture:
     return Picture(_FORMAT_NAMES.get(said.format, ""), said.data, said.width, said.height)
 
 
-def _value(said: explain_pb2.Parameter) -> float | str:
+def value(said: explain_pb2.Parameter) -> float | str:
+    """Read the value of a parameter."""
     return said.text if said.WhichOneof("value") == "text" else said.number
 
 
@@ -432,7 +438,7 @@ def method(said: models_pb2.MethodInfo) -> MethodInfo:
         kind=_kind(said.kind),
         summary=said.summary,
         paper=said.paper,
-        parameters=tuple(map(_parameter_info, said.parameters)),
+        parameters=tuple(map(parameter_info, said.parameters)),
         rows=said.rows,
         layered=said.layered,
         eigen_smoothing=said.eigen_smoothing,
@@ -448,11 +454,12 @@ def _kind(number: int) -> str:
     return name.removeprefix("METHOD_KIND_")
 
 
-def _parameter_info(said: models_pb2.ParameterInfo) -> ParameterInfo:
+def parameter_info(said: models_pb2.ParameterInfo) -> ParameterInfo:
+    """Read the description of a parameter."""
     return ParameterInfo(
         name=said.name,
         summary=said.summary,
-        default=_value(said.default_value) if said.HasField("default_value") else None,
+        default=value(said.default_value) if said.HasField("default_value") else None,
         minimum=said.minimum,
         maximum=said.maximum,
         integer=said.integer,

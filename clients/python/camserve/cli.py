@@ -302,6 +302,101 @@ def _write_numbers(explanation: camserve.Explanation, path: Path, wishes: Wishes
         np.save(path.with_suffix(".intensity.npy"), explanation.intensity, allow_pickle=False)
 
 
+def _metric(text: str) -> camserve.Metric:
+    method = _method(text)
+    return camserve.Metric(method.name, method.parameters)
+
+
+def _rectangle(text: str) -> camserve.Box:
+    try:
+        left, top, right, bottom = map(float, text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not LEFT,TOP,RIGHT,BOTTOM") from error
+    return camserve.Box(left, top, right, bottom)
+
+
+class Judged(TypedDict):
+    """What `evaluate` was asked for, beside the photo and the plot."""
+
+    model: str | None
+    methods: tuple[camserve.Method, ...]
+    metrics: tuple[camserve.Metric, ...]
+    targets: tuple[camserve.TargetLike, ...]
+    layers: tuple[str, ...]
+    box: camserve.Box | None
+
+
+@main.command()
+@click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--model", metavar="NAME", help="A model of the server. Default: its first.")
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    default=("gradcam",),
+    show_default=True,
+    type=_method,
+    metavar="NAME[:KEY=VALUE,...]",
+    help="Repeat it to compare several.",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    default=("deletion", "insertion"),
+    show_default=True,
+    type=_metric,
+    metavar="NAME[:KEY=VALUE,...]",
+    help="Repeat it for several, as deletion:steps=50; `camserve metrics` lists them.",
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=_target,
+    metavar="CLASS[ vs CLASS]",
+    help="A label or an index. Default: what the model predicts.",
+)
+@click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: the model's.")
+@click.option(
+    "--box",
+    type=_rectangle,
+    metavar="LEFT,TOP,RIGHT,BOTTOM",
+    help="Where the object is, in the photo's pixels: for pointing_game and energy_in_box.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it too.")
+@_connected
+@_json
+def evaluate(
+    photo: Path, plot: Path | None, server: str, timeout: float, *, as_json: bool, **wishes: Unpack[Judged]
+) -> None:
+    """Explain a photo by several methods, and judge their maps side by side."""
+    with _checked():
+        client = camserve.Client(server, timeout=timeout)
+    with client, _checked():
+        found = client.evaluate(photo, heatmap=False, overlay="jpeg" if plot else None, max_side=640, **wishes)
+    if as_json:
+        click.echo(_tables.as_json(found.plain()))
+    else:
+        _tables.show(found.cells()[0], _tables.evaluation_rows(found))
+        for label, words in found.remarks():
+            click.echo(f"{label}: {words}", err=True)
+    if plot:
+        with _checked():
+            found.save(plot)
+
+
+@main.command()
+@_connected
+@_json
+def metrics(server: str, timeout: float, *, as_json: bool) -> None:
+    """List the metrics that the server knows, and their parameters with their defaults."""
+    with camserve.Client(server, timeout=timeout) as client:
+        found = client.metrics()
+    heads = ("metric", "better", "rows", "parameters", "")
+    _show(found, heads, _tables.metric_rows(found), as_json=as_json)
+
+
 @main.command()
 @click.argument("receipt", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path))

@@ -8,6 +8,8 @@ from scipy import stats
 from camserve_server.metrics.kinds import Array, Curve, Exhibit, Reading, Variation
 from camserve_server.types import Map, View
 
+ALIKE = 0.5  # mean rank correlation: measured, Grad-CAM stays below 0.2, guided backpropagation above 0.8
+
 
 def noisy_views(image: Array, *, samples: float, noise: float, seed: float) -> Sequence[Variation]:
     """Take copies of the image with noise N(0, σ²), where σ = noise · (max x − min x)."""
@@ -46,7 +48,9 @@ def randomisation(exhibit: Exhibit, others: Sequence[Map], random: Sequence[floa
     """
     alike = [rank_correlation(exhibit.heatmap, other) for other in others]
     curve = Curve("rank correlation", (0.0, *random), (1.0, *alike))
-    return Reading(float(np.mean(alike)), (curve,), f"{alike[-1]:.2f} alike when all weights are random")
+    mean = float(np.mean(alike))
+    fails = "the map hardly depends on what the model has learned" if mean > ALIKE else ""
+    return Reading(mean, (curve,), fails)
 
 
 def each_stage(*, stages: float, **_parameters: float) -> int:

@@ -1,0 +1,257 @@
+"""Metrics in the client: what is asked, what comes back, how it is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import camserve
+from camserve import _board, _metrics, cli
+from camserve.v1 import evaluate_pb2, explain_pb2
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+THREE = ["gradcam", "layercam", "random"]
+BOX = (10, 20.5, 30, 40)
+
+
+async def test_what_is_asked_arrives(client: Any, server: Any) -> None:
+    metrics = ["deletion", ("road", {"steps": 3}), camserve.Metric("max_sensitivity", {"noise": 0.5, "how": "x"})]
+
+    await client.evaluate(b"\x01", metrics=metrics, box=BOX, methods=THREE, targets=["cat"], layers="features")
+
+    (call,) = server.calls
+    asked = call.request
+    assert call.rpc == "Evaluate"
+    assert asked.explain.image == b"\x01"
+    assert [each.name for each in asked.explain.methods] == THREE
+    assert [each.label for each in asked.explain.targets] == ["cat"]
+    assert [each.name for each in asked.metrics] == ["deletion", "road", "max_sensitivity"]
+    assert asked.metrics[1].parameters["steps"].number == 3
+    assert asked.metrics[2].parameters["how"].text == "x"
+    assert (asked.box.left, asked.box.top, asked.box.right, asked.box.bottom) == BOX
+
+
+@pytest.mark.parametrize("one", ["deletion", ("deletion", {"steps": 2}), camserve.Metric("deletion")])
+def test_one_metric_needs_no_list(one: Any) -> None:
+    asked = _metrics.request(explain_pb2.ExplainRequest(), one, camserve.Box(1, 2, 3, 4))
+
+    assert [each.name for each in asked.metrics] == ["deletion"]
+    assert asked.box.bottom == 4
+    assert not _metrics.request(explain_pb2.ExplainRequest(), (), None).HasField("box")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"metrics": [7]}, "wrong kind"),
+        ({"metrics": [("deletion", {"steps": [1]})]}, "metrics.steps: it must be a number or a word, not list"),
+        ({"metrics": "deletion", "box": (1, 2, 3)}, "a box is left, top, right, bottom, not 3 numbers"),
+        ({"metrics": "deletion", "box": ("a", 2, 3, 4)}, "wrong kind"),
+        ({"metrics": "deletion", "top_k": 99}, "top_k"),
+    ],
+)
+async def test_what_can_be_seen_to_be_wrong_is_not_sent(client: Any, server: Any, options: Any, words: str) -> None:
+    with pytest.raises(camserve.InvalidArgument, match=words):
+        await client.evaluate(b"\x01", **options)
+
+    assert not server.calls
+
+
+async def test_what_comes_back_is_read(client: Any) -> None:
+    found = await client.evaluate(b"\x01", metrics=["deletion", ("increase", {"a": 1, "b": "c"})], methods=THREE)
+
+    assert [each.method for each in found.explained.explanations] == THREE
+    assert [[each.metric for each in row] for row in found.rows] == [["deletion", "increase"]] * 3
+    assert [each.explanation.method for each in found.readings[::2]] == THREE
+    assert [row[0].value for row in found.rows[:2]] == [0.25, 0.5]
+    assert found.readings[0].curves == (camserve.Curve("p", (0.0, 1.0), (0.75, 0.25)),)
+    assert found.readings[1].parameters == {"a": 1.0, "b": "c"}
+    assert math.isnan(found.readings[4].value)
+    assert found.remarks() == (("random, deletion", "flat"), ("random, increase", "flat"))
+
+
+async def test_a_refusal_is_raised(client: Any, server: Any, refusal: Any) -> None:
+    server.refusals = [refusal(grpc.StatusCode.NOT_FOUND, "no such metric", {"metrics[0].name": "none"})]
+
+    with pytest.raises(camserve.NotFound) as caught:
+        await client.evaluate(b"\x01", metrics="delation")
+
+    assert caught.value.fields == {"metrics[0].name": "none"}
+
+
+async def test_metrics_are_listed(client: Any) -> None:
+    deletion, sensitivity = await client.metrics()
+
+    assert (deletion.name, deletion.summary, deletion.rows, deletion.repeats) == ("deletion", "Deletes.", 20, False)
+    assert deletion.parameters[0].default == 20.0
+    assert (sensitivity.repeats, sensitivity.higher_is_better) == (True, True)
+
+
+async def test_the_table_marks_the_best_of_each_metric(client: Any) -> None:
+    found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
+
+    assert [line.split() for line in found.table().splitlines()] == [
+        ["deletion", "↓", "increase", "↓"],
+        ["gradcam", "0.250", "*", "0.250", "*"],
+        ["layercam", "0.500", "0.500"],
+        ["random", "-", "-"],
+    ]
+    assert found.best == {(0, 0), (0, 1)}
+
+
+async def test_a_map_without_a_rival_is_not_the_best(client: Any) -> None:
+    found = await client.evaluate(b"\x01", metrics="deletion", methods="gradcam")
+
+    assert found.best == frozenset()
+    assert "*" not in found.table()
+
+
+def judged(*explanations: explain_pb2.Explanation, higher: bool = True) -> camserve.Evaluation:
+    readings = [
+        evaluate_pb2.Reading(explanation=place, metric="increase", value=place, higher_is_better=higher)
+        for place in range(len(explanations))
+    ]
+    explained = explain_pb2.ExplainResponse(explanations=explanations)
+    return _metrics.evaluation(evaluate_pb2.EvaluateResponse(explained=explained, readings=readings))
+
+
+def test_layers_and_targets_are_named_where_they_differ() -> None:
+    cat, dog = (explain_pb2.Prediction(label=label) for label in ("cat", "dog"))
+    found = judged(
+        explain_pb2.Explanation(method="a", layer="1", target=cat),
+        explain_pb2.Explanation(method="a", layer="2", target=cat),
+        explain_pb2.Explanation(method="b", target=dog),
+    )
+
+    assert found.labels == ("a · 1 · cat", "a · 2 · cat", "b · dog")
+    assert found.best == {(1, 0)}  # the dog's has no rival
+    assert "↑" in found.table()
+
+
+def test_nothing_asked_is_an_empty_table() -> None:
+    found = judged()
+
+    assert (found.rows, found.best, found.table()) == ((), frozenset(), "")
+    assert found.plot().width > 0
+
+
+def test_a_reading_of_an_explanation_that_is_not_there_is_the_servers_fault() -> None:
+    with pytest.raises(camserve.Internal, match="did not send"):
+        _metrics.evaluation(evaluate_pb2.EvaluateResponse(readings=[evaluate_pb2.Reading(explanation=3)]))
+
+
+async def test_the_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> None:
+    found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
+    path = found.save(tmp_path / "plot.png")
+
+    with Image.open(path) as saved, Image.open(io.BytesIO(found._repr_png_())) as shown:
+        assert saved.size == shown.size
+        assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= set(saved.convert("RGB").get_flattened_data())
+    with pytest.raises(camserve.InvalidArgument, match=r"cannot save as '\.gif'"):
+        found.save(tmp_path / "plot.gif")
+
+
+def drawn(*lines: _board.Line, bars: int = 1, names: tuple[str, ...] = ("p",)) -> np.ndarray:
+    bar = [_board.Bar(0.5, "0.500")] * bars
+    panel = _board.Panel("deletion", "lower is better", bar, [lines] if lines else [[]] * bars, names)
+    return np.asarray(_board.draw([_board.Tile(f"method {n}", None) for n in range(bars)], [panel]))
+
+
+def test_a_line_is_drawn_where_its_values_are() -> None:
+    flat = drawn(_board.Line((0, 1), (1.0, 1.0)))
+    steep = drawn(_board.Line((0, 1), (1.0, 0.0)))
+    chart = slice(290, 520)  # below the tile
+    blue = [np.argwhere((image[chart, 40:-25] == (0, 114, 178)).all(2)) for image in (flat, steep)]
+
+    assert np.ptp(blue[0][:, 0]) < 4
+    assert np.ptp(blue[1][:, 0]) > 100
+
+
+def test_dashes_are_shorter_than_the_line() -> None:
+    solid, both = (drawn(*lines, names=("a", "b")) for lines in ([_board.Line((0, 1), (1, 1))], dashed()))
+    ink = [int((image != 255).any(2).sum()) for image in (solid, both)]
+
+    assert ink[1] > ink[0]
+    assert _board._dashed([(0, 0), (12, 0)]) == [(0, 0), (5, 0), (10, 0), (12, 0)]
+
+
+def dashed() -> list[_board.Line]:
+    return [_board.Line((0, 1), (1, 1)), _board.Line((0, 0.5, 1), (0.5, math.nan, 0.4))]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (-0.5, 1), (0, 0.003), (0, 87), (0.0, 0.31)])
+def test_ticks_are_round_and_hold_what_is_drawn(low: float, high: float) -> None:
+    ticks = _board._ticks(low, high)
+
+    assert 2 <= len(ticks) <= 7
+    assert ticks[0] <= low <= high <= ticks[-1] + 1e-9
+    assert len({round(b - a, 9) for a, b in pairwise(ticks)}) == 1
+
+
+@pytest.fixture
+def run(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[..., Any]:
+    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "cat.jpg").write_bytes(b"\x01")
+    methods = [part for name in THREE for part in ("--method", name)]
+    command = ["evaluate", tmp_path / "cat.jpg", *methods]
+    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in (*command, *args)])
+
+
+def test_the_command_prints_a_table_and_draws(run: Any, server: Any, tmp_path: pathlib.Path) -> None:
+    done = run("--metric", "deletion:steps=5", "--box", "1,2,3,4", "--plot", tmp_path / "plot.png")
+
+    assert done.exit_code == 0, done.output
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["deletion", "↓"],
+        ["gradcam", "0.250"],
+        ["layercam", "0.500"],
+        ["random", "-"],
+    ]
+    assert "random, deletion: flat" in done.stderr
+    with Image.open(tmp_path / "plot.png") as plot:
+        assert plot.width > 700
+    asked = server.calls[0].request
+    assert asked.metrics[0].parameters["steps"].number == 5
+    assert asked.box.right == 3
+    assert asked.explain.rendering.overlay
+
+
+def test_the_command_asks_for_no_pictures_that_it_does_not_draw_and_prints_json(run: Any, server: Any) -> None:
+    done = run("--json")
+    found = json.loads(done.stdout)
+
+    assert server.calls[0].request.explain.rendering.overlay == 0
+    assert [each["metric"] for each in found] == ["deletion", "insertion"] * 3
+    assert (found[0]["value"], found[-1]["value"], found[-1]["message"]) == (0.25, None, "flat")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [(("--box", "1,2,3"), "is not LEFT,TOP,RIGHT,BOTTOM"), (("--plot", "plot.gif"), "cannot save as '.gif'")],
+)
+def test_the_command_says_what_is_wrong(run: Any, args: tuple[str, ...], words: str) -> None:
+    done = run(*args)
+
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_the_command_lists_metrics(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(cli.main, ["metrics", "--server", server.address])
+
+    assert ["deletion", "lower", "20", "steps=20", "Deletes."] in [line.split() for line in done.stdout.splitlines()]
+    assert "8 × the method's" in done.stdout

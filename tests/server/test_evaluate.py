@@ -1,0 +1,146 @@
+"""Explanations judged through a whole server: what is refused, what it costs, and what others notice of it."""
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import camserve
+from camserve.v1 import evaluate_pb2
+from camserve_server import wire
+from camserve_server.metrics import METRICS
+from camserve_server.types import Limits
+from support import PHOTOS, serving
+
+SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+ROWS = 100
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(models=(SMALL,), threads=1, max_request_rows=ROWS) as one:
+        yield one
+
+
+@pytest.fixture
+def client(served):
+    with camserve.Client(served.address, timeout=60) as one:
+        yield one
+
+
+def test_maps_are_judged_side_by_side(client):
+    found = client.evaluate(
+        PHOTOS["chelsea"],
+        methods=["gradcam", "saliency"],
+        targets=[3, camserve.contrast(3, 4)],
+        metrics=[("deletion", {"steps": 3}), ("road", {"steps": 1}), ("randomisation", {"stages": 2}), "sparseness"],
+    )
+    explained = client.explain(PHOTOS["chelsea"], methods=["gradcam", "saliency"], targets=[3, camserve.contrast(3, 4)])
+
+    assert [each.method for each in found.explained.explanations] == ["gradcam"] * 2 + ["saliency"] * 2
+    assert [each.metric for each in found.rows[0]] == ["deletion", "road", "randomisation", "sparseness"]
+    assert [len(each.curves) for each in found.rows[0]] == [1, 2, 1, 0]
+    assert found.rows[0][0].parameters == {"steps": 3.0}
+    assert all(math.isfinite(each.value) for each in found.readings)
+    assert found.explained.request_id
+    for judged, alone in zip(found.explained.explanations, explained.explanations, strict=True):
+        np.testing.assert_allclose(judged.heatmap, alone.heatmap, atol=1e-5 * np.abs(alone.heatmap).max())
+    assert found.plot().width > 700
+
+
+def test_deletion_and_insertion_are_the_default(client):
+    found = client.evaluate(PHOTOS["chelsea"])
+
+    assert [(each.metric, each.higher_is_better) for each in found.readings] == [
+        ("deletion", False),
+        ("insertion", True),
+    ]
+
+
+def test_the_box_is_in_the_photos_pixels(client):
+    first = client.evaluate(PHOTOS["chelsea"], metrics="pointing_game", box=(0, 0, 1, 1)).readings[0]
+    across, down = (float(word) for word in first.message.split("the peak is at ")[1].split(", ")[:2] if word)
+    around = (across - 3, down - 3, across + 3, down + 3)
+    hit = client.evaluate(PHOTOS["chelsea"], metrics=[("pointing_game", {"tolerance": 0}), "energy_in_box"], box=around)
+
+    assert hit.readings[0].value == 1.0
+    assert 0 < hit.readings[1].value < 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "field", "words"),
+    [
+        ({"metrics": "delation"}, camserve.NotFound, "metrics[0].name", 'did you mean "deletion"'),
+        ({"metrics": [("road", {"step": 3})]}, camserve.InvalidArgument, "metrics[0].parameters", "it takes steps"),
+        (
+            {"metrics": [("road", {"steps": 0.5})]},
+            camserve.InvalidArgument,
+            'metrics[0].parameters["steps"]',
+            "1 to 99",
+        ),
+        ({"metrics": ["road", "pointing_game"]}, camserve.InvalidArgument, "metrics[1].name", "give a box"),
+        ({"metrics": "sparseness", "box": (5, 5, 5, 9)}, camserve.InvalidArgument, "box", "the box is empty"),
+        ({"metrics": ["sparseness"] * 17}, camserve.InvalidArgument, "metrics", "17 metrics, and 16 is the limit"),
+        ({"methods": "grdcam"}, camserve.NotFound, "explain.methods[0].name", "unknown method"),
+        ({"colormap": "jett"}, camserve.InvalidArgument, "explain.rendering.colormap", "unknown colormap"),
+        (
+            {"metrics": [("deletion", {"steps": 120})]},
+            camserve.InvalidArgument,
+            "metrics",
+            "the request costs 121 rows, 120 of them for metrics, and 100 is the limit",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_before_it_costs_a_row(served, client, options, error, field, words):
+    before = served.pipeline.batcher.stats.rows
+    with pytest.raises(error, match=re.escape(words)) as caught:
+        client.evaluate(PHOTOS["chelsea"], **options)
+
+    assert list(caught.value.fields) == [field]
+    assert served.pipeline.batcher.stats.rows == before
+    assert served.pipeline.batcher.admitted == 0
+
+
+def test_every_metric_is_listed_with_its_paper_and_parameters(client):
+    listed = {each.name: each for each in client.metrics()}
+
+    assert list(listed) == list(METRICS)
+    for name, one in METRICS.items():
+        told = listed[name]
+        assert (told.paper, told.higher_is_better, told.needs_box) == (one.paper, one.higher_is_better, one.boxed)
+        assert [each.name for each in told.parameters] == [each.name for each in one.parameters]
+        assert told.summary
+        assert told.formula
+    assert (listed["deletion"].rows, listed["road"].rows, listed["sparseness"].rows) == (20, 18, 0)
+    assert [name for name, told in listed.items() if told.repeats] == ["max_sensitivity", "randomisation"]
+
+
+def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client):
+    """While some requests have their model's weights random, others have theirs."""
+    alone = client.explain(PHOTOS["chelsea"], targets=[3]).explanations[0].heatmap
+    with ThreadPoolExecutor(4) as pool:
+        judging = [
+            pool.submit(client.evaluate, PHOTOS["chelsea"], metrics=[("randomisation", {"seed": seed})])
+            for seed in range(2)
+        ]
+        asked = [pool.submit(client.explain, PHOTOS["chelsea"], targets=[3]) for _ in range(12)]
+        maps = [one.result().explanations[0].heatmap for one in asked]
+        readings = [one.result().readings[0] for one in judging]
+
+    for heatmap in maps:
+        np.testing.assert_allclose(heatmap, alone, atol=1e-5 * np.abs(alone).max())
+    assert readings[0].curves[0].y != readings[1].curves[0].y
+    assert len(client.models()) == len(served.pipeline.models) == 1
+
+
+def test_the_service_has_a_health_of_its_own(client):
+    assert client.health("camserve.v1.EvaluateService") is camserve.Health.SERVING
+
+
+def test_the_cost_is_known_before_anything_runs(served):
+    request = evaluate_pb2.EvaluateRequest(metrics=[evaluate_pb2.Metric(name=name) for name in ("road", "increase")])
+    asked = wire.read_evaluation(request, served.pipeline.models, Limits())
+
+    assert asked.assessment.rows == 1 + 18 + 1
