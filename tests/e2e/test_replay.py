@@ -58,7 +58,7 @@ def edited(receipt, **changes):
         {"methods": camserve.Method("layercam", augmentation_smoothing=True)},
         {"methods": camserve.Method("hirescam", eigen_smoothing=True)},
         {"methods": camserve.Method("smoothgrad", {"samples": 5, "seed": 11})},
-        {"methods": "refinecam"},
+        {"methods": camserve.Method("refinecam", augmentation_smoothing=True)},
         {"layers": ["layer3", "layer4"], "fusion": "max"},
         {"targets": camserve.similarity(PHOTOS["coffee"]), "layers": ["layer4"]},
     ],
@@ -72,6 +72,16 @@ def test_what_a_receipt_says_comes_out_again_byte_for_byte(client, options):
     assert replay.gap == 0
     assert [check.words for check in replay.checks if check.name == "map"] == ["byte for byte"]
     assert replay.explanation.receipt.to_json() == receipt.to_json()
+
+
+def test_a_receipt_says_how_layers_became_one(client):
+    own = receipt_of(client, camserve.Method("refinecam", augmentation_smoothing=True))
+    asked = receipt_of(client, layers=["layer3", "layer4"], fusion="max")
+    plain = receipt_of(client, layers=["layer3"], fusion="max")
+
+    assert (own.layers, own.fusion) == (("layer1", "layer2", "layer3", "layer4"), "product")
+    assert (asked.layers, asked.fusion) == (("layer3", "layer4"), "max")
+    assert (plain.layers, plain.fusion) == (("layer3",), None)
 
 
 def test_one_of_many_explanations_comes_out_alone(client):

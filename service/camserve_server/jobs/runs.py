@@ -71,10 +71,9 @@ async def _augmented(study: Study, call: MethodCall) -> list[Sheet]:
     """Take the mean of a method's maps over mirrored and brightened copies of the image."""
     plain = replace(call, augmented=False)
     seen = await _each_view(study, plain, AUGMENTED)
+    places = range(len(study.targets))
     return [
-        Sheet(
-            layers[0].layer, [_mean([layer.evidence[place] for layer in layers]) for place in range(len(study.targets))]
-        )
+        replace(layers[0], evidence=[_mean([layer.evidence[place] for layer in layers]) for place in places])
         for layers in zip(*seen, strict=True)
     ]
 
