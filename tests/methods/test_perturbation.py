@@ -1,5 +1,6 @@
 """The methods that edit images: equal to captum, torchcam or the paper, with as many edits as they announce."""
 
+import subprocess
 import sys
 
 import numpy as np
@@ -40,7 +41,7 @@ class Net(nn.Module):
             nn.init.zeros_(self.conv.weight[2])
 
     def forward(self, image):
-        return self.head(functional.adaptive_avg_pool2d(self.layer(self.conv(image)), 3).flatten(1)) * 4
+        return self.head(functional.adaptive_avg_pool2d(self.layer(self.conv(image)).square(), 3).flatten(1)) * 4
 
 
 @pytest.fixture
@@ -337,6 +338,13 @@ def test_without_the_extra_a_surrogate_says_what_to_install(net, name, missing, 
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(FailedPrecondition, match=r'pip install "camserve\[captum\]"'):
         heatmaps(net, name)
+
+
+def test_captum_is_imported_only_when_a_surrogate_is_asked_for():
+    """It takes seconds, and is not installed with the server."""
+    says = "import sys, camserve_server.methods; print('captum' in sys.modules, 'sklearn' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", says], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
 
 
 # ----------------------------------------------------------------------------------------------------------- baselines
