@@ -55,10 +55,10 @@ class Capture:
         """Tell whether the activation is still what the layer returned."""
         return self.activation._version == self._version  # noqa: SLF001 -- as above
 
-    def keep(self, _probe: nn.Module, _input: Any, output: tuple[Tensor, ...]) -> None:
+    def keep(self, _probe: nn.Module, _input: Any, output: tuple[Tensor | None, ...]) -> None:
         """Keep the gradient: the full backward hook."""
-        # A copy: autograd may go on to add to this very memory.
-        self.gradient = output[0].detach().clone()
+        # A copy: autograd may go on to add to this very memory. None where what is differentiated twice is linear.
+        self.gradient = None if output[0] is None else output[0].detach().clone()
 
 
 @contextmanager

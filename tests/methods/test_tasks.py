@@ -431,6 +431,21 @@ def test_a_model_without_a_linear_end_gives_no_embedding(plant):
         run(model, [Row(noise(1, 16), SimilarityTarget())], kind="score")
 
 
+# ------------------------------------------------------------------------------------------------ second derivatives
+
+
+def test_where_the_score_is_linear_in_a_layer_there_is_no_curvature(colours):
+    image = painted(red=(8, 32, 24), green=(32, 8, 24))
+    plain, bent = explain(colours, image, job(colours, ["gradcam", "shapleycam"], [SegmentTarget(1)])).findings
+    assert gap(bent.heatmap, plain.heatmap) <= EXACT
+
+
+def test_what_cannot_be_differentiated_twice_is_refused_in_words(plant):
+    model = plant(lambda: Toy(lambda net, seen: functional.hardsigmoid(net.layer(seen))))
+    with pytest.raises(FailedPrecondition, match=r"cannot be differentiated twice behind this layer: .*hardsig"):
+        explain(model, noise(1, 16), job(model, ["shapleycam"], [ClassTarget(1)], ["conv"]))
+
+
 # ------------------------------------------------------------------------------------------ classes apart and numbers
 
 

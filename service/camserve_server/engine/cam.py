@@ -135,10 +135,19 @@ def _see_twice(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: 
 
 
 def _gradient(score: Tensor, source: Tensor) -> Tensor:
-    """Differentiate once, so that it can be done again; zero where the score does not depend on the source."""
+    """Differentiate once, so that it can be done again; zero where the score does not depend on the source.
+
+    Raises:
+        FailedPrecondition: torch has no second derivative of something behind the source.
+    """
     if not score.requires_grad:
         return torch.zeros_like(source)
-    found = cast("Tensor | None", torch.autograd.grad(score, source, create_graph=True, allow_unused=True)[0])
+    try:
+        found = cast("Tensor | None", torch.autograd.grad(score, source, create_graph=True, allow_unused=True)[0])
+    except RuntimeError as error:
+        if "derivative for" not in str(error):
+            raise
+        raise FailedPrecondition(f"the model cannot be differentiated twice behind this layer: {error}") from error
     return torch.zeros_like(source) if found is None else found
 
 
