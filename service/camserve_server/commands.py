@@ -66,23 +66,27 @@ def serve(path: str | None, **flags: Any) -> int:
         return asyncio.run(server.serve_until_signal(settings))
 
 
-# What `camserve explain` asks a server, this asks one that lives no longer than the command, over a socket in a folder
-# of its own: no network, and nothing that could differ from the answer of a server.
-_QUESTIONS = [option for option in client_cli.explain.params if option.name not in ("server", "model")]
+# What `camserve explain` and `camserve replay` ask a server, their namesakes here ask one that lives no longer than the
+# command, over a socket in a folder of its own: no network, and nothing that could differ from the answer of a server.
+def _questions(command: click.Command) -> list[click.Parameter]:
+    return [option for option in command.params if option.name not in ("server", "model")]
 
 
-@program.command(params=[*_QUESTIONS], help=client_cli.explain.help)
-@click.option(
-    "--model",
-    default="efficientnet_lite0",
-    show_default=True,
-    metavar="MODEL",
-    help="[NAME=]SOURCE:ARCH[?option=value].",
-)
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N.")
-@click.pass_context
-def explain(context: click.Context, /, model: str, device: str, **question: Any) -> int:
-    """Explain photos without a server."""
+def _model_options(command: F) -> F:
+    """Give a command the flags of the one model that it loads."""
+    command = click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N.")(command)
+    return click.option(
+        "--model",
+        default="efficientnet_lite0",
+        show_default=True,
+        metavar="MODEL",
+        help="[NAME=]SOURCE:ARCH[?option=value].",
+    )(command)
+
+
+@contextmanager
+def _server_of_ones_own(model: str, device: str) -> Iterator[str]:
+    """Serve one model inside the block; yield the address."""
     from camserve_server import server  # noqa: PLC0415 -- as above
 
     with tempfile.TemporaryDirectory() as folder, _told():
@@ -95,5 +99,24 @@ def explain(context: click.Context, /, model: str, device: str, **question: Any)
             "max_message_mib": 1024,
         }
         with server.serve_in_thread(config.load(flags=flags)) as address:
-            code: int = context.invoke(client_cli.explain, server=address, model=None, **question)
-            return code
+            yield address
+
+
+@program.command(params=_questions(client_cli.explain), help=client_cli.explain.help)
+@_model_options
+@click.pass_context
+def explain(context: click.Context, /, model: str, device: str, **question: Any) -> int:
+    """Explain photos without a server."""
+    with _server_of_ones_own(model, device) as address:
+        code: int = context.invoke(client_cli.explain, server=address, model=None, **question)
+        return code
+
+
+@program.command(params=_questions(client_cli.replay), help=client_cli.replay.help)
+@_model_options
+@click.pass_context
+def replay(context: click.Context, /, model: str, device: str, **question: Any) -> int:
+    """Replay a receipt without a server."""
+    with _server_of_ones_own(model, device) as address:
+        code: int = context.invoke(client_cli.replay, server=address, **question)
+        return code

@@ -249,6 +249,21 @@ def test_photos_are_explained_without_a_server(folder):
         assert overlay.size == (40, 30)
 
 
+def test_a_receipt_is_replayed_without_a_server(folder):
+    model = ["--model", "command_nets:tiny?size=32"]
+    written = CliRunner().invoke(commands.program, ["explain", "photo.png", *model, "-o", "out", "--receipts"])
+    assert written.exit_code == 0, written.stderr
+    (receipt,) = (folder / "out").glob("*.receipt.json")
+
+    same = CliRunner().invoke(commands.program, ["replay", str(receipt), "photo.png", *model])
+    receipt.write_text("{}")
+    rubbish = CliRunner().invoke(commands.program, ["replay", str(receipt), "photo.png", *model])
+
+    assert (same.exit_code, rubbish.exit_code) == (0, 1)
+    assert "byte for byte" in same.stdout
+    assert "this is no camserve receipt" in rubbish.stderr
+
+
 def test_a_model_that_cannot_be_loaded_is_told_in_a_line_without_a_server_too(folder):
     found = CliRunner().invoke(commands.program, ["explain", "photo.png", "--model", "timm:nothing", "-o", "out"])
 
