@@ -108,18 +108,18 @@ PASSING = ("Identity", "Dropout", "DropPath", "StochasticDepth", "Permute", "Ada
 
 
 @contextmanager
-def _watched(model: nn.Module, look: Callable[[Any], tuple[Any, Any]]) -> Iterator[dict[str, list[Any]]]:
+def _watched(model: nn.Module, look: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[dict[str, list[Any]]]:
     """Yield what `look` sees in each module's output, an entry for each call, in the order of their last ends.
 
     Args:
         model: whose modules are watched.
-        look: takes what a module returned; gives what is kept, and what the model goes on with.
+        look: takes what a module got and returned; gives what is kept, and what the model goes on with.
     """
     calls: dict[str, list[Any]] = {}
 
     def keep(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-            kept, passed = look(output)
+        def hook(_module: nn.Module, args: Any, output: Any) -> Any:
+            kept, passed = look(args, output)
             calls[name] = [*calls.pop(name, []), kept]
             return passed
 
@@ -132,18 +132,17 @@ def _watched(model: nn.Module, look: Callable[[Any], tuple[Any, Any]]) -> Iterat
         yield calls
 
 
-def _own(output: Any) -> tuple[Tensor | None, Any]:
-    """Give a module's output a tensor of its own, to differentiate by.
+def _own(args: Any, output: Any) -> tuple[Tensor | None, Any]:
+    """Give the output of a module that returns what it got a tensor of its own, to differentiate by.
 
-    A module that returns what it got would otherwise share the gradient of all else that is done with it, and what the
-    model goes on to change in place would be another tensor.
+    It would otherwise share the gradient of all else that is done with what it got.
     """
-    parts, structure = pytree.tree_flatten(output)
     first = first_tensor(output)
-    if first is None:
-        return None, output
+    if first is None or not any(first is part for part in pytree.tree_leaves(args)):
+        return first, output
+    parts, structure = pytree.tree_flatten(output)
     own = first.clone()
-    changed = [own.clone() if part is first else part for part in parts]
+    changed = [own if part is first else part for part in parts]
     return own, pytree.tree_unflatten(changed, structure)
 
 
@@ -168,7 +167,7 @@ def _sights(model: nn.Module, images: Tensor) -> dict[str, Seen]:
     size = (images.shape[2], images.shape[3])
     last: list[Any] = [None, None]
 
-    def look(output: Any) -> tuple[Seen, Any]:
+    def look(_args: Any, output: Any) -> tuple[Seen, Any]:
         tensor = first_tensor(output)
         if tensor is None:
             return Seen(None), output
