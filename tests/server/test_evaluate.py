@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -133,6 +134,18 @@ def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client
         np.testing.assert_allclose(heatmap, alone, atol=1e-5 * np.abs(alone).max())
     assert readings[0].curves[0].y != readings[1].curves[0].y
     assert len(client.models()) == len(served.pipeline.models) == 1
+
+
+def test_a_caller_who_gives_up_leaves_no_rows_behind(served, client):
+    rows = served.pipeline.batcher.stats.rows
+    with pytest.raises(camserve.DeadlineExceeded):
+        client.evaluate(PHOTOS["chelsea"], metrics=[("deletion", {"steps": 90})], timeout=0.15)
+    deadline = time.monotonic() + 10
+    while served.pipeline.batcher.admitted and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    assert served.pipeline.batcher.admitted == 0
+    assert served.pipeline.batcher.stats.rows < rows + 91
 
 
 def test_the_service_has_a_health_of_its_own(client):
