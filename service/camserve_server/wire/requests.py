@@ -164,11 +164,15 @@ def find_layer(name: str, model: ModelInfo, field: str) -> LayerInfo:
         NotFound: there is none of this name that runs.
     """
     if name not in model.layers:
-        top = [known for known, layer in model.layers.items() if layer.layout and "." not in known]
-        some = top or [known for known, layer in model.layers.items() if layer.layout]
         hint = did_you_mean(name, model.layers)
-        raise NotFound(f'unknown layer "{short(name)}": {model.name} has {listed(some)}{hint}', field=field)
+        raise NotFound(f'unknown layer "{short(name)}": {model.name} has {_with_a_grid(model)}{hint}', field=field)
     return model.layers[name]
+
+
+def _with_a_grid(model: ModelInfo) -> str:
+    """List layers that can be explained: the outermost, where there are some."""
+    names = [name for name, layer in model.layers.items() if layer.layout]
+    return listed([name for name in names if "." not in name] or names)
 
 
 def check_layer(name: str, model: ModelInfo, field: str) -> None:
@@ -181,7 +185,9 @@ def check_layer(name: str, model: ModelInfo, field: str) -> None:
     layer = find_layer(name, model, field)
     if not layer.layout:
         raise FailedPrecondition(
-            f'layer "{name}" cannot be explained: {layer.reason}; the default is "{model.default_layer}"', field=field
+            f'layer "{name}" cannot be explained: {layer.reason}; {model.name} has {_with_a_grid(model)}, '
+            f'and the default is "{model.default_layer}"',
+            field=field,
         )
 
 
