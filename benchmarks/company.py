@@ -17,7 +17,7 @@ import camserve
 from camserve_server import running
 
 STRETCHES, PHOTOS = 6, 60
-LONG = camserve.Method("rise", {"masks": 4096})
+LONG = camserve.Method("rise", {"samples": 4096})
 
 
 def photo() -> bytes:
