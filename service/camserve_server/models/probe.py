@@ -1,7 +1,8 @@
 """Looks at a model once: which layers run, where their grids are, which of them the score depends on."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -203,6 +204,8 @@ def find(seen: Mapping[str, Seen], size: tuple[int, int]) -> dict[str, Place]:
         size: height and width of the image.
     """
     sure = {name: one.readings[-1].layout for name, one in seen.items() if one.readings and one.readings[-1].sure}
+    usual = _usual(layout for layout in sure.values() if layout.axes == "tokens")
+    sure = {name: usual.get(_count(layout), layout) for name, layout in sure.items()}
     known = _Known(
         size=size,
         alike={(seen[name].shape or ())[1:]: layout for name, layout in sure.items()},
@@ -211,6 +214,24 @@ def find(seen: Mapping[str, Seen], size: tuple[int, int]) -> dict[str, Place]:
         | {one.shape[1] for one in seen.values() if one.shape and len(one.shape) == 3},  # noqa: PLR2004 -- [B,N,C]
     )
     return {name: sure.get(name) or _doubtful(one, known) for name, one in seen.items()}
+
+
+def _usual(layouts: Iterable[Layout]) -> dict[int, Layout]:
+    """Return, by how many tokens there are, the layout that most layers with so many have.
+
+    A part of a grid fits nearly as well as the whole: 16 tokens and one more can be read as the last three rows of four
+    and five more. What happens in one layer by chance does not in most of them, and it happens the likelier the fewer
+    places there are: each layer's vote counts by how many it has.
+    """
+    found: dict[int, Counter[Layout]] = {}
+    for layout in layouts:
+        found.setdefault(_count(layout), Counter())[layout] += layout.height * layout.width
+    return {tokens: votes.most_common(1)[0][0] for tokens, votes in found.items()}
+
+
+def _count(layout: Layout) -> int:
+    """Return how many tokens a layout has; 0 where it has none, which no layout of tokens does."""
+    return layout.prefix + layout.height * layout.width if layout.axes == "tokens" else 0
 
 
 @dataclass(frozen=True, slots=True)
