@@ -59,7 +59,9 @@ def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
     plain = normalise(images, info.preprocess)
     if all(_is_plain(row) for row in rows):
         return plain
-    return torch.stack([_changed(image, row) for image, row in zip(plain, rows, strict=True)])
+    changed = torch.stack([_changed(image, row) for image, row in zip(plain, rows, strict=True)])
+    # In the memory format of those that are not changed: another one has other kernels, which round in another way.
+    return changed.contiguous(memory_format=torch.channels_last)
 
 
 def _is_plain(row: Row) -> bool:

@@ -1,7 +1,8 @@
 """Models of object detection as torchvision builds them: their own resize, their thresholds, their pyramids."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,38 +79,58 @@ def lenient(model: nn.Module) -> Iterator[None]:
             module.score_thresh = threshold
 
 
+@dataclass(slots=True)
+class Pyramid:
+    """What a model's backbone showed when it ran.
+
+    Attributes:
+        maps: that it returned, on the graph, one for each scale; none without a backbone.
+        gatherers: names of the modules that return several maps, the backbone among them.
+    """
+
+    maps: list[Tensor] = field(default_factory=list)
+    gatherers: set[str] = field(default_factory=set)
+
+
 @contextmanager
-def pyramid_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield the feature maps that a model's backbone returns, one for each scale; none without a backbone."""
-    maps: list[Tensor] = []
-
-    def keep(_backbone: nn.Module, _args: Any, output: Any) -> None:
-        maps[:] = [part for part in pytree.tree_leaves(output) if isinstance(part, Tensor)]
-
-    backbone = getattr(model, "backbone", None)
+def pyramid_of(model: nn.Module) -> Iterator[Pyramid]:
+    """Yield what a model's backbone shows when it runs in the block."""
+    pyramid, backbone = Pyramid(), getattr(model, "backbone", None)
     if not isinstance(backbone, nn.Module):
-        yield maps
+        yield pyramid
         return
-    with backbone.register_forward_hook(keep):
-        yield maps
+
+    def keep(name: str, output: Any) -> None:
+        maps = [part for part in pytree.tree_leaves(output) if isinstance(part, Tensor)]
+        if len(maps) > 1:
+            pyramid.gatherers.add(name)
+        if name == "backbone":
+            pyramid.maps[:] = maps
+
+    with ExitStack() as stack:
+        for name, module in backbone.named_modules(prefix="backbone"):
+            hook = module.register_forward_hook(lambda _module, _args, output, name=name: keep(name, output))
+            stack.enter_context(hook)
+        yield pyramid
 
 
-def below(model: nn.Module, maps: Sequence[Tensor], outputs: Mapping[str, Tensor | None]) -> set[str]:
+def below(model: nn.Module, pyramid: Pyramid, outputs: Mapping[str, Tensor | None]) -> set[str]:
     """Return the modules that every map of a pyramid was made from, but for those of the pyramid itself.
 
     An object's score depends on the maps of its own scale alone; what they all come from explains each object.
 
     Args:
         model: that the modules are of.
-        maps: on the graph.
+        pyramid: that it showed.
         outputs: of each module, on the graph, by name.
     """
     pyramids = [name for name, module in model.named_modules() if isinstance(module, FeaturePyramidNetwork)]
-    reached = [_reached(one.grad_fn) for one in maps]
+    reached = [_reached(one.grad_fn) for one in pyramid.maps]
     return {
         name
         for name, output in outputs.items()
         if output is not None
+        and name not in pyramid.gatherers
         and not any(name == one or name.startswith(f"{one}.") for one in pyramids)
         and all(output.grad_fn in nodes for nodes in reached)
     }

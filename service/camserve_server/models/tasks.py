@@ -72,12 +72,12 @@ class Trial:
         self.trunk: set[str] | None = None
         self._wanted = wanted
         self._labels = labels
-        self._maps: list[Tensor] = []
+        self._pyramid = detectors.Pyramid()
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """Have a model that runs in the block say all that it can."""
-        with detectors.lenient(model), detectors.pyramid_of(model) as self._maps:
+        with detectors.lenient(model), detectors.pyramid_of(model) as self._pyramid:
             yield
 
     def scores(self, model: nn.Module, output: Any) -> Tensor:
@@ -103,8 +103,8 @@ class Trial:
             model: that was run.
             outputs: of each module, on the graph, by name.
         """
-        if self.task == "detect" and self._maps:
-            self.trunk = detectors.below(model, self._maps, outputs)
+        if self.task == "detect" and self._pyramid.maps:
+            self.trunk = detectors.below(model, self._pyramid, outputs)
         if self.task == "segment":
             inside = {name for name in outputs if name.startswith("backbone.")}
             self.trunk = inside or _before_classes(model, outputs, self.classes)
