@@ -71,7 +71,7 @@ proto-check: setup $(PROTO_VENV)/.done
 
 gallery: setup  ## write docs/methods.md and docs/gallery.md from the table of methods: some minutes
 	$(BIN)/python docs/generate/gallery.py
-	$(BIN)/python docs/generate/methods.py
+	$(BIN)/python docs/generate/methods_page.py
 
 parity: setup  ## measure every method against its oracles, write docs/parity.md: some minutes
 	PYTHONPATH=tests $(BIN)/python docs/generate/parity.py

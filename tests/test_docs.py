@@ -1,5 +1,6 @@
 """What the documents say is so."""
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import camserve
 from camserve_server import config, methods, metrics, render
+from methods.parity.catalogue import CASES
 from support import PHOTOS, serving
 
 ROOT = Path(__file__).parent.parent
@@ -142,3 +144,32 @@ def test_a_method_is_one_function_and_one_line(monkeypatch):
     new, old = result.explanations[0].heatmap, result.explanations[2].heatmap
     assert (new >= np.maximum(old, 0) * (1 - 1e-6)).all()  # the positive parts alone are at least the sum
     assert all(each.overlay for each in result.explanations)
+
+
+def generator(name):
+    """A script that writes a page."""
+    spec = importlib.util.spec_from_file_location(f"generate_{name}", ROOT / "docs" / "generate" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_methods_is_what_the_servers_own_table_says():
+    page = generator("methods_page")
+
+    assert page.PAGE.read_text(encoding="utf-8") == page.text(), "run 'make gallery'"
+
+
+def test_every_method_is_in_the_gallery_by_its_picture_or_by_the_reason_why_it_has_none():
+    gallery = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    for name in methods.METHODS:
+        (cell,) = re.findall(rf"^\| \[`{name}`\]\(methods.md#{name}\) \| (.+) \|$", gallery, re.MULTILINE)
+        pictured = re.fullmatch(rf"!\[{name}\]\((images/gallery/{name}.jpg)\)", cell)
+
+        assert (ROOT / "docs" / pictured[1]).exists() if pictured else "needs" in cell
+
+
+def test_every_case_of_parity_is_in_its_table():
+    table = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    for case in CASES:
+        assert f"| `{case.method}` | {case.oracle} |" in table, "run 'make parity'"

@@ -37,7 +37,10 @@ class Settings(BaseModel):
         description="Threads that decode and draw, and that torch computes with; 0 for one a core.",
     )
     max_batch_rows: int = Field(
-        default=0, ge=0, le=4096, description="Rows in a batch at most; 0 for 8 on a CPU and 32 on a GPU."
+        default=0,
+        ge=0,
+        le=4096,
+        description="Inputs in a batch at most (the targets of one image share one); 0 for 8 on a CPU and 32 on a GPU.",
     )
     max_queue_rows: int = Field(
         default=1024, ge=1, le=1_000_000, description="Rows accepted and not yet answered at most; more is refused."

@@ -51,23 +51,26 @@ def windows(*, height: int, width: int, window: float, stride: float, **_paramet
 
 
 def rise(scene: Scene, *, samples: float, cells: float, probability: float, seed: float, divisor: str) -> Exploring:
-    """Show random parts of the image; take for each pixel the mean score of those that show it.
+    """Show random parts of the image; take for each pixel the mean score of those that show it, less that of all.
 
-    M = Σ_i S(x ⊙ m_i) m_i / Σ_i m_i, where the mask m_i is a grid of cells×cells cells, each 1 with probability p or
-    else 0, brought to the pixels bilinearly and shifted at random by less than a cell. It estimates E[S | the pixel is
-    shown], Petsiuk et al. 2018, section 3. Their own divisor is the expected n p (divisor "expected"): with it what all
-    scores have in common makes a pattern of the masks, and logits, unlike their probabilities, have much in common.
+    M = Σ_i S_i m_i / Σ_i m_i − 1/n Σ_i S_i with S_i = S(x ⊙ m_i), where the mask m_i is a grid of cells×cells cells,
+    each 1 with probability p or else 0, brought to the pixels bilinearly and shifted at random by less than a cell. It
+    estimates E[S | the pixel is shown] − E[S], Petsiuk et al. 2018, section 3, from the zero at which a pixel does not
+    matter. Their own map is Σ_i S_i m_i / (n p) (divisor "expected"): with it what all scores have in common makes a
+    pattern of the masks, and logits, unlike their probabilities, have much in common.
     """
     size = scene.image.shape[1:]
-    total, shown = np.zeros((len(scene.scores), *size)), np.zeros(size)
+    total, shown, mean = np.zeros((len(scene.scores), *size)), np.zeros(size), np.zeros(len(scene.scores))
     drawn = (_random_mask(size, int(cells), probability, _dice(seed, index)) for index in range(int(samples)))
     for masks in _pieces(drawn):
         scores = yield [Edit(mask) for mask in masks]
         total += np.tensordot(scores, np.stack(masks), (0, 0))
         shown += np.sum(masks, 0)
+        mean += scores.sum(0) / int(samples)
     if divisor == "expected":
         return (total / (int(samples) * probability)).astype(np.float32)
-    return (total / np.maximum(shown, np.finfo(np.float32).tiny)).astype(np.float32)
+    seen = total / np.maximum(shown, np.finfo(np.float32).tiny)
+    return (seen - mean[:, None, None]).astype(np.float32)
 
 
 def samples(*, samples: float, **_parameters: float | str) -> int:

@@ -1,6 +1,6 @@
 """Writes docs/methods.md: every method's formula, paper, cost and parameters, from the table that the server serves.
 
-python docs/generate/methods.py
+python docs/generate/methods_page.py
 """
 
 from collections.abc import Iterator
