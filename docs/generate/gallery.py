@@ -1,7 +1,7 @@
 """Writes docs/gallery.md and its pictures: every method on the same photos, through a server, as anyone would ask.
 
     python docs/generate/gallery.py            # all of them: some minutes on two cores
-    python docs/generate/gallery.py gradcam    # those named
+    python docs/generate/gallery.py gradcam    # only the pictures of those named
 
 The photos are scikit-image's. The model is the embedded one, with its ImageNet weights; methods that it cannot answer
 (attention needs a transformer) are listed with the reason.
@@ -33,13 +33,15 @@ that it finds most probable: {classes}. Blank where nothing speaks for the class
 
 
 def main(wanted: list[str]) -> None:
-    """Make the pictures of the methods named, or of all, and the page."""
+    """Make the pictures of the methods named; or of all, and the page."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     photos = {name: getattr(data, name)() for name in PHOTOS}
     with running(models=["efficientnet_lite0"]) as address, camserve.Client(address, timeout=1800) as client:
         plain = [client.explain(photo) for photo in photos.values()]
         listed = client.methods()
         notes = {one.name: note for one in listed if (note := drawn(client, one.name, photos, wanted))}
+    if wanted:
+        return
     classes = ", ".join(f"{name}, {one.predictions[0].label}" for name, one in zip(PHOTOS, plain, strict=True))
     rows = [f"| [`{one.name}`](methods.md#{one.name}) | {shown(one.name, notes)} |" for one in listed]
     page = HEAD.format(classes=classes) + "\n".join(["| method | |", "|---|---|", *rows]) + "\n"

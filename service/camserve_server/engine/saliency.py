@@ -16,7 +16,9 @@ from camserve_server.types import Map, Pass, Row, RowResult
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch: one forward pass, and one backward pass a turn."""
     units = units_of(rows)
-    copies = inputs_of(model.info, units.rows).requires_grad_()
+    # In one memory format, that of the other libraries: each has kernels that round in their own way, and where
+    # rounding moves a value across a ReLU's zero the gradient jumps.
+    copies = inputs_of(model.info, units.rows).contiguous().requires_grad_()
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), relu_rule(pass_.kind):
         said = forward(model, copies.clone())  # a model may change its input in place, but not a leaf

@@ -34,7 +34,7 @@ def attributed(peer, fold, *, plain_relus=False, **options):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             made = peer(module, module.get_submodule(subject.layer)) if peer is attr.GuidedGradCam else peer(module)
-            found = made.attribute(subject.input.requires_grad_(), target=subject.index, **options)
+            found = made.attribute(subject.input.contiguous().requires_grad_(), target=subject.index, **options)
         return fold(found[0].detach()).numpy()
 
     return theirs
