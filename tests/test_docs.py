@@ -123,18 +123,27 @@ def test_the_readmes_receipts_work_when_pasted(paste, capsys):
     assert capsys.readouterr().out.split() == ["True", "0.0"]
 
 
-def test_a_method_is_one_function_and_one_line(monkeypatch):
+@pytest.fixture
+def table():
+    """The table of methods, which is as it was afterwards, its order too."""
+    kept = dict(methods.METHODS)
+    yield methods.METHODS
+    methods.METHODS.clear()
+    methods.METHODS.update(kept)
+
+
+def test_a_method_is_one_function_and_one_line(table):
     """CONTRIBUTING's example, added while the server runs: every request, target, batch and picture takes it."""
     names = {"Tensor": torch.Tensor}
     exec(code(CONTRIBUTING, "def gradcam_elementwise"), names)  # noqa: S102 -- that is the promise
     line = code(CONTRIBUTING, '"gradcam_elementwise"')
     added = eval("{" + line + "}", {"Cam": methods.Cam, "cams": type("cams", (), names)})  # noqa: S307 -- the same
 
-    monkeypatch.delitem(methods.METHODS, "gradcam_elementwise")  # as before it was added
+    del table["gradcam_elementwise"]  # as before it was added
     with serving(models=(SMALL,)) as served, camserve.Client(served.address) as client:
         with pytest.raises(camserve.NotFound, match="unknown method"):
             client.explain(PHOTOS["chelsea"], methods="gradcam_elementwise")
-        monkeypatch.setitem(methods.METHODS, "gradcam_elementwise", added["gradcam_elementwise"])
+        table |= added
         listed = {method.name: method.summary for method in client.methods()}
         result = client.explain(
             PHOTOS["chelsea"], methods=["gradcam_elementwise", "hirescam"], targets=[3, camserve.contrast(3, 4)]
