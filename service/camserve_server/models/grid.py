@@ -30,8 +30,8 @@ def candidates(shape: Sequence[int], size: tuple[int, int]) -> tuple[Layout, ...
         found = [grid for prefix in PREFIXES for grid in _rectangles(shape[1] - prefix, prefix)]
     else:
         found = []
-    fitting = [one for one in found if _distortion(one, size) <= max(size) and one.height * one.width > 1]
-    return tuple(sorted(fitting, key=lambda one: _distortion(one, size)))  # a stable sort: few prefix tokens first
+    fitting = [one for one in found if distortion(one, size) <= max(size) and one.height * one.width > 1]
+    return tuple(sorted(fitting, key=lambda one: distortion(one, size)))  # a stable sort: few prefix tokens first
 
 
 def _rectangles(cells: int, prefix: int) -> Iterator[Layout]:
@@ -40,7 +40,7 @@ def _rectangles(cells: int, prefix: int) -> Iterator[Layout]:
             yield Layout("tokens", height, cells // height, prefix)
 
 
-def _distortion(layout: Layout, size: tuple[int, int]) -> int:
+def distortion(layout: Layout, size: tuple[int, int]) -> int:
     """Return how far a grid is from the image's proportions, in columns (or rows) times the image's height (width)."""
     height, width = size
     return abs(layout.height * width - layout.width * height)

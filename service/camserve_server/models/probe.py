@@ -204,7 +204,7 @@ def find(seen: Mapping[str, Seen], size: tuple[int, int]) -> dict[str, Place]:
         size: height and width of the image.
     """
     sure = {name: one.readings[-1].layout for name, one in seen.items() if one.readings and one.readings[-1].sure}
-    usual = _usual(layout for layout in sure.values() if layout.axes == "tokens")
+    usual = _usual((layout for layout in sure.values() if layout.axes == "tokens"), size)
     sure = {name: usual.get(_count(layout), layout) for name, layout in sure.items()}
     known = _Known(
         size=size,
@@ -216,17 +216,24 @@ def find(seen: Mapping[str, Seen], size: tuple[int, int]) -> dict[str, Place]:
     return {name: sure.get(name) or _doubtful(one, known) for name, one in seen.items()}
 
 
-def _usual(layouts: Iterable[Layout]) -> dict[int, Layout]:
-    """Return, by how many tokens there are, the layout that most layers with so many have.
+def _usual(layouts: Iterable[Layout], size: tuple[int, int]) -> dict[int, Layout]:
+    """Return, by how many tokens there are, the layout that layers with so many have.
 
     A part of a grid fits nearly as well as the whole: 16 tokens and one more can be read as the last three rows of four
     and five more. What happens in one layer by chance does not in most of them, and it happens the likelier the fewer
-    places there are: each layer's vote counts by how many it has.
+    places there are: each layer's vote counts by how many it has. Of those with some votes the ones nearest to the
+    image's proportions are left, for patches are cut from the image in both directions alike.
     """
     found: dict[int, Counter[Layout]] = {}
     for layout in layouts:
         found.setdefault(_count(layout), Counter())[layout] += layout.height * layout.width
-    return {tokens: votes.most_common(1)[0][0] for tokens, votes in found.items()}
+    return {tokens: _elected(votes, size) for tokens, votes in found.items()}
+
+
+def _elected(votes: Counter[Layout], size: tuple[int, int]) -> Layout:
+    some = [layout for layout, count in votes.items() if count * 4 >= votes.total()] or list(votes)
+    least = min(grid.distortion(layout, size) for layout in some)
+    return max((layout for layout in some if grid.distortion(layout, size) == least), key=votes.__getitem__)
 
 
 def _count(layout: Layout) -> int:
