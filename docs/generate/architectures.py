@@ -88,7 +88,8 @@ to right, and with noise that does not fade. In the right reading of a layer's o
 from fading noise falls with the row, or with the column. So it is seen, and written in no table, which axes are rows
 and columns, how many class, distillation and register tokens come first, and whether tokens are in the image's order.
 Where no place shows, as behind attention with random weights, a layer is read as others of its shape are, or as its
-shape says if that says one thing. Else it is refused, with the reason:
+shape says if that says one thing. Layers with equally many tokens have one grid, the one that most of them show. Else a
+layer is refused, with the reason:
 
 | layer | refused because |
 |---|---|
