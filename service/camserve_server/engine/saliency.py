@@ -1,6 +1,6 @@
 """The passes down to the input: the score's gradient there, by the chain rule or by another rule for each ReLU."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 import torch
@@ -20,21 +20,32 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     # rounding moves a value across a ReLU's zero the gradient jumps.
     copies = inputs_of(model.info, units.rows).contiguous().requires_grad_()
     results: dict[int, RowResult] = {}
+    images = _images(model, units.rows)
     with torch.enable_grad(), relu_rule(pass_.kind):
         said = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
         for turn in differentiated(said, units, rows):
             gradients = _taken(copies)
             for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
-                term = _term(model, rows[index], copies[unit].detach(), gradients[unit])
+                row = rows[index]
+                term = _term(row, images[_image_key(row)], copies[unit].detach(), gradients[unit])
                 results[index] = turn.result(place, ((term,),), (not bool(gradients[unit].any()),))
     return in_order(results)
 
 
-def _term(model: LoadedModel, row: Row, copy: Tensor, gradient: Tensor) -> Map:
+def _images(model: LoadedModel, rows: Sequence[Row]) -> dict[Hashable, Tensor]:
+    """Return what the rows' inputs are copies of; most rows of a batch have one."""
+    distinct = {_image_key(row): Row(row.image, row.target, views=row.views) for row in rows}
+    return dict(zip(distinct, inputs_of(model.info, list(distinct.values())), strict=True))
+
+
+def _image_key(row: Row) -> Hashable:
+    return id(row.image), row.views
+
+
+def _term(row: Row, image: Tensor, copy: Tensor, gradient: Tensor) -> Map:
     """Return what one copy adds to its method's mean."""
     call = row.calls[0]
     method = cast("Saliency", METHODS[call.name])
-    (image,) = inputs_of(model.info, [Row(row.image, row.target, views=row.views)])
     return to_numpy(method.term(image, copy, gradient, row.copy or 0, **call.parameters))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
-from camserve_server.jobs.study import Desk, Study, Think, at_once
+from camserve_server.jobs.study import Desk, Study, Think, advanced, at_once
 from camserve_server.jobs.values import Finding, Job, Outcome, Sheet, Submit
 from camserve_server.metrics import METRICS, Edited, Exhibit, Looked, Reading, Repeated, Variation
 from camserve_server.metrics.kinds import Array
@@ -155,10 +155,11 @@ class _Court:
     async def edited(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
         """Let a metric try one set of edits after another, until it has its reading."""
         judging = cast("Edited", METRICS[metric.name]).judge(exhibit, **metric.parameters)
-        edits, reading = await self.study.desk.think(_next, judging, None)
+        reading: Reading | None
+        edits, reading = await self.study.desk.think(advanced, judging, None)
         while reading is None:
             found = await self._probabilities(edits, place[2])
-            edits, reading = await self.study.desk.think(_next, judging, found)
+            edits, reading = await self.study.desk.think(advanced, judging, found)
         return reading
 
     async def _probabilities(self, edits: Sequence[Edit], target: int) -> Array:
@@ -202,16 +203,6 @@ def _judge_look(metric: MetricCall, exhibit: Exhibit) -> Reading:
 
 def _compare(metric: MetricCall, exhibit: Exhibit, others: Sequence[Map], random: Sequence[float]) -> Reading:
     return cast("Repeated", METRICS[metric.name]).judge(exhibit, others, random, **metric.parameters)
-
-
-def _next(
-    judging: Generator[Sequence[Edit], Array, Reading], found: Array | None
-) -> tuple[Sequence[Edit], Reading | None]:
-    """Return the next edits to try, or else the reading."""
-    try:
-        return (next(judging) if found is None else judging.send(found)), None
-    except StopIteration as stop:
-        return (), stop.value
 
 
 _KINDS: Mapping[type, Callable[[_Court, MetricCall, Exhibit, tuple[MethodCall, int, int]], Awaitable[Reading]]] = {

@@ -1,7 +1,7 @@
 """How each kind of method gets its maps."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import torch
 
 from camserve_server.jobs.cost import AUGMENTED, part
 from camserve_server.jobs.fuse import fused, onto_pixels, pyramid
-from camserve_server.jobs.study import Study
+from camserve_server.jobs.study import Study, advanced
 from camserve_server.jobs.values import Evidence, Sheet
 from camserve_server.methods import (
     METHODS,
@@ -204,20 +204,10 @@ async def _perturbation(study: Study, call: MethodCall) -> list[Sheet]:
 async def _explored(study: Study, call: MethodCall, scene: Scene, layer: str) -> Sheet:
     """Let a method try one set of edits after another, until it has its maps."""
     exploring = cast("Perturbation", METHODS[call.name]).explore(scene, **call.parameters)
-    edits, maps = await study.desk.think(_next, exploring, None)
+    edits, maps = await study.desk.think(advanced, exploring, None)
     while maps is None:
-        edits, maps = await study.desk.think(_next, exploring, await _scores(study, edits, layer))
+        edits, maps = await study.desk.think(advanced, exploring, await _scores(study, edits, layer))
     return Sheet(layer, [Evidence(np.asarray(one, np.float32)) for one in maps])
-
-
-def _next(
-    exploring: Generator[Sequence[Edit], Array, Array], scores: Array | None
-) -> tuple[Sequence[Edit], Array | None]:
-    """Return the next edits to try, or else the maps."""
-    try:
-        return (next(exploring) if scores is None else exploring.send(scores)), None
-    except StopIteration as stop:
-        return (), stop.value
 
 
 async def _scores(study: Study, edits: Sequence[Edit], layer: str) -> Array:

@@ -1,7 +1,7 @@
 """One image under study: what every method can ask for."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
@@ -12,7 +12,9 @@ from torch import Tensor
 from camserve_server.engine import normalise, viewed
 from camserve_server.jobs.values import Collect, Job, Submit
 from camserve_server.methods import METHODS
+from camserve_server.methods.kinds import Array
 from camserve_server.types import (
+    Edit,
     FixedTarget,
     Kind,
     MethodCall,
@@ -41,6 +43,14 @@ class Think(Protocol):
 async def at_once(function: Callable[..., T], /, *args: object) -> T:
     """Run a function here and now."""
     return function(*args)
+
+
+def advanced(trying: Generator[Sequence[Edit], Array, T], found: Array | None) -> tuple[Sequence[Edit], T | None]:
+    """Send a method or a metric what came of its edits; return the next ones to try, or else what it has found."""
+    try:
+        return (next(trying) if found is None else trying.send(found)), None
+    except StopIteration as stop:
+        return (), stop.value
 
 
 class Desk:
