@@ -47,7 +47,7 @@ check: lint types contracts proto-check  ## everything that can be checked witho
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs protos service clients tests examples
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs protos service clients tests examples benchmarks
 	$(BIN)/hadolint service/Dockerfile
 
 types: setup
@@ -79,8 +79,8 @@ parity: setup  ## measure every method against its oracles, write docs/parity.md
 architectures: setup  ## explain every architecture, compare with autograd, write docs/architectures.md: half an hour
 	$(BIN)/python docs/generate/architectures.py
 
-bench: setup  ## measure; see benchmarks/
-	$(BIN)/python -m benchmarks
+bench: setup  ## measure, some minutes; FULL=1 measures everything and writes benchmarks/RESULTS.md, half an hour
+	$(BIN)/python -m benchmarks $(if $(FULL),--full --write,--quick)
 
 clean:
 	rm -rf $(VENV) $(PROTO_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

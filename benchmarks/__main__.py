@@ -1,14 +1,62 @@
-"""Run every measurement and print its table."""
+"""`python -m benchmarks [PART ...]`: measure, print the tables, and with `--write` put them into RESULTS.md."""
 
-import platform
+import argparse
+import os
+import sys
+from pathlib import Path
 
-import torch
-import torchvision
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}
+"""As the container has it, for every contestant that runs in this process: else large batches pay for page faults."""
 
-from benchmarks import capture, company, sharing
 
-print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {torch.get_num_threads()} threads")
-print(f"{platform.system()} {platform.machine()}, Python {platform.python_version()}\n")
-capture.main()
-sharing.main()
-company.main()
+def main() -> None:
+    """Measure the parts that are asked for, or all of them."""
+    import torch  # noqa: PLC0415 -- after the restart
+
+    from benchmarks import company, cost, engine, memory, results, served, stages  # noqa: PLC0415 -- after the restart
+    from benchmarks.scale import SCALES  # noqa: PLC0415
+
+    parts = {
+        "engine": engine.measure,
+        "served": served.measure,
+        "stages": stages.measure,
+        "memory": memory.measure,
+        "cost": cost.measure,
+        "company": company.measure,
+    }
+    asked = _arguments(list(parts), list(SCALES))
+    scale = SCALES[asked.scale]
+    if asked.threads or scale.threads:
+        torch.set_num_threads(asked.threads or scale.threads)
+        os.environ["CAMSERVE_THREADS"] = str(torch.get_num_threads())  # for the servers
+    if asked.models:
+        scale = scale.of(tuple(asked.models))
+    for name in asked.parts or [one for one in parts if scale.photos or one != "company"]:
+        load = os.getloadavg()[0]
+        part = parts[name](scale)
+        print(f"\n## {name}\n\n{results.told(part)}", flush=True)
+        if asked.write:
+            results.write(part, f"python -m benchmarks {' '.join(sys.argv[1:])}", load, asked.folder)
+
+
+def _arguments(parts: list[str], scales: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks", description="Measure what camserve costs.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(parts)}; all if none is named")
+    parser.add_argument("--scale", choices=scales, default="quick", help="how much is measured (default: quick)")
+    parser.add_argument("--quick", dest="scale", action="store_const", const="quick", help="some minutes")
+    parser.add_argument("--full", dest="scale", action="store_const", const="full", help="everything, half an hour")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="of torchvision, instead of the scale's own")
+    parser.add_argument("--threads", type=int, help="of torch, here and in the server (default: one a core)")
+    parser.add_argument("--write", action="store_true", help="put what is found into RESULTS.md")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of RESULTS.md")
+    asked = parser.parse_args()
+    if unknown := set(asked.parts) - set(parts):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: there are {', '.join(parts)}")
+    return asked
+
+
+if __name__ == "__main__":
+    if os.environ.keys().isdisjoint(MALLOC):  # glibc reads them once, when a process starts
+        os.environ.update(MALLOC)
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])  # noqa: S606 -- this program
+    main()

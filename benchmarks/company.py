@@ -1,31 +1,24 @@
-"""What a long request costs those beside it: the 99th percentile of Grad-CAM, alone and beside a RISE of 4,096 masks.
+"""What a long request costs those beside it: Grad-CAM of one photo after another, alone and beside RISE of 4,096 masks.
 
-Over gRPC on loopback, one client asking one photo after another. Idle and busy stretches take turns, so that a noisy
-machine is noisy for both.
+Idle and busy stretches take turns, so that a noisy machine is noisy for both.
 """
 
 import concurrent.futures
 import contextlib
-import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from PIL import Image
 
 import camserve
-from camserve_server import running
+from benchmarks.photos import photos
+from benchmarks.results import Part, Table
+from benchmarks.scale import Scale
+from benchmarks.serving import serving
 
-STRETCHES, PHOTOS = 6, 60
+STRETCHES = 6
 LONG = camserve.Method("rise", {"samples": 4096})
-
-
-def photo() -> bytes:
-    """Make a photo of 500 by 375."""
-    coarse = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC).save(out, "JPEG")
-    return out.getvalue()
+MODEL = "efficientnet_lite0"
 
 
 @contextlib.contextmanager
@@ -44,28 +37,31 @@ def beside_a_long_one(address: str, image: bytes) -> Iterator[None]:
             going.result()
 
 
-def latencies(client: camserve.Client, image: bytes) -> list[float]:
+def latencies(client: camserve.Client, image: bytes, count: int) -> list[float]:
     """Time Grad-CAM for one photo after another, in milliseconds."""
     found = []
-    for _ in range(PHOTOS):
+    for _ in range(count):
         began = time.perf_counter()
         client.explain(image, methods="gradcam")
         found.append(1e3 * (time.perf_counter() - began))
     return found
 
 
-def main() -> None:
-    """Print both percentiles and their ratio."""
-    image = photo()
+def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
+    """Measure both percentiles, and their ratio."""
+    image = photos()[0]
     alone: list[float] = []
     busy: list[float] = []
-    with running(models=["efficientnet_lite0"]) as address, camserve.Client(address, timeout=60) as client:
-        latencies(client, image)
-        for _ in range(STRETCHES):
-            alone += latencies(client, image)
-            with beside_a_long_one(address, image):
-                busy += latencies(client, image)
-    print(f"company: Grad-CAM of one photo over gRPC, efficientnet_lite0, {STRETCHES * PHOTOS} requests each")
-    for share in (50, 99):
+    with serving((MODEL,)) as server, camserve.Client(server.address, timeout=60) as client:
+        latencies(client, image, scale.photos)
+        for _ in range(STRETCHES if scale.photos else 0):
+            alone += latencies(client, image, scale.photos)
+            with beside_a_long_one(server.address, image):
+                busy += latencies(client, image, scale.photos)
+    rows = []
+    for share in (50, 99) if alone else ():
         idle, beside = np.percentile(alone, share), np.percentile(busy, share)
-        print(f"p{share}: alone {idle:.1f} ms, beside RISE of 4,096 masks {beside:.1f} ms, ratio {beside / idle:.2f}")
+        rows.append((f"p{share}", f"{idle:.1f}", f"{beside:.1f}", f"{beside / idle:.2f}"))
+        say(f"company: {', '.join(rows[-1])}")
+    title = f"{MODEL}: Grad-CAM of one photo, {STRETCHES * scale.photos} requests each"
+    return Part("company", [Table(title, ("", "alone ms", "beside RISE of 4,096 masks ms", "ratio"), rows)])

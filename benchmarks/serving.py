@@ -1,0 +1,113 @@
+"""A server in a process of its own, started as a user starts it; what it costs is read from the system's books."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SERVE = ("-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE") / 2**20
+HERE = Path(__file__).parent
+PATIENCE = 300.0  # seconds until the models are warm
+OURS_ALONE = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")  # that this process has, and a user's has not
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A running process.
+
+    Attributes:
+        pid: its id.
+        address: that it listens on.
+        pipes: to it, where it was started with pipes.
+    """
+
+    pid: int
+    address: str
+    pipes: "subprocess.Popen[str]"
+
+    def cpu(self) -> float:
+        """Return the seconds of processor time that it has used."""
+        return cpu_of(self.pid)
+
+    def memory(self) -> float:
+        """Return the MiB that it has in memory."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]) * PAGE
+
+
+def cpu_of(pid: int) -> float:
+    """Return the seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * TICK  # utime and stime: fields 14 and 15 of proc(5)
+
+
+@contextlib.contextmanager
+def serving(models: Sequence[str], *flags: str, program: Sequence[str] = SERVE) -> Iterator[Process]:
+    """Serve models inside the block.
+
+    Args:
+        models: as on a command line.
+        flags: of `camserve-server serve`.
+        program: what Python is to run.
+    """
+    address = f"127.0.0.1:{_free_port()}"
+    named = [word for model in models for word in ("--model", model)]
+    command = [sys.executable, *program, *named, "--address", address, *flags]
+    with tempfile.TemporaryFile() as log, _started(command, log) as process:
+        try:
+            _wait(process, address)
+            yield Process(process.pid, address, process)
+        except ChildProcessError:
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace"))
+            raise
+        finally:
+            _stop(process)
+
+
+def _started(command: Sequence[str], log: IO[bytes]) -> "subprocess.Popen[str]":
+    environment = {key: value for key, value in os.environ.items() if key not in OURS_ALONE}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(  # noqa: S603 -- our own program
+        command, stdin=pipe, stdout=pipe, stderr=log, cwd=HERE.parent, env=environment, text=True
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait(process: "subprocess.Popen[str]", address: str) -> None:
+    until = time.monotonic() + PATIENCE
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() < until and process.poll() is None:
+            with contextlib.suppress(grpc.RpcError):
+                answer = stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=5)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            time.sleep(0.1)
+    raise ChildProcessError(f"the server did not start: exit code {process.poll()}")
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,149 @@
+"""The server as it is, with a clock around its stages. A line on its input makes it print what they took so far.
+
+Nothing in the service knows of it: functions are wrapped from outside, by their names. One that is not there (any more)
+is left out, and said so.
+"""
+
+import functools
+import gc
+import importlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STAGES = {
+    "decode": "images.decode",
+    "fit": "images.fit",
+    "receipt": "wire.receipt",
+    "look": "pipeline._see",
+    "intensity": "render.intensity",
+    "encode": "render._encode",
+    "draw": "render.draw",
+    "answer": "pipeline._answer",
+    "read": "wire.read_order",
+    "respond": "wire.explain_response",
+    "engine": "engine.Engine.run",
+    "inputs": "engine.cam.inputs_of",
+    "forward": "engine.cam.forward",
+    "maps": "engine.cam._results",
+}
+"""What is timed, by where it is found in the package; some are parts of others."""
+
+FLAGS = {"loop": "MainThread", "image": "image", "engine": "engine"}
+"""Threads by what they do, and how their names begin."""
+
+
+class Clocks:
+    """What has been counted since the server began."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, list[float]] = {}
+        self.missing: list[str] = []
+        self.collections = [0, 0.0]
+        self._lock = threading.Lock()
+        self._collecting = 0.0
+
+    def wrap(self, label: str, where: str) -> None:
+        """Put a clock around a function or method of the package."""
+        module, names = found(where)
+        *owners, name = names
+        try:
+            owner = functools.reduce(getattr, owners, module)
+            setattr(owner, name, self._timed(label, getattr(owner, name)))
+        except AttributeError:
+            self.missing.append(where)
+
+    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        total = self.spent.setdefault(label, [0, 0.0, 0.0])
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+                with self._lock:
+                    total[0] += 1
+                    total[1] += wall
+                    total[2] += cpu
+
+        return timed
+
+    def collecting(self, phase: str, _info: dict[str, int]) -> None:
+        """Count the garbage collector's work."""
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        else:
+            self.collections[0] += 1
+            self.collections[1] += time.perf_counter() - self._collecting
+
+    def told(self) -> str:
+        """Return everything as a line of JSON."""
+        return json.dumps(
+            {
+                "spent": self.spent,
+                "missing": self.missing,
+                "threads": _threads(),
+                "process": time.process_time(),
+                "collections": self.collections,
+            }
+        )
+
+
+def found(where: str) -> tuple[Any, list[str]]:
+    """Import as much of a dotted name as is a module; return it with the names that are left."""
+    module, names = importlib.import_module("camserve_server"), where.split(".")
+    while len(names) > 1:
+        try:
+            module = importlib.import_module(f"{module.__name__}.{names[0]}")
+        except ModuleNotFoundError:
+            break
+        names.pop(0)
+    return module, names
+
+
+def _threads() -> dict[str, float]:
+    """Return the seconds of processor time that threads have used, by what they do."""
+    ours = {thread.native_id: thread.name for thread in threading.enumerate()}
+    total: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = ours.get(int(task.name)) or (task / "comm").read_text(encoding="ascii").strip()
+        spent = int((task / "schedstat").read_text(encoding="ascii").split()[0]) / 1e9
+        kind = _kind(name)
+        total[kind] = total.get(kind, 0.0) + spent
+    return total
+
+
+def _kind(name: str) -> str:
+    for kind, begins in FLAGS.items():
+        if name.startswith(begins):
+            return kind
+    # The threads of OpenMP have no name of their own, but that of the program; gRPC's have one each.
+    return "torch" if name.startswith(("python", "pt_")) else "grpc"
+
+
+def _listen(clocks: Clocks) -> None:
+    for _ in sys.stdin:
+        print(clocks.told(), flush=True)
+
+
+def main() -> None:
+    """Serve, as `camserve-server serve` does."""
+    clocks = Clocks()
+    for label, where in STAGES.items():
+        clocks.wrap(label, where)
+    gc.callbacks.append(clocks.collecting)
+    threading.Thread(target=_listen, args=(clocks,), daemon=True, name="clocks").start()
+    from camserve_server import cli  # noqa: PLC0415 -- after what it is made of was wrapped
+
+    sys.argv[1:1] = ["serve", "--log-level", "warning"]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

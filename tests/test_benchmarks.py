@@ -1,0 +1,114 @@
+"""The harness of `make bench` is alive: its smallest form runs, and what it finds is kept."""
+
+import contextlib
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from benchmarks import __main__ as program
+from benchmarks import engine, memory, results, served, serving, stage_server, stages
+from benchmarks.scale import TINY
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One server for all, as starting it takes longer than measuring it."""
+    with serving.serving((TINY.spec("resnet18"),), "--threads", "1", program=stages.PROGRAM) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _one_server(monkeypatch, request):
+    def reused(*_arguments, **_options):
+        return contextlib.nullcontext(request.getfixturevalue("server"))
+
+    for module in (served, stages, memory):
+        monkeypatch.setattr(module, "serving", reused)
+
+
+def quietly(_words):
+    pass
+
+
+def rows_of(part):
+    return {row[0]: row for table in part.tables for row in table.rows}
+
+
+def test_the_engine_is_timed_beside_a_plain_forward_pass():
+    part = engine.measure(TINY, say=quietly)
+
+    speeds = dict(zip(part.tables[0].columns, part.tables[0].rows[0], strict=True))
+    assert all(float(speeds[name]) > 0 for name in (engine.PLAIN_LAST, engine.OURS, engine.OURS_HALF))
+
+
+def test_a_server_is_loaded_below_and_beyond_its_capacity():
+    part = served.measure(TINY, say=quietly)
+
+    closed, opened = part.tables
+    assert [row[1] for row in closed.rows] == ["1", "8", "32", "32, one stream"]
+    assert all(float(row[2]) > 0 for row in closed.rows)
+    assert [row[1] for row in opened.rows] == ["50%", "80%", "120%"]
+    assert any("120 %" in bar.what for bar in part.bars)
+
+
+def test_every_stage_of_a_request_has_its_time():
+    part = stages.measure(TINY, say=quietly)
+
+    micro = {row[1]: float(row[2].replace(",", "")) for row in part.tables[0].rows if row[2]}
+    measured = ("decode", "fit to the model's input", "encode", "make the reply", "forward: trunk and head")
+    assert all(micro[stage] > 0 for stage in measured)
+
+
+@pytest.mark.parametrize("where", stage_server.STAGES.values())
+def test_every_stage_is_found_in_the_service(where):
+    """Else the harness measures on without it: give it the new name in `stage_server.STAGES`."""
+    module, names = stage_server.found(where)
+
+    assert callable(functools.reduce(getattr, names, module))
+
+
+def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsys):
+    def here(*arguments):
+        memory.peak(*arguments)
+        return tuple(map(float, capsys.readouterr().out.split()))
+
+    monkeypatch.setattr(memory, "in_a_process", here)
+    part = memory.measure(TINY, say=quietly)
+
+    assert {"resnet18", "resnet18 float32"} == set(rows_of(part))
+
+
+def test_what_is_found_is_kept_beside_what_was_found_before(monkeypatch, tmp_path, capsys):
+    results.write(results.Part("cost", [results.Table("Replaced", ("a",), [("1",)])]), "a command", 0.0, tmp_path)
+    results.write(results.Part("company", [results.Table("Kept", ("a",), [("1",)])]), "a command", 0.0, tmp_path)
+    words = ["benchmarks", "cost", "--scale", "tiny", "--write", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("CAMSERVE_THREADS", "1")  # so that what the program says to its servers is taken back
+    program.main()
+
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert page.count("## cost") == 1
+    assert page.index("## cost") < page.index("## company")
+    assert ("Replaced" not in page, "Kept" in page) == (True, True)
+    assert set(json.loads((tmp_path / "results.json").read_text())) == {"cost", "company"}
+    assert "10 targets by 5 CAM methods" in page
+    assert "10 targets by 5 CAM methods" in capsys.readouterr().out
+
+
+def test_a_bar_says_whether_it_is_met():
+    part = results.Part("engine")
+    part.at_least("speed", 1.0, 0.99)
+    part.at_most("lateness", 6.0, 5.0, " ms")
+
+    assert [bar.met for bar in part.bars] == [False, True]
+    assert "| **no**" in results.told(part)
