@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}
@@ -31,6 +32,8 @@ def main() -> None:
         os.environ["CAMSERVE_THREADS"] = str(torch.get_num_threads())  # for the servers
     if asked.models:
         scale = scale.of(tuple(asked.models))
+    if asked.batches:
+        scale = replace(scale, batches=tuple(asked.batches))
     for name in asked.parts or [one for one in parts if scale.photos or one != "company"]:
         load = os.getloadavg()[0]
         part = parts[name](scale)
@@ -46,6 +49,9 @@ def _arguments(parts: list[str], scales: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", dest="scale", action="store_const", const="quick", help="some minutes")
     parser.add_argument("--full", dest="scale", action="store_const", const="full", help="everything, half an hour")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="of torchvision, instead of the scale's own")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, metavar="N", help="for the engine, instead of the scale's own"
+    )
     parser.add_argument("--threads", type=int, help="of torch, here and in the server (default: one a core)")
     parser.add_argument("--write", action="store_true", help="put what is found into RESULTS.md")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of RESULTS.md")
