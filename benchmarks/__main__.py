@@ -32,6 +32,7 @@ def main() -> None:
         os.environ["CAMSERVE_THREADS"] = str(torch.get_num_threads())  # for the servers
     if asked.models:
         scale = scale.of(tuple(asked.models))
+    scale = replace(scale, compiled=asked.compiled)
     if asked.batches:
         scale = replace(scale, batches=tuple(asked.batches))
     for name in asked.parts or [one for one in parts if scale.photos or one != "company"]:
@@ -52,6 +53,7 @@ def _arguments(parts: list[str], scales: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--batches", nargs="+", type=int, metavar="N", help="for the engine, instead of the scale's own"
     )
+    parser.add_argument("--compiled", action="store_true", help="time compiled models too: minutes more")
     parser.add_argument("--threads", type=int, help="of torch, here and in the server (default: one a core)")
     parser.add_argument("--write", action="store_true", help="put what is found into RESULTS.md")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of RESULTS.md")

@@ -133,13 +133,13 @@ def _on_the_layer(model: nn.Module, layer: str, images: Tensor) -> Run:
     return run
 
 
-def ours(scale: Scale, name: str, rows: int, *, compiled: bool) -> dict[str, Run]:
-    """Return camserve in the precisions that it has, and compiled where it can be."""
+def ours(scale: Scale, name: str, rows: int) -> dict[str, Run]:
+    """Return camserve in two precisions, and compiled where that is wanted and there is such an option."""
     runs = {
         OURS: Ours.of(scale.spec(name)).batch(rows),
         OURS_HALF: Ours.of(scale.spec(name, "bfloat16")).batch(rows),
     }
-    if compiled and "compile" in OPTIONS:
+    if scale.compiled and "compile" in OPTIONS:
         runs[COMPILED] = Ours.of(scale.spec(name, "bfloat16") + "&compile=true").batch(rows)
     return runs
 
@@ -156,12 +156,12 @@ def _alive(runs: dict[str, Run], failed: list[str]) -> dict[str, Run]:
     return alive
 
 
-def measure(scale: Scale, *, compiled: bool = False, say: Callable[[str], None] = print) -> Part:
+def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
     """Time every model at every batch size."""
     part, rows, costs, failed = Part("engine"), list[Cells](), list[Cells](), list[str]()
     for name in scale.models:
         for batch in scale.batches:
-            runs = plainly(name, scale.size, batch) | ours(scale, name, batch, compiled=compiled)
+            runs = plainly(name, scale.size, batch) | ours(scale, name, batch)
             if scale.peers:
                 layer = LAYERS.get(name, "layer4")
                 runs |= _alive(peers(name, layer, scale.size, batch), failed)

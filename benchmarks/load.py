@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.photos import requests
 from camserve.v1 import explain_pb2
 
+BATCH = 8  # rows of a server on a CPU: so many answers come at once
 CHANNELS = 4  # a connection carries 100 calls at once
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 _EXPLAIN, _STREAM = "/camserve.v1.ExplainService/Explain", "/camserve.v1.ExplainService/ExplainStream"
@@ -72,7 +73,7 @@ class Stretch:
     def rate(self, under_way: int) -> float:
         """Return the answers a second of a closed loop, from when its first answers were out until it stopped."""
         ends = [one.ended for one in self.answers if one.ok and one.ended <= self.until]
-        if len(ends) < 2 * under_way + 1:  # too short a stretch for more than a guess
+        if len(ends) <= under_way + BATCH:  # too short a stretch for more than a guess
             return self.count / (self.answers[-1].ended - self.began)
         return (len(ends) - under_way) / (ends[-1] - ends[under_way - 1])
 

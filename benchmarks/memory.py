@@ -10,9 +10,10 @@ import torch
 
 from benchmarks import load
 from benchmarks.engine import Ours, made, plain
+from benchmarks.load import BATCH
 from benchmarks.results import Part, Table
 from benchmarks.scale import Scale, spec
-from benchmarks.served import BATCH, CLOSED, watched
+from benchmarks.served import CLOSED, watched
 from benchmarks.serving import serving
 from benchmarks.timing import Run
 

@@ -32,6 +32,7 @@ class Scale:
         peers: whether the other libraries are timed too.
         photos: for each stretch beside a long request; 0 not to measure that.
         threads: of torch; 0 for one a core.
+        compiled: whether compiled models are timed too: each takes half a minute to compile, and for every batch size.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Scale:
     peers: bool = True
     photos: int = 60
     threads: int = 0
+    compiled: bool = False
 
     def of(self, models: tuple[str, ...]) -> "Scale":
         """Measure these models instead; each in the precisions that it has, or else in float32."""

@@ -14,14 +14,13 @@ import torch
 
 from benchmarks import load
 from benchmarks.engine import Ours, made, plain
-from benchmarks.load import Stretch
+from benchmarks.load import BATCH, Stretch
 from benchmarks.photos import requests
 from benchmarks.results import Bar, Part, Table
 from benchmarks.scale import MOBILENET, RESNET, Scale
 from benchmarks.serving import Process, serving
 from benchmarks.timing import repeated, timed
 
-BATCH = 8  # as the server's own, on a CPU
 QUEUE = 64  # rows: two seconds of resnet50 on two cores, so that beyond capacity it fills
 LOADS = (0.5, 0.8, 1.2)  # of capacity
 CLOSED = (1, 8, 32)
@@ -29,7 +28,8 @@ FLOW = "stream"
 
 _NOTE = (
     f"`of engine` is the share of the speed that the engine alone has with batches of {BATCH}, in turn. The CPU is "
-    "that of one request. On these cores the client takes its share of what there is."
+    "that of one request. On these cores the client takes its share of what there is. The engine alone runs with the "
+    "limits on malloc that the container has; the server is started without, as on a command line."
 )
 
 Say = Callable[[str], None]
@@ -41,11 +41,13 @@ class _Rounds:
 
     Attributes:
         engine: images a second of the engine alone, a round.
+        engine_cpu: seconds of processor time that it used for one, a round.
         plain: seconds of a plain forward pass of one image, a round.
         stretches: of each kind of load, a round.
     """
 
     engine: list[float] = field(default_factory=list)
+    engine_cpu: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
     stretches: dict[int | str, list[Stretch]] = field(default_factory=dict)
 
@@ -87,8 +89,10 @@ def _rounds(scale: Scale, model: str, spec: str, server: Process, say: Say) -> _
     engine()
     load.closed(server.address, BATCH, scale.stretch / 2)
     for number in range(scale.rounds):
+        cpu = time.process_time()
         batches, seconds = repeated(engine, scale.stretch / 2)
         found.engine.append(batches * BATCH / seconds)
+        found.engine_cpu.append((time.process_time() - cpu) / batches / BATCH)
         found.plain.append(_median_of(forward, scale.stretch / 4))
         for kind in (*CLOSED, FLOW):
             found.stretches.setdefault(kind, []).append(_stretch(server, kind, scale.stretch))
@@ -126,6 +130,7 @@ def _closed_rows(name: str, found: _Rounds) -> Iterator[tuple[str, ...]]:
             f"{found.of_engine(kind):.2f}",
             f"{1e3 * found.latency(kind, 50):.1f}",
             f"{1e3 * found.latency(kind, 99):.1f}",
+            f"{1e3 * statistics.median(found.engine_cpu):.1f}",
             f"{1e3 * sum(one.server for one in stretches) / count:.1f}",
             f"{1e3 * sum(one.client for one in stretches) / count:.2f}",
         )
@@ -134,7 +139,17 @@ def _closed_rows(name: str, found: _Rounds) -> Iterator[tuple[str, ...]]:
 def _closed_table(rows: list[tuple[str, ...]], scale: Scale) -> Table:
     return Table(
         f"Closed loop: so many requests under way, median of {scale.rounds} rounds of {scale.stretch:g} s",
-        ("model", "under way", "answers/s", "of engine", "p50 ms", "p99 ms", "server CPU ms", "client CPU ms"),
+        (
+            "model",
+            "under way",
+            "answers/s",
+            "of engine",
+            "p50 ms",
+            "p99 ms",
+            "engine CPU ms",
+            "server CPU ms",
+            "client CPU ms",
+        ),
         rows,
         (_NOTE,),
     )

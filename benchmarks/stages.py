@@ -9,10 +9,11 @@ from typing import Any
 
 from benchmarks import load
 from benchmarks.engine import Ours
+from benchmarks.load import BATCH
 from benchmarks.photos import requests
 from benchmarks.results import Part, Table
 from benchmarks.scale import Scale
-from benchmarks.served import BATCH, CLOSED
+from benchmarks.served import CLOSED
 from benchmarks.serving import Process, serving
 from benchmarks.timing import repeated, timed
 from camserve.v1 import explain_pb2
