@@ -11,6 +11,8 @@ from benchmarks import __main__ as program
 from benchmarks import engine, memory, results, served, serving, stage_server, stages
 from benchmarks.scale import TINY
 
+pytestmark = pytest.mark.timeout(300)  # a server is started, which on a busy machine takes its time
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
