@@ -8,7 +8,7 @@ STUBS := clients/python
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
 BASE ?= origin/main
 
-.PHONY: setup demo test check bench architectures protos lint types contracts proto-check clean gallery parity
+.PHONY: setup demo test check bench bench-torchserve architectures protos lint types contracts proto-check clean gallery parity
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -81,6 +81,9 @@ architectures: setup  ## explain every architecture, compare with autograd, writ
 
 bench: setup  ## measure, some minutes; FULL=1 measures everything and writes benchmarks/RESULTS.md, half an hour
 	$(BIN)/python -m benchmarks $(if $(FULL),--full --write,--quick)
+
+bench-torchserve: setup  ## beside TorchServe, which gets a venv of its own and needs Java; QUICK=1 for the half of it
+	$(BIN)/python -m benchmarks.torchserve $(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) $(PROTO_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

@@ -1,0 +1,1 @@
+"""camserve beside TorchServe on the same machine: `make bench-torchserve`."""

@@ -1,0 +1,101 @@
+"""What `make bench-torchserve` counts is what happened; the servers themselves run only there."""
+
+import io
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.photos import photos
+from benchmarks.torchserve import likeness, load, report, servers
+from PIL import Image
+
+NOBODY = servers.Group(0)
+
+
+def side(ask, name="some", picture=bytes):
+    return load.Side(name, ask, photos(), NOBODY, picture)
+
+
+@pytest.mark.parametrize("edge", np.linspace(3.05, 3.95, 9))
+def test_a_server_that_answers_eight_at_once_has_the_same_rate_wherever_the_window_lies(edge):
+    times = [second + place / 1000 for second in range(20) for place in range(8)]
+    assert load.rate(times, edge, edge + 8.3) == pytest.approx(8, rel=1e-12)
+
+
+def test_a_reply_slower_than_the_window_still_has_a_rate():
+    assert load.rate([0.0, 40.0], 1.0, 9.0) == 1 / 40
+
+
+def test_so_many_callers_ask_at_once_and_each_waits_for_its_answer(monkeypatch):
+    monkeypatch.setattr(load, "LEAD_SECONDS", 0.1)
+    together, most, lock = 0, 0, threading.Lock()
+
+    def ask(_request):
+        nonlocal together, most
+        with lock:
+            together += 1
+            most = max(most, together)
+        time.sleep(0.01)
+        with lock:
+            together -= 1
+        return b""
+
+    window = load.measure(side(ask), callers=5, seconds=0.4)
+    assert most == 5
+    assert window.latency >= 0.01
+    assert window.rate <= 5 / 0.01
+
+
+def test_the_request_is_what_torchserves_inference_proto_says():
+    request, response = load._messages()
+    packed = request(model_name="hooks", input={"data": b"photo"}).SerializeToString()
+    assert packed == b"\x0a\x05hooks" + b"\x1a\x0d" + b"\x0a\x04data" + b"\x12\x05photo"
+    assert response.FromString(b"\x0a\x03cat").prediction == b"cat"
+
+
+def test_a_server_that_draws_something_else_is_found_out():
+    def inverted(request):
+        out = io.BytesIO()
+        Image.fromarray(255 - np.asarray(Image.open(io.BytesIO(request)))).save(out, "JPEG", quality=90)
+        return out.getvalue()
+
+    same = likeness.differences([side(bytes), side(bytes, "the same")])
+    assert same == {"the same": 0.0}
+    with pytest.raises(ValueError, match="negative"):
+        likeness.differences([side(bytes), side(inverted, "negative")])
+
+
+def test_a_server_with_children_is_counted_and_ended_as_a_whole(tmp_path):
+    busy = "while True: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    with servers.running((sys.executable, "-c", child), tmp_path, {}) as group:
+        servers.until(lambda: group.cpu() > 0.3, "the child")
+        assert _members(group.leader) == 2
+    late = time.monotonic() + 10
+    while _members(group.leader) and time.monotonic() < late:
+        time.sleep(0.05)
+    assert _members(group.leader) == 0
+
+
+def _members(leader):
+    found = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            found += os.getpgid(int(path.name)) == leader
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def test_ratios_are_medians_over_rounds_of_windows_next_to_each_other():
+    """A machine that is half as fast in one round than in the others changes no ratio."""
+    windows = {
+        ("camserve float32", 8): [load.Window(rate, 0.1, 0.02) for rate in (30, 15, 30)],
+        ("TorchServe, hooks", 8): [load.Window(rate, 0.4, 0.06) for rate in (10, 5, 10)],
+    }
+    seen = report.Seen(windows, {}, {}, 2, (0.0, 0.0), "by hand")
+    assert report.ratios(seen).splitlines()[-1] == "| camserve float32 / TorchServe, hooks | 3.00 (3.00) |"
