@@ -23,11 +23,14 @@ def side(ask, name="some", picture=bytes):
 @pytest.mark.parametrize("edge", np.linspace(3.05, 3.95, 9))
 def test_a_server_that_answers_eight_at_once_has_the_same_rate_wherever_the_window_lies(edge):
     times = [second + place / 1000 for second in range(20) for place in range(8)]
-    assert load.rate(times, edge, edge + 8.3) == pytest.approx(8, rel=1e-12)
+    assert load.rate(times, -1.0, edge, edge + 8.3) == pytest.approx(8, rel=1e-12)
 
 
-def test_a_reply_slower_than_the_window_still_has_a_rate():
-    assert load.rate([0.0, 40.0], 1.0, 9.0) == 1 / 40
+def test_a_batch_slower_than_the_window_counts_as_a_whole():
+    """Eight callers are answered together, every ten seconds; they stop asking after five, or after fifteen."""
+    batch = [10 + place / 1000 for place in range(8)]
+    assert load.rate(batch, 0.0, 1.5, 5.0) == pytest.approx(0.8, rel=1e-3)
+    assert load.rate([*batch, *(10 + at for at in batch)], 0.0, 11.5, 15.0) == pytest.approx(0.8, rel=1e-3)
 
 
 def test_so_many_callers_ask_at_once_and_each_waits_for_its_answer(monkeypatch):

@@ -77,28 +77,31 @@ def measure(side: Side, callers: int, seconds: float) -> Window:
         done = sorted(pair for call in calls for pair in call.result())
     times = [finished for finished, _ in done]
     latencies = [finished - sent for finished, sent in done if finished > start]
-    return Window(rate(times, start, end), statistics.median(latencies), (side.group.cpu() - used) / len(done))
+    return Window(rate(times, began, start, end), statistics.median(latencies), (side.group.cpu() - used) / len(done))
 
 
-def rate(times: Sequence[float], start: float, end: float) -> float:
+def rate(times: Sequence[float], began: float, start: float, end: float) -> float:
     """Return replies a second in a window, of servers too that answer eight at once.
 
     Counted from the last reply before the window to the last one in it, so that it does not matter how batches lie to
-    the window's edges, but where an edge falls among the replies of one batch. A window without a reply is stretched
-    to the first one after it.
+    the window's edges, but where an edge falls among the replies of one batch. A window too short for that counts for
+    nothing: then all replies are counted, from the first question to the last reply.
 
     Args:
         times: when the replies came, ascending.
+        began: when the callers did.
         start: of the window.
         end: of the window.
 
     Example:
-        >>> rate([0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0], start=1.0, end=5.0)
+        >>> rate([2.0, 2.0, 4.0, 4.0, 6.0, 6.0], began=0.0, start=3.0, end=5.0)
         1.0
     """
-    before = max((at for at in times if at <= start), default=start)
-    within = [at for at in times if start < at <= end] or [at for at in times if at > start][:1]
-    return len(within) / (within[-1] - before)
+    before = [at for at in times if at <= start]
+    within = [at for at in times if start < at <= end]
+    if not (before and within):
+        return len(times) / (times[-1] - began)
+    return len(within) / (within[-1] - before[-1])
 
 
 @contextlib.contextmanager
