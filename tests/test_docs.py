@@ -170,12 +170,39 @@ def test_the_page_of_methods_is_what_the_servers_own_table_says():
 
 
 def test_every_method_is_in_the_gallery_by_its_picture_or_by_the_reason_why_it_has_none():
-    gallery = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    gallery = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").partition("## ")[0]
     for name in methods.METHODS:
         (cell,) = re.findall(rf"^\| \[`{name}`\]\(methods.md#{name}\) \| (.+) \|$", gallery, re.MULTILINE)
         pictured = re.fullmatch(rf"!\[{name}\]\((images/gallery/{name}.jpg)\)", cell)
 
         assert (ROOT / "docs" / pictured[1]).exists() if pictured else "needs" in cell
+
+
+def test_every_method_of_attention_is_pictured_and_judged_on_a_transformer():
+    section = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").partition("## On a transformer\n")[2]
+    assert (ROOT / "docs" / "images" / "gallery" / "collage.jpg").exists()
+    for name in (
+        "gradcam",
+        *(name for name, method in methods.METHODS.items() if isinstance(method, methods.Attention)),
+    ):
+        row = rf"^\| \[`{name}`\]\(methods.md#{name}\) \| (\S+) \| (\S+) \| !\[{name}\]\((images/gallery/\w+.jpg)\) \|$"
+        ((share, peak, picture),) = re.findall(row, section, re.MULTILINE)
+
+        assert (ROOT / "docs" / picture).exists(), "run 'make gallery'"
+        for value in (float(share), float(peak)):
+            assert value == 0.25 if name == "attention_rollout" else value > 0.25
+
+
+def test_a_photo_of_the_gallerys_collages_is_in_the_quarter_that_is_said_to_be_its():
+    page = generator("transformer")
+    photos = {name: np.full((40 + 9 * i, 80 - 9 * i, 3), 60 * i, np.uint8) for i, name in enumerate(page.SHOWN)}
+    whole = np.asarray(page.collage(page.SHOWN, photos))
+    for place, name in enumerate(page.SHOWN):
+        left, top, right, bottom = page.quarter(place)
+        assert (whole[top:bottom, left:right] == photos[name][0, 0]).all()
+
+    taught = page.put_together(torch.arange(8).view(2, 4, 1, 1, 1).expand(2, 4, 3, 1, 1))
+    assert taught.tolist() == [[[[0, 1], [2, 3]]] * 3, [[[4, 5], [6, 7]]] * 3]
 
 
 def test_every_case_of_parity_is_in_its_table():

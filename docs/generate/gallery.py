@@ -4,7 +4,7 @@
     python docs/generate/gallery.py gradcam    # only the pictures of those named
 
 The photos are scikit-image's. The model is the embedded one, with its ImageNet weights; methods that it cannot answer
-(attention needs a transformer) are listed with the reason.
+(attention needs a transformer) are listed with the reason, and shown by the transformer of transformer.py.
 """
 
 import io
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 from skimage import data
+from transformer import HEADING, section
 
 import camserve
 from camserve_server import running
@@ -44,7 +45,7 @@ def main(wanted: list[str]) -> None:
         return
     classes = ", ".join(f"{name}, {one.predictions[0].label}" for name, one in zip(PHOTOS, plain, strict=True))
     rows = [f"| [`{one.name}`](methods.md#{one.name}) | {shown(one.name, notes)} |" for one in listed]
-    page = HEAD.format(classes=classes) + "\n".join(["| method | |", "|---|---|", *rows]) + "\n"
+    page = HEAD.format(classes=classes) + "\n".join(["| method | |", "|---|---|", *rows]) + "\n\n" + section()
     (FOLDER / "gallery.md").write_text(page, encoding="utf-8")
 
 
@@ -70,8 +71,10 @@ def drawn(client: camserve.Client, method: str, photos: dict[str, object], wante
 
 
 def shown(method: str, notes: dict[str, str]) -> str:
-    """Return a method's cell: its picture, or why there is none."""
-    return notes.get(method) or f"![{method}](images/gallery/{method}.jpg)"
+    """Return a method's cell: its picture, or why there is none here."""
+    if method in notes:
+        return f"{notes[method]}; [a transformer has](#{HEADING.removeprefix('## ').lower().replace(' ', '-')})"
+    return f"![{method}](images/gallery/{method}.jpg)"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from camserve_server import jobs
-from camserve_server.methods import METHODS, Parameter, Perturbation, formula, summary
+from camserve_server.methods import METHODS, Attention, Parameter, Perturbation, formula, summary
 from camserve_server.wire import describe_method, kind_of
 
 PAGE = Path(__file__).parent.parent / "methods.md"
@@ -67,7 +67,8 @@ def section(name: str) -> Iterator[str]:
         yield "- Smooths"
     yield from map(parameter, method.parameters)
     if (PAGE.parent / "images" / "gallery" / f"{name}.jpg").exists():
-        yield f"\n![{name} on three photos](images/gallery/{name}.jpg)"
+        seen = "a collage, for four targets" if isinstance(method, Attention) else "three photos"
+        yield f"\n![{name} on {seen}](images/gallery/{name}.jpg)"
     yield ""
 
 
