@@ -56,8 +56,8 @@ TEXT = """\
 The embedded model has no attention, trained transformers cannot be had without a download, and one with random weights
 would draw nonsense. So this is a toy that `make gallery` trains itself: a vision transformer of {blocks} blocks,
 {width} channels and a class token, which sees {side}×{side} pixels in patches of {patch}. In {steps} steps on
-{collages:,} collages of two by two crops, mirrored and recoloured, it learns which of {photos} photos are there
-({labels}); nobody tells it where. It is served as anyone's own model is: by a factory
+{collages:,} collages of two by two, made of {crops} crops, mirrored and recoloured, it learns which of {photos}
+photos are there ({labels}); nobody tells it where. It is served as anyone's own model is: by a factory
 and a file of weights.
 
 Here it looks at collages of four of the photos. It has seen them in training, so nothing here says whether it would
@@ -237,6 +237,7 @@ def section() -> str:
         patch=PATCH,
         steps=STEPS,
         collages=STEPS * BATCH,
+        crops=VIEWS * len(LABELS),
         photos=len(LABELS),
         labels=", ".join(LABELS),
         shown=", ".join(SHOWN),
