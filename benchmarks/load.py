@@ -204,9 +204,9 @@ async def _send(
 
 
 def _id_in(reply: bytes) -> bytes:
-    """Return the request_id of a reply, which is its first field."""
-    if reply[:2] != b"\x0a\x08":
-        raise ValueError("the reply does not begin with a request_id of eight characters")
+    """Return the request_id of a reply, which is its first field; its second is the explanation, or else an error."""
+    if reply[:2] != b"\x0a\x08" or reply[10:11] != b"\x12":
+        raise ValueError(f"no explanation: {reply[:200]!r}")
     return reply[2:10]
 
 
