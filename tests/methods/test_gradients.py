@@ -234,7 +234,7 @@ def curved(plant):
 
 @pytest.mark.parametrize("baseline", ["zero", "mean", "blur"])
 def test_the_completeness_error_is_what_the_map_misses_of_the_score_difference(curved, baseline):
-    method = call("integrated_gradients", steps=2, baseline=baseline)
+    method = call("integrated_gradients", steps=2, baseline=baseline, quadrature="cubic")
     (found,) = explain(curved, noise(6, 24), job(curved, [method], [ClassTarget(3)])).findings
     image = inputs(curved, noise(6, 24))
     with torch.no_grad():
@@ -263,6 +263,52 @@ def test_cubic_steps_miss_less_than_gauss_legendres_where_the_score_changes_near
     ]
     cubic, gauss_legendre = np.mean(missed, 0)
     assert 2 * cubic < gauss_legendre
+
+
+PHOTOS = ("chelsea", "coffee", "rocket", "astronaut", "china", "flower")
+
+
+@pytest.mark.parametrize("photo", PHOTOS)
+def test_fifty_steps_of_integrated_gradients_add_up_to_one_percent_on_every_photo_from_every_baseline(
+    lite0, photos, photo
+):
+    calls = [call("integrated_gradients", steps=50, baseline=one) for one in ("zero", "mean", "blur")]
+    asked = job(lite0, calls, [RankTarget(0)])
+    for method, found in zip(calls, explain(lite0, photos[photo], asked).findings, strict=True):
+        with torch.no_grad():
+            image = inputs(lite0, photos[photo])
+            start = baselines(image)[method.parameters["baseline"]]
+            promised = found.score - float(lite0.module(start)[0, found.target.index])
+        assert abs(found.heatmap.sum(dtype=np.float64) - promised) <= 0.01 * abs(promised)
+        assert found.error <= 1e-4
+
+
+def test_matched_weights_are_those_that_change_least_and_integrate_the_slope(curved):
+    """min Σ (v − w)² / w over v with Σ v = 1 and Σ v s = S(x) − S(x'), solved in float64."""
+    steps, image = 6, inputs(curved, noise(6, 24)).double()
+    module, start = copy.deepcopy(curved.module).double(), baselines(image)["mean"]
+    middles = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
+    places, weights = middles**3, middles**2 / middles.square().sum()
+    ways = (start + places[:, None, None, None] * (image - start)).requires_grad_()
+    maps = ((image - start) * torch.autograd.grad(module(ways)[:, 3].sum(), ways)[0]).sum(1)
+    rules = torch.stack((torch.ones_like(weights), maps.sum((1, 2))))
+    gained = (module(image) - module(start))[0, 3].detach()
+    missing = torch.stack((torch.zeros(()), gained - weights @ rules[1]))
+    changed = weights + weights * (rules.T @ torch.linalg.solve((rules * weights) @ rules.T, missing))
+    expected = torch.einsum("i,ihw->hw", changed, maps)
+    method = call("integrated_gradients", steps=steps, baseline="mean", quadrature="matched")
+    assert gap(heatmap(curved, noise(6, 24), method), expected) <= CLOSE
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
+    torch.manual_seed(2)
+    linear = plant(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 22 * 22, 5)), size=24)
+    image = inputs(linear, noise(6, 24)).requires_grad_()
+    (gradient,) = torch.autograd.grad(linear.module(image)[0, 3], image)
+    exact = ((image - baselines(image)["blur"]) * gradient)[0].sum(0).detach()
+    method = call("integrated_gradients", steps=steps, baseline="blur")
+    assert gap(heatmap(linear, noise(6, 24), method), exact) <= CLOSE
 
 
 @pytest.mark.parametrize("name", ["saliency", "smoothgrad", "vargrad", "gradient_shap"])

@@ -181,10 +181,10 @@ async def _saliency(study: Study, call: MethodCall) -> list[Sheet]:
 
 
 def _finish_saliency(method: Saliency, call: MethodCall, mean: _Mean, seen: torch.Tensor, score: float) -> Evidence:
-    heatmap = to_map(method.finish(mean.value, seen, **call.parameters))
     if method.baseline is None:
-        return Evidence(heatmap, dead=mean.dead)
+        return Evidence(to_map(method.finish(mean.value, seen, **call.parameters)), dead=mean.dead)
     promised = score - mean.scores[method.baseline(**call.parameters)]
+    heatmap = to_map(method.finish(mean.value, seen, gained=promised, **call.parameters))
     error = abs(float(heatmap.sum(dtype=np.float64)) - promised) / abs(promised) if promised else 0.0
     return Evidence(heatmap, mean.dead, error)
 

@@ -45,9 +45,9 @@ BASELINE = Parameter(
 )
 QUADRATURE = Parameter(
     "quadrature",
-    "Where the steps are: cubic, close together near the baseline, or as in Captum's Gauss-Legendre quadrature.",
-    "cubic",
-    choices=("cubic", "gauss-legendre"),
+    "cubic steps, close together near the baseline; matched, such ones whose map adds up; or Captum's gauss-legendre.",
+    "matched",
+    choices=("matched", "cubic", "gauss-legendre"),
 )
 ANY_BASELINE = Parameter(
     "baseline",

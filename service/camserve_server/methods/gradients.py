@@ -116,25 +116,41 @@ def along(
     return start + places[index] * (image - start)
 
 
-def weighted(_image: Tensor, _copy: Tensor, gradient: Tensor, index: int, **parameters: float | str) -> Tensor:
-    """Weigh the gradient at a place as the quadrature does, times the number of copies, which the mean divides by."""
+def weighted(image: Tensor, _copy: Tensor, gradient: Tensor, index: int, **parameters: float | str) -> Tensor:
+    """Spread the score's slope at a place over the pixels, weighed as the quadrature does; and that times the slope.
+
+    [2,H,W], both times the number of copies, which the mean divides by.
+    """
     steps = int(parameters["steps"])
     _, weights = _quadrature(cast("str", parameters["quadrature"]), steps)
-    return (steps + 1) * weights[index] * gradient
+    slope = ((image - _baseline(image, cast("str", parameters["baseline"]))) * gradient).sum(0)
+    return (steps + 1) * weights[index] * torch.stack((slope, slope * slope.sum()))
 
 
-def integrated(mean: Tensor, image: Tensor, *, baseline: str, **_parameters: float | str) -> Tensor:
+def integrated(mean: Tensor, _image: Tensor, *, quadrature: str, gained: float, **_parameters: float | str) -> Tensor:
     """Integrate the gradient on the straight way from a baseline to the image.
 
     M = Σ_c (x − x')_c ⊙ ∫₀¹ ∂S(x' + α (x − x'))/∂x_c dα. Sundararajan et al. 2017, equation 1. The map adds up to
-    S(x) − S(x'); by how much it fails to, as a share of that, is the completeness error. The quadrature is "cubic", the
-    midpoint rule in t with α = t³, because most of a score's change lies near a baseline without structure; or
-    "gauss-legendre", Captum's.
+    S(x) − S(x'); by how much it fails to, as a share of that, is the completeness error.
+    The quadrature is "cubic", the midpoint rule in t with α = t³, because most of a score's change lies near a baseline
+    without structure; "gauss-legendre", Captum's; or "matched", cubic with its weights changed as little as makes them
+    integrate the score's own slope to S(x) − S(x'), which is known: M + (S(x) − S(x') − ΣM) Cov(m, s) / Var(s), where m
+    is the map at a place, s = Σm the slope there, and both moments are under the weights: the regression estimator of a
+    control variate. A matched map adds up however few the steps are; how well they follow the way, the completeness
+    error of "cubic" says.
     The baseline x' is "zero", the normalised input's zero, which is the mean colour of what the model was trained on;
     "mean", the image's own mean colour; or "blur", the image blurred. Sturmfels et al. 2020,
     doi:10.23915/distill.00022, say what each cannot see: where the image equals its baseline the map is zero.
     """
-    return ((image - _baseline(image, baseline)) * mean).sum(0)
+    total, with_slope = mean.double().unbind()
+    if quadrature != "matched":
+        return total
+    slope = total.sum()
+    covariance = with_slope - slope * total
+    variance = covariance.sum()
+    if variance <= 0:  # the same slope everywhere, and nothing to learn from it
+        return total
+    return total + (gained - slope) / variance * covariance
 
 
 def steps_and_baseline(*, steps: float, **_parameters: float | str) -> int:
@@ -192,12 +208,14 @@ def _blurred(image: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def _quadrature(rule: str, steps: int) -> tuple[list[float], list[float]]:
     """Return the places between 0 and 1 and the weights of a quadrature; at the end 0, which has none."""
-    if rule == "cubic":
-        middles = (np.arange(steps) + 0.5) / steps
-        places, weights = middles**3, 3 * middles**2 / steps
-    else:
+    if rule == "gauss-legendre":
         nodes, doubled = np.polynomial.legendre.leggauss(steps)
         places, weights = (1 + nodes) / 2, doubled / 2
+    else:
+        middles = (np.arange(steps) + 0.5) / steps
+        places, weights = middles**3, 3 * middles**2 / steps
+        if rule == "matched":  # a constant is integrated exactly too
+            weights /= weights.sum()
     return [*places.tolist(), 0.0], [*weights.tolist(), 0.0]
 
 

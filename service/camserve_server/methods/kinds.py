@@ -129,8 +129,8 @@ class Saliency:
         term: what one copy adds to the mean.
         parameters: that it takes.
         rule: how a ReLU passes a gradient on: as it is, or as guided backpropagation or a deconvnet has it.
-        baseline: which of the copies is the baseline whose score, taken from the image's own, the map must add up to;
-            None where nothing of the kind is promised.
+        baseline: which of the copies is the baseline whose score, taken from the image's own, the map must add up to:
+            `finish` gets the difference as `gained`. None where nothing of the kind is promised.
         about: the function whose docstring is the method's.
     """
 
