@@ -4,9 +4,12 @@ import os
 import signal
 import sys
 
+from camserve_server.process import keep_memory
+
 
 def main() -> None:
     """Run the command line."""
+    keep_memory()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC itself says of a port that is taken is said better here
     # The first process of a container has no default handler: without this one, a stop in the seconds until the server
     # has its own would be ignored.

@@ -27,7 +27,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from camserve_server import logs
+from camserve_server import logs, process
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
 from camserve_server.engine import Engine
@@ -250,7 +250,12 @@ async def serve_until_signal(settings: Settings) -> int:
     stop, loop, warm = Stop(), asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)
-    serving = asyncio.ensure_future(serve(settings, stop, lambda _port, _pipeline: warm.set()))
+
+    def ready(_port: int, _pipeline: Pipeline) -> None:
+        process.keep_objects()
+        warm.set()
+
+    serving = asyncio.ensure_future(serve(settings, stop, ready))
     asked, hurry = asyncio.ensure_future(stop.asked.wait()), asyncio.ensure_future(stop.hurry.wait())
     await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
     if not (serving.done() or warm.is_set()):

@@ -1,0 +1,35 @@
+"""What a process that serves for long does with its memory."""
+
+import ctypes
+import gc
+import os
+import platform
+
+# Name in the environment, number in malloc.h, value.
+_ALLOCATOR = (
+    ("MALLOC_ARENA_MAX", -8, 1),
+    ("MALLOC_MMAP_THRESHOLD_", -3, 2**28),
+    ("MALLOC_TRIM_THRESHOLD_", -1, 2**29),
+)
+
+
+def keep_memory() -> None:
+    """Have glibc keep what a batch frees, up to 512 MiB, instead of asking the kernel for the same pages every time.
+
+    Its defaults give each large array pages of its own, and each thread a heap that is given back as soon as it is
+    empty: at 32 rows a batch of mobilenet_v3_large then spends more time on fresh pages than on arithmetic. So there is
+    one heap for all threads. What the environment sets itself stays as it is; with another allocator nothing happens.
+    To be called before there are threads.
+    """
+    if platform.libc_ver()[0] != "glibc" or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    libc = ctypes.CDLL(None)
+    for name, option, value in _ALLOCATOR:
+        if name not in os.environ:
+            libc.mallopt(option, value)
+
+
+def keep_objects() -> None:
+    """Take all there is now out of the garbage collector's rounds: libraries and models live as long as the process."""
+    gc.collect()
+    gc.freeze()

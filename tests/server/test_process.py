@@ -1,0 +1,133 @@
+"""What a serving process does with its memory: it keeps what the next batch needs, within a bound."""
+
+import ctypes
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from camserve_server import process
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator is left alone")
+
+# Batches as a thread makes them: arrays that come and go together.
+CHURN = """
+import resource, sys, threading
+import numpy as np
+from camserve_server import process
+
+if sys.argv[1] == "kept":
+    process.keep_memory()
+faults = []
+
+def work():
+    for _ in range(20):
+        batch = [np.ones(4 * 2**20, np.float32) for _ in range(6)]
+        del batch
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(faults[-1] - faults[9])
+"""
+
+PEAK = """
+import numpy as np
+from pathlib import Path
+from camserve_server import process
+
+def resident():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmRSS")) // 1024
+
+process.keep_memory()
+before = resident()
+batch = [np.ones(25 * 2**20, np.float32) for _ in range(9)]
+most = resident()
+del batch
+print(most - before, resident() - before)
+"""
+
+COLLECT = """
+import gc, weakref
+from camserve_server import process
+
+class Ring:
+    def __init__(self):
+        self.me = self
+
+process.keep_objects()
+before = len(gc.get_objects())
+ring = weakref.ref(Ring())
+gc.collect()
+print(before, ring() is None)
+"""
+
+
+def said(script, *arguments):
+    return subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True).stdout.split()
+
+
+@glibc
+def test_batch_after_batch_uses_the_same_memory_instead_of_asking_for_fresh_pages():
+    (fresh,), (kept,) = said(CHURN, "default"), said(CHURN, "kept")
+
+    assert int(kept) < int(fresh) / 20
+
+
+@glibc
+def test_what_a_large_batch_took_is_given_back_but_for_a_bound():
+    most, left = map(int, said(PEAK))
+
+    assert most > 850
+    assert left <= 512 + 16
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """Take down what the allocator is told, from an environment that says nothing of it."""
+    told = {}
+
+    class Libc:
+        def mallopt(self, option, value):
+            told[option] = value
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: Libc())
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    for name, _, _ in process._ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    return told
+
+
+def test_the_allocator_is_told_numbers_of_malloc_h(options):
+    """M_ARENA_MAX is -8, M_MMAP_THRESHOLD -3, M_TRIM_THRESHOLD -1."""
+    process.keep_memory()
+
+    assert options == {-8: 1, -3: 256 * 2**20, -1: 512 * 2**20}
+
+
+def test_what_the_operator_says_of_the_allocator_stays(options, monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
+    process.keep_memory()
+    assert options == {-3: 256 * 2**20, -1: 512 * 2**20}
+
+    options.clear()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=4")
+    process.keep_memory()
+    assert options == {}
+
+
+def test_an_allocator_that_is_not_glibcs_is_left_alone(options, monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    process.keep_memory()
+
+    assert options == {}
+
+
+def test_the_collector_passes_over_what_was_there_and_collects_what_came_later():
+    looked_at, collected = said(COLLECT)
+
+    assert int(looked_at) < 100
+    assert collected == b"True"
