@@ -7,7 +7,7 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for compa
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HELD = 3_000_000  # bytes of a decoded photo that are held while its request waits; larger ones are decoded again
+DRAWN_AT_ONCE = 1_000_000  # pixels of pictures drawn before others have a turn: some 5 ms
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
 
 
@@ -155,24 +156,54 @@ class Pipeline:
         decoded = clock()
         outcome = await work(view, submit)
         computed = clock()
-        answers = await self._draw(order, view, outcome)
-        seconds = wire.Seconds(decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows)
-        response = wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
-        response.receipt.CopyFrom(view.receipt)
-        return response
 
-    async def _draw(self, order: wire.Order, view: _View, outcome: jobs.Outcome) -> list[wire.Answer]:
+        def answered(answers: list[wire.Answer]) -> explain_pb2.ExplainResponse:
+            seconds = wire.Seconds(decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows)
+            response = wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
+            response.receipt.CopyFrom(view.receipt)
+            return response
+
         wants = order.rendering
         if not (wants.pictures or wants.intensity):
-            return [wire.Answer(finding, wants.heatmap) for finding in outcome.findings]
-        photo = view.photo
-        if photo is None and wants.pictures:
-            photo = await self._in_thread(images.decode, order.image, self.limits)
-        # One by one, so that a caller who gave up is noticed in between.
-        return [await self._in_thread(_answer, finding, photo, view, wants) for finding in outcome.findings]
+            return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
+        return await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
+
+    async def _in_steps(self, steps: Generator[None, None, T]) -> T:
+        """Run what pauses now and then in a thread; others have their turn then, and it ends if its caller gave up."""
+        while not (done := await self._in_thread(_advanced, steps)):
+            pass
+        return done[0]
 
     async def _in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.threads, partial(function, *args, **kwargs))
+
+
+def _advanced(steps: Generator[None, None, T]) -> tuple[T] | None:
+    """Go on to the next pause, or else to the end, and return what comes of it."""
+    try:
+        next(steps)
+    except StopIteration as stop:
+        return (stop.value,)
+    return None
+
+
+def _drawn(
+    order: wire.Order,
+    view: _View,
+    findings: Sequence[jobs.Finding],
+    limits: Limits,
+    answered: Callable[[list[wire.Answer]], T],
+) -> Generator[None, None, T]:
+    """Draw what was found, and put the reply together in the same step; pause after each so many pixels."""
+    wants, photo, answers = order.rendering, view.photo, list[wire.Answer]()
+    if photo is None and wants.pictures:
+        photo = images.decode(order.image, limits)
+    together = max(1, round(DRAWN_AT_ONCE / (_pixels_of(wants, view.size) or math.prod(view.image.shape[:2]))))
+    for finding in findings:
+        if answers and len(answers) % together == 0:
+            yield
+        answers.append(_answer(finding, photo, view, wants))
+    return answered(answers)
 
 
 def _answer(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> wire.Answer:
@@ -223,11 +254,16 @@ def _in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:
 
 
 def _check_drawing(order: wire.Order, size: tuple[int, int], limits: Limits) -> None:
-    shrunk = min(1.0, (order.rendering.max_side or math.inf) / max(size))
-    drawn = order.job.explanations * order.rendering.pictures * size[0] * size[1] * shrunk**2
+    drawn = order.job.explanations * _pixels_of(order.rendering, size)
     if drawn > limits.drawn_pixels:
         raise InvalidArgument(
             f"the pictures have {drawn / 1e6:,.0f} million pixels, and {limits.drawn_pixels / 1e6:,.0f} is the limit: "
             "set max_side, or ask for fewer",
             field="rendering.max_side",
         )
+
+
+def _pixels_of(wants: Rendering, size: tuple[int, int]) -> float:
+    """Count the pixels of all the pictures of one map on a photo of that height and width."""
+    shrunk = min(1.0, (wants.max_side or math.inf) / max(size))
+    return wants.pictures * size[0] * size[1] * shrunk**2

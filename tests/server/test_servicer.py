@@ -12,6 +12,7 @@ import logging
 import math
 import socket
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import config, images, logs, render, server, servicer
+from camserve_server import config, images, logs, pipeline, render, server, servicer
 from camserve_server.errors import ConfigError, ServiceError
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
@@ -503,6 +504,44 @@ async def test_a_caller_who_hangs_up_frees_the_queue(running):
     await running.explain(request())
 
     assert running.batcher.stats.rows == 1
+
+
+EIGHT = {
+    "methods": [explain_pb2.Method(name="gradcam")] * 8,
+    "rendering": explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG),
+}
+
+
+@pytest.mark.parametrize(("pixels", "steps"), [(10**6, 1), (2 * 40 * 30, 4), (1, 8)])
+async def test_pictures_are_drawn_in_as_few_steps_as_leave_others_a_turn(pixels, steps, running, monkeypatch):
+    advanced, taken = pipeline._advanced, []
+    monkeypatch.setattr(pipeline, "DRAWN_AT_ONCE", pixels)
+    monkeypatch.setattr(pipeline, "_advanced", lambda drawing: taken.append(drawing) or advanced(drawing))
+    response = await running.explain(request(**EIGHT))
+
+    assert len(taken) == steps
+    assert len({one.overlay.data for one in response.explanations}) == 1
+    assert len(response.explanations) == 8
+
+
+async def test_a_caller_who_hangs_up_while_pictures_are_drawn_stops_the_rest(running, monkeypatch):
+    draw, drawn, go = render.draw, [], threading.Event()
+
+    def slowly(*args):
+        drawn.append(args)
+        go.wait(20)
+        return draw(*args)
+
+    monkeypatch.setattr(pipeline, "DRAWN_AT_ONCE", 1)
+    monkeypatch.setattr(render, "draw", slowly)
+    call = running.explain(request(**EIGHT))
+    await until(lambda: drawn)
+    call.cancel()
+    await until(lambda: running.batcher.admitted == 0)
+    go.set()
+    await asyncio.wrap_future(running.pipeline.threads.submit(int))  # behind whatever was to come
+
+    assert len(drawn) == 1
 
 
 async def test_a_caller_who_loses_the_connection_frees_the_queue(running):

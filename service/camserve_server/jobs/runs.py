@@ -172,12 +172,15 @@ async def _saliency(study: Study, call: MethodCall) -> list[Sheet]:
             mean.add(answer.maps[0][0], answer.score, dead=answer.dead[0])
     else:
         (means,) = await _means(study, call, study.pass_(method.rule), method.count(**call.parameters))
-    seen = study.input
-    evidence = [
-        await study.desk.think(_finish_saliency, method, call, mean, seen, answer.score)
+    return [Sheet("", await study.desk.think(_finish_saliencies, study, call, means))]
+
+
+def _finish_saliencies(study: Study, call: MethodCall, means: Sequence[_Mean]) -> list[Evidence]:
+    method, seen = cast("Saliency", METHODS[call.name]), study.input
+    return [
+        _finish_saliency(method, call, mean, seen, answer.score)
         for mean, answer in zip(means, study.answers, strict=True)
     ]
-    return [Sheet("", evidence)]
 
 
 def _finish_saliency(method: Saliency, call: MethodCall, mean: _Mean, seen: torch.Tensor, score: float) -> Evidence:
