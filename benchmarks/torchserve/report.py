@@ -186,8 +186,8 @@ that could be left out.
 
 ## What each side does
 
-All load the same weights (random, seeded; the first class is always the most probable) and compute with {threads}
-threads; both servers get the allocator's settings of camserve's container. While one side is measured, the others are
+All load the same weights (random, seeded; the first class is always the most probable). Threads of torch: {threads} on
+each side. Both servers get the allocator's settings of camserve's container. While one side is measured, the others are
 idle.
 
 - **camserve float32**, **camserve bfloat16**: `camserve-server serve` as it comes, the model named with
