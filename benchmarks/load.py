@@ -103,9 +103,11 @@ def closed(address: str, under_way: int, seconds: float) -> Stretch:
     return _measured(_closed(address, under_way, seconds))
 
 
-def opened(address: str, rate: float, seconds: float, seed: int = 0) -> Stretch:
-    """Send so many requests a second at random (as a Poisson process), whatever becomes of them."""
-    return _measured(_opened(address, rate, seconds, seed))
+def opened(address: str, rate: float, seconds: float, *, burst: int = 0, seed: int = 0) -> Stretch:
+    """Send so many requests a second at random (as a Poisson process) after a burst, whatever becomes of them."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, int(2 * rate * seconds) + 10)
+    times = [float(one) for one in np.cumsum(gaps) if one < seconds]
+    return _measured(_opened(address, [0.0] * burst + times, seconds))
 
 
 def streamed(address: str, under_way: int, seconds: float) -> Stretch:
@@ -152,9 +154,7 @@ async def _closed(address: str, under_way: int, seconds: float) -> Stretch:
         return stretch
 
 
-async def _opened(address: str, rate: float, seconds: float, seed: int) -> Stretch:
-    gaps = np.random.default_rng(seed).exponential(1 / rate, int(2 * rate * seconds) + 10)
-    times = [float(one) for one in np.cumsum(gaps) if one < seconds]
+async def _opened(address: str, times: Sequence[float], seconds: float) -> Stretch:
     async with caller(address) as ask:
         stretch = Stretch()
         stretch.until = stretch.began + seconds

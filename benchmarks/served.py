@@ -195,7 +195,8 @@ def _beyond(part: Part, name: str, server: Process, seconds: float, say: Say) ->
     for place, share in enumerate(LOADS):
         rate = share * capacities[-1]
         with watched(server) as memory:
-            stretch = load.opened(server.address, rate, seconds, seed=place)
+            # The queue is filled at once, so that all of the stretch shows what becomes of it.
+            stretch = load.opened(server.address, rate, seconds, burst=QUEUE if share > 1 else 0, seed=place)
         capacities.append(_capacity(server, seconds / 4))
         capacity = statistics.mean(capacities[-2:])
         warm = min(seconds / 4, QUEUE / capacity) if share > 1 else 0.0
@@ -229,7 +230,9 @@ def _open_table(rows: list[tuple[str, ...]]) -> Table:
         "Open loop: requests come at random (Poisson), at a share of the capacity that a closed loop of 32 showed",
         ("model", "load", "sent/s", "explained/s", "p50 ms", "p99 ms", "refused", "refusals' p99 ms"),
         rows,
-        (f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`).",),
+        (
+            f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`); beyond the capacity a burst fills it first.",
+        ),
     )
 
 
