@@ -230,9 +230,7 @@ def _open_table(rows: list[tuple[str, ...]]) -> Table:
         "Open loop: requests come at random (Poisson), at a share of the capacity that a closed loop of 32 showed",
         ("model", "load", "sent/s", "explained/s", "p50 ms", "p99 ms", "refused", "refusals' p99 ms"),
         rows,
-        (
-            f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`); beyond the capacity a burst fills it first.",
-        ),
+        (f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`); beyond capacity a burst fills it first.",),
     )
 
 
@@ -241,7 +239,9 @@ def _hold_overload(part: Part, name: str, stretch: Stretch, capacity: float, goo
     third = max(1, len(memory) // 3)
     grown = statistics.median(memory[-third:]) / statistics.median(memory[:third])
     part.at_least(f"{name}, 120 %: explained / capacity", 0.95, good / capacity)
-    part.at_most(f"{name}, 120 %: p99 of accepted, queue limit / rate", QUEUE / good, stretch.latency(99), " s")
+    part.at_most(
+        f"{name}, 120 %: p99 of accepted, queue limit / rate", QUEUE / max(good, 1e-9), stretch.latency(99), " s"
+    )
     part.at_most(f"{name}, 120 %: memory in the last third / in the first", 1.05, grown)
     if codes:
         part.at_most(f"{name}, 120 %: p99 of a refusal", 0.1, stretch.latency(99, ok=False), " s")
