@@ -58,7 +58,7 @@ class Engine:
         try:
             model = self._models[pass_.model]
             with randomised(model, pass_.randomised):
-                return RUNS[pass_.kind](model, pass_, rows)
+                return RUNS[pass_.kind](model.serving(pass_), pass_, rows)
         except torch.OutOfMemoryError:
             pass  # raised again below: an error that led to ours would hold the tensors that fill the memory
         raise OutOfMemory("the device has no memory for this", retry_after=1.0)

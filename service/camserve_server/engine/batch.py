@@ -81,10 +81,10 @@ def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
     """Return what the model answers, float32."""
     info = model.info
     precision: torch.dtype = getattr(torch, info.precision)
-    half = precision != torch.float32
+    half = precision != torch.float32 and model.dtype == torch.float32  # else its weights are in that precision
     autocast = torch.autocast(inputs.device.type, precision if half else torch.bfloat16, enabled=half)
     with embedding_of(model.module, info.embedding) as embeddings, autocast:
-        values = tasks.values_of(model.module(inputs), info.task).float()
+        values = tasks.values_of(model.module(inputs.to(model.dtype)), info.task).float()
     return Outputs(info, values, embeddings[-1].float() if embeddings else None)
 
 

@@ -11,7 +11,8 @@ def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:
     """Turn uint8 images [B,h,w,3] into the model's input [B,3,h,w], float32."""
     mean = torch.tensor(preprocess.mean, device=images.device)
     std = torch.tensor(preprocess.std, device=images.device)
-    return ((images.float() / 255 - mean) / std).permute(0, 3, 1, 2)
+    # In place: three more images of float32 would cost as much as half of a small model.
+    return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
 
 def viewed(image: Tensor, view: View) -> Tensor:

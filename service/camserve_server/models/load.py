@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from camserve_server.errors import ConfigError
 from camserve_server.models import detectors, probe, tasks
+from camserve_server.models.quick import KINDS, Quick, quickened
 from camserve_server.models.sources import Source, build
 from camserve_server.models.spec import ModelSpec
-from camserve_server.types import ModelInfo, Preprocess
+from camserve_server.types import ModelInfo, Pass, Preprocess
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +29,21 @@ class LoadedModel:
     Attributes:
         info: what is known of it.
         module: frozen, in evaluation mode, on its device.
+        quick: a quicker copy for passes that look at the default layer or behind it, or None.
+        dtype: of the module's input: float32, where it is not such a copy in half precision.
     """
 
     info: ModelInfo
     module: nn.Module
+    quick: Quick | None = None
+    dtype: torch.dtype = torch.float32
+
+    def serving(self, pass_: Pass) -> "LoadedModel":
+        """Return what a pass shall run on: this model, or its quicker copy."""
+        quick = self.quick
+        if quick is None or pass_.kind not in KINDS or pass_.randomised or not quick.layers.issuperset(pass_.layers):
+            return self
+        return replace(self, module=quick.module, dtype=quick.dtype)
 
 
 def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
@@ -58,7 +70,7 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
         info = _describe(spec, Source(module, preprocess, labels), weights, device)
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
-    return LoadedModel(info, module)
+    return LoadedModel(info, module, quickened(module, info))
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:

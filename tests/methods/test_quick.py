@@ -1,0 +1,273 @@
+"""The quicker copy of a model: the same answers, with less work before the default layer."""
+
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+from torchvision.models import ConvNeXt, SwinTransformer, VisionTransformer, resnet18
+from torchvision.models.convnext import CNBlockConfig
+
+from camserve_server import models
+from camserve_server.engine import Engine
+from camserve_server.hooks import hook_count
+from camserve_server.models import LoadedModel, digest, parse
+from camserve_server.models.quick import _attend
+from camserve_server.types import ClassTarget, Pass, Randomised, RankTarget, Row
+from methods.tools import CAMS, Toy, call, gap, noise, run
+
+TINY = "vit_tiny_patch16_224"
+
+EXACT = 1e-5  # of the largest value, in float32
+
+FOLDED = {
+    "efficientnet_lite0": 49,  # all of them: timm's batch norms apply their activation themselves
+    "torchvision:resnet18": 20,
+    "torchvision:mobilenet_v3_small": 34,
+    "torchvision:densenet121": 59,  # of 121: the others are behind a concatenation
+}
+
+
+@pytest.fixture(scope="module", params=FOLDED)
+def zoo(request):
+    return models.load(parse(f"{request.param}?size=64&weights=none"))
+
+
+def plain(model):
+    """The same model without its quicker copy."""
+    return LoadedModel(model.info, model.module)
+
+
+def answers(model, layer=None, kind="cam"):
+    rows = [Row(noise(seed, model.info.preprocess.size[0]), ClassTarget(3), METHODS) for seed in range(2)]
+    if kind == "score":
+        return [result.logits for result in run(model, rows, kind=kind)]
+    return [one for result in run(model, rows, [layer or model.info.default_layer]) for one in result.maps[0]]
+
+
+METHODS = tuple(map(call, CAMS))
+
+
+def cosine(ours, theirs):
+    return (ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs)
+
+
+# --- float32: the same answers ---
+
+
+def test_the_copy_gives_the_maps_and_the_logits_of_the_model(zoo):
+    for layer in sorted(zoo.quick.layers):
+        if zoo.info.layers[layer].layout:
+            assert max(map(gap, answers(zoo, layer), answers(plain(zoo), layer))) < EXACT
+    assert max(map(gap, answers(zoo, kind="score"), answers(plain(zoo), kind="score"))) < EXACT
+
+
+def test_every_batch_norm_that_only_a_convolution_feeds_is_folded(zoo):
+    arch = zoo.info.source.removeprefix("embedded:")
+    assert zoo.quick.folded == FOLDED[arch]
+    left = [one for one in zoo.quick.module.modules() if isinstance(one, nn.BatchNorm2d)]
+    norms = [one for one in zoo.module.modules() if isinstance(one, nn.BatchNorm2d)]
+    assert len(norms) - len(left) == FOLDED[arch]
+
+
+def test_the_model_itself_stays_as_it_was(zoo):
+    answers(zoo)
+    assert digest(zoo.module) == zoo.info.digest
+    assert hook_count(zoo.module) == 0
+
+
+def test_what_is_not_changed_is_not_copied(zoo):
+    own = {id(one) for one in zoo.module.parameters()}
+    copied = [one for one in zoo.quick.module.parameters() if id(one) not in own]
+    assert len(copied) == 2 * FOLDED[zoo.info.source.removeprefix("embedded:")]
+
+
+def test_layers_before_the_default_one_are_those_of_the_model(zoo):
+    before = next(iter(zoo.info.layers))
+    assert zoo.serving(Pass(zoo.info.name, "cam", (64, 64), (before,))) is zoo
+    assert zoo.serving(Pass(zoo.info.name, "cam", (64, 64), (before, zoo.info.default_layer))) is zoo
+    assert zoo.serving(Pass(zoo.info.name, "saliency", (64, 64))) is zoo
+    assert zoo.serving(Pass(zoo.info.name, "score", (64, 64))).module is zoo.quick.module
+
+
+def test_a_model_made_random_is_not_served_by_a_copy_that_is_not(resnet):
+    rows = [Row(noise(0, 64), ClassTarget(1), METHODS)]
+    pass_ = Pass(resnet.info.name, "cam", (64, 64), ("layer4",), Randomised(99, 3))
+    ours, theirs = (Engine({resnet.info.name: one}).run(pass_, rows) for one in (resnet, plain(resnet)))
+    for mine, other in zip(ours[0].maps[0], theirs[0].maps[0], strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+# --- what may not be folded ---
+
+
+class Normed(nn.Module):
+    """A convolution, a batch norm, and a way through them."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 5)
+        self.way = way
+        with torch.no_grad():
+            for one in (self.bn.weight, self.bn.running_var):
+                one.uniform_(0.5, 2)
+            for one in (self.bn.bias, self.bn.running_mean):
+                one.uniform_(-1, 1)
+
+    def forward(self, image):
+        return self.head(torch.tanh(self.last(self.way(self, image))).mean((2, 3)))
+
+
+def also_used(net, image):
+    seen = net.conv(image)
+    return net.bn(seen) + seen
+
+
+def called_twice(net, image):
+    return net.bn(net.conv(image)) + net.conv(image.flip(-1))
+
+
+def normed_twice(net, image):
+    return net.bn(torch.relu(net.bn(net.conv(image))))
+
+
+def changed_between(net, image):
+    return net.bn(net.conv(image).relu_())
+
+
+def weight_used(net, image):
+    return net.bn(net.conv(image)) * net.conv.weight.mean()
+
+
+@pytest.mark.parametrize("way", [also_used, called_twice, normed_twice, changed_between, weight_used])
+def test_a_batch_norm_is_left_where_folding_would_change_something_else(way, plant):
+    model = plant(lambda: Normed(way), precision="bfloat16")
+    assert model.quick.folded == 0
+    assert plant(lambda: Normed(way)).quick is None
+
+
+def test_a_batch_norm_behind_its_convolution_is_folded_wherever_it_is_called(plant):
+    model = plant(lambda: Normed(lambda net, image: torch.relu(net.bn(net.conv(image)))))
+    assert model.quick.folded == 1
+    assert max(map(gap, answers(model), answers(plain(model)))) < EXACT
+
+
+# --- half precision ---
+
+
+def small_vit():
+    return VisionTransformer(64, 16, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
+
+
+def small_swin():
+    return SwinTransformer([4, 4], 24, depths=[2, 2], num_heads=[2, 2], window_size=[4, 4], num_classes=5)
+
+
+def small_convnext():
+    return ConvNeXt([CNBlockConfig(24, 48, 1), CNBlockConfig(48, None, 2)], num_classes=5)
+
+
+@pytest.mark.parametrize(
+    "make", [small_vit, small_swin, small_convnext, resnet18, partial(timm.create_model, TINY, img_size=64)]
+)
+def test_in_half_precision_only_what_is_before_the_layer_is_half(make, plant):
+    half, full = (plant(make, size=64, weights="none", precision=one) for one in ("bfloat16", "float32"))
+    own = {id(one) for one in half.module.parameters()}
+    for one in half.quick.module.parameters():
+        assert (one.dtype == torch.float32) == (id(one) in own)
+    modules = list(half.quick.module.modules())
+    assert next(one for one in modules if isinstance(one, nn.Conv2d)).weight.dtype == torch.bfloat16
+    assert [one for one in modules if isinstance(one, nn.Linear)][-1].weight.dtype == torch.float32
+    full.module.load_state_dict(half.module.state_dict())
+    assert min(map(cosine, answers(half), answers(plain(full)))) > 0.99
+
+
+def test_a_layer_before_the_default_one_is_computed_by_autocast():
+    half = models.load(parse("torchvision:resnet18?size=64&weights=none&precision=bfloat16"))
+    for ours, theirs in zip(answers(half, "layer3"), answers(plain(half), "layer3"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert max(map(gap, answers(half), answers(plain(half)))) > 0
+
+
+def inverse(net, seen):
+    """Torch has no inverse in half precision."""
+    return net.layer(seen * torch.linalg.inv(torch.eye(2, dtype=seen.dtype))[0, 0])
+
+
+def enormous(net, seen):
+    """Beyond what float16 can hold."""
+    return net.layer(seen * 1e6)
+
+
+@pytest.mark.parametrize(("middle", "reason"), [(inverse, "RuntimeError: "), (enormous, "off by nan of its norm")])
+def test_a_model_that_cannot_be_half_is_served_by_autocast_and_the_log_says_so(middle, reason, plant, caplog):
+    caplog.set_level(logging.INFO)
+    model = plant(lambda: Toy(middle, nn.Conv2d(4, 4, 1)), precision="float16")
+    assert model.quick is None
+    assert "runs in float16 by autocast, which is slower" in caplog.text
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("name", ["chelsea", "coffee"])
+def test_bfloat16_shows_of_photos_what_float32_shows(name, lite0, photos):
+    """Measured, the least of three photos: 0.9986 for Grad-CAM."""
+    half = models.load(parse("efficientnet_lite0?precision=bfloat16"))
+    rows = [Row(photos[name], RankTarget(0), METHODS)]
+    ((ours,), (theirs,)) = (run(one, rows, [lite0.info.default_layer]) for one in (half, lite0))
+    assert ours.target == theirs.target
+    assert min(map(cosine, ours.maps[0], theirs.maps[0])) > 0.997
+
+
+# --- the attention behind the layer ---
+
+
+@pytest.fixture
+def attention():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(32, 4, batch_first=True).eval().requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        module.in_proj_bias.normal_()
+    return module
+
+
+def gone_back(attend, tokens):
+    tokens = tokens.clone().requires_grad_()
+    output, _ = attend(tokens, tokens, tokens, need_weights=False)
+    (gradient,) = torch.autograd.grad((output**2).sum(), tokens)
+    return output.detach(), gradient
+
+
+def test_attention_to_oneself_gives_the_numbers_of_the_module(attention):
+    tokens = torch.randn(3, 17, 32)
+    ours = gone_back(lambda *args, **more: _attend(attention, None, *args, **more), tokens)
+    for mine, other in zip(ours, gone_back(attention, tokens), strict=True):
+        assert gap(mine, other) < 1e-6
+
+
+@pytest.mark.parametrize("more", [{"need_weights": True}, {"attn_mask": torch.zeros(5, 5)}, {}])
+def test_attention_asked_for_anything_else_is_the_module(attention, more):
+    tokens, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    asked = {"need_weights": False} | more
+    given = (tokens, tokens, tokens) if more else (tokens, other, other)
+    seen = []
+
+    def otherwise(*args, **kwargs):
+        seen.append(kwargs)
+        return attention(*args, **kwargs)
+
+    output, _ = _attend(attention, otherwise, *given, **asked)
+    assert seen == [asked]
+    torch.testing.assert_close(output, attention(*given, **asked)[0], rtol=0, atol=0)
+
+
+def test_only_the_attention_behind_the_layer_is_called_otherwise(plant):
+    model = plant(small_vit, size=64, weights="none")
+    changed = [name for name, one in model.quick.module.named_modules() if "forward" in vars(one)]
+    assert changed == ["encoder.layers.encoder_layer_2.self_attention"]
+    assert not any("forward" in vars(one) for one in model.module.modules())
