@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from camserve_server import engine, jobs
 from camserve_server.errors import OutOfMemory
+from camserve_server.models import LoadedModel
 from camserve_server.types import ClassTarget, ContrastTarget, Pass, RankTarget, Row, Verdict
 from methods.tools import Toy, call, explain, gap, job, noise, run
 
@@ -80,16 +82,17 @@ def counted(model, monkeypatch):
     counts = {"images": 0, "forwards": 0, "backwards": 0}
     backward = torch.autograd.backward
 
-    def count_forward(_module, args):
-        counts["forwards"] += 1
-        counts["images"] += len(args[0])
+    def count_forward(module, args):
+        if module in {model.module, model.quick.module}:
+            counts["forwards"] += 1
+            counts["images"] += len(args[0])
 
     def count_backward(*args, **options):
         counts["backwards"] += 1
         return backward(*args, **options)
 
     monkeypatch.setattr(torch.autograd, "backward", count_backward)
-    return counts, model.module.register_forward_pre_hook(count_forward)
+    return counts, register_module_forward_pre_hook(count_forward)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(monkeyp
     monkeypatch.setitem(engine.RUNS, "score", full)
     pass_ = Pass("net", "score", (8, 8))
     with pytest.raises(OutOfMemory) as caught:
-        engine.Engine({"net": None}).run(pass_, [Row(np.zeros((8, 8, 3), np.uint8), ClassTarget(0))])
+        engine.Engine({"net": LoadedModel(None, None)}).run(pass_, [Row(np.zeros((8, 8, 3), np.uint8), ClassTarget(0))])
 
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None

@@ -177,6 +177,7 @@ def small_convnext():
     "make", [small_vit, small_swin, small_convnext, resnet18, partial(timm.create_model, TINY, img_size=64)]
 )
 def test_in_half_precision_only_what_is_before_the_layer_is_half(make, plant):
+    """And in a transformer the linear maps over all its tokens behind the layer."""
     half, full = (plant(make, size=64, weights="none", precision=one) for one in ("bfloat16", "float32"))
     own = {id(one) for one in half.module.parameters()}
     for one in half.quick.module.parameters():
@@ -222,6 +223,16 @@ def test_bfloat16_shows_of_photos_what_float32_shows(name, lite0, photos):
     ((ours,), (theirs,)) = (run(one, rows, [lite0.info.default_layer]) for one in (half, lite0))
     assert ours.target == theirs.target
     assert min(map(cosine, ours.maps[0], theirs.maps[0])) > 0.997
+
+
+def test_linear_maps_over_all_tokens_are_half_behind_the_layer_too_and_what_they_return_is_not(plant):
+    model = plant(small_vit, size=64, weights="none", precision="bfloat16")
+    last = model.quick.module.encoder.layers.encoder_layer_2
+    assert last.mlp[0].weight.dtype == last.self_attention.in_proj_weight.dtype == torch.bfloat16
+    assert last.ln_2.weight.dtype == model.quick.module.heads.head.weight.dtype == torch.float32
+    tokens = torch.randn(2, 17, 32)
+    assert last.mlp(tokens).dtype == last.self_attention(tokens, tokens, tokens, need_weights=False)[0].dtype
+    assert last.mlp(tokens).dtype == torch.float32
 
 
 # --- the attention behind the layer ---

@@ -1,9 +1,11 @@
 """A second, quicker copy of a model, for passes that look at its default layer or behind it.
 
-In such a pass nobody looks before that layer, and nothing there is differentiated. So the copy may compute that part in
-another way: with each batch norm folded into the convolution before it, and with weights in half precision, converted
-once. Behind the layer everything is as it was, in float32, with the same parameters; only `nn.MultiheadAttention`,
-which goes back through transposed copies of all it holds, is called in a way that does not.
+In such a pass nobody looks before that layer, and nothing there is differentiated. So the copy may compute that part
+in another way: with each batch norm folded into the convolution before it, and with weights in half precision,
+converted once. Behind the layer all is as it was, in float32, with the same parameters, but for two things.
+`nn.MultiheadAttention`, which goes back through transposed copies of all it holds, is called in a way that does not.
+And of a model in half precision, linear maps over all tokens are in half precision there too: in float32 the last
+block of a transformer, back and forth, takes as long as half of the twelve.
 
 What lies before the layer is found by running the model once and watching which functions take which parameters; no
 graph of the model is needed, and any that runs will do. The copy is tried before it is used: one that fails, or says
@@ -137,6 +139,7 @@ class _Uses:
         convolved: by the id of what a convolution returned, its weight.
         normed: by the id of what a batch norm was given, its running mean.
         takers: by the id of what a convolution returned, how many functions took it.
+        spread: the weights of linear maps over all tokens, after the layer was done.
         held: what the ids are of.
     """
 
@@ -145,6 +148,7 @@ class _Uses:
     convolved: dict[int, Tensor] = field(default_factory=dict)
     normed: dict[int, Tensor] = field(default_factory=dict)
     takers: Counter[int] = field(default_factory=Counter)
+    spread: set[int] = field(default_factory=set)
     held: list[Tensor] = field(default_factory=list)
     done: bool = False
 
@@ -160,6 +164,8 @@ class _Uses:
         if func is functional.conv2d:
             self.convolved[id(found)] = args[1]
             self.held.append(found)
+        if func is functional.linear and self.done and args[0].dim() == 3:  # noqa: PLR2004 -- [B,N,C]
+            self.spread.add(id(args[1]))
         if func is functional.batch_norm and id(args[0]) in self.convolved:
             self.normed[id(args[0])] = args[1]
 
@@ -257,9 +263,12 @@ def _behind_norm(norm: nn.Module) -> nn.Module:
 
 def _copied(module: nn.Module, uses: _Uses, pairs: Collection[Pair], dtype: torch.dtype) -> nn.Module:
     """Copy a model; what is used only before the layer is converted, the rest shared with the model."""
+    tail, linear = _tail(module, uses), _spread(module, uses) if dtype != torch.float32 else []
     memo: dict[int, Any] = {}
     for one in (*module.parameters(), *module.buffers()):
         memo[id(one)] = _converted(one, dtype) if uses.only_before(one) and one.is_floating_point() else one
+    for name in (*tail, *linear):
+        memo |= {id(one): _converted(one, dtype) for one in module.get_submodule(name).parameters()}
     folded = [(name, norm, *_fused(*_both(module, (name, norm)))) for name, norm in pairs]
     for name, _, weight, _ in folded:
         memo[id(module.get_submodule(name).weight)] = _parameter(weight, dtype)
@@ -267,9 +276,10 @@ def _copied(module: nn.Module, uses: _Uses, pairs: Collection[Pair], dtype: torc
     for name, norm, _, bias in folded:
         quick.get_submodule(name).bias = _parameter(bias, dtype)
         quick.set_submodule(norm, _behind_norm(quick.get_submodule(norm)))
-    for name in _tail(module, uses):
-        attention = cast("nn.MultiheadAttention", quick.get_submodule(name))
-        attention.forward = functools.partial(_attend, attention, attention.forward)  # type: ignore[method-assign]
+    for names, forward in ((tail, _attend), (linear, _map)):
+        for name in names:
+            part: Any = quick.get_submodule(name)
+            part.forward = functools.partial(forward, part, part.forward)
     return quick.eval().requires_grad_(requires_grad=False)
 
 
@@ -299,6 +309,20 @@ def _tail(module: nn.Module, uses: _Uses) -> list[str]:
     ]
 
 
+def _spread(module: nn.Module, uses: _Uses) -> list[str]:
+    """Return the linear maps over all tokens behind the layer."""
+    return [
+        name
+        for name, one in module.named_modules()
+        if type(one) is nn.Linear and id(one.weight) in uses.spread and uses.after[id(one.weight)] == 1
+    ]
+
+
+def _map(linear: nn.Linear, otherwise: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """Map tokens in the precision of the weights, and return them in their own."""
+    return otherwise(tokens.to(linear.weight.dtype)).to(tokens.dtype)
+
+
 def _is_plain(attention: nn.MultiheadAttention) -> bool:
     more = attention.bias_k is not None or attention.add_zero_attn
     return attention.batch_first and attention.kdim == attention.vdim == attention.embed_dim and not more
@@ -317,9 +341,11 @@ def _attend(
     Torch's own way puts the tokens first, and going back through that copies all three projections.
     """
     asked = {name: one for name, one in more.items() if one is not None and name != "average_attn_weights"}
+    given = query.to(attention.in_proj_weight.dtype)
     if not (query is key is value) or query.dim() != 3 or asked != {"need_weights": False}:  # noqa: PLR2004 -- [B,N,C]
-        return otherwise(query, key, value, **more)
-    projected = functional.linear(query, attention.in_proj_weight, attention.in_proj_bias)
+        mixed, weights = otherwise(given, key.to(given.dtype), value.to(given.dtype), **more)
+        return mixed.to(query.dtype), weights
+    projected = functional.linear(given, attention.in_proj_weight, attention.in_proj_bias)
     heads = projected.view(*query.shape[:2], 3, attention.num_heads, attention.head_dim).permute(2, 0, 3, 1, 4)
     mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2])
-    return attention.out_proj(mixed.transpose(1, 2).flatten(2)), None
+    return attention.out_proj(mixed.transpose(1, 2).flatten(2)).to(query.dtype), None
