@@ -8,7 +8,7 @@ STUBS := clients/python
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
 BASE ?= origin/main
 
-.PHONY: setup demo test check bench bench-torchserve architectures protos lint types contracts proto-check clean gallery parity
+.PHONY: setup demo test check bench bench-torchserve architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -75,6 +75,9 @@ gallery: setup  ## write docs/methods.md and docs/gallery.md from the table of m
 
 parity: setup  ## measure every method against its oracles, write docs/parity.md: some minutes
 	PYTHONPATH=tests $(BIN)/python docs/generate/parity.py
+
+precision: setup  ## measure half precision against float32 on photos, write docs/precision.md: a minute
+	PYTHONPATH=tests $(BIN)/python docs/generate/precision.py
 
 architectures: setup  ## explain every architecture, compare with autograd, write docs/architectures.md: half an hour
 	$(BIN)/python docs/generate/architectures.py

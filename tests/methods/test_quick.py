@@ -1,5 +1,6 @@
 """The quicker copy of a model: the same answers, with less work before the default layer."""
 
+import copy
 import logging
 from functools import partial
 
@@ -256,9 +257,18 @@ def gone_back(attend, tokens):
 
 def test_attention_to_oneself_gives_the_numbers_of_the_module(attention):
     tokens = torch.randn(3, 17, 32)
-    ours = gone_back(lambda *args, **more: _attend(attention, None, *args, **more), tokens)
+    ours = gone_back(partial(_attend, attention, None), tokens)
     for mine, other in zip(ours, gone_back(attention, tokens), strict=True):
         assert gap(mine, other) < 1e-6
+
+
+def test_attention_in_half_precision_is_that_of_float32(attention):
+    tokens = torch.randn(3, 17, 32)
+    theirs = gone_back(attention, tokens)
+    half = copy.deepcopy(attention).bfloat16()
+    for mine, other in zip(gone_back(partial(_attend, half, None), tokens), theirs, strict=True):
+        assert mine.dtype == torch.float32
+        assert cosine(mine.numpy(), other.numpy()) > 0.999
 
 
 @pytest.mark.parametrize("more", [{"need_weights": True}, {"attn_mask": torch.zeros(5, 5)}, {}])
