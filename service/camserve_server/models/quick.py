@@ -15,6 +15,7 @@ something else than the model, is thrown away, and the model serves as it is.
 import copy
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -356,5 +357,4 @@ def _mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.device.type != "cpu" or query.dtype == torch.float32:
         return functional.scaled_dot_product_attention(query, key, value)
     # On a CPU the fused way back takes three times as long in half precision.
-    weights = (query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)).softmax(-1)
-    return weights @ value
+    return (query / math.sqrt(query.shape[-1]) @ key.transpose(-2, -1)).softmax(-1) @ value
