@@ -42,6 +42,7 @@ class Clocks:
 
     def __init__(self) -> None:
         self.spent: dict[str, list[float]] = {}
+        self.kinds: dict[str, str] = {}
         self.missing: list[str] = []
         self.collections = [0, 0.0]
         self._lock = threading.Lock()
@@ -67,6 +68,7 @@ class Clocks:
                 return function(*args, **kwargs)
             finally:
                 cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+                self.kinds[label] = _kind(threading.current_thread().name)
                 with self._lock:
                     total[0] += 1
                     total[1] += wall
@@ -87,6 +89,7 @@ class Clocks:
         return json.dumps(
             {
                 "spent": self.spent,
+                "kinds": self.kinds,
                 "missing": self.missing,
                 "threads": _threads(),
                 "process": time.process_time(),

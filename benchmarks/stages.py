@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks import load
 from benchmarks.engine import Ours
@@ -22,7 +22,9 @@ PROGRAM = ("-m", "benchmarks.stage_server")
 MOST = 4.0  # ms of processor time that a request may cost outside of the model
 REPEATS = 200
 
-Books = dict[str, Any]
+Books: TypeAlias = dict[str, Any]
+Line: TypeAlias = tuple[str, str, float | None, float | None]
+"""A thread, a stage, and its microseconds a request: of processor time, and of time."""
 
 
 def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
@@ -100,10 +102,21 @@ def _by_stage(found: Sequence[Books]) -> float:
 
 
 def _stage_table(name: str, found: Sequence[Books], per_image: float) -> Table:
+    lines = [*_around(found), *_within(found, per_image)]
+    rows = [(thread, stage, _micro(used), _micro(took)) for thread, stage, used, took in lines]
+    missing = found[0]["missing"]
+    notes = (f"Not found, and so in the rest: {', '.join(missing)}.",) if missing else ()
+    return Table(f"{name}: a request's stages", ("thread", "stage", "CPU µs", "time µs"), rows, notes)
+
+
+def _around(found: Sequence[Books]) -> list[Line]:
+    """Return what happens around the model."""
     cpu, wall = partial(_per_request, found, 2), partial(_per_request, found, 1)
-    model = _thread(found, "engine") + _thread(found, "torch")
     seen, drawn = cpu("decode") + cpu("fit") + cpu("receipt"), cpu("intensity") + cpu("draw")
-    lines = [
+    looped = found[0]["kinds"].get("respond") == "loop"  # or in a thread: wherever the reply is made
+    handing = _thread(found, "image") - cpu("look") - cpu("answer") - (0 if looped else cpu("respond"))
+    rest = _thread(found, "loop") - cpu("read") - (cpu("respond") if looped else 0)
+    return [
         ("image threads", "decode", cpu("decode"), wall("decode")),
         ("image threads", "fit to the model's input", cpu("fit"), wall("fit")),
         ("image threads", "receipt (SHA-256 of file and input)", cpu("receipt"), wall("receipt")),
@@ -112,18 +125,21 @@ def _stage_table(name: str, found: Sequence[Books], per_image: float) -> Table:
         ("image threads", "render: colour and blend", cpu("draw") - cpu("encode"), wall("draw") - wall("encode")),
         ("image threads", "encode", cpu("encode"), wall("encode")),
         ("image threads", "rest of drawing", cpu("answer") - drawn, None),
-        ("image threads", "rest: handing over", _thread(found, "image") - cpu("look") - cpu("answer"), None),
+        ("event loop" if looped else "image threads", "make the reply", cpu("respond"), wall("respond")),
+        ("image threads", "rest: handing over", handing, None),
         ("event loop", "check the request", cpu("read"), wall("read")),
-        ("event loop", "make the reply", cpu("respond"), wall("respond")),
-        (
-            "event loop",
-            "rest: gRPC, protobuf, the batcher",
-            _thread(found, "loop") - cpu("read") - cpu("respond"),
-            None,
-        ),
+        ("event loop", "rest: gRPC, protobuf, the batcher", rest, None),
         ("gRPC's own threads", "", _thread(found, "grpc"), None),
         ("garbage collector", "within the above", None, 1e6 * _collected(found)),
         ("outside of the model", "sum", 1e6 * _by_stage(found), None),
+    ]
+
+
+def _within(found: Sequence[Books], per_image: float) -> list[Line]:
+    """Return what the model takes."""
+    cpu, wall = partial(_per_request, found, 2), partial(_per_request, found, 1)
+    model = _thread(found, "engine") + _thread(found, "torch")
+    return [
         ("engine", "inputs: stack and normalise", cpu("inputs"), wall("inputs")),
         ("engine", "forward: trunk and head", cpu("forward"), wall("forward")),
         ("engine", "maps", cpu("maps"), wall("maps")),
@@ -132,10 +148,6 @@ def _stage_table(name: str, found: Sequence[Books], per_image: float) -> Table:
         ("model", "sum of engine and workers", model, wall("engine")),
         ("model", "the same batches alone", 1e6 * per_image, None),
     ]
-    rows = [(thread, stage, _micro(used), _micro(took)) for thread, stage, used, took in lines]
-    missing = found[0]["missing"]
-    notes = (f"Not found, and so in the rest: {', '.join(missing)}.",) if missing else ()
-    return Table(f"{name}: a request's stages", ("thread", "stage", "CPU µs", "time µs"), rows, notes)
 
 
 def _parts(of: Callable[[str], float]) -> float:
