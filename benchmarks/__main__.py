@@ -40,7 +40,13 @@ def main() -> None:
         part = parts[name](scale)
         print(f"\n## {name}\n\n{results.told(part)}", flush=True)
         if asked.write:
-            results.write(part, f"python -m benchmarks {' '.join(sys.argv[1:])}", load, asked.folder)
+            results.write(part, _said(asked.folder), load, asked.folder)
+
+
+def _said(folder: Path) -> str:
+    """Return the command that this is, but for where its results go."""
+    words = [word for word in sys.argv[1:] if word not in ("--write", "--folder", str(folder))]
+    return " ".join(("python -m benchmarks", *words))
 
 
 def _arguments(parts: list[str], scales: list[str]) -> argparse.Namespace:

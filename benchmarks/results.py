@@ -82,7 +82,7 @@ def machine() -> str:
 def versions() -> str:
     """Name the versions of what is measured."""
     found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _VERSIONS)
-    return f"Python {platform.python_version()}, {found}, {torch.get_num_threads()} threads of torch"
+    return f"Python {platform.python_version()}, {found}; torch computes with {torch.get_num_threads()} of the cores"
 
 
 def _lines(path: str) -> list[str]:
