@@ -345,7 +345,7 @@ async def _telling(item: explain_pb2.ExplainStreamRequest, write: Write) -> Asyn
 def _request_id(context: Context) -> str:
     theirs = str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
     # Unlike uuid4, this asks nothing of the kernel, which would let go of the interpreter on every call.
-    return theirs if _is_id(theirs) else f"{random.getrandbits(128):032x}"  # noqa: S311 -- a name, not a secret
+    return theirs if _is_id(theirs) else f"{random.getrandbits(128):032x}"
 
 
 def _check_id(request_id: str) -> None:
