@@ -1,18 +1,25 @@
 """What `camserve-server` can do: serve, and explain files without a network."""
 
 import asyncio
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from camserve import _tables as client_tables
 from camserve import cli as client_cli
 from camserve_server import config, logs
 from camserve_server.errors import ConfigError
+
+if TYPE_CHECKING:
+    from camserve_server.tuning import Tuned
+
+BUSY = 0.25  # share of the cores that others may keep at work: threads that compute together wait for the last one
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,6 +71,63 @@ def serve(path: str | None, **flags: Any) -> int:
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
         return asyncio.run(server.serve_until_signal(settings))
+
+
+@program.command()
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--seconds", type=click.FloatRange(min=1), default=60, show_default=True, help="Measuring may take.")
+@click.option(
+    "--latency-ms", type=click.FloatRange(min=1), default=1000, show_default=True, help="A batch may take, at most."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(("same", "any")),
+    default="same",
+    show_default=True,
+    help="Leave each model in its own, float32 unless it says otherwise; or take any that is faster.",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--write", "path", type=click.Path(path_type=Path), metavar="FILE", help="Settings file to write.")
+@click.option("--force", is_flag=True, help="Write it though it is there; what is not tuned stays in it.")
+def tune(
+    models: tuple[str, ...], path: Path | None, *, precision: str, device: str, force: bool, **limits: float
+) -> None:
+    """Measure models on this machine; choose threads, and how many images a batch may have.
+
+    MODEL is [NAME=]SOURCE:ARCH[?option=value]; without one, those of the settings that there are. Precisions that the
+    device has instructions for are measured beside float32, and how alike their maps are; one that is not a model's own
+    is chosen only with --precision any. What is chosen is printed as settings, or written for `serve --config FILE`.
+    """
+    from camserve_server import tuning  # noqa: PLC0415 -- torch takes seconds, which --help need not
+
+    with _told():
+        if path:
+            tuning.check_writable(path, force=force)
+        models = models or config.load(path if path and path.exists() else None).models
+        logs.configure("error", "text")
+        _announce(models, limits["seconds"])
+        wishes = tuning.Wishes(limits["seconds"], limits["latency_ms"] / 1e3, precision == "any")
+        _tell(tuning.tune(models, device, wishes), path)
+
+
+def _announce(models: Iterable[str], seconds: float) -> None:
+    click.echo(f"measuring {', '.join(models)}: {seconds:g} seconds at most, once loaded", err=True)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY * (os.cpu_count() or 1):
+        click.echo(f"this machine is at work (load {load:.1f}): what is measured now says little of it idle", err=True)
+
+
+def _tell(tuned: "Tuned", path: Path | None) -> None:
+    """Print what was measured and chosen; print the settings too, or write them."""
+    from camserve_server import tuning  # noqa: PLC0415 -- as above
+
+    client_tables.show(tuning.HEADINGS, tuned.rows())
+    click.echo("\n" + "\n".join(tuned.words()) + "\n")
+    if path:
+        tuning.write(path, tuned.settings(), tuned.words())
+        click.echo(f"written: {path}")
+    else:
+        click.echo(tuning.toml(tuned.settings()), nl=False)
 
 
 # What `camserve explain` and `camserve replay` ask a server, their namesakes here ask one that lives no longer than the

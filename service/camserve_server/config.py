@@ -112,7 +112,7 @@ def load(
     Raises:
         ConfigError: something cannot be read, is unknown or is out of range.
     """
-    values = _read(path) if path else {}
+    values = read(path) if path else {}
     known = Settings.model_fields
     values |= {name: environment[key] for name in known if (key := ENVIRONMENT + name.upper()) in environment}
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
@@ -122,7 +122,12 @@ def load(
         raise ConfigError("; ".join(map(_words, error.errors()))) from error
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def read(path: str | Path) -> dict[str, Any]:
+    """Read what stands in a file, unchecked.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

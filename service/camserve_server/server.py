@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
 from camserve_server.engine import Engine
 from camserve_server.errors import ConfigError
-from camserve_server.models import LoadedModel, load, parse
+from camserve_server.models import LoadedModel, ModelSpec, load, parse
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
 from camserve_server.targets import anything
@@ -76,7 +76,7 @@ async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
     Raises:
         ConfigError: a model cannot be loaded.
     """
-    threads = settings.threads or _cores()
+    threads = settings.threads or cores()
     loaded = await asyncio.to_thread(_load, settings, threads)
     on_gpu = next(iter(loaded.values())).info.device != "cpu"
     batcher = Batcher(
@@ -91,7 +91,7 @@ async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
             yield Pipeline(infos, batcher, pool, settings.limits)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return how many cores this process may use: a container's share counts, not the host's."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -102,15 +102,10 @@ def _cores() -> int:
 
 
 def _load(settings: Settings, threads: int) -> dict[str, LoadedModel]:
-    torch.set_num_threads(threads)
-    # float32 shall mean it: by default a GPU multiplies with the ten-bit mantissa of TF32 in convolutions.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
-    device = _device(settings.device)
+    compute_with(threads)
+    device = device_named(settings.device)
     models: dict[str, LoadedModel] = {}
-    for text in settings.models:
-        spec = parse(text)
-        if spec.name in models:
-            raise ConfigError(f'two models are called "{spec.name}": name one as NAME={spec.origin}')
+    for spec in named(settings.models).values():
         models[spec.name] = model = load(spec, device)
         _warm_up(model)
         info = model.info
@@ -118,7 +113,33 @@ def _load(settings: Settings, threads: int) -> dict[str, LoadedModel]:
     return models
 
 
-def _device(name: str) -> str:
+def compute_with(threads: int) -> None:
+    """Set torch up for exact numbers and so many threads."""
+    torch.set_num_threads(threads)
+    # float32 shall mean it: by default a GPU multiplies with the ten-bit mantissa of TF32 in convolutions.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
+
+
+def named(models: Sequence[str]) -> dict[str, ModelSpec]:
+    """Read models as they are named on a command line; return them by the names that requests use.
+
+    Raises:
+        ConfigError: one cannot be read, or two have one name.
+    """
+    specs: dict[str, ModelSpec] = {}
+    for spec in map(parse, models):
+        if spec.name in specs:
+            raise ConfigError(f'two models are called "{spec.name}": name one as NAME={spec.origin}')
+        specs[spec.name] = spec
+    return specs
+
+
+def device_named(name: str) -> str:
+    """Return the device that a setting means.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):

@@ -1,0 +1,364 @@
+"""`camserve-server tune`: what is measured is chosen from by rules, and what is chosen is served."""
+
+import dataclasses
+import io
+import math
+import os
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+import camserve
+from camserve_server import commands, config, server
+from camserve_server.errors import ConfigError, FailedPrecondition, OutOfMemory
+from camserve_server.tuning import bench, choice, report, survey
+from camserve_server.tuning.survey import Cell, Line, Survey
+from support import serving
+
+ONE, TWO, HALF = Line("net", "float32", 1), Line("net", "float32", 2), Line("net", "bfloat16", 2)
+MODEL = "torchvision:resnet18?weights=none&size=64"
+
+
+class Machine:
+    """A machine on which only batches take time: as many seconds as it is told."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now, self.ran = seconds, 0.0, []
+
+    def clock(self):
+        return self.now
+
+    def run(self, line, batch):
+        self.ran.append((line, batch))
+        self.now += self.seconds(line, batch)
+
+    def survey(self, lines, seconds=1e6, latency=1e6):
+        return survey.surveyed(lines, self.run, seconds, latency, self.clock)
+
+
+def cells(line, **seconds):
+    """Cells of a line: b4=0.1 is a batch of four in 0.1 seconds."""
+    return tuple(Cell(line, int(name[1:]), took) for name, took in seconds.items())
+
+
+def chosen(*found, latency=1.0, usual="float32", **options):
+    return choice.choose(Survey(found, ()), {"net": usual}, latency, **options)
+
+
+# What is measured
+
+
+def test_batches_grow_while_that_brings_more_than_five_in_a_hundred():
+    """Up to 8 images a batch takes no longer than one; from there on an image takes its time."""
+    machine = Machine(lambda _line, batch: max(1.0, batch / 8))
+    found = machine.survey([ONE])
+    assert [cell.batch for cell in found.cells] == [1, 2, 4, 8, 16]
+    assert found.left_out == ()
+
+
+def test_a_batch_that_takes_too_long_is_measured_and_no_larger_one_is():
+    found = Machine(lambda _line, batch: batch**0.5).survey([ONE], latency=1.9)
+    assert [cell.batch for cell in found.cells] == [1, 2, 4]
+
+
+def test_lines_take_turns_and_the_first_round_does_not_count():
+    seconds = iter([50, 50, 1, 2, 1, 2, 1, 2])
+    machine = Machine(lambda _line, _batch: next(seconds))
+    found = machine.survey([ONE, TWO], latency=0.5)
+    assert machine.ran == [(ONE, 1), (TWO, 1)] * 4
+    assert [cell.seconds for cell in found.cells] == [1, 2]
+
+
+def test_a_disturbed_round_does_not_count_either():
+    seconds = iter([1.0, 1.0, 30.0, 1.25])
+    assert Machine(lambda _line, _batch: next(seconds)).survey([ONE], latency=0.5).cells[0].seconds == 1.25
+
+
+@pytest.mark.parametrize("seconds", [5, 20, 60, 300])
+def test_the_time_is_kept_and_what_it_was_too_short_for_is_told(seconds):
+    machine = Machine(lambda _line, batch: 0.9 * batch**0.9)
+    found = machine.survey([ONE, TWO, HALF], seconds)
+    assert machine.now <= seconds + 0.9
+    assert found.left_out
+    told = {(cell.line, cell.batch) for cell in found.cells} | set(found.left_out)
+    for line in (ONE, TWO, HALF):
+        batches = [batch for its, batch in told if its == line]
+        assert sorted(batches) == list(survey.BATCHES[: len(batches)])
+
+
+def test_a_batch_that_the_memory_is_too_small_for_ends_its_line_alone():
+    def run(line, batch):
+        if line == ONE and batch == 4:
+            raise OutOfMemory("the device has no memory for this", retry_after=1.0)
+        return 0.1
+
+    found = Machine(run).survey([ONE, TWO])
+    assert [(cell.batch, cell.seconds) for cell in found.cells if cell.line == ONE][-1] == (4, math.inf)
+    assert [cell.batch for cell in found.cells if cell.line == TWO] == list(survey.BATCHES)
+
+
+# What is chosen
+
+
+def test_of_batches_that_are_as_fast_the_smallest_is_chosen():
+    best = chosen(*cells(TWO, b1=0.1, b2=0.1, b4=0.1, b8=0.196, b16=0.39))
+    assert (best.batch, best.threads) == (4, 2)
+    assert best.reason == "4 images a batch and 2 threads: 8 would bring 2% more"
+
+
+def test_a_batch_that_is_too_slow_is_not_chosen_however_fast_it_is():
+    best = chosen(*cells(TWO, b1=0.5, b2=0.6, b4=1.1, b8=1.2), latency=1.0)
+    assert best.batch == 2
+    assert best.reason.endswith("4 would take 1,100 ms, and 1,000 ms is the limit")
+
+
+def test_where_everything_is_too_slow_the_soonest_is_chosen_and_it_is_said():
+    best = chosen(*cells(ONE, b1=3.0, b2=5.0), *cells(TWO, b1=2.0, b2=3.5), latency=1.0)
+    assert (best.batch, best.threads) == (1, 2)
+    assert "nothing measured takes less than 1,000 ms" in best.reason
+
+
+def test_fewer_threads_are_chosen_where_they_are_faster():
+    assert chosen(*cells(ONE, b1=0.1), *cells(TWO, b1=0.2)).threads == 1
+
+
+def test_numbers_are_not_traded_for_speed_unasked():
+    found = *cells(TWO, b1=0.3), *cells(HALF, b1=0.1)
+    assert chosen(*found).cells["net"].line.precision == "float32"
+    assert chosen(*found, any_precision=True).cells["net"].line.precision == "bfloat16"
+    assert chosen(*found, usual="bfloat16").cells["net"].line.precision == "bfloat16"
+
+
+def test_a_batch_without_memory_is_not_chosen():
+    assert chosen(*cells(TWO, b1=0.1, b2=math.inf), latency=math.inf).batch == 1
+
+
+def test_of_several_models_none_is_sacrificed_for_another():
+    """One thread is twice as fast for the small one, and a quarter for the large one."""
+    small, large = Line("small", "float32", 1), Line("large", "float32", 1)
+    found = (
+        *(*cells(small, b1=0.1), *cells(Line("small", "float32", 2), b1=0.2)),
+        *(*cells(large, b1=0.8), *cells(Line("large", "float32", 2), b1=0.2)),
+    )
+    usual = {"small": "float32", "large": "float32"}
+    best = choice.choose(Survey(found, ()), usual, 1.0)
+    assert best.threads == 2
+    with pytest.raises(ConfigError, match="allow more seconds"):
+        choice.choose(Survey(cells(small, b1=0.1), ()), usual, 1.0)
+
+
+# How it is said
+
+
+def tuned(*found, left=(), **options):
+    return report.Tuned(
+        Survey(found, left), chosen(*found, **options), {("net", "bfloat16"): 0.99987}, {"net": "net=timm:resnet18"}
+    )
+
+
+def test_the_table_compares_with_float32_and_marks_what_is_chosen():
+    rows = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04)).rows()
+    assert rows == [
+        ("net", "float32", "2", "1", "100", "10", "1.00", "", "chosen"),
+        ("net", "bfloat16", "2", "1", "40", "25", "2.50", "0.9998", ""),
+    ]
+
+
+def test_what_another_precision_would_bring_and_cost_is_said():
+    words = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), left=[(ONE, 2)]).words()
+    alike = "(its maps and float32's: cosine 0.9998 or more)"
+    assert words[1:] == [
+        f"net: float32, exact; bfloat16 would be 2.5 times as fast {alike}.",
+        "Not measured, for want of time: net in float32 by 1 from 2 a batch on.",
+    ]
+    taken = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), any_precision=True).words()
+    assert taken[1] == f"net: bfloat16, 2.5 times as fast as float32 {alike}."
+
+
+@pytest.mark.parametrize(
+    ("text", "precision", "respelled"),
+    [
+        ("timm:resnet18", "float32", "timm:resnet18"),
+        ("timm:resnet18", "bfloat16", "timm:resnet18?precision=bfloat16"),
+        ("a=timm:resnet18?weights=none", "bfloat16", "a=timm:resnet18?weights=none&precision=bfloat16"),
+        ("timm:resnet18?precision=bfloat16&size=64", "float32", "timm:resnet18?size=64&precision=float32"),
+        ("timm:resnet18?precision=bfloat16", "bfloat16", "timm:resnet18?precision=bfloat16"),
+    ],
+)
+def test_a_model_is_named_as_before_but_in_the_precision_that_was_chosen(text, precision, respelled):
+    assert report._respelled(text, precision) == respelled
+
+
+def test_settings_are_toml_whatever_their_words():
+    settings = {"models": ['a?labels=C:\\nötes"x.txt'], "threads": 2, "max_queue_delay_ms": 0.5, "log_level": "info"}
+    assert tomllib.loads(report.toml(settings)) == settings
+
+
+def test_other_settings_of_a_file_stay(tmp_path):
+    path = tmp_path / "camserve.toml"
+    path.write_text('# mine\nmax_queue_rows = 7\nthreads = 9\nmodels = [\n  "timm:vgg16",\n]\n')
+    report.write(path, {"models": ["timm:resnet18"], "threads": 2, "max_batch_rows": 4}, ["Because."])
+    settings = config.load(path, environment={})
+    assert (settings.models, settings.threads, settings.max_batch_rows) == (("timm:resnet18",), 2, 4)
+    assert settings.max_queue_rows == 7
+    assert "# Because.\n" in path.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot write .*: No such file or directory"):
+        report.write(tmp_path / "gone" / "camserve.toml", {"threads": 2}, [])
+
+
+def test_a_file_with_a_mistake_in_it_is_left_alone(tmp_path):
+    path = tmp_path / "camserve.toml"
+    path.write_text("thread = 9\n")
+    with pytest.raises(ConfigError, match=r'unknown setting "thread" \(did you mean "threads"'):
+        report.write(path, {"threads": 2}, [])
+    assert path.read_text() == "thread = 9\n"
+
+
+# The whole way
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Be in an empty folder, with no settings from elsewhere, and leave torch's threads as they are."""
+    for name in os.environ:
+        if name.startswith("CAMSERVE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(server, "cores", lambda: 1)  # tests share their cores
+    monkeypatch.setattr(survey, "BATCHES", (1, 2))
+    threads = torch.get_num_threads()
+    yield tmp_path
+    assert torch.get_num_threads() == threads
+
+
+def run(*arguments):
+    return CliRunner().invoke(commands.program, ["tune", "--device", "cpu", "--seconds", "20", *arguments])
+
+
+def test_what_is_tuned_is_written_and_served(folder):
+    found = run(MODEL, "--write", "camserve.toml", "--latency-ms", "60000")
+    assert found.exit_code == 0, found.output
+
+    settings = config.load(folder / "camserve.toml", environment={})
+    assert settings.models == (MODEL,)
+    assert settings.threads == 1
+    assert settings.max_batch_rows in (1, 2)
+    packed = io.BytesIO()
+    Image.new("RGB", (40, 30), "red").save(packed, "PNG")
+    written = tomllib.loads((folder / "camserve.toml").read_text())
+    with serving(**written) as served, camserve.Client(served.address) as client:
+        assert client.explain(packed.getvalue()).explanations[0].method == "gradcam"
+
+
+def test_without_a_file_the_settings_are_printed_after_the_table_and_without_control_codes(folder):
+    found = run(MODEL)
+    assert found.exit_code == 0, found.output
+    heading, *lines = found.stdout.splitlines()
+    assert heading.split()[:3] == ["model", "precision", "threads"]
+    assert sum(line.rstrip().endswith("chosen") for line in lines) == 1
+    assert tomllib.loads("\n".join(lines[-3:]))["models"] == [MODEL]
+    assert "\x1b" not in found.stdout
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["timm:resnet5000"], 'timm has no model "resnet5000" (did you mean'),
+        ([MODEL, MODEL], 'two models are called "resnet18"'),
+        ([MODEL, "--device", "gpu"], 'device "gpu"'),
+        ([MODEL, "--write", "here.toml"], "here.toml is there: --force keeps its other settings"),
+        ([MODEL, "--write", "gone/camserve.toml"], "cannot write gone/camserve.toml: there is no folder gone"),
+        ([MODEL, "--write", "."], "cannot write .: it is a folder"),
+        (["--write", "wrong.toml", "--force"], 'unknown setting "thread"'),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line_before_anything_is_measured(arguments, words, folder, monkeypatch):
+    monkeypatch.setattr(bench.Bench, "run", lambda *_: pytest.fail("it was measured"))
+    (folder / "here.toml").write_text("threads = 1\n")
+    (folder / "wrong.toml").write_text("thread = 1\n")
+    found = run(*arguments)
+    assert found.exit_code == 2, found.output
+    assert found.stderr.splitlines()[-1].startswith("error: ")
+    assert words in found.stderr
+    assert found.stdout == ""
+
+
+def test_models_are_those_of_the_file_where_none_is_named(folder):
+    (folder / "camserve.toml").write_text(f'models = ["{MODEL}"]\nmax_queue_rows = 7\n')
+    found = run("--write", "camserve.toml", "--force")
+    assert found.exit_code == 0, found.output
+    settings = config.load(folder / "camserve.toml", environment={})
+    assert (settings.models, settings.max_queue_rows) == ((MODEL,), 7)
+
+
+def test_another_precisions_maps_are_compared_for_the_same_class(monkeypatch):
+    """Float32 is like itself; a model with other weights, said to be another precision, is found out."""
+    monkeypatch.setattr(bench, "precisions", lambda _device: ("float32", "bfloat16"))
+    ready = bench.prepare(server.named([MODEL]), "cpu")
+    kinds = ready.models["resnet18"]
+    assert ready.likeness("resnet18", "float32") == pytest.approx(1, abs=1e-6)
+    assert 0.99 < ready.likeness("resnet18", "bfloat16") < 1
+    kinds["bfloat16"] = dataclasses.replace(kinds["bfloat16"], quick=None)
+    with torch.no_grad():
+        kinds["bfloat16"].module.layer4[1].conv2.weight.mul_(-1)
+    assert ready.likeness("resnet18", "bfloat16") < 0.9
+
+
+def test_a_model_that_cannot_be_explained_in_a_precision_is_told_with_its_name(monkeypatch):
+    def refuse(*_):
+        raise FailedPrecondition("no gradient came back")
+
+    monkeypatch.setattr(bench, "precisions", lambda _device: ("float32",))
+    ready = bench.prepare(server.named([MODEL]), "cpu")
+    monkeypatch.setattr(bench.Engine, "run", refuse)
+    with pytest.raises(ConfigError, match="model resnet18 in float32: no gradient came back"):
+        ready.run(Line("resnet18", "float32", torch.get_num_threads()), 1)
+
+
+@pytest.mark.parametrize(("load", "told"), [((9.0, 0, 0), True), ((0.1, 0, 0), False)])
+def test_a_machine_that_is_at_work_is_said_to_be(load, told, monkeypatch, capsys):
+    monkeypatch.setattr(os, "getloadavg", lambda: load)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    commands._announce(["net"], 60)
+    assert ("at work (load 9.0)" in capsys.readouterr().err) is told
+
+
+@pytest.mark.parametrize("can", ["amx_bf16", "avx512_bf16", ""])
+def test_a_processor_is_measured_in_what_it_has_instructions_for(can, monkeypatch):
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": False} | ({can: True} if can else {})
+    )
+    assert bench.precisions("cpu") == (("float32", "bfloat16") if can else ("float32",))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_gpu_that_would_only_imitate_bfloat16_is_not_measured_in_it(native, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: native or including_emulation)
+    assert ("bfloat16" in bench.precisions("cuda:0")) is native
+    assert "float16" in bench.precisions("cuda:0")
+
+
+def test_a_line_is_computed_by_its_threads_and_torch_has_its_own_again_after(monkeypatch):
+    monkeypatch.setattr(bench, "precisions", lambda _device: ("float32",))
+    ready, before = bench.prepare(server.named([MODEL]), "cpu"), torch.get_num_threads()
+    with bench.threads_kept():
+        for threads in (2, 1):
+            assert len(ready.run(Line("resnet18", "float32", threads), 2)) == 2
+            assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == before
+
+
+def test_images_are_always_the_same_and_all_different():
+    some, again = bench.images((32, 48), 4), bench.images((32, 48), 4)
+    assert [one.shape for one in some] == [(32, 48, 3)] * 4
+    assert all(np.array_equal(one, other) for one, other in zip(some, again, strict=True))
+    assert len({one.tobytes() for one in some}) == 4
