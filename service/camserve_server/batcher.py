@@ -1,4 +1,4 @@
-"""Waits for company: gathers rows of many requests into batches, and pulls one whenever the engine is free.
+"""Waits for company: gathers rows of many requests into batches; an engine that is free pulls one.
 
 Rows that have their `Pass` in common share a batch, whatever their methods and targets. No timer holds a batch back
 unless one is asked for: while the engine works on one batch, the next one gathers.
@@ -34,7 +34,7 @@ from camserve_server.types import Kind, Pass, Row, RowResult
 log = logging.getLogger(__name__)
 
 Run: TypeAlias = Callable[[Pass, Sequence[Row]], list[RowResult]]
-"""The engine, as the batcher knows it: plain values in, plain values out, in a thread of its own."""
+"""An engine, as the batcher knows it: plain values in, plain values out, in a thread of its own."""
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
 
@@ -91,11 +91,12 @@ class _Ticket:
     done: asyncio.Future[None]
     spent: Spent
     taken: int = 0
-    missing: int = field(init=False)
+    delivered: int = 0
+    early: dict[int, RowResult] = field(default_factory=dict)
     since: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.missing, self.since = len(self.rows), self.arrived
+        self.since = self.arrived
 
     @property
     def waiting(self) -> int:
@@ -110,15 +111,19 @@ class _Ticket:
         return [(self, index) for index in range(first, self.taken)]
 
     def deliver(self, index: int, result: RowResult) -> None:
-        if self.done.done():
-            return
+        """Hand over a result, and what waited for it: of several engines, a later one may be done before."""
+        self.early[index] = result
+        while self.delivered in self.early and not self.done.done():
+            self._hand_over(self.delivered, self.early.pop(self.delivered))
+
+    def _hand_over(self, index: int, result: RowResult) -> None:
         try:
             self.collect(index, result)
         except Exception as error:  # noqa: BLE001 -- theirs, not the batch's
             self.fail(error)
             return
-        self.missing -= 1
-        if self.missing == 0:
+        self.delivered += 1
+        if self.delivered == len(self.rows):
             self.done.set_result(None)
 
     def fail(self, error: Exception) -> None:
@@ -129,22 +134,28 @@ class _Ticket:
 _Place: TypeAlias = tuple[_Ticket, int]
 
 
+@dataclass(slots=True, eq=False)
+class _Engine:
+    """What runs batches, one after another."""
+
+    run: Run
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="engine"))
+
+
 class Batcher:
     """Runs rows in batches, within a limit on how many it has accepted.
 
     Args:
-        run: the engine.
+        runs: the engines; each pulls a batch whenever it is free, and any of them may run any row.
         max_batch_rows: inputs in a batch at most: rows of one input with several targets share it.
         max_queue_rows: rows accepted and not yet answered at most.
         max_delay: seconds that the oldest row may be held back for company; 0 for none.
     """
 
-    def __init__(
-        self, run: Run, *, max_batch_rows: int = 8, max_queue_rows: int = 1024, max_delay: float = 0.0
-    ) -> None:
+    def __init__(self, *runs: Run, max_batch_rows: int = 8, max_queue_rows: int = 1024, max_delay: float = 0.0) -> None:
         self.stats = Stats()
         self.admitted = 0
-        self._run = run
+        self._engines = [_Engine(run) for run in runs]
         self._max_batch = max_batch_rows
         self._max_queue = max_queue_rows
         self._max_delay = max_delay
@@ -157,23 +168,23 @@ class Batcher:
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._loop: asyncio.Task[None] | None = None
+        self._loops: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         """Begin to pull batches."""
-        self._loop = asyncio.create_task(self._serve())
+        self._loops = [asyncio.create_task(self._serve(engine)) for engine in self._engines]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop after the batch that runs; whatever still waits is answered with Unavailable."""
-        if self._loop:
-            self._loop.cancel()
-            await asyncio.gather(self._loop, return_exceptions=True)
+        """Stop after the batches that run; whatever still waits is answered with Unavailable."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
         for queue in self._queues.values():
             for ticket in queue:
                 ticket.fail(Unavailable("the server is shutting down"))
-        await asyncio.to_thread(self._thread.shutdown)  # not on the loop: the batch that runs may hang
+        for engine in self._engines:
+            await asyncio.to_thread(engine.thread.shutdown)  # not on the loop: the batch that runs may hang
 
     def pause(self) -> None:
         """Form no further batch until `resume`; what arrives waits."""
@@ -253,14 +264,15 @@ class Batcher:
         await ticket.done  # a cancelled caller cancels the future, and with it the rows not yet run
         return ticket.spent
 
-    async def _serve(self) -> None:
+    async def _serve(self, engine: _Engine) -> None:
         while True:
             await self._arrived.wait()
             await self._company()
             await self._resumed.wait()
             batch = self._form()
             if batch:
-                await self._execute(batch[0][0].pass_, batch)
+                self._arrived.set()  # there may be more, for whichever engine is free next
+                await self._execute(engine, batch[0][0].pass_, batch)
             else:
                 self._arrived.clear()
 
@@ -336,26 +348,26 @@ class Batcher:
             ticket.spent.batch_rows = max(ticket.spent.batch_rows, len(batch))
             ticket.since = now
 
-    async def _execute(self, pass_: Pass, batch: list[_Place]) -> None:
+    async def _execute(self, engine: _Engine, pass_: Pass, batch: list[_Place]) -> None:
         """Run a batch; one that fails is split until the row at fault is alone."""
         batch = [(ticket, index) for ticket, index in batch if not ticket.done.done()]
         if not batch:
             return
         try:
-            results = await self._timed(pass_, batch)
+            results = await self._timed(engine, pass_, batch)
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
-            await self._isolate(pass_, batch, error)
+            await self._isolate(engine, pass_, batch, error)
             return
         if _inputs(batch) == self._caps.get((pass_.model, pass_.kind)) and self.stats.batches % RETRY_LARGER == 0:
             self._caps[pass_.model, pass_.kind] += 1
         for (ticket, index), result in zip(batch, results, strict=True):
             ticket.deliver(index, result)
 
-    async def _timed(self, pass_: Pass, batch: list[_Place]) -> list[RowResult]:
+    async def _timed(self, engine: _Engine, pass_: Pass, batch: list[_Place]) -> list[RowResult]:
         loop = asyncio.get_running_loop()
         began = loop.time()
         rows = [ticket.rows[index] for ticket, index in batch]
-        results = await loop.run_in_executor(self._thread, _contained, self._run, pass_, rows)
+        results = await loop.run_in_executor(engine.thread, _contained, engine.run, pass_, rows)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
         took = loop.time() - began
@@ -365,15 +377,15 @@ class Batcher:
             ticket.since = loop.time()
         return results
 
-    async def _isolate(self, pass_: Pass, batch: list[_Place], error: Exception) -> None:
+    async def _isolate(self, engine: _Engine, pass_: Pass, batch: list[_Place], error: Exception) -> None:
         if len(batch) == 1:
             self.stats.failed += 1
             batch[0][0].fail(error)
             return
         half = len(batch) // 2
         before = self.stats.failed
-        await self._execute(pass_, batch[:half])
-        await self._execute(pass_, batch[half:])
+        await self._execute(engine, pass_, batch[:half])
+        await self._execute(engine, pass_, batch[half:])
         if isinstance(error, OutOfMemory) and self.stats.failed == before:
             # Both halves went well: it was the size, and not one row that takes all there is.
             half = max(1, _inputs(batch) // 2)
@@ -385,7 +397,8 @@ class Batcher:
         return self.admitted + rows <= self._max_queue
 
     def _retry_after(self) -> float:
-        return min(max(self.admitted * self._row_seconds / 2, SHORTEST_RETRY), LONGEST_RETRY)
+        seconds = self.admitted * self._row_seconds / len(self._engines)
+        return min(max(seconds / 2, SHORTEST_RETRY), LONGEST_RETRY)
 
 
 def _inputs(batch: Sequence[_Place]) -> int:

@@ -218,7 +218,7 @@ def mixed(served, client, images, chance, number):
 
 def test_500_mixed_requests_leave_the_models_as_they_were(served, client):
     """With errors and cancellations among them: no hook stays, no parameter changes."""
-    engine = served.pipeline.batcher._run.__self__
+    engine = served.pipeline.batcher._engines[0].run.__self__
     before = {name: digest(model.module) for name, model in engine._models.items()}
     images = list(crops(12))
     chance = random.Random(3)
@@ -240,7 +240,7 @@ def test_500_mixed_requests_leave_the_models_as_they_were(served, client):
 
 def test_the_hook_count_sees_a_hook_that_stays(served):
     """The detector above is itself shown a leak."""
-    module = next(iter(served.pipeline.batcher._run.__self__._models.values())).module
+    module = next(iter(served.pipeline.batcher._engines[0].run.__self__._models.values())).module
     with module.register_forward_hook(lambda *_: None):
         assert hook_count(module) == 1
 

@@ -503,3 +503,90 @@ async def test_rows_of_one_input_share_a_place_in_a_batch_whatever_their_targets
 
     assert sorted(len(indices) for _, indices in engine.batches) in ([1, 11], [2, 10])
     assert sorted(engine.executed) == [*range(10), 20, 21]
+
+
+async def test_engines_work_side_by_side_and_each_answer_is_its_rows_own():
+    """Both are at work at once, or the barrier would never open."""
+    meet = threading.Barrier(2)
+
+    class Met(Engine):
+        def __call__(self, pass_, rows):
+            meet.wait(10)
+            return super().__call__(pass_, rows)
+
+    engines = Met(), Met()
+    async with Batcher(*engines, max_batch_rows=4) as batcher:
+        answers = await asyncio.gather(*(ask(batcher, [value]) for value in range(8)))
+
+    assert answers == [[float(value)] for value in range(8)]
+    assert sorted(engines[0].executed + engines[1].executed) == list(range(8))
+    assert [len(engine.batches) for engine in engines] == [1, 1]
+
+
+async def test_an_engine_that_is_busy_leaves_the_rows_to_another():
+    busy, free = Engine(), Engine()
+    busy.free.clear()
+    async with Batcher(busy, free, max_batch_rows=1) as batcher:
+        held = asyncio.create_task(ask(batcher, [0]))
+        await asyncio.sleep(0.05)
+        answers = await asyncio.gather(*(ask(batcher, [value]) for value in range(1, 9)))
+        waiting = not held.done()
+        busy.free.set()
+        await held
+
+    assert waiting
+    assert answers == [[float(value)] for value in range(1, 9)]
+    assert free.executed == list(range(1, 9))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+async def test_results_come_in_the_rows_order_whichever_engine_is_done_first(slow):
+    engines = Engine(), Engine()
+    engines[slow].free.clear()
+    order = []
+    async with Batcher(*engines, max_batch_rows=2) as batcher:
+        rows = [row(value) for value in range(12)]
+        submitted = asyncio.create_task(
+            batcher.submit(CAM, rows, lambda index, result: order.append((index, result.score)))
+        )
+        while len(engines[1 - slow].executed) < 10:  # noqa: ASYNC110 -- it works in a thread
+            await asyncio.sleep(0.001)
+        engines[slow].free.set()
+        await submitted
+
+    assert order == [(value, float(value)) for value in range(12)]
+
+
+async def test_a_batch_that_fails_on_one_engine_fails_alone():
+    error = ValueError("a hook raised")
+    engines = Engine(error=error), Engine(error=error)
+    async with Batcher(*engines, max_batch_rows=4) as batcher:
+        batcher.pause()
+        calls = [asyncio.create_task(ask(batcher, [value], poison={5})) for value in range(16)]
+        await settle()
+        batcher.resume()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert answers.pop(5) is error
+    assert answers == [[float(value)] for value in range(16) if value != 5]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_rows_of_another_pass_that_were_held_back_too_are_not_forgotten(engines):
+    """Nothing arrives that would wake an engine for them."""
+    async with Batcher(*(Engine() for _ in range(engines)), max_batch_rows=4, max_delay=0.02) as batcher:
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(ask(batcher, [1], CAM), ask(batcher, [2], SALIENCY))
+
+    assert answers == [[1.0], [2.0]]
+
+
+async def test_a_guess_at_when_there_is_room_knows_of_every_engine():
+    async def guess(*engines):
+        async with Batcher(*engines, max_queue_rows=100) as batcher, batcher.admit(100):
+            with pytest.raises(ResourceExhausted) as refused:
+                async with batcher.admit(1):
+                    pass
+        return refused.value.retry_after
+
+    assert await guess(Engine(), Engine()) == pytest.approx(await guess(Engine()) / 2)
