@@ -11,12 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import skimage
 import sklearn
+import torch
 from PIL import Image
 
 from camserve_server import config, server
 from camserve_server.pipeline import Pipeline
+
+GPU = pytest.param(
+    "cuda:0",
+    marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")),
+)
+"""A device that a test is run on too, where there is one."""
 
 SKIMAGE = Path(skimage.__file__).parent / "data"
 SKLEARN = Path(sklearn.__file__).parent / "datasets" / "images"

@@ -138,7 +138,7 @@ def _questions(command: click.Command) -> list[click.Parameter]:
 
 def _model_options(command: F) -> F:
     """Give a command the flags of the one model that it loads."""
-    command = click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N.")(command)
+    command = click.option("--device", default="auto", show_default=True, help="cpu or cuda:N.")(command)
     return click.option(
         "--model",
         default="efficientnet_lite0",

@@ -29,7 +29,11 @@ class Settings(BaseModel):
         min_length=1,
         description="Models to load, as `[NAME=]SOURCE:ARCH[?option=value]`; the first is the default.",
     )
-    device: str = Field(default="auto", description="`cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one.")
+    device: str = Field(
+        default="auto",
+        description="`cpu`, `cuda:N`, or `cuda` for every GPU; several with commas between, an engine for each, and two"
+        " for one named twice. `auto` takes the first GPU if there is one.",
+    )
     threads: int = Field(
         default=0,
         ge=0,

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,7 +36,7 @@ from camserve_server.models import LoadedModel, ModelSpec, load, parse
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
 from camserve_server.targets import anything
-from camserve_server.types import MethodCall, Pass, Row
+from camserve_server.types import MethodCall, ModelInfo, Pass, Row
 
 log = logging.getLogger(__name__)
 
@@ -77,15 +77,15 @@ async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
         ConfigError: a model cannot be loaded.
     """
     threads = settings.threads or cores()
-    loaded = await asyncio.to_thread(_load, settings, threads)
-    on_gpu = next(iter(loaded.values())).info.device != "cpu"
+    devices = devices_named(settings.device)
+    engines, infos = await asyncio.to_thread(_load, settings, devices, threads)
+    on_gpu = devices[0] != "cpu"
     batcher = Batcher(
-        Engine(loaded).run,
+        *(engine.run for engine in engines),
         max_batch_rows=settings.max_batch_rows or (GPU_BATCH if on_gpu else CPU_BATCH),
         max_queue_rows=settings.max_queue_rows,
         max_delay=settings.max_queue_delay_ms / 1e3,
     )
-    infos = {name: model.info for name, model in loaded.items()}
     with ThreadPoolExecutor(threads, thread_name_prefix="image") as pool:
         async with batcher:
             yield Pipeline(infos, batcher, pool, settings.limits)
@@ -101,23 +101,24 @@ def cores() -> int:
         return allowed
 
 
-def _load(settings: Settings, threads: int) -> dict[str, LoadedModel]:
-    compute_with(threads)
-    device = device_named(settings.device)
-    models: dict[str, LoadedModel] = {}
-    for spec in named(settings.models).values():
-        models[spec.name] = model = load(spec, device)
-        _warm_up(model)
-        info = model.info
-        log.info("model %s is warm", info.name, extra=logs.fields(source=info.source, layer=info.default_layer))
-    return models
-
-
-def compute_with(threads: int) -> None:
-    """Set torch up for exact numbers and so many threads."""
-    torch.set_num_threads(threads)
-    # float32 shall mean it: by default a GPU multiplies with the ten-bit mantissa of TF32 in convolutions.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
+def _load(settings: Settings, devices: Sequence[str], threads: int) -> tuple[list[Engine], dict[str, ModelInfo]]:
+    """Load the models, make an engine for each device, and warm them up."""
+    torch.set_num_threads(max(1, threads // max(1, devices.count("cpu"))))
+    models: dict[str, list[LoadedModel]] = {}
+    for name, spec in named(settings.models).items():
+        model = load(spec, devices[0])
+        models[name] = [model, *(model.copied(device) for device in devices[1:])]
+    engines = [
+        Engine({name: copies[place] for name, copies in models.items()}, beside=len(devices) > 1)
+        for place in range(len(devices))
+    ]
+    for name, (model, *_) in models.items():
+        for engine in engines:
+            _warm_up(engine, model.info)
+        log.info("model %s is warm", name, extra=logs.fields(source=model.info.source, layer=model.info.default_layer))
+    # What is told of a model holds for all of its copies; which of them will answer is not known before.
+    place = ",".join(dict.fromkeys(devices))
+    return engines, {name: replace(model.info, device=place) for name, (model, *_) in models.items()}
 
 
 def named(models: Sequence[str]) -> dict[str, ModelSpec]:
@@ -134,25 +135,29 @@ def named(models: Sequence[str]) -> dict[str, ModelSpec]:
     return specs
 
 
-def device_named(name: str) -> str:
-    """Return the device that a setting means.
+def devices_named(names: str) -> list[str]:
+    """Return the devices that a setting means, one for each engine.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: one is not there.
     """
-    if name == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if names == "auto":
+        return ["cuda:0" if torch.cuda.is_available() else "cpu"]
+    return [device for name in names.split(",") for device in _devices_of(name.strip())]
+
+
+def _devices_of(name: str) -> list[str]:
+    there = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ConfigError(f'device "{name}": there are cpu, cuda, cuda:N and auto')
-    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
-        raise ConfigError(f'device "{name}": torch sees {torch.cuda.device_count()} CUDA devices here')
-    return name
+        raise ConfigError(f'device "{name}": there are cpu, cuda, cuda:N and auto, or some of them with commas between')
+    if name != "cpu" and (name not in there if ":" in name else not there):
+        raise ConfigError(f'device "{name}": torch sees {len(there)} CUDA devices here')
+    return there if name == "cuda" else [name]
 
 
-def _warm_up(model: LoadedModel) -> None:
+def _warm_up(engine: Engine, info: ModelInfo) -> None:
     """Run one row of each kind, so that the first request does not pay for what is made on first use."""
-    info = model.info
-    engine, image = Engine({info.name: model}), np.full((*info.preprocess.size, 3), 128, np.uint8)
+    image = np.full((*info.preprocess.size, 3), 128, np.uint8)
     for name, pass_ in (
         ("gradcam", Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))),
         ("saliency", Pass(info.name, "saliency", info.preprocess.size)),

@@ -8,8 +8,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from camserve_server import engine, jobs
 from camserve_server.errors import OutOfMemory
-from camserve_server.models import LoadedModel
-from camserve_server.types import ClassTarget, ContrastTarget, Pass, RankTarget, Row, Verdict
+from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row, Verdict
 from methods.tools import Toy, call, explain, gap, job, noise, run
 
 IMAGE = noise(0, 64)
@@ -223,16 +222,15 @@ def test_one_images_dead_gradient_says_nothing_of_its_neighbours(plant):
     assert [one.dead for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
 
 
-def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(monkeypatch):
+def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(resnet, monkeypatch):
     """What led to it would hold the tensors that fill the memory, while its halves are tried."""
 
     def full(*_args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setitem(engine.RUNS, "score", full)
-    pass_ = Pass("net", "score", (8, 8))
     with pytest.raises(OutOfMemory) as caught:
-        engine.Engine({"net": LoadedModel(None, None)}).run(pass_, [Row(np.zeros((8, 8, 3), np.uint8), ClassTarget(0))])
+        run(resnet, [Row(np.zeros((64, 64, 3), np.uint8), ClassTarget(0))], kind="score")
 
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None

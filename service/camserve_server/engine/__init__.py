@@ -5,6 +5,7 @@ has, so that many methods and targets of one image share all that they can.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -35,11 +36,13 @@ class Engine:
     """Runs batches, one at a time, on the models it was given.
 
     Args:
-        models: by name.
+        models: by name, all on one device; no other engine may have the same.
+        beside: whether other engines may work on that device at the same time.
     """
 
-    def __init__(self, models: Mapping[str, LoadedModel]) -> None:
+    def __init__(self, models: Mapping[str, LoadedModel], *, beside: bool = False) -> None:
         self._models = models
+        self._place = _place(next(iter(models.values())).info.device, beside=beside)
 
     def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
         """Run one batch.
@@ -57,11 +60,25 @@ class Engine:
         """
         try:
             model = self._models[pass_.model]
-            with randomised(model, pass_.randomised):
+            with self._place, randomised(model, pass_.randomised):
                 return RUNS[pass_.kind](model.serving(pass_), pass_, rows)
         except torch.OutOfMemoryError:
             pass  # raised again below: an error that led to ours would hold the tensors that fill the memory
         raise OutOfMemory("the device has no memory for this", retry_after=1.0)
+
+
+def _place(device: str, *, beside: bool) -> AbstractContextManager[object]:
+    """Return a context that can be entered again and again, in which torch computes on a device.
+
+    Beside other engines in a stream of its own, so that none waits for what another has asked of the same GPU.
+    """
+    if device == "cpu":
+        return nullcontext()
+    if not beside:
+        return torch.cuda.device(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not declare it
+    stream.wait_stream(torch.cuda.default_stream(device))  # in which the models were made
+    return torch.cuda.stream(stream)
 
 
 __all__ = ["RUNS", "Engine", "normalise", "viewed"]

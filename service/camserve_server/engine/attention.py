@@ -20,11 +20,11 @@ from camserve_server.engine.batch import (
     Turn,
     aimed,
     differentiated,
+    fetched,
     forward,
     in_order,
     inputs_of,
     scored,
-    to_numpy,
     units_of,
 )
 from camserve_server.errors import FailedPrecondition
@@ -32,7 +32,7 @@ from camserve_server.hooks import Capture, Span, probed, replacing, spanning
 from camserve_server.methods import METHODS, Attention
 from camserve_server.models import LoadedModel
 from camserve_server.outputs import Outputs
-from camserve_server.types import Layout, Map, ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Layout, ModelInfo, Pass, Row, RowResult
 
 Arguments = tuple[Any, ...]
 
@@ -73,19 +73,24 @@ def _results(
     turn: Turn, attention: Tensor, gradients: Tensor, layout: Layout, rows: Sequence[Row]
 ) -> dict[int, RowResult]:
     """Return the rows' results; attention and gradients are [L,units,heads,N,N]."""
-    results = {}
-    for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
-        mine = gradients[:, [unit]]
-        heatmap = _map(rows[index], attention[:, [unit]], mine, layout)
-        results[index] = turn.result(place, ((heatmap,),), (not bool(mine.any()),))
-    return results
+    alive = gradients.transpose(0, 1).flatten(1).any(1).tolist()
+    maps = fetched(
+        [
+            _map(rows[index], attention[:, [unit]], gradients[:, [unit]], layout)
+            for index, unit in zip(turn.rows, turn.units, strict=True)
+        ]
+    )
+    return {
+        index: turn.result(place, ((maps[place],),), (not alive[unit],))
+        for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True))
+    }
 
 
-def _map(row: Row, attention: Tensor, gradients: Tensor, layout: Layout) -> Map:
+def _map(row: Row, attention: Tensor, gradients: Tensor, layout: Layout) -> Tensor:
     call = row.calls[0]
     method = cast("Attention", METHODS[call.name])
     patches = method.combine(attention, gradients, layout.prefix, **call.parameters)
-    return to_numpy(patches.reshape(layout.height, layout.width))
+    return patches.reshape(layout.height, layout.width)
 
 
 def _taken(block: Capture) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from camserve_server import targets
-from camserve_server.engine.inputs import edited, normalise, viewed
+from camserve_server.engine.inputs import edited, normalise, uploaded, viewed
 from camserve_server.hooks import embedding_of
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel, tasks
@@ -55,7 +55,7 @@ def units_of(rows: Sequence[Row]) -> Units:
 
 def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
     """Make the model's input [B,3,H,W] of each row: the image, normalised; its views; the method's copy; edited."""
-    images = torch.from_numpy(np.stack([row.image for row in rows])).to(info.device)
+    images = uploaded([row.image for row in rows], torch.device(info.device))
     plain = normalise(images, info.preprocess)
     if all(_is_plain(row) for row in rows):
         return plain
@@ -96,6 +96,7 @@ class Turn:
     units: list[int]
     targets: list[FixedTarget]
     scores: Tensor
+    numbers: list[float]
     logits: list[Map]
 
     def result(
@@ -107,8 +108,7 @@ class Turn:
         readings: tuple[Reading | None, ...] = (),
     ) -> RowResult:
         """Put together what came of one of its rows."""
-        logits, score = self.logits[place], float(self.scores[place])
-        return RowResult(logits, self.targets[place], score, maps, dead, features, readings)
+        return RowResult(self.logits[place], self.targets[place], self.numbers[place], maps, dead, features, readings)
 
 
 def joined(turns: Sequence[Turn]) -> Turn:
@@ -120,6 +120,7 @@ def joined(turns: Sequence[Turn]) -> Turn:
         [unit for turn in turns for unit in turn.units],
         [target for turn in turns for target in turn.targets],
         torch.cat([turn.scores for turn in turns]),
+        [one for turn in turns for one in turn.numbers],
         [one for turn in turns for one in turn.logits],
     )
 
@@ -130,7 +131,8 @@ def scored(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[tuple[T
         at = [units.of_row[index] for index in indices]
         mine = said[at]
         fixed, scores = aimed(mine, [rows[index] for index in indices])
-        yield Turn(indices, at, fixed, scores.detach(), targets.summary(mine)), scores
+        values = scores.detach()
+        yield Turn(indices, at, fixed, values, values.tolist(), targets.summary(mine)), scores
 
 
 def aimed(said: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
@@ -152,6 +154,13 @@ def differentiated(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator
 def in_order(results: dict[int, RowResult]) -> list[RowResult]:
     """Return the results of all rows in the rows' order."""
     return [results[index] for index in range(len(results))]
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[Map]:
+    """Return tensors as plain float32 arrays, by one copy: this thread waits for the device once, not for each."""
+    flat = to_numpy(torch.cat([one.flatten() for one in tensors]))
+    ends = np.cumsum([one.numel() for one in tensors])[:-1]
+    return [part.reshape(one.shape) for part, one in zip(np.split(flat, ends), tensors, strict=True)]
 
 
 def to_numpy(tensor: Tensor) -> Map:

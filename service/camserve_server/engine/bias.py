@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from camserve_server.engine.batch import forward, in_order, inputs_of, scored, to_numpy, units_of
+from camserve_server.engine.batch import fetched, forward, in_order, inputs_of, scored, units_of
 from camserve_server.errors import FailedPrecondition
 from camserve_server.methods import METHODS, FullGradient
 from camserve_server.models import LoadedModel
@@ -33,11 +33,12 @@ def run(model: LoadedModel, _pass: Pass, rows: Sequence[Row]) -> list[RowResult]
         said, biases = seen(model, inputs)
         for turn, scores in scored(said, units, rows):
             terms = contributions(scores, inputs, biases)
-            for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
-                mine = [one[unit : unit + 1] for one in terms]
-                heatmap = _spread(rows[index], mine, model.info.preprocess.size)
-                dead = not any(bool(one.any()) for one in mine)
-                results[index] = turn.result(place, ((to_numpy(heatmap),),), (dead,))
+            alive = torch.stack([one.flatten(1).any(1) for one in terms]).any(0).tolist()
+            places = list(zip(turn.rows, turn.units, strict=True))
+            size = model.info.preprocess.size
+            maps = fetched([_spread(rows[index], [one[[unit]] for one in terms], size) for index, unit in places])
+            for place, (index, unit) in enumerate(places):
+                results[index] = turn.result(place, ((maps[place],),), (not alive[unit],))
     return in_order(results)
 
 

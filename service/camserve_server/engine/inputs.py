@@ -1,16 +1,39 @@
 """From the image that a model sees to the input that it gets: normalised, viewed, edited."""
 
+import functools
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from camserve_server.types import Edit, Preprocess, View
 
+TYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.float32): torch.float32}
+
+
+def uploaded(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: torch.device) -> Tensor:
+    """Bring arrays of one shape to a device, one behind another [n,...].
+
+    They go to a GPU from page-locked memory, as that is all it can fetch from while this thread goes on.
+    """
+    pinned = device.type == "cuda"
+    held = torch.empty((len(arrays), *arrays[0].shape), dtype=TYPES[arrays[0].dtype], pin_memory=pinned)
+    np.stack(arrays, out=held.numpy())
+    return held.to(device, non_blocking=pinned)
+
+
+@functools.lru_cache(64)
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return some numbers on a device; bringing them there makes a GPU wait, so it is done once."""
+    return torch.tensor(values, device=device)
+
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:
     """Turn uint8 images [B,h,w,3] into the model's input [B,3,h,w], float32."""
-    mean = torch.tensor(preprocess.mean, device=images.device)
-    std = torch.tensor(preprocess.std, device=images.device)
+    mean, std = (_constant(values, images.device) for values in (preprocess.mean, preprocess.std))
     # In place: three more images of float32 would cost as much as half of a small model.
     return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
@@ -32,8 +55,8 @@ def viewed(image: Tensor, view: View) -> Tensor:
 def edited(image: Tensor, edit: Edit) -> Tensor:
     """Return an edit of a normalised input [3,H,W]: keep · x + (1 − keep) · fill."""
     if edit.keep is None:
-        return image if edit.fill is None else torch.from_numpy(edit.fill).to(image)
-    keep = torch.from_numpy(edit.keep).to(image)
+        return image if edit.fill is None else uploaded([edit.fill], image.device)[0]
+    keep = uploaded([edit.keep], image.device)[0]
     if edit.fill is None:
         return keep * image
-    return torch.lerp(torch.from_numpy(edit.fill).to(image), image, keep)
+    return torch.lerp(uploaded([edit.fill], image.device)[0], image, keep)

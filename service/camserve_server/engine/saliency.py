@@ -6,11 +6,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, to_numpy, units_of
+from camserve_server.engine.batch import differentiated, fetched, forward, in_order, inputs_of, units_of
 from camserve_server.engine.relu import relu_rule
 from camserve_server.methods import METHODS, Saliency
 from camserve_server.models import LoadedModel
-from camserve_server.types import Map, Pass, Row, RowResult
+from camserve_server.types import Pass, Row, RowResult
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
@@ -25,10 +25,13 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
         said = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
         for turn in differentiated(said, units, rows):
             gradients = _taken(copies)
+            alive = gradients.flatten(1).any(1).tolist()
+            mine = [(rows[index], unit) for index, unit in zip(turn.rows, turn.units, strict=True)]
+            terms = fetched(
+                [_term(row, images[_image_key(row)], copies[unit].detach(), gradients[unit]) for row, unit in mine]
+            )
             for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
-                row = rows[index]
-                term = _term(row, images[_image_key(row)], copies[unit].detach(), gradients[unit])
-                results[index] = turn.result(place, ((term,),), (not bool(gradients[unit].any()),))
+                results[index] = turn.result(place, ((terms[place],),), (not alive[unit],))
     return in_order(results)
 
 
@@ -42,11 +45,11 @@ def _image_key(row: Row) -> Hashable:
     return id(row.image), row.views
 
 
-def _term(row: Row, image: Tensor, copy: Tensor, gradient: Tensor) -> Map:
+def _term(row: Row, image: Tensor, copy: Tensor, gradient: Tensor) -> Tensor:
     """Return what one copy adds to its method's mean."""
     call = row.calls[0]
     method = cast("Saliency", METHODS[call.name])
-    return to_numpy(method.term(image, copy, gradient, row.copy or 0, **call.parameters))
+    return method.term(image, copy, gradient, row.copy or 0, **call.parameters)
 
 
 def _taken(leaf: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Loading: build, read the weights, freeze, look at it once."""
 
+import copy
 import hashlib
 import logging
 from dataclasses import dataclass, replace
@@ -45,6 +46,19 @@ class LoadedModel:
             return self
         return replace(self, module=quick.module, dtype=quick.dtype)
 
+    def copied(self, device: str) -> "LoadedModel":
+        """Return a copy that shares nothing with this model, on a device.
+
+        Raises:
+            ConfigError: it cannot be copied.
+        """
+        try:
+            module = copy.deepcopy(self.module).to(device)
+        except Exception as error:  # whatever a user's module does
+            raise ConfigError(f"model {self.info.name} cannot be copied for a second engine: {error}") from error
+        info = replace(self.info, device=device)
+        return LoadedModel(info, module, quickened(module, info))
+
 
 def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
     """Load a model and find out what can be explained in it.
@@ -58,6 +72,7 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
             explained.
     """
     source = build(spec)
+    _mean_float32()
     weights = _read_weights(spec, source.module)
     if weights == "none":
         _revive(source.module)
@@ -71,6 +86,17 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
     return LoadedModel(info, module, quickened(module, info))
+
+
+def _mean_float32() -> None:
+    """Make float32 mean it: by default a GPU rounds to TF32's ten bits in convolutions, and a user's module may ask so.
+
+    By the older names, which torch's compiler reads, where there are two.
+    """
+    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
+    torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # the same
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:

@@ -1,7 +1,8 @@
 """Targets that depend on what the model says of the image as it is: ranks, nearest classes, masks, boxes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -50,6 +51,10 @@ def resolve(said: Outputs, targets: Sequence[Target]) -> list[FixedTarget]:
     Raises:
         FailedPrecondition: the model sees nothing of what is to be explained in this image.
     """
+    if all(type(target) is ClassTarget for target in targets):
+        return cast("list[FixedTarget]", list(targets))
+    if said.info.task != "segment":  # whose values are many; others are looked at here, and not one by one over there
+        said = replace(said, values=said.values.detach().cpu())
     return [_resolve(said, place, target) for place, target in enumerate(targets)]
 
 

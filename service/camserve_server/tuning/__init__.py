@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from camserve_server import server
 from camserve_server.tuning import bench
 from camserve_server.tuning.choice import choose
@@ -39,8 +41,8 @@ def tune(models: Sequence[str], device: str, wishes: Wishes) -> Tuned:
     specs, cores = server.named(models), server.cores()
     usual = {name: spec.precision for name, spec in specs.items()}
     with bench.threads_kept():
-        server.compute_with(cores)
-        place = server.device_named(device)
+        torch.set_num_threads(cores)
+        place = server.devices_named(device)[0]  # one engine is measured; another is its equal
         ready = bench.prepare(specs, place)
         threads = tuple(dict.fromkeys((cores, max(1, cores // 2), 1))) if place == "cpu" else (cores,)
         likeness = ready.likenesses()

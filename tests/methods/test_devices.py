@@ -1,0 +1,269 @@
+"""The engine on a GPU, beside the same on a CPU; what of it can be shown without one is shown on a CPU."""
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from camserve_server import models
+from camserve_server.engine import Engine, cam, normalise
+from camserve_server.engine.batch import fetched
+from camserve_server.engine.inputs import uploaded
+from camserve_server.errors import OutOfMemory
+from camserve_server.types import ClassTarget, MethodCall, Pass, RankTarget, Row
+from methods.tools import call, gap, job, noise, run
+from methods.tools import explain as explained
+from support import GPU
+
+RESNET, VIT = "torchvision:resnet18?weights=none&size=64", "timm:vit_tiny_patch16_224?weights=none&size=64"
+DEVICES = ("cpu", GPU)
+WAITS = (
+    *(Tensor.cpu, Tensor.numpy, Tensor.item, Tensor.tolist, Tensor.nonzero),
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__),
+)
+"""What lets this thread wait until a GPU has done all it was asked."""
+
+
+@pytest.fixture(scope="module")
+def resnets():
+    """The same model on every device that is asked for."""
+    first = models.load(models.parse(RESNET))
+    known = {"cpu": first}
+    return lambda device: known.setdefault(device, first.copied(device))
+
+
+@pytest.fixture(scope="module")
+def vit():
+    return models.load(models.parse(VIT))
+
+
+@pytest.fixture
+def _precision_as_before():
+    backends = torch.backends
+    before = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision(), backends.fp32_precision
+    yield
+    backends.cudnn.allow_tf32, backends.fp32_precision = before[0], before[2]
+    torch.set_float32_matmul_precision(before[1])
+
+
+class Waits(TorchFunctionMode):
+    """Counts the calls that make this thread wait for a GPU, or would."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in WAITS:
+            self.found[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def waits(model, count, name, kind, layers=()):
+    rows = [Row(noise(seed, 64), ClassTarget(seed), (call(name),)) for seed in range(count)]
+    with Waits() as seen:
+        run(model, rows, layers, kind)
+    return seen.found
+
+
+# -------------------------------------------------------------------------------------------- what needs no GPU to show
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gradcam", "cam"),
+        ("shapleycam", "curvature"),
+        ("saliency", "saliency"),
+        ("attention_rollout", "attention"),
+        ("legrad", "each"),
+        ("fullgrad", "bias"),
+        ("rise", "score"),
+    ],
+)
+def test_a_batch_of_many_rows_waits_for_the_device_no_more_often_than_one_of_few(resnets, vit, name, kind):
+    model = vit if kind in ("attention", "each") else resnets("cpu")
+    layers = [model.info.default_layer] if kind in ("cam", "curvature") else []
+    few, many = waits(model, 2, name, kind, layers), waits(model, 6, name, kind, layers)
+
+    assert few == many
+    assert 0 < few.total() <= 8
+
+
+def test_the_count_of_waits_sees_one():
+    with Waits() as seen:
+        float(torch.ones(1)[0])
+        torch.ones(1).cpu()
+
+    assert seen.found == {"__float__": 1, "cpu": 1}
+
+
+def test_what_is_fetched_together_is_what_was_there():
+    tensors = [torch.randn(3, 4), torch.randn(2, 3, 4).requires_grad_(), torch.randn(1).bfloat16(), torch.zeros(0, 2)]
+
+    for found, one in zip(fetched(tensors), tensors, strict=True):
+        assert (found.dtype, found.shape) == (np.float32, tuple(one.shape))
+        assert (found == one.detach().float().numpy()).all()
+
+
+def test_a_models_copy_has_the_same_weights_and_shares_none_of_them():
+    """Whatever the weights are: those of a factory need not be the same when it is called again."""
+    model = models.load(models.parse(RESNET))
+    copy = model.copied("cpu")
+    mine, its = ({one.data_ptr() for one in each.module.parameters()} for each in (model, copy))
+
+    assert models.digest(copy.module) == model.info.digest
+    assert not mine & its
+    assert not mine & {one.data_ptr() for one in copy.quick.module.parameters()}
+    assert (copy.info, copy.quick.folded) == (model.info, model.quick.folded)
+
+
+@pytest.mark.usefixtures("_precision_as_before")
+def test_float32_means_it_whatever_a_models_own_module_asks_for(plant):
+    def careless():
+        torch.backends.fp32_precision = "tf32"
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("medium")
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+
+    plant(careless)
+    backends = torch.backends
+
+    assert {one.fp32_precision for one in (backends.cudnn.conv, backends.cuda.matmul)} == {"ieee"}
+    assert {one.fp32_precision for one in (backends.mkldnn.conv, backends.mkldnn.matmul)} == {"ieee"}
+    assert not backends.cudnn.allow_tf32  # and torch's compiler, which asks so, is not refused an answer
+
+
+def test_second_derivatives_on_two_engines_at_once_do_not_take_fused_attention_from_each_other(monkeypatch):
+    """Whether torch may use it is said for the whole process: while one pass ends, another could be given it again."""
+    engines = [Engine({"vit": models.load(models.parse(f"vit={VIT}"))}) for _ in range(2)]
+    first, ended, forward = threading.Event(), threading.Event(), cam.forward
+
+    def slow(model, inputs):
+        if first.is_set():
+            ended.wait(0.5)  # were both inside, the other's end would come now
+        else:
+            first.set()
+            threading.Event().wait(0.2)
+        return forward(model, inputs)
+
+    monkeypatch.setattr(cam, "forward", slow)
+    fused = torch.backends.cuda.flash_sdp_enabled()
+    pass_ = Pass("vit", "curvature", (64, 64), ("blocks.5",))
+    rows = [Row(noise(0, 64), ClassTarget(1), (call("shapleycam"),))]
+    found = []
+
+    def work(engine):
+        try:
+            found.append(engine.run(pass_, rows)[0].maps[0][0])
+        except Exception as error:  # noqa: BLE001 -- shown below
+            found.append(error)
+        ended.set()
+
+    threads = [threading.Thread(target=work, args=(engine,)) for engine in engines]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+
+    assert [type(one) for one in found] == [np.ndarray, np.ndarray]
+    assert gap(*found) == 0
+    assert torch.backends.cuda.flash_sdp_enabled() == fused
+
+
+# ------------------------------------------------------------------------------------------------ on a CPU and on a GPU
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_arrays_arrive_on_the_device_as_they_were(device, dtype):
+    arrays = [noise(seed, 8).astype(dtype) for seed in range(3)]
+    arrays[1].flags.writeable = False  # as a decoded photo may be
+    found = uploaded(arrays, torch.device(device))
+
+    assert str(found.device) == device
+    assert (found.cpu().numpy() == np.stack(arrays)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_is_given_a_batch_without_a_wait(device):
+    preprocess = models.load(models.parse(RESNET)).info.preprocess
+    normalise(uploaded([noise(0, 64)], torch.device(device)), preprocess)
+    with Waits() as seen:
+        normalise(uploaded([noise(0, 64), noise(1, 64)], torch.device(device)), preprocess)
+
+    assert seen.found == {"numpy": 1}  # of the page-locked memory, which is the host's
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name", ["gradcam", "layercam", "saliency", "integrated_gradients", "rise", "ablationcam", "fullgrad", "shapleycam"]
+)
+def test_a_device_gives_the_maps_that_a_cpu_gives(resnets, device, name):
+    asked = [call(name, **({"samples": 16} if name == "rise" else {}))]
+    found = [
+        explained(model, noise(1, 64), job(model, asked, [RankTarget(0)])).findings[0]
+        for model in (resnets("cpu"), resnets(device))
+    ]
+
+    assert found[1].target == found[0].target
+    assert gap(found[1].heatmap, found[0].heatmap) <= 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_convolution_in_float32_has_its_precision(device):
+    """TF32 would be off by 3e-4 of the norm."""
+    torch.manual_seed(0)
+    models.load(models.parse(RESNET))
+    layer, image = nn.Conv2d(64, 64, 3), torch.randn(4, 64, 32, 32)
+    exact = layer.double()(image.double()).detach()
+    found = layer.float().to(device)(image.to(device)).detach().cpu()
+
+    assert float((found - exact).norm() / exact.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_engines_on_one_device_do_not_disturb_each_other(resnets, device):
+    both = [Engine({"resnet18": resnets(device).copied(device)}, beside=True) for _ in range(2)]
+    pass_ = Pass("resnet18", "cam", (64, 64), ("layer4",))
+    batches = [[Row(noise(10 * i + j, 64), ClassTarget(i), (MethodCall("gradcam"),)) for j in range(3)] for i in (1, 2)]
+    alone = [both[0].run(pass_, rows) for rows in batches]
+    found = [[], []]
+
+    def work(place):
+        found[place] += [both[place].run(pass_, batches[place]) for _ in range(10)]
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+
+    for place in (0, 1):
+        assert len(found[place]) == 10
+        assert all(
+            gap(one.maps[0][0], mine.maps[0][0]) <= 1e-5
+            for answer in found[place]
+            for one, mine in zip(answer, alone[place], strict=True)
+        )
+
+
+@pytest.mark.parametrize("device", [GPU])
+def test_a_batch_too_large_for_the_gpu_is_an_error_of_ours_and_the_next_one_runs(resnets, device):
+    model = resnets(device)
+    rows = [Row(noise(seed, 64), ClassTarget(1), (call("gradcam"),)) for seed in range(512)]
+    run(model, rows[:1], ["layer4"])
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved() + 64 * 2**20
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(OutOfMemory):
+            run(model, rows, ["layer4"])
+
+        assert len(run(model, rows[:1], ["layer4"])) == 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
