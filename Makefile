@@ -8,7 +8,7 @@ STUBS := clients/python
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
 BASE ?= origin/main
 
-.PHONY: setup demo test check bench bench-torchserve architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup demo test check bench bench-torchserve bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -87,6 +87,9 @@ bench: setup  ## measure, some minutes; FULL=1 measures everything and writes be
 
 bench-torchserve: setup  ## beside TorchServe, which gets a venv of its own and needs Java; QUICK=1 for the half of it
 	$(BIN)/python -m benchmarks.torchserve $(if $(QUICK),--quick)
+
+bench-gpu: setup  ## on a machine with a GPU, without a network: some minutes; writes benchmarks/GPU.md
+	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:
 	rm -rf $(VENV) $(PROTO_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

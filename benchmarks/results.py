@@ -81,7 +81,8 @@ def machine() -> str:
 
 def versions() -> str:
     """Name the versions of what is measured."""
-    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _VERSIONS)
+    there = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    found = ", ".join(f"{name} {there[name]}" for name in _VERSIONS if name in there)
     return f"Python {platform.python_version()}, {found}; torch computes with {torch.get_num_threads()} of the cores"
 
 

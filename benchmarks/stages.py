@@ -38,7 +38,7 @@ def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
             per_image = _alone(ours.batch(rows), scale.stretch) / rows
             found = [_stretch(server, under_way, scale.stretch) for _ in range(scale.rounds)]
             name = f"{model} {precision}, {under_way} under way"
-            part.tables += [_stage_table(name, found, per_image), _wait_table(name, found)]
+            part.tables += [stage_table(name, found, per_image), _wait_table(name, found)]
             outside = _median([books["process"] / books["count"] - per_image for books in found])
             part.at_most(f"{name}: CPU outside of the model, by the difference", MOST, 1e3 * outside, " ms")
             part.at_most(f"{name}: CPU outside of the model, by stage", MOST, 1e3 * _by_stage(found), " ms")
@@ -55,7 +55,8 @@ def _alone(engine: Callable[[], object], seconds: float) -> float:
     return (time.process_time() - before) / count
 
 
-def _asked(server: Process) -> Books:
+def asked(server: Process) -> Books:
+    """Ask a server that was started as `PROGRAM` for its books."""
     pipes = server.pipes
     if pipes.stdin is None or pipes.stdout is None:
         raise ValueError("the server has no pipes")
@@ -68,18 +69,19 @@ def _asked(server: Process) -> Books:
 def _stretch(server: Process, under_way: int, seconds: float) -> Books:
     """Return what a stretch of load added to the books, with the number of requests and the replies' own timing."""
     load.closed(server.address, under_way, seconds / 4)
-    before = _asked(server)
+    before = asked(server)
     stretch = load.closed(server.address, under_way, seconds)
-    books: Books = _less(_asked(server), before)
+    books: Books = less(asked(server), before)
     # What the stretch was answered after it had stopped sending is in its count and in the books.
     return books | {"count": stretch.count, "timings": [one.timing for one in load.replies(stretch.sample)]}
 
 
-def _less(after: Any, before: Any) -> Any:
+def less(after: Any, before: Any) -> Any:
+    """Return what was added to books."""
     if isinstance(after, dict):
-        return {key: _less(value, before.get(key, 0)) for key, value in after.items()}
+        return {key: less(value, before.get(key, 0)) for key, value in after.items()}
     if isinstance(after, list) and not (after and isinstance(after[0], str)):
-        return [_less(a, b) for a, b in zip(after, before or [0] * len(after), strict=True)]
+        return [less(a, b) for a, b in zip(after, before or [0] * len(after), strict=True)]
     return after if isinstance(after, list | str) else after - before
 
 
@@ -101,7 +103,14 @@ def _by_stage(found: Sequence[Books]) -> float:
     return sum(_thread(found, kind) for kind in ("loop", "image", "grpc")) / 1e6
 
 
-def _stage_table(name: str, found: Sequence[Books], per_image: float) -> Table:
+def stage_table(name: str, found: Sequence[Books], per_image: float) -> Table:
+    """Tell what every stage of a request took.
+
+    Args:
+        name: of the load.
+        found: what stretches of it added to the books, each with the `count` of its requests.
+        per_image: seconds of processor time that the engine alone takes for one.
+    """
     lines = [*_around(found), *_within(found, per_image)]
     rows = [(thread, stage, _micro(used), _micro(took)) for thread, stage, used, took in lines]
     missing = found[0]["missing"]

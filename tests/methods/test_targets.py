@@ -153,7 +153,7 @@ def test_finer_is_finercam_of_pytorch_grad_cam(resnet, against, weight):
         )[0]
         score = float(asked(theirs(seen)[0]).detach())
     assert row.target == FinerTarget(17, tuple(others), weight)
-    assert row.score == pytest.approx(score, rel=1e-4)
+    assert row.score == pytest.approx(score, rel=1e-4, abs=1e-6)  # a difference of logits that may be far larger
     assert gap(row.maps[0][0], raw) <= EXACT
 
 
