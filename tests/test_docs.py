@@ -21,6 +21,8 @@ SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 
 
 def shown(value):
+    if isinstance(value, bool):
+        return str(value).lower()
     return (
         ", ".join(value) if isinstance(value, tuple) else format(value, "g") if isinstance(value, float) else str(value)
     )
@@ -29,7 +31,8 @@ def shown(value):
 def settings_table():
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for name, setting in config.Settings.model_fields.items():
-        lines.append(f"| `{name}` | `{shown(setting.default)}` | {setting.description} |")
+        default = f"`{shown(setting.default)}`" if setting.default != "" else "none"
+        lines.append(f"| `{name}` | {default} | {setting.description} |")
     return "\n".join(lines)
 
 

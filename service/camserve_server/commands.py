@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ import click
 
 from camserve import _tables as client_tables
 from camserve import cli as client_cli
-from camserve_server import config, logs
+from camserve_server import config, logs, tokens
 from camserve_server.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def _settings_options(command: F) -> F:
     for name, setting in reversed(config.Settings.model_fields.items()):
         if name == "models":
             option = click.option("--model", "models", multiple=True, metavar="MODEL", help=setting.description)
+        elif setting.annotation is bool:
+            option = click.option(f"--{name}", name, is_flag=True, default=None, help=setting.description)
         else:
             option = click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=setting.description)
         command = option(command)
@@ -71,6 +74,37 @@ def serve(path: str | None, **flags: Any) -> int:
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
         return asyncio.run(server.serve_until_signal(settings))
+
+
+@program.group()
+def token() -> None:
+    """Make the tokens by which callers are known: see the setting tokens_file."""
+
+
+@token.command("new")
+@click.argument("name")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice(tokens.ROLES),
+    default=("explain", "observe"),
+    show_default=True,
+    help="What it is for: to explain and judge; to see models and methods; to change something. Repeat it.",
+)
+@click.option(
+    "--expires", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Its last day, in UTC. Default: none."
+)
+def new_token(name: str, roles: tuple[str, ...], expires: datetime | None) -> None:
+    """Make a token for NAME; print it, and the line of the tokens file by which the server knows it.
+
+    The token is shown this once: the file has but its hash. The server takes the file up within a second of a change:
+    a token is revoked by removing its line, and renewed by a second line for the same name.
+    """
+    with _told():
+        secret, known = tokens.new(name, roles, expires.date() if expires else None)
+    click.echo(f"token: {secret}")
+    click.echo(f"line:  {known.line()}")
 
 
 @program.command()
@@ -133,7 +167,7 @@ def _tell(tuned: "Tuned", path: Path | None) -> None:
 # What `camserve explain` and `camserve replay` ask a server, their namesakes here ask one that lives no longer than the
 # command, over a socket in a folder of its own: no network, and nothing that could differ from the answer of a server.
 def _questions(command: click.Command) -> list[click.Parameter]:
-    return [option for option in command.params if option.name not in ("server", "model")]
+    return [option for option in command.params if option.name not in ("server", "model", *client_cli.ACCESS)]
 
 
 def _model_options(command: F) -> F:
@@ -161,6 +195,8 @@ def _server_of_ones_own(model: str, device: str) -> Iterator[str]:
             "address": f"unix:{folder}/camserve",
             "drain_seconds": 1,
             "max_message_mib": 1024,
+            # Those that the environment may hold are for the server that others call.
+            **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tokens_file"), ""),
         }
         with server.serve_in_thread(config.load(flags=flags)) as address:
             yield address

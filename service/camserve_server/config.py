@@ -66,6 +66,20 @@ class Settings(BaseModel):
     stream_in_flight: int = Field(
         default=16, ge=1, le=1024, description="Requests of one ExplainStream under way at most; the rest wait unread."
     )
+    tls_cert: str = Field(
+        default="", description="PEM file of the certificate, and of those that vouch for it; with `tls_key`, for TLS."
+    )
+    tls_key: str = Field(default="", description="PEM file of the certificate's key, not encrypted.")
+    tls_client_ca: str = Field(
+        default="", description="PEM file of the authority by which callers must have a certificate (mutual TLS)."
+    )
+    tokens_file: str = Field(
+        default="", description="File of the tokens that may call: see `camserve-server token new`."
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Listen beyond this machine even without TLS and tokens; whoever reaches it may call.",
+    )
     drain_seconds: float = Field(
         default=30.0, ge=0, le=3600, description="How long a stopping server may take to finish what it accepted."
     )

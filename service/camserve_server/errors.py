@@ -7,6 +7,8 @@ ServiceError
 ├── ResourceExhausted    no room now; `retry_after` says when to come again
 │   └── OutOfMemory      on the device, for a batch of this size
 ├── DeadlineExceeded     too late to be worth computing
+├── Unauthenticated      no token, or none that is known
+├── PermissionDenied     a token that is not for this
 ├── Unavailable          starting, draining, or the engine is gone
 └── Internal             our fault; the log has the rest
 """
@@ -55,6 +57,14 @@ class OutOfMemory(ResourceExhausted):
 
 class DeadlineExceeded(ServiceError):
     """The caller's deadline passed before the work was done."""
+
+
+class Unauthenticated(ServiceError):
+    """The caller showed no token, or none that is known."""
+
+
+class PermissionDenied(ServiceError):
+    """The caller's token is not for this."""
 
 
 class Unavailable(ServiceError):

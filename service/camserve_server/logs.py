@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from typing import Any
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""The name of the token that a call shows; never the token."""
 
 
 class TextFormatter(logging.Formatter):
@@ -45,6 +47,8 @@ def _printable(text: str) -> str:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = dict(getattr(record, "fields", {}))
+    if caller := CALLER.get():
+        fields["caller"] = caller
     if request_id := REQUEST_ID.get():
         fields["request_id"] = request_id
     return fields

@@ -27,7 +27,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from camserve_server import logs, process
+from camserve_server import access, logs, process
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
 from camserve_server.engine import Engine
@@ -181,12 +181,15 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
         ready: called once the models are warm.
 
     Raises:
-        ConfigError: the address cannot be listened on, or a model cannot be loaded.
+        ConfigError: the address cannot be listened on, or should not be as the settings are; a file of certificates or
+            tokens is no good; or a model cannot be loaded.
     """
     house = House(settings.stream_in_flight)
     checks = health.aio.HealthServicer()
+    access.check(settings)
+    credentials = access.credentials(settings)
     server = _build(settings, house, checks)
-    port = _listen(server, settings.address)
+    port = _listen(server, settings.address, credentials)
     await _set_health(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
     await server.start()
     try:
@@ -236,13 +239,14 @@ async def _finished(house: House, seconds: float) -> None:
 def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) -> grpc.aio.Server:
     size = settings.max_message_mib * 2**20
     server = grpc.aio.server(
+        interceptors=(access.Guard(settings.tokens_file, house),) if settings.tokens_file else (),
         options=(
             ("grpc.max_receive_message_length", size),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a cluster
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-        )
+        ),
     )
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), server)
     evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(house), server)
@@ -252,9 +256,9 @@ def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) 
     return server
 
 
-def _listen(server: grpc.aio.Server, address: str) -> int:
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     try:
-        return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: is the port taken, or the host unknown?") from error
 

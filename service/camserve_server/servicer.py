@@ -36,6 +36,8 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.Internal: grpc.StatusCode.INTERNAL,
 }
@@ -105,7 +107,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         self, request: explain_pb2.ExplainRequest, context: Context
     ) -> explain_pb2.ExplainResponse:
         """Explain one image."""
-        async with _answering(self._house, context, "Explain") as call:
+        async with answering(self._house, context, "Explain") as call:
             response = await self._house.open().explain(request, deadline=call.deadline)
             response.request_id = call.request_id
             call.seen(response)
@@ -115,7 +117,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest], context: Context
     ) -> None:
         """Explain many images, each answered as it is ready."""
-        async with _answering(self._house, context, "ExplainStream") as call:
+        async with answering(self._house, context, "ExplainStream") as call:
             self._house.open()
             free, writing = asyncio.Semaphore(self._house.stream_in_flight), asyncio.Lock()
 
@@ -175,7 +177,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         self, request: explain_pb2.InspectLayersRequest, context: Context
     ) -> explain_pb2.InspectLayersResponse:
         """Measure every layer for one image."""
-        async with _answering(self._house, context, "InspectLayers") as call:
+        async with answering(self._house, context, "InspectLayers") as call:
             response = await xray.inspect(self._house.open(), request, deadline=call.deadline)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "layers": len(response.layers)}
@@ -185,7 +187,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         self, request: explain_pb2.ExtractFeaturesRequest, context: Context
     ) -> explain_pb2.ExtractFeaturesResponse:
         """Return channels of a layer."""
-        async with _answering(self._house, context, "ExtractFeatures") as call:
+        async with answering(self._house, context, "ExtractFeatures") as call:
             response = await xray.features(self._house.open(), request, deadline=call.deadline)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "channels": len(response.channels)}
@@ -202,7 +204,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
         self, request: evaluate_pb2.EvaluateRequest, context: Context
     ) -> evaluate_pb2.EvaluateResponse:
         """Explain one image, and judge every map."""
-        async with _answering(self._house, context, "Evaluate") as call:
+        async with answering(self._house, context, "Evaluate") as call:
             response = await self._house.open().evaluate(request, deadline=call.deadline)
             response.request_id = response.explained.request_id = call.request_id
             call.seen(response.explained)
@@ -212,7 +214,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
         self, _request: evaluate_pb2.ListMetricsRequest, context: Context
     ) -> evaluate_pb2.ListMetricsResponse:
         """List the metrics."""
-        async with _answering(self._house, context, "ListMetrics"):
+        async with answering(self._house, context, "ListMetrics"):
             self._house.open()
             return evaluate_pb2.ListMetricsResponse(metrics=map(wire.describe_metric, METRICS))
 
@@ -227,7 +229,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, _request: models_pb2.ListModelsRequest, context: Context
     ) -> models_pb2.ListModelsResponse:
         """List the models."""
-        async with _answering(self._house, context, "ListModels"):
+        async with answering(self._house, context, "ListModels"):
             models = self._house.open().models.values()
             return models_pb2.ListModelsResponse(models=map(wire.describe_model, models))
 
@@ -235,7 +237,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, request: models_pb2.GetModelRequest, context: Context
     ) -> models_pb2.GetModelResponse:
         """Describe one model."""
-        async with _answering(self._house, context, "GetModel"):
+        async with answering(self._house, context, "GetModel"):
             info = self._model(request.name, "name")
             return models_pb2.GetModelResponse(model=wire.describe_model(info), labels=info.labels)
 
@@ -243,7 +245,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, request: models_pb2.ListLayersRequest, context: Context
     ) -> models_pb2.ListLayersResponse:
         """List the layers of a model."""
-        async with _answering(self._house, context, "ListLayers"):
+        async with answering(self._house, context, "ListLayers"):
             layers = self._model(request.model, "model").layers.values()
             return models_pb2.ListLayersResponse(layers=map(wire.describe_layer, layers))
 
@@ -251,7 +253,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
         self, _request: models_pb2.ListMethodsRequest, context: Context
     ) -> models_pb2.ListMethodsResponse:
         """List the methods, CAMs first."""
-        async with _answering(self._house, context, "ListMethods"):
+        async with answering(self._house, context, "ListMethods"):
             names = sorted(METHODS, key=lambda name: wire.kind_of(METHODS[name]))
             return models_pb2.ListMethodsResponse(methods=map(wire.describe_method, names))
 
@@ -295,7 +297,7 @@ class _Call:
 
 
 @asynccontextmanager
-async def _answering(house: House, context: Context, rpc: str) -> AsyncIterator[_Call]:
+async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[_Call]:
     """Give the block its request id and deadline; turn what it raises into a status; log how it went."""
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())

@@ -18,7 +18,9 @@ import pytest
 import yaml
 
 import camserve
-from camserve_server import config
+from camserve import cli
+from camserve_server import access, config
+from camserve_server.errors import ConfigError
 from support import PHOTOS
 
 ROOT = Path(__file__).parents[2]
@@ -117,10 +119,19 @@ def test_compose_keeps_the_health_check_of_the_image(service):
 
 @services
 def test_compose_passes_on_settings_that_there_are(service):
-    known = {config.ENVIRONMENT + name.upper() for name in config.Settings.model_fields}
+    known = {config.ENVIRONMENT + name.upper() for name in (*config.Settings.model_fields, *cli.ACCESS)}
+    passed = {name: value for name, value in service["environment"].items() if name != "CAMSERVE_INSECURE"}
 
     assert service["environment"].keys() <= known
-    assert set(service["environment"].values()) == {None}  # as the server has it, unless the environment says
+    assert set(passed.values()) == {None}  # as the server has it, unless the environment says
+
+
+@services
+def test_only_compose_which_publishes_the_port_to_this_machine_lets_the_server_do_without_tls_and_tokens(service):
+    assert service["environment"]["CAMSERVE_INSECURE"] == "${CAMSERVE_INSECURE:-true}"
+    with pytest.raises(ConfigError, match="CAMSERVE_INSECURE=true"):
+        access.check(SETTINGS)
+    access.check(config.load(environment={**ENVIRONMENT, "CAMSERVE_INSECURE": "true"}))
 
 
 @services

@@ -289,3 +289,23 @@ def test_the_help_comes_without_loading_what_takes_seconds():
 
     assert (found.returncode, found.stderr) == (0, "")
     assert "--max-queue-rows" in found.stdout
+
+
+def test_a_server_for_everybody_without_tls_and_tokens_is_not_started(folder):
+    flags = ["--model", "command_nets:forever", "--address", "0.0.0.0:0"]
+    found = CliRunner().invoke(commands.program, ["serve", *FLAGS, "--log-level", "error", *flags])
+
+    assert found.exit_code == 2
+    assert found.stderr.startswith("error: 0.0.0.0:0 can be reached from other machines: set tls_cert")
+    assert found.stderr.count("\n") == 1
+    assert not (folder / "loading").exists()
+
+
+def test_photos_are_explained_without_a_server_whatever_access_the_environment_sets_for_one(folder, monkeypatch):
+    for name in ("TLS_CERT", "TLS_KEY", "TOKENS_FILE", "TOKEN", "CA"):
+        monkeypatch.setenv(f"CAMSERVE_{name}", "gone")
+    arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
+    found = CliRunner().invoke(commands.program, arguments)
+
+    assert found.exit_code == 0, found.stderr
+    assert (folder / "out").exists()

@@ -1,5 +1,6 @@
 """Where settings come from, which wins, and how an operator is told what is wrong with one."""
 
+import json
 import math
 import os
 import sys
@@ -82,9 +83,14 @@ def test_every_setting_can_stand_in_the_environment_and_in_the_file(name, toml):
         "device": "cuda:1",
         "log_level": "debug",
         "log_format": "json",
+        "tls_cert": "server.pem",
+        "tls_key": "server.key",
+        "tls_client_ca": "callers.pem",
+        "tokens_file": "tokens",
+        "insecure": True,
     }.get(name, 7)
     said = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
-    written = config.load(toml(f"{name} = {value!r}"), environment={})
+    written = config.load(toml(f"{name} = {json.dumps(value)}"), environment={})
 
     assert getattr(said, name) == ((value,) if name == "models" else value)
     assert written == said != config.Settings()
@@ -202,18 +208,20 @@ def test_every_setting_says_what_it_is_and_has_a_flag_in_the_help(name, monkeypa
 
     assert description
     assert description.endswith(".")
-    assert f"{flag} {'MODEL' if name == 'models' else 'VALUE'} {description}" in told
+    value = "MODEL " if name == "models" else "" if FIELDS[name].annotation is bool else "VALUE "
+    assert f"{flag} {value}{description}" in told
 
 
 def test_every_flag_of_the_command_sets_what_it_says(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "path", sys.path[:])  # the command puts the current folder there
     monkeypatch.setattr(commands.config, "load", lambda path, flags: seen.append((path, flags)) or _stop())
-    given = {name: "7" for name in FIELDS if name != "models"}
+    given = {name: "7" for name in FIELDS if name not in ("models", "insecure")}
     arguments = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    arguments.append("--insecure")
     CliRunner().invoke(commands.program, ["serve", "--config", "c.toml", "--model", "a", "--model", "b", *arguments])
 
-    assert seen == [("c.toml", {**given, "models": ("a", "b")})]
+    assert seen == [("c.toml", {**given, "models": ("a", "b"), "insecure": True})]
 
 
 def _stop():

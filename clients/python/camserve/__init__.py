@@ -12,6 +12,7 @@
 ``AsyncClient`` is the same, awaited.
 """
 
+from camserve._access import AccessOptions
 from camserve._aio import AsyncClient
 from camserve._client import Client
 from camserve._errors import (
@@ -57,6 +58,7 @@ from camserve._xray import Channel, Features, Inspection, LayerReading, Statisti
 from camserve._xray_wire import FeaturesOptions, InspectOptions
 
 __all__ = [
+    "AccessOptions",
     "AsyncClient",
     "Box",
     "BoxLike",

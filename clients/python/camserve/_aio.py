@@ -14,11 +14,11 @@ from camserve._errors import CamserveError, Cancelled, FailedPrecondition, borde
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
-    CHANNEL_OPTIONS,
     HEALTH_CHECK,
     IN_FLIGHT,
     LOCAL,
     TIMEOUT,
+    Given,
     health,
     health_request,
     new_request_id,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
+    from camserve._access import AccessOptions
     from camserve._evaluation import Evaluation, MetricInfo
     from camserve._progress import Meter, OnProgress
     from camserve._receipts import Receipt
@@ -65,8 +66,9 @@ class AsyncClient:
             limit.
         retries: How often a call is sent again when the server is unavailable or its queue is full;
             a ``Retry`` sets the pauses as well.
-        credentials: For TLS: ``grpc.ssl_channel_credentials(...)``. Default: no encryption.
-        metadata: Sent with every call, such as ``{"authorization": "Bearer …"}``.
+        credentials: gRPC's own, for what ``tls`` does not say. Default: no encryption.
+        metadata: Sent with every call.
+        **access: TLS and the token: see ``AccessOptions``.
 
     Raises:
         InvalidArgument: An argument is out of range.
@@ -80,9 +82,9 @@ class AsyncClient:
         retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,
+        **access: Unpack[AccessOptions],
     ) -> None:
-        self._settings = settings(address, timeout, retries, metadata)
-        self._credentials = credentials
+        self._settings = settings(address, Given(timeout, retries, credentials, metadata), access)
         self._opened: _Stubs | None = None
         self._closed = False
 
@@ -237,7 +239,7 @@ class AsyncClient:
             raise FailedPrecondition("the client is closed")
         if self._opened is None:
             # Not before the first call: a channel belongs to the loop in which it was made.
-            self._opened = _Stubs(self._settings.address, self._credentials)
+            self._opened = _Stubs(self._settings)
         return self._opened
 
     async def _call(
@@ -316,11 +318,11 @@ class AsyncClient:
 class _Stubs:
     """A channel and what is called through it, made together."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.channel = (
-            grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
-            if credentials
-            else grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+            grpc.aio.secure_channel(settings.address, settings.credentials, settings.channel_options)
+            if settings.credentials
+            else grpc.aio.insecure_channel(settings.address, settings.channel_options)
         )
         self.explain = explain_pb2_grpc.ExplainServiceStub(self.channel)
         self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(self.channel)

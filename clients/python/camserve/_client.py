@@ -15,11 +15,11 @@ from camserve._errors import CamserveError, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
-    CHANNEL_OPTIONS,
     HEALTH_CHECK,
     IN_FLIGHT,
     LOCAL,
     TIMEOUT,
+    Given,
     health,
     health_request,
     new_request_id,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
+    from camserve._access import AccessOptions
     from camserve._evaluation import Evaluation, MetricInfo
     from camserve._progress import Meter, OnProgress
     from camserve._receipts import Receipt
@@ -66,8 +67,9 @@ class Client:
             limit.
         retries: How often a call is sent again when the server is unavailable or its queue is full;
             a ``Retry`` sets the pauses as well.
-        credentials: For TLS: ``grpc.ssl_channel_credentials(...)``. Default: no encryption.
-        metadata: Sent with every call, such as ``{"authorization": "Bearer …"}``.
+        credentials: gRPC's own, for what ``tls`` does not say. Default: no encryption.
+        metadata: Sent with every call.
+        **access: TLS and the token: see ``AccessOptions``.
 
     Raises:
         InvalidArgument: An argument is out of range.
@@ -81,12 +83,12 @@ class Client:
         retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,
+        **access: Unpack[AccessOptions],
     ) -> None:
-        self._settings = settings(address, timeout, retries, metadata)
+        self._settings = settings(address, Given(timeout, retries, credentials, metadata), access)
+        secure, options = self._settings.credentials, self._settings.channel_options
         self._channel = (
-            grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
-            if credentials
-            else grpc.insecure_channel(address, CHANNEL_OPTIONS)
+            grpc.secure_channel(address, secure, options) if secure else grpc.insecure_channel(address, options)
         )
         self._explain = explain_pb2_grpc.ExplainServiceStub(self._channel)
         self._evaluate = evaluate_pb2_grpc.EvaluateServiceStub(self._channel)

@@ -252,7 +252,18 @@ def _text(value: str | bytes | None) -> str:
 def _readable(details: str, address: str) -> str:
     """Say in plain words what gRPC's core says in its own."""
     if details.startswith("failed to connect to all addresses"):
-        return f"no server answers at {address}: {details.rpartition(': ')[2]}"
+        return _unreached(details, address)
     if details == "Deadline Exceeded":
         return f"{address} did not answer in time"
     return details
+
+
+def _unreached(details: str, address: str) -> str:
+    _, distrusted, why = details.partition("CERTIFICATE_VERIFY_FAILED: ")
+    if distrusted:
+        return f"{address} shows a certificate that is not trusted here: {why.removesuffix(': OK')}"
+    if "Hostname Verification" in details:
+        return f"{address} shows a certificate for another name: if that is as it should be, say tls_name"
+    reason = details.rpartition(": ")[2]
+    hint = " (it hung up: it may want TLS, or a certificate of yours)" if reason == "Socket closed" else ""
+    return f"no server answers at {address}: {reason}{hint}"

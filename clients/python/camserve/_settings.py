@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from grpc_health.v1 import health_pb2  # pyright: ignore[reportMissingTypeStubs]  # it ships no types
 
+from camserve._access import Access, AccessOptions, check_clear
 from camserve._errors import REQUEST_ID, InvalidArgument
 from camserve._retry import Retry
 from camserve._values import Health
@@ -15,12 +16,14 @@ from camserve._values import Health
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import grpc
+
 LOCAL: Final = "localhost:50051"
 TIMEOUT: Final = 30.0
 IN_FLIGHT: Final = 16
 
 _MAX_MESSAGE: Final = 64 * 2**20
-CHANNEL_OPTIONS: Final = (
+CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE),
     # Connecting again keeps pace with Retry, or its tries would meet the last one's failure.
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -32,12 +35,14 @@ HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to reach a server, and how long and how often to try."""
+    """How to reach a server, and how long and how often to try; without credentials, in the clear."""
 
     address: str
     timeout: float
     retry: Retry
     metadata: Mapping[str, str] = field(repr=False)  # it may hold a token
+    credentials: grpc.ChannelCredentials | None
+    channel_options: tuple[tuple[str, str | int], ...]
 
     def __post_init__(self) -> None:
         if not self.address or self.address.startswith(("http://", "https://")):
@@ -60,14 +65,32 @@ class Settings:
         return (*self.metadata.items(), (REQUEST_ID, request_id))
 
 
-def settings(address: str, timeout: float, retries: int | Retry, metadata: Mapping[str, str] | None) -> Settings:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a client was given, besides the address, to be checked and gathered by ``settings``."""
+
+    timeout: float
+    retries: int | Retry
+    credentials: grpc.ChannelCredentials | None
+    metadata: Mapping[str, str] | None
+
+
+def settings(address: str, given: Given, options: AccessOptions) -> Settings:
     """Gather what a client was given.
 
     Raises:
-        InvalidArgument: Something is out of range, or the address is none.
+        InvalidArgument: Something is out of range, or the address is none; what is said of TLS does
+            not go together; or a token would go over a network in the clear.
     """
-    retry = retries if isinstance(retries, Retry) else Retry(attempts=retries)
-    return Settings(address, timeout, retry, dict(metadata or {}))
+    access = Access(**options)
+    if given.credentials and access.tls:
+        raise InvalidArgument("credentials and tls say the same: give one of them")
+    retry = given.retries if isinstance(given.retries, Retry) else Retry(attempts=given.retries)
+    credentials = given.credentials or access.credentials()
+    metadata = {**(given.metadata or {}), **access.metadata()}
+    if credentials is None:
+        check_clear(address, metadata)
+    return Settings(address, given.timeout, retry, metadata, credentials, CHANNEL_OPTIONS + access.channel_options)
 
 
 def new_request_id() -> str:

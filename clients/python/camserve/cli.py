@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import click
 import numpy as np
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from camserve._xray_wire import InspectOptions
+
+Connect: TypeAlias = "Callable[[], camserve.Client]"
+"""Makes a client of a command's flags."""
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -61,16 +65,16 @@ def _say(words: str, code: int = FAILED) -> int:
     return code
 
 
-def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = click.option(
-        "--timeout",
-        default=TIMEOUT,
-        show_default=True,
-        metavar="SECONDS",
-        type=click.FloatRange(0, min_open=True),
-        help="How long to wait for an answer.",
-    )(command)
+def _known(flag: str, words: str, metavar: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a flag by which client and server know one another; without a metavar it is on or off."""
+    variable = "CAMSERVE_" + flag.removeprefix("--").replace("-", "_").upper()
     return click.option(
+        flag, envvar=variable, show_envvar=True, metavar=metavar, is_flag=metavar is None, default=None, help=words
+    )
+
+
+_CONNECTION = (
+    click.option(
         "--server",
         default=LOCAL,
         show_default=True,
@@ -78,7 +82,43 @@ def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
         show_envvar=True,
         metavar="HOST:PORT",
         help="Where the server listens.",
-    )(command)
+    ),
+    click.option(
+        "--timeout",
+        default=TIMEOUT,
+        show_default=True,
+        metavar="SECONDS",
+        type=click.FloatRange(0, min_open=True),
+        help="How long to wait for an answer.",
+    ),
+    _known("--tls", "Encrypt, and trust the public authorities.", None),
+    _known("--ca", "Encrypt, and trust the authority in this file alone.", "FILE"),
+    _known("--tls-name", "Whom the server's certificate names, if not its address.", "NAME"),
+    _known("--client-cert", "Your certificate, for a server that asks for one.", "FILE"),
+    _known("--client-key", "The key of your certificate.", "FILE"),
+    _known("--token", "Your token; other users can see a flag, but not the environment.", "TOKEN"),
+)
+ACCESS = ("tls", "ca", "tls_name", "client_cert", "client_key", "token")
+
+
+def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the flags of a connection; it gets what makes a client of them, as ``connect``."""
+
+    @functools.wraps(command)
+    def connected(*args: Any, server: str, timeout: float, **rest: Any) -> Any:
+        access = {name: value for name in ACCESS if (value := rest.pop(name, None))}
+        if "ca" in access:
+            access["tls"] = access.pop("ca")
+
+        def connect() -> camserve.Client:
+            with _checked():
+                return camserve.Client(server, timeout=timeout, **access)
+
+        return command(*args, connect=connect, **rest)
+
+    for option in reversed(_CONNECTION):
+        option(connected)
+    return connected
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -233,7 +273,7 @@ class Wishes(TypedDict):
 @click.option("--receipts", is_flag=True, help="Write receipts too, as .receipt.json: see `camserve replay`.")
 @click.option("--max-side", type=int, metavar="PIXELS", help="Longer side of the overlays at most.")
 @_connected
-def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, **wishes: Unpack[Wishes]) -> int:
+def explain(paths: tuple[Path, ...], output: Path, connect: Connect, **wishes: Unpack[Wishes]) -> int:
     """Draw what the model saw over photos.
 
     PATH is a photo, or a folder whose photos are explained. Each overlay is written as
@@ -245,7 +285,7 @@ def explain(paths: tuple[Path, ...], output: Path, server: str, timeout: float, 
     failed = 0
     with _checked():
         images = _files.images_in(paths, output)
-        client = camserve.Client(server, timeout=timeout)
+        client = connect()
     with client:
         with _checked():
             outcomes = client.explain_many(images, progress=True, on_error="return", **question)
@@ -367,13 +407,9 @@ class Judged(TypedDict):
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it too.")
 @_connected
 @_json
-def evaluate(
-    photo: Path, plot: Path | None, server: str, timeout: float, *, as_json: bool, **wishes: Unpack[Judged]
-) -> None:
+def evaluate(photo: Path, plot: Path | None, connect: Connect, *, as_json: bool, **wishes: Unpack[Judged]) -> None:
     """Explain a photo by several methods, and judge their maps side by side."""
-    with _checked():
-        client = camserve.Client(server, timeout=timeout)
-    with client, _checked():
+    with connect() as client, _checked():
         found = client.evaluate(photo, heatmap=False, overlay="jpeg" if plot else None, max_side=640, **wishes)
     if as_json:
         click.echo(_tables.as_json(found.plain()))
@@ -389,9 +425,9 @@ def evaluate(
 @main.command()
 @_connected
 @_json
-def metrics(server: str, timeout: float, *, as_json: bool) -> None:
+def metrics(connect: Connect, *, as_json: bool) -> None:
     """List the metrics that the server knows, and their parameters with their defaults."""
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         found = client.metrics()
     heads = ("metric", "better", "rows", "parameters", "")
     _show(found, heads, _tables.metric_rows(found), as_json=as_json)
@@ -401,13 +437,13 @@ def metrics(server: str, timeout: float, *, as_json: bool) -> None:
 @click.argument("receipt", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @_connected
-def replay(receipt: Path, photo: Path, server: str, timeout: float) -> int:
+def replay(receipt: Path, photo: Path, connect: Connect) -> int:
     """Explain PHOTO again as RECEIPT says, and compare.
 
     RECEIPT is a .receipt.json that `camserve explain --receipts` wrote, and PHOTO what it is of. Exits
     with 0 if the photo, the weights, the score and the map are the same, and with 1 if not.
     """
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         found = client.replay(camserve.Receipt.load(receipt), photo)
     _tables.show(_tables.REPLAY_HEADINGS, _tables.replay_rows(found))
     return 0 if found.same else FAILED
@@ -416,9 +452,9 @@ def replay(receipt: Path, photo: Path, server: str, timeout: float) -> int:
 @main.command()
 @_connected
 @_json
-def models(server: str, timeout: float, *, as_json: bool) -> None:
+def models(connect: Connect, *, as_json: bool) -> None:
     """List the models that the server has loaded, the default first."""
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         found = client.models()
     heads = ("model", "source", "weights", "task", "classes", "input", "default layer", "parameters", "")
     _show(found, heads, _tables.model_rows(found), as_json=as_json)
@@ -428,9 +464,9 @@ def models(server: str, timeout: float, *, as_json: bool) -> None:
 @click.argument("model", default="")
 @_connected
 @_json
-def layers(model: str, server: str, timeout: float, *, as_json: bool) -> None:
+def layers(model: str, connect: Connect, *, as_json: bool) -> None:
     """List the layers of MODEL, by default the server's first."""
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         found = client.layers(model)
     heads = ("layer", "type", "output", "parameters", "explainable")
     _show(found, heads, _tables.layer_rows(found), as_json=as_json)
@@ -440,13 +476,13 @@ def layers(model: str, server: str, timeout: float, *, as_json: bool) -> None:
 @click.argument("name", default="")
 @_connected
 @_json
-def methods(name: str, server: str, timeout: float, *, as_json: bool) -> None:
+def methods(name: str, connect: Connect, *, as_json: bool) -> None:
     """List the methods that the server knows, or describe the one called NAME.
 
     A list has their parameters with their defaults, a description the formula, the paper, the cost
     and what may be chosen.
     """
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         found = client.methods()
     if name:
         _describe(_named(name, found), as_json=as_json)
@@ -493,10 +529,10 @@ _one_target = click.option(
 @_connected
 @_json
 def inspect(
-    photo: Path, server: str, timeout: float, *, plot: Path | None, as_json: bool, **wishes: Unpack[InspectOptions]
+    photo: Path, connect: Connect, *, plot: Path | None, as_json: bool, **wishes: Unpack[InspectOptions]
 ) -> None:
     """Measure what every layer gives for PHOTO, and the score's gradient there."""
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         found = client.inspect(photo, **wishes)
     _show(found.layers, _xray.HEADINGS, _tables.reading_rows(found.layers), as_json=as_json)
     if plot:
@@ -531,14 +567,12 @@ class Channels(TypedDict):
 @click.option("--colormap", default="viridis", show_default=True, metavar="NAME", help="Of the tiles.")
 @_connected
 @_json
-def features(
-    photo: Path, output: Path, server: str, timeout: float, *, as_json: bool, **wishes: Unpack[Channels]
-) -> None:
+def features(photo: Path, output: Path, connect: Connect, *, as_json: bool, **wishes: Unpack[Channels]) -> None:
     """Draw the channels of a layer that are most active for PHOTO, or matter most for the score.
 
     FILE is a picture with a tile for each (.png, .jpg, .webp), or their raw maps (.npy).
     """
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         found = client.features(photo, maps=output.suffix.lower() == ".npy", **wishes)
     found.save(output)
     rows = [(str(each.index), f"{each.mean_activation:.3g}", f"{each.gradient_weight:.3g}") for each in found.channels]
@@ -549,9 +583,9 @@ def features(
 @click.argument("service", default="")
 @_connected
 @_json
-def health(service: str, server: str, timeout: float, *, as_json: bool) -> int:
+def health(service: str, connect: Connect, *, as_json: bool) -> int:
     """Say whether the server, or one SERVICE of it, takes requests; exit with 0 if so."""
-    with camserve.Client(server, timeout=timeout) as client:
+    with connect() as client:
         status = client.health(service)
     _show({"service": service, "status": status}, ("status",), [(status,)], as_json=as_json)
     return 0 if status is camserve.Health.SERVING else FAILED

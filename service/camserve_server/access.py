@@ -1,0 +1,208 @@
+"""Who may call: TLS and tokens at the door, before anything of a request is read."""
+
+import asyncio
+import functools
+import ipaddress
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection_pb2
+
+from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+from camserve_server import kept, logs, tokens
+from camserve_server.config import Settings
+from camserve_server.errors import ConfigError, PermissionDenied, ServiceError
+from camserve_server.servicer import Context, House, answering
+from camserve_server.tokens import Token, Tokens
+
+log = logging.getLogger(__name__)
+
+RECHECK = 1.0  # seconds for which the tokens of the file are taken to be as they were
+
+
+def _rpcs(service: Any, role: str, *beginnings: str) -> dict[str, str]:
+    return {
+        f"/{service.full_name}/{rpc.name}": role for rpc in service.methods if rpc.name.startswith(beginnings or ("",))
+    }
+
+
+NEEDED: Mapping[str, str] = (
+    _rpcs(explain_pb2.DESCRIPTOR.services_by_name["ExplainService"], "explain")
+    | _rpcs(evaluate_pb2.DESCRIPTOR.services_by_name["EvaluateService"], "explain")
+    | _rpcs(models_pb2.DESCRIPTOR.services_by_name["ModelService"], "observe", "List", "Get")
+    | _rpcs(reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"], "observe")
+)
+"""The role that an RPC needs. One that is not here, as it changes something or is new or unknown, needs `admin`."""
+
+OPEN = f"/{health.SERVICE_NAME}/"
+"""Health wants no token: whoever asks for it, an orchestrator or a balancer, has none, and it says only yes or no."""
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings by which anyone could call, where more than this machine can.
+
+    Raises:
+        ConfigError: the address is beyond loopback, and callers are not known or not encrypted.
+    """
+    guarded = settings.tls_cert and (settings.tokens_file or settings.tls_client_ca)
+    if guarded or is_local(settings.address):
+        return
+    if not settings.insecure:
+        raise ConfigError(
+            f"{settings.address} can be reached from other machines: set tls_cert, tls_key and tokens_file (or "
+            "tls_client_ca), or listen on 127.0.0.1; or, if whoever reaches it may call, as where a container's port "
+            "is published on 127.0.0.1 alone, say --insecure (CAMSERVE_INSECURE=true)"
+        )
+    log.warning("insecure: whoever reaches the port may call", extra=logs.fields(address=settings.address))
+
+
+def is_local(address: str) -> bool:
+    """Say whether only this machine can reach an address: a loopback one, or a socket in the file system.
+
+    Example:
+        >>> is_local("localhost:1"), is_local("[::1]:1"), is_local("unix:/run/camserve"), is_local("0.0.0.0:1")
+        (True, True, True, False)
+    """
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: only of this one is it known where it leads
+        return host == "localhost"
+
+
+def credentials(settings: Settings) -> grpc.ServerCredentials | None:
+    """Return what TLS needs, or None without TLS. Renewed files are taken up by the next handshake.
+
+    TLS is 1.2 or newer, as gRPC has it. With `tls_client_ca` a caller needs a certificate by that authority.
+
+    Raises:
+        ConfigError: a file is missing, or they are no certificate and its key.
+    """
+    if not settings.tls_cert and not settings.tls_key:
+        if settings.tls_client_ca:
+            raise ConfigError("tls_client_ca asks callers for certificates, which needs tls_cert and tls_key")
+        return None
+    if not (settings.tls_cert and settings.tls_key):
+        raise ConfigError("TLS needs both tls_cert and tls_key")
+    _warn_of_open_key(settings.tls_key)
+    paths = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if path]
+    current = kept.Kept("certificates", paths, functools.partial(_certificates, paths))
+    handed = [current.current()]
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        before, handed[0] = handed[0], current.current()
+        return None if handed[0] is before else handed[0]
+
+    return grpc.dynamic_ssl_server_credentials(
+        handed[0],
+        renewed,  # type: ignore[arg-type]  # gRPC says itself that None leaves things as they are
+        bool(settings.tls_client_ca),
+    )
+
+
+def _warn_of_open_key(path: str) -> None:
+    try:
+        if Path(path).stat().st_mode & 0o004:
+            log.warning("every user of this machine can read the key of the certificate", extra=logs.fields(file=path))
+    except OSError:
+        pass  # whoever reads it next says so
+
+
+def _certificates(paths: Sequence[str], contents: kept.Contents) -> grpc.ServerCertificateConfiguration:
+    """Make what gRPC takes, of files that fit together; gRPC itself would say too little of ones that do not."""
+    cert, key, *authority = contents
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(paths[0], paths[1], password="")
+    except (OSError, ValueError) as error:
+        why = str(getattr(error, "reason", error)).lower().replace("_", " ")
+        words = f"{paths[0]} and {paths[1]} are no certificate and its key in PEM, not encrypted: {why}"
+        raise ConfigError(words) from error
+    try:
+        for each in authority:
+            context.load_verify_locations(cadata=each.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"{paths[2]} holds no certificate in PEM") from error
+    if kept.read(paths) != contents:
+        raise ConfigError("the files changed while they were read")
+    return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
+
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # gRPC's own class takes no [] at run time
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Lets those calls through whose token is for them.
+
+    Args:
+        path: of the file of tokens; what is changed in it counts within a second.
+        house: counts the calls that are refused, too.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+
+    def __init__(self, path: str, house: House) -> None:
+        self._kept = kept.Kept("tokens", (path,), lambda contents: _tokens(path, contents))
+        self._house = house
+        self._tokens, self._looked = self._kept.current(), -RECHECK
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Return the RPC's own handler, or one that refuses."""
+        method = handler_call_details.method
+        if not method.startswith(OPEN):
+            try:
+                logs.CALLER.set(self._admitted(method, handler_call_details.invocation_metadata).name)
+            except ServiceError as error:
+                return _refusal(self._house, method, error)
+        return await continuation(handler_call_details)
+
+    def _admitted(self, method: str, metadata: Any) -> Token:
+        token = tokens.admit(self._current(), [value for key, value in metadata or () if key == "authorization"])
+        role = NEEDED.get(method, "admin")
+        if role not in token.roles:
+            raise PermissionDenied(
+                f"this needs a token with the role {role}; yours has {', '.join(sorted(token.roles))}"
+            )
+        return token
+
+    def _current(self) -> Tokens:
+        now = asyncio.get_running_loop().time()
+        if now - self._looked >= RECHECK:
+            self._looked, self._tokens = now, self._kept.current()
+        return self._tokens
+
+
+def _tokens(path: str, contents: kept.Contents) -> Tokens:
+    try:
+        found = tokens.parse(contents[0].decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not found:
+        log.warning("there are no tokens, so nobody may call", extra=logs.fields(file=path))
+    return found
+
+
+def _refusal(house: House, method: str, error: ServiceError) -> Handler:
+    rpc = method.rpartition("/")[2] if method in NEEDED else "an RPC unknown here"
+
+    # As a stream, whatever the RPC is: of a stream nothing is read that is not asked for.
+    async def refuse(_requests: object, context: Context) -> None:
+        async with answering(house, context, rpc):
+            raise error
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,152 @@
+"""TLS and tokens from the caller's side: what is sent, and what is not sent in the clear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+import camserve
+from camserve import cli
+from robustness.authority import Authority
+
+FAR = "why.example:50051"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Make a certificate, its key, the same key behind a password, the key of another, and what is none."""
+    folder, authority = tmp_path_factory.mktemp("certificates"), Authority()
+    pair = authority.issue("me")
+    pair.write(folder, "me")
+    (folder / "ca.pem").write_bytes(authority.pem)
+    (folder / "locked.key").write_bytes(pair.locked())
+    (folder / "other.key").write_bytes(authority.issue("other").key)
+    (folder / "rubbish").write_bytes(b"\xff\x00")
+    return folder
+
+
+async def test_the_token_goes_with_every_call(connect: Any, server: Any) -> None:
+    client = connect(server.address, token="abc", metadata={"x-who": "me"})
+    await client.models()
+    await client.explain(b"1")
+    _ = [each async for each in client.explain_many([b"1"])]
+
+    assert [call.metadata["authorization"] for call in server.calls] == ["Bearer abc"] * 3
+    assert {call.metadata["x-who"] for call in server.calls} == {"me"}
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:1", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "unix:/run/camserve", "dns:///localhost:1"]
+)
+def test_a_token_may_go_to_this_machine_in_the_clear(connect: Any, address: str) -> None:
+    connect(address, token="abc")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        FAR,
+        "10.0.0.1:1",
+        "0.0.0.0:1",
+        "[::]:1",
+        "localhost.example:1",
+        "dns:///a:1",
+        "127.0.0.1.example:1",
+        "ipv4:1.2.3.4:1",
+    ],
+)
+@pytest.mark.parametrize("how", [{"token": "abc"}, {"metadata": {"Authorization": "Bearer abc"}}])
+def test_a_token_does_not_go_over_a_network_in_the_clear(connect: Any, address: str, how: Any) -> None:
+    with pytest.raises(camserve.InvalidArgument, match=r"in the clear, where anyone on the way can read it: say tls"):
+        connect(address, **how)
+
+
+def test_a_token_may_go_anywhere_over_tls(connect: Any, files: Any) -> None:
+    connect(FAR, token="abc", tls=True)
+    connect(FAR, token="abc", tls=files / "ca.pem")
+    connect(FAR, token="abc", credentials=grpc.ssl_channel_credentials())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"token": "two words"}, "the token is none"),
+        ({"token": "line\n"}, "the token is none"),
+        ({"tls": "gone.pem"}, "cannot read gone.pem"),
+        ({"tls": "{files}/rubbish"}, "holds no certificate in PEM"),
+        ({"tls": "{files}/me.key"}, "holds no certificate in PEM"),
+        ({"tls": True, "client_cert": "{files}/me.pem"}, "client_cert and client_key go together"),
+        ({"tls": True, "client_key": "{files}/me.key"}, "client_cert and client_key go together"),
+        ({"client_cert": "{files}/me.pem", "client_key": "{files}/me.key"}, "are for TLS: say tls=True"),
+        ({"tls_name": "why.example"}, "are for TLS: say tls=True"),
+        (
+            {"tls": True, "client_cert": "{files}/me.pem", "client_key": "{files}/other.key"},
+            "no certificate and its key",
+        ),
+        ({"tls": True, "client_cert": "{files}/me.pem", "client_key": "{files}/locked.key"}, "not encrypted"),
+        ({"tls": True, "client_cert": "{files}/me.pem", "client_key": "gone.key"}, "cannot read gone.key"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_sent(connect: Any, files: Any, how: Any, words: str) -> None:
+    given = {name: each.format(files=files) if isinstance(each, str) else each for name, each in how.items()}
+    with pytest.raises(camserve.InvalidArgument, match=words) as caught:
+        connect(FAR, **given)
+    assert "two words" not in str(caught.value)
+
+
+def test_credentials_are_given_once(connect: Any) -> None:
+    with pytest.raises(camserve.InvalidArgument, match="give one of them"):
+        connect(FAR, credentials=grpc.ssl_channel_credentials(), tls=True)
+
+
+def test_an_option_that_there_is_not_is_an_error_of_python(connect: Any) -> None:
+    with pytest.raises(TypeError, match="tsl"):
+        connect(FAR, tsl=True)
+
+
+def test_the_command_takes_the_token_from_the_environment(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAMSERVE_TOKEN", "abc")
+    done = CliRunner().invoke(cli.main, ["models", "--server", server.address])
+
+    assert done.exit_code == 0, done.output
+    assert server.calls[0].metadata["authorization"] == "Bearer abc"
+
+
+def test_the_commands_flags_become_those_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def client(*where: Any, **how: Any) -> None:
+        seen.append((where, how))
+        raise camserve.InvalidArgument("far enough")
+
+    monkeypatch.setattr(camserve, "Client", client)
+    for flags, how in {
+        (): {},
+        ("--tls",): {"tls": True},
+        ("--tls", "--ca", "a"): {"tls": "a"},
+        ("--ca", "a", "--tls-name", "b", "--client-cert", "c", "--client-key", "d", "--token", "e"): {
+            "tls": "a",
+            "tls_name": "b",
+            "client_cert": "c",
+            "client_key": "d",
+            "token": "e",
+        },
+    }.items():
+        assert CliRunner().invoke(cli.main, ["health", "--server", FAR, *flags]).exit_code == 2
+        assert seen.pop() == ((FAR,), {"timeout": 30.0, **how})
+    for name in ("TLS", "CA", "TLS_NAME", "CLIENT_CERT", "CLIENT_KEY", "TOKEN"):
+        monkeypatch.setenv(f"CAMSERVE_{name}", "1")
+    CliRunner().invoke(cli.main, ["methods", "--server", FAR])
+    assert seen[0][1].keys() == {"timeout", "tls", "tls_name", "client_cert", "client_key", "token"}
+
+
+def test_a_token_in_the_clear_is_one_line_of_the_command() -> None:
+    done = CliRunner().invoke(cli.main, ["models", "--server", FAR, "--token", "abc"])
+
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: a token would go to {FAR} in the clear")
+    assert done.stderr.count("\n") == 1
+    assert "abc" not in done.stderr

@@ -1,0 +1,78 @@
+"""An authority of certificates, for tests."""
+
+import datetime as dt
+import ipaddress
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+DAY = dt.timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its key, in PEM."""
+
+    cert: bytes
+    key: bytes
+
+    def write(self, folder, name):
+        """Write both; return their paths."""
+        cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+        cert.write_bytes(self.cert)
+        key.write_bytes(self.key)
+        key.chmod(0o600)
+        return str(cert), str(key)
+
+    def locked(self):
+        """Return the key behind a password."""
+        key = serialization.load_pem_private_key(self.key, None)
+        return _pem(key, serialization.BestAvailableEncryption(b"secret"))
+
+
+def _pem(key, encryption=None):
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, encryption or serialization.NoEncryption())
+
+
+def _name(words):
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, words)])
+
+
+class Authority:
+    """Signs certificates."""
+
+    def __init__(self, name="authority"):
+        self._name, self._key = name, ec.generate_private_key(ec.SECP256R1())
+        self._own = self._sign(name, self._key, 30, x509.BasicConstraints(ca=True, path_length=0))
+        self.pem = self._own.public_bytes(serialization.Encoding.PEM)
+
+    def issue(self, *names, days=30):
+        """Return a certificate for host names or addresses, and its key; with negative days it is over."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        cert = self._sign(names[0], key, days, x509.SubjectAlternativeName([_host(each) for each in names]))
+        return Pair(cert.public_bytes(serialization.Encoding.PEM), _pem(key))
+
+    def _sign(self, subject, key, days, extension):
+        now = dt.datetime.now(dt.UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(_name(subject))
+            .issuer_name(_name(self._name))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - 60 * DAY)
+            .not_valid_after(now + days * DAY)
+            .add_extension(extension, critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+
+
+def _host(name):
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
