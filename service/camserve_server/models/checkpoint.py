@@ -1,0 +1,312 @@
+"""Weights from files that nobody vouches for.
+
+A file is opened once. What it says that it holds is read first and held against the model; then the numbers are read
+into tensors. Nothing in it is run, nothing is written anywhere, and what it costs is bounded by the model's own size.
+"""
+
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import stat
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from camserve_server.models.pickles import Damaged, Pickle, Storage, View, check_shape, read, root, shown
+
+MIB = 2**20
+PIECE = 2**17  # read at once; no more than any model's room for words
+
+LEGACY_MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
+"""What files begin with that torch wrote before 1.6."""
+
+SAFETENSORS: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a file of weights may take, in bytes.
+
+    Attributes:
+        numbers: of the weights.
+        words: that describe them.
+        file: as a whole. A training script may have saved an optimiser's moments beside the weights, and an average.
+    """
+
+    numbers: int
+    words: int
+    file: int
+
+    @property
+    def steps(self) -> int:
+        """In which a pickle may describe them."""
+        return self.words // 4
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Room":
+        """Measure a model: its weights as float64, and two kilobytes of words for each, ten times what is usual."""
+        state = module.state_dict()
+        numbers = sum(tensor.numel() * 8 for tensor in state.values()) + MIB
+        return cls(numbers, MIB // 4 + 2048 * len(state), 4 * numbers + 16 * MIB)
+
+
+Filling = Callable[[Storage, memoryview], None]
+"""Reads a storage's numbers into memory of its length."""
+
+
+def load(path: Path, room: Room, sha256: str = "") -> dict[str, Tensor]:
+    """Read a model's weights.
+
+    Args:
+        path: of a .safetensors file, or of one that torch.save wrote.
+        room: that the model has for them.
+        sha256: hexadecimal, that the file must have, or nothing. What is hashed is what is loaded, also when somebody
+            changes the file meanwhile; for that it is held in memory.
+
+    Returns:
+        Tensors by name. Whether they are the model's is for the model to say.
+
+    Raises:
+        Damaged: it is no such file, is damaged, or holds more than there is room for.
+    """
+    try:
+        with _opened(path) as file:
+            return _tensors(*_format(path)(_pinned(_measured(file, room), sha256), room), room)
+    except Damaged:
+        raise
+    except Exception as error:  # what parsers raise when they trip over bytes that make no sense
+        raise Damaged(f"the file is cut short or damaged ({type(error).__name__})") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file, and nothing that would block or that only opening changes."""
+    try:
+        _check_regular(path.stat())
+        # Not to wait for a writer, should a pipe have taken the file's place since.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise Damaged(f"the file cannot be opened: {error.strerror}") from error
+    with open(descriptor, "rb") as file:  # noqa: PTH123 -- a descriptor has no path
+        _check_regular(os.fstat(descriptor))
+        yield file
+
+
+def _check_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged("it is no regular file")
+
+
+def _measured(file: BinaryIO, room: Room) -> BinaryIO:
+    if file.seek(0, os.SEEK_END) > room.file:
+        raise Damaged(f"the file is larger than {room.file / MIB:,.0f} MiB, which is more than this model's can be")
+    file.seek(0)
+    return file
+
+
+def _pinned(file: BinaryIO, sha256: str) -> BinaryIO:
+    if not sha256:
+        return file
+    data = file.read()
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise Damaged("it does not have the SHA-256 that was given")
+    return io.BytesIO(data)
+
+
+_Contents = tuple[Mapping[str, View], Filling]
+
+
+def _format(path: Path) -> Callable[[BinaryIO, Room], _Contents]:
+    return _safetensors if path.suffix == ".safetensors" else _torch
+
+
+def _tensors(views: Mapping[str, View], fill: Filling, room: Room) -> dict[str, Tensor]:
+    storages = {view.storage for view in views.values()}
+    if sum(storage.nbytes for storage in storages) > room.numbers:
+        raise Damaged("it holds more numbers than the model")
+    numbers = {storage: _filled(storage, fill) for storage in storages}
+    return {
+        name: torch.as_strided(numbers[view.storage], view.shape, view.stride, view.offset)
+        for name, view in views.items()
+    }
+
+
+def _filled(storage: Storage, fill: Filling) -> Tensor:
+    tensor = torch.empty(storage.numel, dtype=storage.dtype)
+    if storage.numel:
+        fill(storage, tensor.view(torch.uint8).numpy().data)
+    return tensor
+
+
+def _read_into(stream: BinaryIO, room: memoryview) -> None:
+    """Fill memory from a stream, a piece at a time: some streams make all at once that is asked for."""
+    for start in range(0, len(room), PIECE):
+        piece = room[start : start + PIECE]
+        data = stream.read(len(piece))
+        if len(data) < len(piece):
+            raise Damaged("the file is cut short")
+        piece[:] = data
+
+
+# --- safetensors: a length, a table in JSON, the numbers ---
+
+
+def _safetensors(file: BinaryIO, room: Room) -> _Contents:
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > room.words:
+        raise Damaged(f"its header is {length:,} bytes long: {room.words:,} are enough for this model")
+    table = json.loads(file.read(length))
+    table.pop("__metadata__", None)
+    begin = 8 + length
+    _check_gapless(table, file.seek(0, os.SEEK_END) - begin)
+    views = {name: _declared(name, entry) for name, entry in table.items()}
+
+    def fill(storage: Storage, into: memoryview) -> None:
+        file.seek(begin + table[storage.key]["data_offsets"][0])
+        _read_into(file, into)
+
+    return views, fill
+
+
+def _check_gapless(table: Mapping[str, Any], length: int) -> None:
+    """Check that each byte is one tensor's, as the format demands: then no two share one, and none is hidden."""
+    spans = sorted(tuple(entry["data_offsets"]) for entry in table.values())
+    edges = [0, *itertools.chain.from_iterable(spans), length]
+    if not all(type(edge) is int for edge in edges) or edges[::2] != edges[1::2]:
+        raise Damaged("its tensors overlap, leave gaps, or are not where its header says")
+
+
+def _declared(name: str, entry: Mapping[str, Any]) -> View:
+    dtype = SAFETENSORS.get(entry["dtype"])
+    if dtype is None:
+        raise Damaged(f"numbers of the kind {shown(entry['dtype'])} are not read")
+    begin, end = entry["data_offsets"]
+    storage, shape = Storage(name, dtype, (end - begin) // dtype.itemsize), tuple(entry["shape"])
+    check_shape(shape)
+    strides = itertools.accumulate(shape[:0:-1], lambda step, n: step * n, initial=1)
+    view = View(storage, 0, shape, tuple(strides)[len(shape) == 0 :][::-1])
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise Damaged("a tensor in it is not as long as its shape says")
+    return view
+
+
+# --- torch.save: a ZIP archive, or, before torch 1.6, pickles one after the other ---
+
+
+def _torch(file: BinaryIO, room: Room) -> _Contents:
+    magic = file.read(4)
+    file.seek(0)
+    return (_zipped if magic == b"PK\3\4" else _legacy)(file, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Careful:
+    """A file of which only little is read at once: an archive's table of contents is read whole, however long."""
+
+    file: BinaryIO
+    most: int
+
+    def read(self, length: int = -1) -> bytes:
+        data = self.file.read(self.most + 1) if length < 0 else b"" if length > self.most else self.file.read(length)
+        if max(length, len(data)) > self.most:
+            raise Damaged("its table of contents is longer than this model's can be")
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _zipped(file: BinaryIO, room: Room) -> _Contents:
+    archive = zipfile.ZipFile(_Careful(file, room.words))
+    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if "constants.pkl" in members:
+        raise Damaged("it is a TorchScript archive, which is a program: save the model's state_dict() instead")
+    if "data.pkl" not in members:
+        raise Damaged("it is a ZIP archive, but not one that torch.save wrote")
+    if "byteorder" in members and _member(archive, members["byteorder"], 16) != b"little":
+        raise Damaged("it was written on a big-endian machine")
+
+    def fill(storage: Storage, into: memoryview) -> None:
+        info = members[f"data/{storage.key}"]
+        if info.file_size != len(into):
+            raise Damaged("a tensor in it is not as long as its description says")
+        with _plain(archive, info) as stream:
+            _read_into(stream, into)
+
+    return _weights(read(io.BytesIO(_member(archive, members["data.pkl"], room.words)), room.steps)), fill
+
+
+def _plain(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise Damaged("it is packed in a way that torch.save does not pack")
+    return archive.open(info)
+
+
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+    if info.file_size > most:
+        raise Damaged(f"its description is {info.file_size:,} bytes long: {most:,} are enough for this model")
+    with _plain(archive, info) as stream:
+        data: bytes = stream.read(info.file_size)  # a length, as else all is inflated that there is
+        return data
+
+
+def _legacy(file: BinaryIO, room: Room) -> _Contents:
+    words = io.BytesIO(file.read(room.words))
+    magic, version, system = (read(words, room.steps).value for _ in range(3))
+    if (magic, version) != (LEGACY_MAGIC, LEGACY_VERSION):
+        raise Damaged("torch.save did not write it")
+    if not isinstance(system, dict) or not system.get("little_endian"):
+        raise Damaged("it was written on a big-endian machine")
+    contents, keys = read(words, room.steps), read(words, room.steps).value
+    starts = _starts(keys, contents.storages, words.tell())
+
+    def fill(storage: Storage, into: memoryview) -> None:
+        file.seek(starts[storage.key])
+        if struct.unpack("<q", file.read(8)) != (storage.numel,):
+            raise Damaged("a tensor in it is not as long as its description says")
+        _read_into(file, into)
+
+    return _weights(contents), fill
+
+
+def _starts(keys: Any, storages: Mapping[str, Storage], at: int) -> dict[str, int]:
+    starts = {}
+    for key in keys:
+        starts[key] = at
+        at += 8 + storages[key].nbytes
+    return starts
+
+
+def _weights(pickle: Pickle) -> Mapping[str, View]:
+    table = root(pickle.value)
+    for name, value in table.items():
+        if not isinstance(name, str) or not isinstance(value, View):
+            raise Damaged(f"{shown(name)} in it is no tensor of plain numbers")
+    return table
