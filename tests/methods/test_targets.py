@@ -115,6 +115,15 @@ def test_ranks_and_the_list_of_predictions_agree_on_equal_logits(resnet, logits)
     assert [one.index for one in fixed] == np.argsort(-np.array(logits, np.float32), kind="stable").tolist()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_every_rank_is_the_place_in_a_stable_sort_of_logits_that_are_alike_infinite_or_no_numbers(resnet, seed):
+    chosen = np.random.default_rng(seed).choice(np.array([1, 2, 2.5, np.inf, -np.inf, np.nan], np.float32), 12)
+    said = Outputs(resnet.info, torch.from_numpy(chosen).expand(12, 12))
+    fixed = targets.resolve(said, [RankTarget(rank) for rank in range(12)])
+
+    assert [one.index for one in fixed] == np.argsort(-chosen, kind="stable").tolist()
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_probability_and_its_gradient_are_the_softmaxs_or_of_classes_apart_the_sigmoids(resnet, apart):
     image = inputs(resnet, noise(3, 64)).requires_grad_()

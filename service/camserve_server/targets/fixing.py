@@ -69,8 +69,12 @@ def _ranked(said: Outputs, place: int, rank: int) -> FixedTarget:
 
 
 def _ranked_class(said: Outputs, place: int, rank: int) -> FixedTarget:
-    # Of equal logits the first, as in the list of predictions; NaN last.
-    return ClassTarget(int((-said.values[place]).argsort(stable=True)[rank]))
+    # Of equal logits the first, as in the list of predictions; NaN last. Not sorted: that takes eight times as long.
+    falling = -said.values[place].numpy()
+    found = np.partition(falling, rank)[rank]
+    if np.isnan(found):
+        return ClassTarget(int(falling.argsort(kind="stable")[rank]))
+    return ClassTarget(int(np.flatnonzero(falling == found)[rank - np.count_nonzero(falling < found)]))
 
 
 def _ranked_area(said: Outputs, place: int, rank: int) -> FixedTarget:
