@@ -3,12 +3,17 @@
 import json
 import sys
 
+import cv2
 import numpy as np
 import pytest
 import torch
+from benchmarks import photos as photos_of
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import model, served
+from benchmarks.gpu import model, photos, served
 from benchmarks.gpu.scale import Clock, scale_of
+
+from camserve_server import images, render
+from camserve_server.types import Box, Limits, Rendering
 
 SHARES = {"event loop": 0.2, "engine's CPU": 0.4, "engine's time": 0.9, "image threads": 0.3, "GPU": 0.6, "cores": 0.5}
 
@@ -88,3 +93,70 @@ def test_without_a_gpu_the_whole_is_refused_in_words(monkeypatch, capsys):
 )
 def test_the_bottleneck_is_what_is_busiest(changed, named):
     assert served.bottleneck(SHARES | changed) == named
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A CPU that is taken for a GPU: what only a GPU does is done there, or fails in words."""
+    monkeypatch.setattr(type(scale_of("cpu", quick=True)), "gpu", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 3 * 2**20)
+    monkeypatch.setattr(model, "BATCHES", (2,))
+    return scale_of("cpu", quick=True)
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
+def test_photos_are_decoded_fitted_and_drawn_by_torch_too(stand_in):
+    part = photos.measure(stand_in, Clock.start(100))
+    both = {row[0]: row[1:] for row in part.tables[0].rows}
+
+    assert all(
+        number(cell) > 0 for step in ("decode", "fit to the model's input", "draw and encode") for cell in both[step]
+    )
+
+
+def test_what_torch_draws_is_what_the_service_draws(monkeypatch):
+    """Else their times would not be for the same work."""
+    drawn = []
+    monkeypatch.setattr("torchvision.io.encode_jpeg", lambda found, **_: drawn.extend(found) or [])
+    decoded = [images.decode(one, Limits()) for one in photos_of.photos()[:2]]
+    heat = render.intensity(np.random.default_rng(0).random((7, 7), np.float32))
+    heats = torch.from_numpy(heat).expand(2, 1, 7, 7)
+    photos.drawn_there([torch.from_numpy(one).permute(2, 0, 1) for one in decoded], heats)
+    height, width = decoded[0].shape[:2]
+    for one, there in zip(decoded, drawn, strict=True):
+        (ours, _) = render.draw(one.copy(), heat, Box(0, 0, width, height), Rendering(overlay="png"))
+        expected = cv2.cvtColor(cv2.imdecode(np.frombuffer(ours.data, np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+        assert np.abs(there.permute(1, 2, 0).numpy().astype(int) - expected.astype(int)).mean() < 2
+
+
+def test_memory_is_that_of_a_batch_at_its_peak(stand_in):
+    rows = model.memory(stand_in, Clock.start(100)).tables[0].rows
+
+    assert rows == [("resnet18", precision, "2", "2", "2", "1.00") for precision in ("float32", "bfloat16")]
+
+
+def test_a_way_of_launching_that_fails_is_left_out_in_words(stand_in, monkeypatch):
+    def fail(_module, _images):
+        raise RuntimeError("cannot capture")
+
+    monkeypatch.setattr(
+        model, "_ways", lambda _scale: {"CUDA graph": fail, "as it is": lambda module, seen: lambda: module(seen)}
+    )
+    (table,) = model.graphs(stand_in, Clock.start(100)).tables
+
+    assert [row[2] for row in table.rows] == ["eager", "as it is"]
+    assert table.notes == ("resnet18 at 2, CUDA graph: RuntimeError: cannot capture",)
+
+
+def test_where_nothing_counts_a_gpus_time_it_is_not_known_and_the_rest_goes_on(stand_in, monkeypatch, capsys):
+    def fail(_run, _scale):
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(model, "_profiled", fail)
+    (table,) = model.engine(stand_in, Clock.start(1000)).tables
+
+    assert table.rows[0][-1] == "nan%"
+    assert "the GPU's time is not known: RuntimeError: no profiler" in capsys.readouterr().err

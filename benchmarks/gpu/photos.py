@@ -74,7 +74,7 @@ def _steps(scale: Scale) -> Mapping[str, Mapping[str, Run]]:
     more: dict[str, Run] = {
         "decode": partial(_decoded_there, files, scale),
         "fit to the model's input": lambda: [_fitted_there(one, scale) for one in there],
-        "draw and encode": partial(_drawn_there, there, heats),
+        "draw and encode": partial(drawn_there, there, heats),
     }
     return {step: ways | ({"gpu": more[step]} if step in more else {}) for step, ways in steps.items()}
 
@@ -104,7 +104,8 @@ def _fitted_there(photo: Tensor, scale: Scale) -> Tensor:
     return functional.interpolate(photo[None].float(), size, mode="bilinear", antialias=True)
 
 
-def _drawn_there(there: Sequence[Tensor], heats: Tensor) -> None:
+def drawn_there(there: Sequence[Tensor], heats: Tensor) -> None:
+    """Draw intensities [n,1,h,w] on photos [3,height,width], and bring the files to the host."""
     from torchvision.io import encode_jpeg  # noqa: PLC0415 -- by nvJPEG
 
     photos_ = torch.stack(list(there))
