@@ -254,6 +254,18 @@ def embedding_of(model: nn.Module, layer: str) -> Iterator[list[Tensor]]:
         yield kept
 
 
+def output_of(model: nn.Module, layer: str, images: Tensor) -> Tensor:
+    """Run a model; return the first tensor that a layer returned, as it was then."""
+    kept: list[Tensor] = []
+
+    def keep(_layer: nn.Module, _args: Any, output: Any) -> None:
+        kept.extend(part.clone() for part in pytree.tree_leaves(output)[:1])
+
+    with model.get_submodule(layer).register_forward_hook(keep):
+        model(images.clone())
+    return kept[-1]
+
+
 def hook_count(model: nn.Module) -> int:
     """Count the hooks of every kind on a model and its modules: 0 between two passes."""
     return sum(

@@ -16,7 +16,8 @@ from camserve_server.types import Pass, Row, RowResult
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch; a pass's layer is the one whose channels the rows' edits silence."""
     units = units_of(rows)
-    with torch.inference_mode(), _silenced(model, pass_, units.rows):
+    # Not in inference mode: code compiled for the passes that differentiate would not take its tensors.
+    with torch.no_grad(), _silenced(model, pass_, units.rows):
         said = forward(model, inputs_of(model.info, units.rows))[units.of_row]
         fixed, scores = aimed(said, rows)
         told = targets.summary(said)

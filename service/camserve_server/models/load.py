@@ -85,7 +85,7 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
         info = _describe(spec, Source(module, preprocess, labels), weights, device)
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
-    return LoadedModel(info, module, quickened(module, info))
+    return LoadedModel(info, module, quickened(module, info, compiling=spec.compile))
 
 
 def _mean_float32() -> None:

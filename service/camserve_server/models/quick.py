@@ -1,11 +1,11 @@
 """A second, quicker copy of a model, for passes that look at its default layer or behind it.
 
 In such a pass nobody looks before that layer, and nothing there is differentiated. So the copy may compute that part
-in another way: with each batch norm folded into the convolution before it, and with weights in half precision,
-converted once. Behind the layer all is as it was, in float32, with the same parameters, but for two things.
-`nn.MultiheadAttention`, which goes back through transposed copies of all it holds, is called in a way that does not.
-And of a model in half precision, linear maps over all tokens are in half precision there too: in float32 the last
-block of a transformer, back and forth, takes as long as half of the twelve.
+in another way: with each batch norm folded into the convolution before it, with weights in half precision, converted
+once, and compiled where that is asked for. Behind the layer all is as it was, in float32, with the same parameters, but
+for two things. `nn.MultiheadAttention`, which goes back through transposed copies of all it holds, is called in a way
+that does not. And of a model in half precision, linear maps over all tokens are in half precision there too: in float32
+the last block of a transformer, back and forth, takes as long as half of the twelve.
 
 What lies before the layer is found by running the model once and watching which functions take which parameters; no
 graph of the model is needed, and any that runs will do. The copy is tried before it is used: one that fails, or says
@@ -17,8 +17,7 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -29,7 +28,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.hooks import first_tensor
+from camserve_server.hooks import first_tensor, output_of
+from camserve_server.models.compiled import ROWS, compiled, missing, too_far
 from camserve_server.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -56,28 +56,33 @@ class Quick:
         layers: the names of those that it can be watched at.
         dtype: of its input.
         folded: how many batch norms are in the convolutions before them.
+        compiled: the names of the modules that are compiled.
     """
 
     module: nn.Module
     layers: frozenset[str]
     dtype: torch.dtype
     folded: int
+    compiled: tuple[str, ...] = ()
 
 
-def quickened(module: nn.Module, info: ModelInfo) -> Quick | None:
+def quickened(module: nn.Module, info: ModelInfo, *, compiling: bool = False) -> Quick | None:
     """Make the quicker copy of a model.
 
     Args:
         module: frozen, in evaluation mode, on its device.
         info: of it.
+        compiling: whether what lies before its default layer is to be compiled.
 
     Returns:
         The copy; None where nothing would be quicker, or where the model does not allow it, which is logged in words.
     """
     if info.task == "detect" or info.layers[info.default_layer].calls != 1:
+        if compiling:
+            _refuse(info, "it detects objects, or calls its default layer more than once")
         return None
     try:
-        return _quickened(module, info)
+        return _quickened(module, info, compiling=compiling)
     except Exception as error:  # noqa: BLE001 -- whatever a user's model does: without the copy it runs as before
         _refuse(info, f"{type(error).__name__}: {error}")
         return None
@@ -88,27 +93,44 @@ def _refuse(info: ModelInfo, reason: str) -> None:
     log.info("model %s runs %s: no quicker copy of it can be made (%s)", info.name, instead, reason)
 
 
-def _quickened(module: nn.Module, info: ModelInfo) -> Quick | None:
+def _quickened(module: nn.Module, info: ModelInfo, *, compiling: bool) -> Quick | None:
     dtype: torch.dtype = getattr(torch, info.precision)
-    image = _image(info)
+    image = _images(info, 1)
     with torch.no_grad():
         uses, expected = _used(module, info.default_layer, image)
         pairs = _pairs(module, uses)
-        if dtype == torch.float32 and not pairs and not _tail(module, uses):
+        if dtype == torch.float32 and not (pairs or _tail(module, uses) or compiling):
             return None
         quick = _copied(module, uses, pairs, dtype)
         if dtype != torch.float32:
             quick.get_submodule(info.default_layer).register_forward_hook(_in_full)
-        found = _output_of(quick, info.default_layer, image.to(dtype))
-    distance = float((found - expected).norm() / expected.norm())
-    if not distance <= APART[dtype]:  # NaN is not
-        _refuse(info, f"its default layer would be off by {distance:.3g} of its norm")
+        found = output_of(quick, info.default_layer, image.to(dtype))
+    if off := too_far(found, expected, APART[dtype]):
+        _refuse(info, off)
         return None
-    return Quick(quick, _behind(info), dtype, len(pairs))
+    return Quick(quick, _behind(info), dtype, len(pairs), _compiled(quick, info, dtype) if compiling else ())
 
 
-def _image(info: ModelInfo) -> Tensor:
-    noise = torch.randn((1, 3, *info.preprocess.size), generator=torch.Generator().manual_seed(0))
+def _compiled(quick: nn.Module, info: ModelInfo, dtype: torch.dtype) -> tuple[str, ...]:
+    """Compile a copy where that can be done and pays; return the names of its modules that are compiled."""
+    if reason := missing(info.device):
+        log.warning("model %s runs without being compiled: %s", info.name, reason)
+        return ()
+    log.info("compiling model %s, which can take minutes", info.name)
+    batches = [_images(info, rows).to(dtype) for rows in ROWS]
+    found = compiled(quick, info.default_layer, batches, APART[dtype])
+    for name, reason in found.failed.items():
+        log.warning("%s of model %s runs without being compiled: %s", name, info.name, reason)
+    if found.reason:
+        log.warning("model %s runs without being compiled: %s", info.name, found.reason)
+    else:
+        parts = ", ".join(found.parts)
+        log.info("model %s: %s compiled in %.0f s: %.2f of the time", info.name, parts, found.seconds, found.share)
+    return found.parts
+
+
+def _images(info: ModelInfo, rows: int) -> Tensor:
+    noise = torch.randn((rows, 3, *info.preprocess.size), generator=torch.Generator().manual_seed(0))
     return noise.to(info.device).contiguous(memory_format=torch.channels_last)
 
 
@@ -199,24 +221,7 @@ def _used(module: nn.Module, layer: str, image: Tensor) -> tuple[_Uses, Tensor]:
         uses.done = True
 
     with module.get_submodule(layer).register_forward_hook(finish), _Watch(uses):
-        return uses, _output_of(module, layer, image)
-
-
-def _output_of(module: nn.Module, layer: str, image: Tensor) -> Tensor:
-    with _keeping(module.get_submodule(layer)) as kept:
-        module(image.clone())
-    return kept[-1]
-
-
-@contextmanager
-def _keeping(layer: nn.Module) -> Iterator[list[Tensor]]:
-    kept: list[Tensor] = []
-
-    def keep(_layer: nn.Module, _args: Any, output: Any) -> None:
-        kept.extend(part.clone() for part in pytree.tree_leaves(output)[:1])
-
-    with layer.register_forward_hook(keep):
-        yield kept
+        return uses, output_of(module, layer, image)
 
 
 # --- batch norms, folded ---

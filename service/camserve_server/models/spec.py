@@ -12,7 +12,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""
 
-OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256", "task")
+OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256", "task", "compile")
 
 _FORM = re.compile(r"(?:(?P<name>[\w.-]+)=)?(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+)(?:\?(?P<options>.*))?")
 
@@ -34,6 +34,7 @@ class ModelSpec:
         size: side of its square input in pixels, where the model does not say or another is meant.
         sha256: that the weights file must have, or nothing.
         task: what it answers with; None to find out, which cannot tell classes from numbers or embeddings.
+        compile: whether what lies before its default layer is compiled when it is loaded.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelSpec:
     size: int | None = None
     sha256: str = ""
     task: Task | None = None
+    compile: bool = False
 
     @property
     def origin(self) -> str:
@@ -84,6 +86,7 @@ def parse(text: str) -> ModelSpec:
         size=_number(text, "size", options),
         sha256=options.get("sha256", "").lower(),
         task=_task(text, options.get("task"), source, classes),
+        compile=_switch(text, "compile", options),
     )
 
 
@@ -121,3 +124,10 @@ def _number(text: str, key: str, options: dict[str, str], least: int = 1) -> int
     if not value.isdecimal() or not least <= int(value) < 100_000:  # noqa: PLR2004 -- absurd, not a bound to tune
         raise ConfigError(f'model "{text}": {key} is a whole number from {least}, not "{value}"')
     return int(value)
+
+
+def _switch(text: str, key: str, options: dict[str, str]) -> bool:
+    value = options.get(key, "false")
+    if value not in ("true", "false"):
+        raise ConfigError(f'model "{text}": {key} is true or false, not "{value}"')
+    return value == "true"

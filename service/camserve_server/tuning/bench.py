@@ -107,7 +107,8 @@ def prepare(specs: Mapping[str, ModelSpec], device: str) -> Bench:
     """
     models: dict[str, dict[str, LoadedModel]] = {
         name: {
-            precision: load(replace(spec, precision=precision), device)
+            # Without a compiler, which would take longer than all the measuring.
+            precision: load(replace(spec, precision=precision, compile=False), device)
             for precision in dict.fromkeys((*precisions(device), spec.precision))
         }
         for name, spec in specs.items()

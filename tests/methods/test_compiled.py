@@ -1,0 +1,254 @@
+"""A model compiled up to its default layer: the same answers, and a compiler that rests once the model is loaded."""
+
+import logging
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from camserve_server import models
+from camserve_server.errors import ConfigError
+from camserve_server.hooks import hook_count
+from camserve_server.models import ModelSpec, compiled, digest, parse
+from camserve_server.types import ClassTarget, Pass, Row
+from methods.tools import CAMS, call, gap, noise, run
+
+pytestmark = pytest.mark.timeout(300)  # a compiler that has to share the machine takes its time
+
+SIDE = 32
+BATCHES = (1, 2, 3, 5, 8, 11)
+ASKED = {"cam": tuple(map(call, CAMS)), "curvature": (call("shapleycam"),), "score": ()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cold(tmp_path_factory):
+    """Let nothing that was compiled before be of use; and let it be used, though such small models gain nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setattr(compiled, "_share", lambda *_: 0.5)
+        yield
+
+
+share = compiled._share
+
+
+class Block(nn.Module):
+    """A residual block; all of them have one shape and the same code."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+
+    def forward(self, seen):
+        return torch.relu(self.bn(self.conv(seen)) + seen)
+
+
+class Unruly(Block):
+    """One that no compiler can make a single graph of."""
+
+    def forward(self, seen):
+        torch._dynamo.graph_break()
+        return super().forward(seen)
+
+
+class Tower(nn.Module):
+    """Three blocks between a stem and a head, always with the same weights."""
+
+    def __init__(self, middle=Block):
+        torch.manual_seed(0)
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, stride=2)
+        self.one, self.two, self.three = Block(), middle(), Block()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image):
+        return self.head(torch.tanh(self.three(self.two(self.one(self.stem(image))))).mean((2, 3)))
+
+
+def load(make=Tower, **options):
+    planted = ModuleType("planted")
+    planted.make = make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "planted", planted)
+        return models.load(ModelSpec("planted", "planted", "make", size=SIDE, **options))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request):
+    """A compiled model, and the same without a compiler."""
+    return [load(precision=request.param, compile=compiling) for compiling in (True, False)]
+
+
+def answers(model, rows, kind, layer=None):
+    """All numbers that a batch of different images gives, in a thread of its own, as the engine of a server has."""
+    asked = [Row(noise(seed, SIDE), ClassTarget(3), ASKED[kind]) for seed in range(rows)]
+    layers = [] if kind == "score" else [layer or model.info.default_layer]
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(run(model, asked, layers, kind)))
+    thread.start()
+    thread.join()
+    return [one.logits for one in found] + [heatmap for one in found for layer in one.maps for heatmap in layer]
+
+
+def calls_of_compiled_code(model, rows, kind):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        asked = [Row(noise(seed, SIDE), ClassTarget(3), ASKED[kind]) for seed in range(rows)]
+        run(model, asked, [] if kind == "score" else [model.info.default_layer], kind)
+    return sum(event.name.startswith("Torch-Compiled Region") for event in seen.events())
+
+
+@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize("rows", BATCHES)
+def test_every_batch_gets_the_answers_of_the_model_without_a_compiler(pair, rows, kind):
+    """In bfloat16 what is computed in one go is not rounded in between."""
+    bar = 1e-5 if pair[0].info.precision == "float32" else 0.02
+    assert max(map(gap, *(answers(model, rows, kind) for model in pair))) < bar
+
+
+def test_once_loaded_a_model_compiles_nothing_and_runs_what_is_compiled(pair):
+    model, before = pair[0], dict(counters["stats"])
+    assert model.info.default_layer == "three"
+    assert model.quick.compiled == ("one", "two", "three")
+    for rows in BATCHES:
+        for kind in ASKED:
+            assert calls_of_compiled_code(model, rows, kind) == 3
+    assert dict(counters["stats"]) == before
+
+
+def test_a_counter_sees_what_is_compiled_later():
+    before = dict(counters["stats"])
+    torch.compile(lambda seen: seen + 1, backend="eager")(torch.zeros(3))
+    assert dict(counters["stats"]) != before
+
+
+def test_an_input_of_another_size_runs_as_without_a_compiler(pair):
+    ours, theirs = (model.quick.module for model in pair)
+    before, image = dict(counters["stats"]), torch.randn(2, 3, 20, 20, dtype=pair[0].quick.dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(image), theirs(image), rtol=0, atol=0)
+    assert dict(counters["stats"]) == before
+
+
+def test_the_model_itself_is_not_compiled_and_keeps_its_weights(pair):
+    model, _ = pair
+    assert digest(model.module) == model.info.digest
+    assert not any("forward" in vars(one) for one in model.module.modules())
+    for pass_ in (Pass("planted", "cam", (SIDE, SIDE), ("two",)), Pass("planted", "saliency", (SIDE, SIDE))):
+        assert model.serving(pass_) is model
+    assert hook_count(model.module) == 0
+
+
+# --- what cannot be compiled ---
+
+
+def test_without_a_compiler_a_model_runs_as_it_is_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    model = load(compile=True)
+    assert model.quick.compiled == ()
+    assert "planted runs without being compiled: there is no C++ compiler: /nowhere/g++ is not installed" in caplog.text
+    assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("backend='inductor' raised:\nNotImplementedError: no such kernel\n\nSet TORCHDYNAMO_VERBOSE=1", "NotImpl"),
+        ("C++ compile error\n\nCommand:\ng++ ...\n\nOutput:\nfatal error: Python.h: No such file", "fatal error: Py"),
+        ("", ""),
+    ],
+)
+def test_a_compiler_that_fails_costs_a_warning(said, reason, monkeypatch, caplog):
+    def failing(*_args, **_options):
+        return broken
+
+    def broken(_seen):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch, "compile", failing)
+    model = load(compile=True)
+    assert model.quick.compiled == ()
+    assert f"one of model planted runs without being compiled: RuntimeError: {reason}" in caplog.text
+    assert "model planted runs without being compiled: there is nothing that can be" in caplog.text
+    assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
+
+
+def test_only_the_module_that_cannot_be_compiled_runs_as_it_is(caplog):
+    caplog.set_level(logging.INFO)
+    make = lambda: Tower(Unruly)  # noqa: E731 -- a factory
+    model, plain = load(make, compile=True), load(make)
+    assert model.quick.compiled == ("one", "three")
+    assert "two of model planted runs without being compiled: Unsupported: Call to `torch._dynamo.graph_break()`" in (
+        caplog.text
+    )
+    assert "model planted: one, three compiled in " in caplog.text
+    assert calls_of_compiled_code(model, 2, "cam") == 2
+    assert max(map(gap, answers(model, 3, "cam"), answers(plain, 3, "cam"))) < 1e-5
+
+
+def test_compiled_code_that_says_something_else_is_thrown_away(monkeypatch, caplog):
+    def wrong(part):
+        settle(part)
+        known = part._module.forward
+        part._module.forward = lambda seen: known(seen) * 1.001
+
+    settle = compiled.Part.settle
+    monkeypatch.setattr(compiled.Part, "settle", wrong)
+    model = load(compile=True)
+    assert model.quick.compiled == ()
+    assert "planted runs without being compiled: its default layer would be off by 0.00" in caplog.text
+    assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
+
+
+def test_compiled_code_that_is_slower_is_thrown_away(monkeypatch, caplog):
+    times = iter([1.0, 1.25] * 5 + [1.0, 0.9] * 5)
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(compiled, "_share", share)
+    monkeypatch.setattr(compiled, "_seconds", lambda *_: next(times))
+    model = load(compile=True)
+    assert model.quick.compiled == ()
+    assert "runs without being compiled: it would be slower, a batch taking 1.25 times as long" in caplog.text
+    assert calls_of_compiled_code(model, 2, "cam") == 0
+    assert load(compile=True).quick.compiled == ("one", "two", "three")
+    assert "s: 0.90 of the time" in caplog.text
+
+
+def test_a_model_that_takes_one_image_at_a_time_is_not_compiled(caplog):
+    class Single(Tower):
+        def forward(self, image):
+            assert len(image) == 1, "one at a time"
+            return super().forward(image)
+
+    model = load(Single, compile=True)
+    assert model.quick.compiled == ()
+    assert "runs without being compiled: AssertionError: one at a time" in caplog.text
+
+
+def test_the_time_of_a_batch_is_taken_with_what_is_compiled_and_without_in_turn(monkeypatch):
+    ran = []
+    monkeypatch.setattr(compiled, "_seconds", lambda *_: ran.append(part.state) or 1.0)
+    part = SimpleNamespace(state="")
+    monkeypatch.setattr(compiled.Part, "undo", lambda part: setattr(part, "state", "plain"))
+    monkeypatch.setattr(compiled.Part, "settle", lambda part: setattr(part, "state", "compiled"))
+    assert share(None, [part], torch.zeros(1)) == 1
+    assert ran == ["plain", "compiled"] * compiled.ROUNDS
+
+
+def test_a_detector_is_not_compiled(caplog):
+    caplog.set_level(logging.INFO)
+    fast = "torchvision:ssdlite320_mobilenet_v3_large?weights=none&classes=3"
+    assert models.load(parse(f"{fast}&compile=true")).quick is None
+    assert "no quicker copy of it can be made (it detects objects" in caplog.text
+
+
+def test_the_option_is_true_or_false():
+    assert parse("torchvision:resnet18?compile=true").compile
+    assert not parse("torchvision:resnet18?compile=false").compile
+    assert not parse("torchvision:resnet18").compile
+    with pytest.raises(ConfigError, match='compile is true or false, not "yes"'):
+        parse("torchvision:resnet18?compile=yes")
