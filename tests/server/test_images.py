@@ -236,6 +236,42 @@ def test_a_chunk_that_claims_to_be_huge_costs_nothing(kind):
         images.decode(file[:at] + b"\xcc\0\0\0" + kind + file[at + 8 :], LIMITS)
 
 
+def test_texts_and_profiles_in_a_png_are_not_inflated(capfd):
+    """libpng would, only to find out that they are too long: 30 ms for each, and a line in the log."""
+    file, text = KINDS["rgb"], b"word\0\0" + zlib.compress(bytes(100 << 20), 9)
+    chunk = struct.pack(">I4s", len(text), b"zTXt") + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
+    at, started = file.find(b"IDAT") - 4, time.perf_counter()
+    assert np.array_equal(images.decode(file[:at] + chunk * 50 + file[at:], LIMITS), images.decode(file, LIMITS))
+    assert time.perf_counter() - started < 0.5
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("side", "rows"), [(64, 1 << 28), (1000, 1 << 30)])
+def test_a_png_that_inflates_to_more_than_its_picture_is_refused(side, rows):
+    file, stream = png_header(side, side), zlib.compressobj(9)
+    deflated = stream.compress(np.random.default_rng(0).bytes(side * side // 8))
+    deflated += b"".join(stream.compress(bytes(1 << 24)) for _ in range(rows >> 24)) + stream.flush()
+    idat = struct.pack(">I4s", len(deflated), b"IDAT") + deflated + struct.pack(">I", zlib.crc32(b"IDAT" + deflated))
+    bomb = file[: file.find(b"IDAT") - 4] + idat + file[-12:]
+    with at_most_mb(10):
+        started = time.perf_counter()
+        with pytest.raises(InvalidArgument, match="the PNG file is cut short or broken"):
+            images.decode(bomb, LIMITS)
+    assert time.perf_counter() - started < 0.1
+
+
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize("shape", [(1, 700_000), (700_000, 1), (700, 999)])
+def test_an_honest_png_is_not_taken_for_one_that_inflates_to_more(shape, interlaced):
+    noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    file = saved(Image.fromarray(noise))
+    if interlaced:  # by its header alone: nothing here writes such files; the rows are counted, then refused by libpng
+        head = file[16:28] + b"\1"
+        file = file[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + file[33:]
+    limits = Limits(pixels=700_000, side=700_000)
+    assert images._picture(file, shape, limits)
+
+
 def test_a_png_of_endless_chunks_is_refused():
     file, chunk = KINDS["rgb"], struct.pack(">I4sI", 0, b"prVt", zlib.crc32(b"prVt"))
     assert images.decode(file[:-12] + chunk * 1000 + file[-12:], LIMITS).size

@@ -1,0 +1,101 @@
+"""Small images that would become large: refused before anything is decoded, in a process that is measured."""
+
+import io
+import struct
+import zlib
+
+import pytest
+from PIL import Image
+
+from robustness import watched
+
+
+def saved(image, form, **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(width, height, rows):
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+
+
+def bmp(width, height):
+    """Run-length encoded, as the one run that fills it."""
+    head = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 0, 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 1080, 0, 0, 1078) + head + bytes(1024) + b"\0\1"
+
+
+def jpeg(width, height, progressive):
+    file = bytearray(saved(Image.new("RGB", (64, 64)), "JPEG", progressive=progressive))
+    at = file.find(b"\xff\xc2" if progressive else b"\xff\xc0")
+    file[at + 5 : at + 9] = struct.pack(">HH", height, width)
+    return bytes(file)
+
+
+def animated(form, frames=100):
+    first, *more = (Image.new("RGB", (64, 64), (number, 0, 0)) for number in range(frames))
+    return saved(first, form, save_all=True, append_images=more)
+
+
+def canvas(width, height):
+    """An animated WebP whose frames are small and whose canvas is not."""
+    file = bytearray(animated("WEBP", 3))
+    file[24:30] = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    return bytes(file)
+
+
+def gif(width, height):
+    file = bytearray(animated("GIF", 3))
+    file[6:10] = struct.pack("<HH", width, height)
+    return bytes(file)
+
+
+BOMBS = {
+    "png": lambda: png(20_000, 20_000, bytes(2501 * 20_000)),
+    "png of one line": lambda: png(50_000_000, 1, bytes(6_250_001)),
+    "png that inflates on": lambda: png(64, 64, bytes(500 << 20)),
+    "jpeg": lambda: jpeg(65_500, 65_500, progressive=False),
+    "progressive jpeg": lambda: jpeg(20_000, 20_000, progressive=True),
+    "webp": lambda: saved(Image.new("L", (16_383, 4_000)), "WEBP", lossless=True, quality=0, method=0),
+    "webp of a large canvas": lambda: canvas(16_384, 16_384),
+    "gif": lambda: gif(65_535, 65_535),
+    "animated gif": lambda: animated("GIF"),
+    "tiff": lambda: saved(Image.new("1", (20_000, 20_000)), "TIFF", compression="tiff_adobe_deflate"),
+    "tiff of many pages": lambda: animated("TIFF"),
+    "bmp": lambda: bmp(30_000, 30_000),
+}
+FIRST_FRAMES = {"apng": lambda: animated("PNG"), "animated webp": lambda: animated("WEBP")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bombs")
+    for name, made in {**BOMBS, **FIRST_FRAMES, "control": lambda: png(7000, 7000, bytes(876 * 7000))}.items():
+        (folder / name).write_bytes(made())
+    return watched.run("decode_them", folder)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_within_50_ms_and_10_mb(outcomes, name):
+    outcome = outcomes[name]
+    assert outcome.get("refused") == "image"
+    assert outcome["seconds"] <= 0.05
+    assert outcome["mb"] <= 10
+    assert len(outcome["words"]) <= 512
+
+
+@pytest.mark.parametrize("name", FIRST_FRAMES)
+def test_of_an_animation_one_frame_is_decoded(outcomes, name):
+    assert outcomes[name]["words"] == "(64, 64, 3)"
+    assert outcomes[name]["mb"] <= 10
+
+
+def test_the_watch_sees_a_photo_of_the_largest_size_accepted(outcomes):
+    assert outcomes["control"]["mb"] > 100
+    assert outcomes["control"]["seconds"] > 0.05
