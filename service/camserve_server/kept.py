@@ -1,6 +1,7 @@
 """What is made of files, and made again when they change: certificates and tokens are renewed without a restart."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
@@ -48,14 +49,16 @@ class Kept(Generic[T]):
         self._seen = read(self._paths)
         self._value = make(self._seen)
         self._complaint = ""
+        self._one_at_a_time = threading.Lock()  # or one thread would be handed the old while another makes the new
 
     def current(self) -> T:
         """Return the value, made again if the files are others; from any thread."""
-        try:
-            self._look()
-        except ConfigError as error:
-            self._complain(str(error))
-        return self._value
+        with self._one_at_a_time:
+            try:
+                self._look()
+            except ConfigError as error:
+                self._complain(str(error))
+            return self._value
 
     def _look(self) -> None:
         seen = read(self._paths)

@@ -242,6 +242,14 @@ class Callers:
             self.outcomes.append(error)
 
 
+def until(condition):
+    """Wait for what must come soon: another handshake may be in the middle of it."""
+    late = time.monotonic() + 2
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
 def der(pair):
     return ssl.PEM_cert_to_DER_cert(pair.cert.decode())
 
@@ -256,7 +264,7 @@ def test_certificates_are_renewed_under_load_without_a_failed_call(start, author
             pair = authority.issue("127.0.0.1")
             pair.write(tmp_path, "server")
             renewals += 1
-            assert handshake(place_of(served.address), modern(), ca)[1] == der(pair)
+            until(lambda: handshake(place_of(served.address), modern(), ca)[1] == der(pair))  # noqa: B023 -- now
 
     assert set(callers.outcomes) == {camserve.Health.SERVING}
 
@@ -296,7 +304,7 @@ def test_files_that_are_no_certificate_and_its_key_are_told_at_the_start(authori
         "needs both": {"tls_cert": cert},
         "both tls_cert and tls_key": {"tls_key": key},
         "which needs tls_cert": {"tls_client_ca": str(ca)},
-        "cannot read": {"tls_cert": str(tmp_path / "gone.pem"), "tls_key": key},
+        "cannot read": {"tls_cert": str(tmp_path / "gone.pem"), "tls_key": str(tmp_path / "gone.key")},
         "in PEM, not encrypted": {"tls_cert": cert, "tls_key": str(locked)},
         "key values mismatch": {"tls_cert": cert, "tls_key": str(foreign)},
         "holds no certificate": {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(locked)},
@@ -692,6 +700,7 @@ def test_the_log_names_who_called_and_who_was_refused_and_never_a_token(guarded,
             status_of(line, metadata)
         status_of(line, bearer(secret), "/nothing/AtAll")
     test_a_token_opens_what_its_roles_are_for(guarded, roll)
+    until(lambda: '"caller": "fresh"' in written.getvalue())  # the line is written after the answer
     log = written.getvalue()
 
     assert "Explain code=OK" in log
@@ -720,7 +729,8 @@ def test_tls_certificates_of_callers_and_tokens_go_together_on_the_command_line_
         monkeypatch.setenv("CAMSERVE_TOKEN", roll.secrets["observer"])
         assert "tiny" in run("models", *known).stdout
         assert "the role explain; yours has observe" in run("metrics", *known).stderr
-        assert "no server answers" in run("models", *known[:2], "--timeout", 2).stderr
+        stranger = run("models", *known[:2], "--timeout", 1)
+        assert (stranger.exit_code, stranger.stdout) == (1, "")
 
 
 def test_what_a_client_is_made_of_shows_no_token(guarded, roll):
