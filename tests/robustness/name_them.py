@@ -1,0 +1,120 @@
+"""Sends hostile names in every field that takes one; says of each what came back, and what the server opened for it."""
+
+import contextlib
+import json
+import socket
+import sys
+from pathlib import Path
+
+import grpc
+import torch
+
+from camserve.v1 import (
+    evaluate_pb2 as ev,
+)
+from camserve.v1 import (
+    evaluate_pb2_grpc,
+    explain_pb2_grpc,
+    models_pb2_grpc,
+)
+from camserve.v1 import (
+    explain_pb2 as ex,
+)
+from camserve.v1 import (
+    models_pb2 as mo,
+)
+from robustness import watched
+from support import PHOTOS, serving
+
+NAMES = (
+    "../../../etc/passwd",
+    "/etc/passwd",
+    "/proc/self/environ",
+    "..\\..\\windows\\win.ini",
+    "\\\\127.0.0.1\\share\\w.pth",
+    "file:///etc/passwd",
+    "http://127.0.0.1:9/w.safetensors",
+    "data:image/png;base64,iVBORw0KGgo=",
+    "%2e%2e%2fetc%2fpasswd",
+    "tiny\0.pth",
+    "\uff0e\uff0e\uff0f\u2215etc\u2044passwd",
+    "tiny\u202e\u2028\r\n\33[2J",
+    "module:os?weights=/etc/passwd",
+    "__class__.__init__.__globals__",
+    "{0.__class__} %s $(id) `id` ${HOME}",
+    "x" * 100_000,
+)
+PHOTO = PHOTOS["rocket"].read_bytes()
+
+
+def explain(**fields):
+    return ex.ExplainRequest(**{"image": PHOTO, **fields})
+
+
+FIELDS = {
+    "Explain model": ("Explain", lambda name: explain(model=name)),
+    "Explain image": ("Explain", lambda name: explain(image=name.encode())),
+    "Explain layers": ("Explain", lambda name: explain(layers=[name])),
+    "Explain method": ("Explain", lambda name: explain(methods=[ex.Method(name=name)])),
+    "Explain parameter": (
+        "Explain",
+        lambda name: explain(methods=[ex.Method(name="gradcam", parameters={name: ex.Parameter(number=1)})]),
+    ),
+    "Explain parameter's word": (
+        "Explain",
+        lambda name: explain(
+            methods=[ex.Method(name="gradcam_plus_plus", parameters={"variant": ex.Parameter(text=name)})]
+        ),
+    ),
+    "Explain label": ("Explain", lambda name: explain(targets=[ex.Target(label=name)])),
+    "Explain colour map": ("Explain", lambda name: explain(rendering=ex.Rendering(colormap=name))),
+    "InspectLayers model": ("InspectLayers", lambda name: ex.InspectLayersRequest(model=name, image=PHOTO)),
+    "ExtractFeatures layer": ("ExtractFeatures", lambda name: ex.ExtractFeaturesRequest(layer=name, image=PHOTO)),
+    "GetModel name": ("GetModel", lambda name: mo.GetModelRequest(name=name)),
+    "ListLayers model": ("ListLayers", lambda name: mo.ListLayersRequest(model=name)),
+    "Evaluate metric": (
+        "Evaluate",
+        lambda name: ev.EvaluateRequest(explain=explain(), metrics=[ev.Metric(name=name)]),
+    ),
+}
+
+
+def answer(ears, call, request):
+    with ears.listen():
+        try:
+            call(request, timeout=20)
+            code, words = "OK", ""
+        except grpc.RpcError as error:
+            code, words = error.code().name, error.details()
+        heard = list(ears.heard)
+    return {"code": code, "words": words, "heard": heard}
+
+
+def control(ears):
+    """Hear what a server would do that follows such names."""
+    with ears.listen(), contextlib.suppress(OSError):
+        Path("/etc/passwd").read_bytes()
+        socket.create_connection(("127.0.0.1", 9), timeout=1)
+    return {"code": "", "words": "", "heard": list(ears.heard)}
+
+
+def main(model):
+    torch.set_num_threads(1)
+    ears, answers = watched.Ears(), {}
+    with serving(models=(model,), threads=1) as served, grpc.insecure_channel(served.address) as channel:
+        stubs = (
+            explain_pb2_grpc.ExplainServiceStub(channel),
+            models_pb2_grpc.ModelServiceStub(channel),
+            evaluate_pb2_grpc.EvaluateServiceStub(channel),
+        )
+        for field, (rpc, make) in FIELDS.items():
+            call = next(getattr(stub, rpc) for stub in stubs if hasattr(stub, rpc))
+            answer(ears, call, make("no such name"))  # what is imported on first use, is imported now
+            for number, name in enumerate(NAMES):
+                answers[f"{field} {number}"] = answer(ears, call, make(name))
+        answers["sound"] = answer(ears, stubs[0].Explain, explain())
+    sys.stdout.write(json.dumps(answers | {"control": control(ears)}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
