@@ -1,5 +1,6 @@
 """Files of weights that nobody vouches for: read where they are sound, refused in words where not, and never run."""
 
+import functools
 import hashlib
 import io
 import json
@@ -87,16 +88,17 @@ def described(numel, shape, stride, key="0"):
     return b"\x80\2}X\1\0\0\0wctorch._utils\n_rebuild_tensor_v2\n(" + tensor + b"Rs."
 
 
+@functools.cache
 def inflating():
     return packed(described(65_536_000, [65_536_000], [1]), bytes(250 * MIB), zipfile.ZIP_DEFLATED)
 
 
 def lying_about_its_length():
-    """Deflated to 500 MB of description, and said to be of a few bytes."""
+    """Deflated to 150 MB of description, and said to be of a few bytes."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        archive.writestr("archive/data.pkl", b"N" * (500 * MIB))
-    data, true = bytearray(file.getvalue()), struct.pack("<I", 500 * MIB)
+        archive.writestr("archive/data.pkl", b"N" * (150 * MIB))
+    data, true = bytearray(file.getvalue()), struct.pack("<I", 150 * MIB)
     while (at := data.find(true)) >= 0:
         data[at : at + 4] = struct.pack("<I", 700)
     return bytes(data)
@@ -159,7 +161,7 @@ HOSTILE = {
     "one bit flipped, pinned.safetensors": lambda _: flipped(SAFELY, len(SAFELY) - 999),
     "a weight that is no number.safetensors": lambda _: safetensors.torch.save(with_nan(trained().state_dict())),
     "numbers that inflate to 250 MB.pth": lambda _: inflating(),
-    "a description that inflates to 500 MB.pth": lambda _: lying_about_its_length(),
+    "a description that inflates to 150 MB.pth": lambda _: lying_about_its_length(),
     "packed as torch.save does not.pth": lambda _: packed(described(4, [4], [1]), method=zipfile.ZIP_LZMA),
     "a table of 40,000 members.pth": lambda _: many_members(40_000),
     "a command.pth": lambda canary: saved({"state_dict": Runs(canary)}),
