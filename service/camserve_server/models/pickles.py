@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from camserve_server.errors import ConfigError
+
 STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         f"torch.{name}Storage": dtype
@@ -62,7 +64,7 @@ BESIDE = frozenset(
 _MAX_AXES = 65  # torch has 64
 
 
-class Damaged(Exception):
+class Damaged(ConfigError):
     """A file that is not what it should be, in words."""
 
 
