@@ -32,7 +32,7 @@ class Scale:
         peers: whether the other libraries are timed too.
         photos: for each stretch beside a long request; 0 not to measure that.
         threads: of torch; 0 for one a core.
-        compiled: whether compiled models are timed too: each takes half a minute to compile, and for every batch size.
+        compiled: whether compiled models are timed too: compiling takes a minute or more, for each batch size.
     """
 
     name: str

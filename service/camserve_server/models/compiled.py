@@ -37,8 +37,6 @@ SLOWER = 1.05
 _OPTIONS: dict[str, Any] = {
     # The modules are of a copy that nobody changes; to look at all their parameters first would take its time.
     "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-    # Processes that compile side by side would stay as long as the server.
-    "compile_threads": 1,
 }
 
 
