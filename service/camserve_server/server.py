@@ -78,7 +78,10 @@ async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
     """
     threads = settings.threads or cores()
     devices = devices_named(settings.device)
-    engines, infos = await asyncio.to_thread(_load, settings, devices, threads)
+    # In a thread that ends then: OpenMP keeps workers for every thread that ever computed, and with more of them than
+    # cores it lets all sleep between two loops, the engine's too.
+    with ThreadPoolExecutor(1, thread_name_prefix="loading") as loading:
+        engines, infos = await asyncio.get_running_loop().run_in_executor(loading, _load, settings, devices, threads)
     on_gpu = devices[0] != "cpu"
     batcher = Batcher(
         *(engine.run for engine in engines),

@@ -4,10 +4,11 @@ import ctypes
 import platform
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from camserve_server import process
+from camserve_server import process, running
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator is left alone")
 
@@ -131,3 +132,10 @@ def test_the_collector_passes_over_what_was_there_and_collects_what_came_later()
 
     assert int(looked_at) < 100
     assert collected == b"True"
+
+
+def test_the_thread_that_loaded_the_models_is_gone_and_its_openmp_workers_with_it():
+    with running(models=["torchvision:resnet18?weights=none&size=64"]):
+        names = [thread.name for thread in threading.enumerate()]
+    assert "camserve-server" in names
+    assert not [name for name in names if name.startswith("loading")]
