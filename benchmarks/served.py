@@ -28,8 +28,8 @@ FLOW = "stream"
 
 _NOTE = (
     f"`of engine` is the share of the speed that the engine alone has with batches of {BATCH}, in turn. The CPU is "
-    "that of one request. On these cores the client takes its share of what there is. The engine alone runs with the "
-    "limits on malloc that the container has; the server is started without, as on a command line."
+    "that of one request. On these cores the client takes its share of what there is. The server sets limits on malloc "
+    "itself, as it always does; the engine alone runs with the same by environment."
 )
 
 Say = Callable[[str], None]
