@@ -116,18 +116,20 @@ def along(
     return start + places[index] * (image - start)
 
 
-def weighted(image: Tensor, _copy: Tensor, gradient: Tensor, index: int, **parameters: float | str) -> Tensor:
-    """Spread the score's slope at a place over the pixels, weighed as the quadrature does; and that times the slope.
+def weighted(image: Tensor, copy: Tensor, gradient: Tensor, index: int, **parameters: float | str) -> Tensor:
+    """Weigh the gradient at a place as the quadrature does; and that times the slope of the score along the way there.
 
-    [2,H,W], both times the number of copies, which the mean divides by.
+    [2,3,H,W], both times the number of copies, which the mean divides by.
     """
     steps = int(parameters["steps"])
-    _, weights = _quadrature(cast("str", parameters["quadrature"]), steps)
-    slope = ((image - _baseline(image, cast("str", parameters["baseline"]))) * gradient).sum(0)
-    return (steps + 1) * weights[index] * torch.stack((slope, slope * slope.sum()))
+    places, weights = _quadrature(cast("str", parameters["quadrature"]), steps)
+    slope = ((image - copy) * gradient).sum() / (1 - places[index])  # (x − x') · g, without making the baseline again
+    return (steps + 1) * weights[index] * torch.stack((gradient, gradient * slope))
 
 
-def integrated(mean: Tensor, _image: Tensor, *, quadrature: str, gained: float, **_parameters: float | str) -> Tensor:
+def integrated(
+    mean: Tensor, image: Tensor, *, baseline: str, quadrature: str, gained: float, **_parameters: float | str
+) -> Tensor:
     """Integrate the gradient on the straight way from a baseline to the image.
 
     M = Σ_c (x − x')_c ⊙ ∫₀¹ ∂S(x' + α (x − x'))/∂x_c dα. Sundararajan et al. 2017, equation 1. The map adds up to
@@ -142,7 +144,7 @@ def integrated(mean: Tensor, _image: Tensor, *, quadrature: str, gained: float, 
     "mean", the image's own mean colour; or "blur", the image blurred. Sturmfels et al. 2020,
     doi:10.23915/distill.00022, say what each cannot see: where the image equals its baseline the map is zero.
     """
-    total, with_slope = mean.double().unbind()
+    total, with_slope = ((image - _baseline(image, baseline)) * mean.double()).sum(1).unbind()
     if quadrature != "matched":
         return total
     slope = total.sum()
