@@ -33,6 +33,7 @@ from camserve_server.config import Settings
 from camserve_server.engine import Engine
 from camserve_server.errors import ConfigError
 from camserve_server.models import LoadedModel, ModelSpec, load, parse
+from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
 from camserve_server.targets import anything
@@ -242,7 +243,7 @@ async def _finished(house: House, seconds: float) -> None:
 def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) -> grpc.aio.Server:
     size = settings.max_message_mib * 2**20
     server = grpc.aio.server(
-        interceptors=(access.Guard(settings.tokens_file, house),) if settings.tokens_file else (),
+        interceptors=_at_the_door(settings, house),
         options=(
             ("grpc.max_receive_message_length", size),
             ("grpc.max_send_message_length", -1),
@@ -257,6 +258,11 @@ def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) 
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+def _at_the_door(settings: Settings, house: House) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    parser = Parser(house)
+    return (access.Guard(settings.tokens_file, house), parser) if settings.tokens_file else (parser,)
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

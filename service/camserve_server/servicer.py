@@ -131,11 +131,17 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
                 await write(reply)
                 free.release()
 
+            unreadable = None
             async with asyncio.TaskGroup() as group:
                 await free.acquire()
-                while (item := await self._next(requests)) is not None:
-                    group.create_task(answer(item))
-                    await free.acquire()
+                try:
+                    while (item := await self._next(requests)) is not None:
+                        group.create_task(answer(item))
+                        await free.acquire()
+                except InvalidArgument as error:
+                    unreadable = error  # those that came before it are answered first
+            if unreadable:
+                raise unreadable
             if self._house.draining.is_set():
                 raise Unavailable("the server is draining: send the rest to another", retry_after=1.0)
 
