@@ -244,7 +244,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.GetModelResponse:
         """Describe one model."""
         async with answering(self._house, context, "GetModel"):
-            info = self._model(request.name, "name")
+            info = self._model(request, "name")
             return models_pb2.GetModelResponse(model=wire.describe_model(info), labels=info.labels)
 
     async def ListLayers(  # noqa: N802 -- the RPC's name
@@ -252,7 +252,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.ListLayersResponse:
         """List the layers of a model."""
         async with answering(self._house, context, "ListLayers"):
-            layers = self._model(request.model, "model").layers.values()
+            layers = self._model(request, "model").layers.values()
             return models_pb2.ListLayersResponse(layers=map(wire.describe_layer, layers))
 
     async def ListMethods(  # noqa: N802 -- the RPC's name
@@ -263,8 +263,10 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
             names = sorted(METHODS, key=lambda name: wire.kind_of(METHODS[name]))
             return models_pb2.ListMethodsResponse(methods=map(wire.describe_method, names))
 
-    def _model(self, name: str, field: str) -> ModelInfo:
-        return wire.read_model(name, self._house.open().models, field)
+    def _model(self, request: models_pb2.GetModelRequest | models_pb2.ListLayersRequest, field: str) -> ModelInfo:
+        pipeline = self._house.open()
+        wire.check_sizes(request, pipeline.limits)
+        return wire.read_model(getattr(request, field), pipeline.models, field)
 
 
 @dataclass(slots=True)

@@ -90,19 +90,27 @@ class Preprocess:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for; more is refused before it costs anything.
+    """What one request may ask for; more is refused before it costs anything. SECURITY.md has them as a table.
 
     Attributes:
-        pixels: of the photo.
-        side: longer side of the photo, in pixels.
+        pixels: of a photo.
+        side: longer side of a photo, in pixels.
         rows: that it may cost.
         chunk: rows of it that may be under way at once: what it takes up of the queue, and how soon it stops when it is
             cancelled.
         explanations: maps.
         drawn_pixels: of all its pictures together.
         methods: named.
+        metrics: named.
+        parameters: of one method or metric.
         targets: named.
-        layers: named.
+        against: classes that one target is told from.
+        layers: named, to be explained.
+        inspected: layers named, to be measured.
+        predictions: told.
+        channels: told of a layer.
+        raw_bytes: of a layer's raw maps; what is larger belongs in smaller pieces than one message.
+        text: characters of a name, a label or any other text.
     """
 
     pixels: int = 50_000_000
@@ -112,8 +120,16 @@ class Limits:
     explanations: int = 64
     drawn_pixels: int = 200_000_000
     methods: int = 16
+    metrics: int = 16
+    parameters: int = 16
     targets: int = 16
+    against: int = 8
     layers: int = 8
+    inspected: int = 4096
+    predictions: int = 1000
+    channels: int = 256
+    raw_bytes: int = 32 * 2**20
+    text: int = 1000
 
 
 @dataclass(frozen=True, slots=True)

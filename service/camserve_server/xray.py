@@ -62,7 +62,7 @@ async def inspect(
     Raises:
         ServiceError: whatever was wrong.
     """
-    order = wire.read_inspection(request, pipeline.models)
+    order = wire.read_inspection(request, pipeline.models, pipeline.limits)
     pass_ = Pass(order.model.name, "inspect", order.model.preprocess.size, order.layers)
     look = await _looked(pipeline, order, pass_, deadline)
     return wire.inspect_response(order, look.told(order.model), look.result, look.seconds(drawing=0.0))
@@ -81,7 +81,7 @@ async def features(
     Raises:
         ServiceError: whatever was wrong.
     """
-    order = wire.read_extraction(request, pipeline.models)
+    order = wire.read_extraction(request, pipeline.models, pipeline.limits)
     colours = _colours(order.colormap)
     pass_ = Pass(order.model.name, "features", order.model.preprocess.size, (order.layer,))
     look = await _looked(pipeline, order, pass_, deadline)

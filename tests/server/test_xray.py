@@ -12,6 +12,7 @@ from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server import render, tiles, wire, xray
+from camserve_server.types import Limits
 from support import PHOTOS, serving
 
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -364,7 +365,8 @@ def test_a_wrong_extraction_is_told_which_field_is_at_fault(served, extract, fie
 def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract, monkeypatch):
     whole = extract(layer=GRID, top=16)
     one = 4 * whole.grid_height * whole.grid_width
-    monkeypatch.setattr("camserve_server.wire.xray.MOST_RAW", 7 * one)
+    read = wire.read_extraction
+    monkeypatch.setattr(wire, "read_extraction", lambda *given: read(*given[:2], Limits(raw_bytes=7 * one)))
     code, field, words = refusal(extract, layer=GRID, top=8)
 
     assert (code, field) == ("INVALID_ARGUMENT", "top")

@@ -20,6 +20,7 @@ from camserve_server.wire.replies import (
     photo_of,
 )
 from camserve_server.wire.requests import Order, read_model, read_order
+from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.xray import (
     Channel,
     Extraction,
@@ -41,6 +42,7 @@ __all__ = [
     "Rank",
     "Seconds",
     "Told",
+    "check_sizes",
     "describe_layer",
     "describe_method",
     "describe_metric",

@@ -1,6 +1,6 @@
 """What every field is checked with, and how an error says what there is instead."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from camserve_server.errors import InvalidArgument, NotFound, did_you_mean
@@ -22,16 +22,6 @@ def find_known(kind: str, name: str, among: Mapping[str, T], there_are: str, fie
         return among[name]
     hint = did_you_mean(name, among)
     raise NotFound(f'unknown {kind} "{short(name)}": {there_are} {listed(among)}{hint}', field=field)
-
-
-def check_count(items: Sequence[object], most: int, field: str) -> None:
-    """Refuse more items than `most`.
-
-    Raises:
-        InvalidArgument: there are more.
-    """
-    if len(items) > most:
-        raise InvalidArgument(f"{len(items)} {field}, and {most} is the limit", field=field)
 
 
 def check_range(value: float, low: float, high: float, field: str) -> None:

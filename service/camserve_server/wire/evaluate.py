@@ -10,9 +10,10 @@ from camserve_server.jobs import Assessment, MetricCall
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.metrics import METRICS, Looked, Reading, Repeated
 from camserve_server.types import Limits, ModelInfo
-from camserve_server.wire.checks import check_count, find_known
+from camserve_server.wire.checks import find_known
 from camserve_server.wire.replies import parameter_info, parameter_messages
 from camserve_server.wire.requests import Order, read_order, read_parameters
+from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.targets import read_box
 
 DEFAULT_METRICS = ("deletion", "insertion")
@@ -44,10 +45,11 @@ def read_evaluation(
     Raises:
         ServiceError: a field is wrong; the error names it.
     """
+    check_sizes(request, limits)
     with within_explain():
         order = read_order(request.explain, models, limits)
     box = read_box(request.box, "box") if request.HasField("box") else None
-    assessment = Assessment(order.job, _read_metrics(request.metrics, limits), box)
+    assessment = Assessment(order.job, _read_metrics(request.metrics), box)
     for place, call in enumerate(assessment.metrics):
         if METRICS[call.name].boxed and box is None:
             raise InvalidArgument(
@@ -73,8 +75,7 @@ def within_explain() -> Iterator[None]:
         raise
 
 
-def _read_metrics(metrics: Sequence[evaluate_pb2.Metric], limits: Limits) -> tuple[MetricCall, ...]:
-    check_count(metrics, limits.methods, "metrics")
+def _read_metrics(metrics: Sequence[evaluate_pb2.Metric]) -> tuple[MetricCall, ...]:
     wanted = metrics or [evaluate_pb2.Metric(name=name) for name in DEFAULT_METRICS]
     return tuple(_read_metric(metric, f"metrics[{place}]") for place, metric in enumerate(wanted))
 

@@ -9,13 +9,13 @@ from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound
 from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
 from camserve_server.types import Fusion, LayerInfo, Limits, MethodCall, ModelInfo, ParameterValue, Rendering
-from camserve_server.wire.checks import LARGEST_SIDE, check_count, check_range, find_known, listed, short
+from camserve_server.wire.checks import LARGEST_SIDE, check_range, find_known, listed, short
 from camserve_server.wire.formats import FORMATS, FUSIONS, PROFILES
+from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.targets import read_targets
 
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
-MOST_PREDICTIONS = 1000
 SMALLEST_SIDE = 16
 
 
@@ -47,11 +47,12 @@ def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, ModelIn
     Raises:
         ServiceError: a field is wrong; the error names it.
     """
+    check_sizes(request, limits)
     model = read_model(request.model, models, "model")
     job = Job(
         model=model,
-        calls=_read_calls(request.methods, limits),
-        layers=_read_layers(request.layers, model, limits),
+        calls=_read_calls(request.methods),
+        layers=_read_layers(request.layers, model),
         targets=read_targets(request, model, limits),
         fusion=_read_fusion(request.fusion),
     )
@@ -63,7 +64,7 @@ def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, ModelIn
             field="methods",
         )
     predictions = request.max_predictions if request.HasField("max_predictions") else DEFAULT_PREDICTIONS
-    check_range(predictions, 0, MOST_PREDICTIONS, "max_predictions")
+    check_range(predictions, 0, limits.predictions, "max_predictions")
     return Order(job, request.image, _read_rendering(request.rendering), predictions)
 
 
@@ -78,8 +79,7 @@ def read_model(name: str, models: Mapping[str, ModelInfo], field: str) -> ModelI
     return find_known("model", name, models, "the server has", field)
 
 
-def _read_calls(methods: Sequence[explain_pb2.Method], limits: Limits) -> tuple[MethodCall, ...]:
-    check_count(methods, limits.methods, "methods")
+def _read_calls(methods: Sequence[explain_pb2.Method]) -> tuple[MethodCall, ...]:
     if not methods:
         return (MethodCall(DEFAULT_METHOD),)
     return tuple(_read_call(method, f"methods[{place}]") for place, method in enumerate(methods))
@@ -148,8 +148,7 @@ def _read_fusion(value: "explain_pb2.Fusion.ValueType") -> Fusion | None:
     return FUSIONS[value]
 
 
-def _read_layers(names: Sequence[str], model: ModelInfo, limits: Limits) -> tuple[str, ...]:
-    check_count(names, limits.layers, "layers")
+def _read_layers(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise InvalidArgument("a layer is named twice", field="layers")
     for place, name in enumerate(names):

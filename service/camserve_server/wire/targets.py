@@ -20,9 +20,7 @@ from camserve_server.types import (
     Target,
     Task,
 )
-from camserve_server.wire.checks import LARGEST_SIDE, SHOWN, check_count, check_range, short
-
-MOST_AGAINST = 8
+from camserve_server.wire.checks import LARGEST_SIDE, SHOWN, check_range, short
 
 _SAYS: Mapping[Task, str] = {
     "classify": "classes: explain one by its label or index",
@@ -40,7 +38,6 @@ def read_targets(request: explain_pb2.ExplainRequest, model: ModelInfo, limits: 
     Raises:
         ServiceError: a field is wrong, or does not fit what the model answers with.
     """
-    check_count(request.targets, limits.targets, "targets")
     if request.targets:
         return tuple(read_target(one, model, f"targets[{place}]") for place, one in enumerate(request.targets))
     if model.task == "embed":
@@ -92,7 +89,6 @@ def _read_contrast(target: explain_pb2.Target, model: ModelInfo, field: str) -> 
 def _read_finer(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
     finer, field = target.finer, f"{field}.finer"
     why = read_class(finer.why, model, f"{field}.why")
-    check_count(finer.against, MOST_AGAINST, f"{field}.against")
     against = tuple(read_class(one, model, f"{field}.against[{place}]") for place, one in enumerate(finer.against))
     if why in against or len(set(against)) < len(against):
         raise InvalidArgument("each class may be named once only", field=f"{field}.against")

@@ -9,6 +9,7 @@ from camserve_server.errors import FailedPrecondition, InvalidArgument
 from camserve_server.jobs import channels_of
 from camserve_server.types import (
     LayerInfo,
+    Limits,
     Map,
     ModelInfo,
     Picture,
@@ -23,11 +24,10 @@ from camserve_server.wire.checks import check_range
 from camserve_server.wire.predictions import Told
 from camserve_server.wire.replies import Seconds, picture_of, timing_of
 from camserve_server.wire.requests import check_layer, find_layer, read_format, read_model
+from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.targets import read_target
 
 DEFAULT_TOP = 16
-MOST_CHANNELS = 256
-MOST_RAW = 32 * 2**20  # bytes of raw maps; what is larger belongs in smaller pieces than one message
 
 Rank = Literal["activation", "gradient"]
 
@@ -105,12 +105,15 @@ class Channel:
     map: Map
 
 
-def read_inspection(request: explain_pb2.InspectLayersRequest, models: Mapping[str, ModelInfo]) -> Inspection:
+def read_inspection(
+    request: explain_pb2.InspectLayersRequest, models: Mapping[str, ModelInfo], limits: Limits
+) -> Inspection:
     """Check a request to measure layers.
 
     Raises:
         ServiceError: a field is wrong; the error names it.
     """
+    check_sizes(request, limits)
     model = read_model(request.model, models, "model")
     for place, name in enumerate(request.layers):
         find_layer(name, model, f"layers[{place}]")
@@ -119,19 +122,22 @@ def read_inspection(request: explain_pb2.InspectLayersRequest, models: Mapping[s
     return Inspection(model, _target(request, model), tuple(request.layers), request.image)
 
 
-def read_extraction(request: explain_pb2.ExtractFeaturesRequest, models: Mapping[str, ModelInfo]) -> Extraction:
+def read_extraction(
+    request: explain_pb2.ExtractFeaturesRequest, models: Mapping[str, ModelInfo], limits: Limits
+) -> Extraction:
     """Check a request for channels of a layer.
 
     Raises:
         ServiceError: a field is wrong; the error names it.
     """
+    check_sizes(request, limits)
     model = read_model(request.model, models, "model")
     layer = request.layer or model.default_layer
     check_layer(layer, model, "layer")
     if request.rank not in RANKS:
         raise InvalidArgument(f"there is no rank {request.rank}", field="rank")
     top = request.top if request.HasField("top") else DEFAULT_TOP
-    check_range(top, 1, MOST_CHANNELS, "top")
+    check_range(top, 1, limits.channels, "top")
     if not (request.raw or request.picture):
         raise InvalidArgument("ask for a picture, for raw maps, or for both", field="picture")
     found = Extraction(
@@ -145,7 +151,7 @@ def read_extraction(request: explain_pb2.ExtractFeaturesRequest, models: Mapping
         picture=read_format(request.picture, "picture"),
         colormap=request.colormap or "viridis",
     )
-    _check_size(found)
+    _check_size(found, limits)
     return found
 
 
@@ -162,17 +168,17 @@ def _target(request: explain_pb2.InspectLayersRequest | explain_pb2.ExtractFeatu
     return target
 
 
-def _check_size(order: Extraction) -> None:
+def _check_size(order: Extraction, limits: Limits) -> None:
     layout = order.model.layers[order.layer].layout
     if not (order.raw and layout):
         return
     count = min(order.top, *channels_of(order.model, [order.layer]))
     height, width = layout.height, layout.width
     one = 4 * height * width
-    if count * one > MOST_RAW:
+    if count * one > limits.raw_bytes:
         raise InvalidArgument(
             f"{count} raw maps of {height} by {width} have {count * one / 2**20:,.1f} MiB, and "
-            f"{MOST_RAW // 2**20} is the limit: ask for at most {MOST_RAW // one}",
+            f"{limits.raw_bytes // 2**20} is the limit: ask for at most {limits.raw_bytes // one}",
             field="top",
         )
 
