@@ -63,6 +63,31 @@ class Settings(BaseModel):
     max_pixels: int = Field(default=50_000_000, ge=1, description="Pixels of a photo at most; checked before decoding.")
     max_side: int = Field(default=16_384, ge=1, description="Longer side of a photo at most, in pixels.")
     max_streams: int = Field(default=100, ge=1, le=10_000, description="Calls under way on one connection at most.")
+    max_connections: int = Field(
+        default=1000, ge=1, le=1_000_000, description="Connections open at most; one more is closed at once."
+    )
+    idle_seconds: float = Field(
+        default=20.0,
+        gt=0,
+        le=86_400,
+        description="How long a call may keep the server waiting for its message, and a stream for its next one while"
+        " none of it is under way.",
+    )
+    connection_idle_seconds: float = Field(
+        default=300.0, gt=0, le=86_400, description="How long a connection may be open without a call."
+    )
+    connection_age_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        le=604_800,
+        description="How long a connection may take new calls; a client then opens another by itself.",
+    )
+    connection_grace_seconds: float = Field(
+        default=900.0,
+        gt=0,
+        le=86_400,
+        description="How long calls that are under way then may take, before they are cut off.",
+    )
     stream_in_flight: int = Field(
         default=16, ge=1, le=1024, description="Requests of one ExplainStream under way at most; the rest wait unread."
     )

@@ -1,9 +1,16 @@
 """What a process that serves for long does with its memory."""
 
+import contextlib
 import ctypes
 import gc
+import logging
 import os
 import platform
+import resource
+
+log = logging.getLogger(__name__)
+
+OWN_FILES = 256  # libraries, logs, sockets of its own
 
 # Name in the environment, number in malloc.h, value.
 _ALLOCATOR = (
@@ -33,3 +40,19 @@ def keep_objects() -> None:
     """Take all there is now out of the garbage collector's rounds: libraries and models live as long as the process."""
     gc.collect()
     gc.freeze()
+
+
+def allow_files(count: int) -> None:
+    """Raise the limit on open files, which many systems set to 1,024, to so many beside a process's own.
+
+    Where that is not allowed, the log says so: without a file for it a connection is not accepted, but waits.
+    """
+    wanted = count + OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("at most %d files may be open, fewer than connections: lower max_connections, or raise it", most)

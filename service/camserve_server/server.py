@@ -27,7 +27,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from camserve_server import access, logs, process
+from camserve_server import access, floods, logs, process
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
 from camserve_server.engine import Engine
@@ -188,7 +188,7 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
         ConfigError: the address cannot be listened on, or should not be as the settings are; a file of certificates or
             tokens is no good; or a model cannot be loaded.
     """
-    house = House(settings.stream_in_flight)
+    house = House(settings.stream_in_flight, settings.idle_seconds)
     checks = health.aio.HealthServicer()
     access.check(settings)
     credentials = access.credentials(settings)
@@ -247,9 +247,8 @@ def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) 
         options=(
             ("grpc.max_receive_message_length", size),
             ("grpc.max_send_message_length", -1),
-            ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a cluster
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            *floods.options(settings),
         ),
     )
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), server)
@@ -261,8 +260,8 @@ def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) 
 
 
 def _at_the_door(settings: Settings, house: House) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    parser = Parser(house)
-    return (access.Guard(settings.tokens_file, house), parser) if settings.tokens_file else (parser,)
+    inner = floods.Patience(settings.idle_seconds, house), Parser(house)
+    return (access.Guard(settings.tokens_file, house), *inner) if settings.tokens_file else inner
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -287,6 +286,7 @@ async def serve_until_signal(settings: Settings) -> int:
         The exit code: 0 after a clean stop, 1 after one cut short.
     """
     stop, loop, warm = Stop(), asyncio.get_running_loop(), asyncio.Event()
+    process.allow_files(settings.max_connections)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)
 

@@ -54,6 +54,7 @@ class House:
 
     Attributes:
         stream_in_flight: requests of one stream under way at most.
+        idle: seconds that a stream may be open with nothing of it under way.
         pipeline: None until the models are warm.
         draining: set when the server stops.
         active: calls under way.
@@ -61,6 +62,7 @@ class House:
     """
 
     stream_in_flight: int
+    idle: float = math.inf
     pipeline: Pipeline | None = None
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     active: int = 0
@@ -120,6 +122,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         async with answering(self._house, context, "ExplainStream") as call:
             self._house.open()
             free, writing = asyncio.Semaphore(self._house.stream_in_flight), asyncio.Lock()
+            pulse = _Pulse(self._house.idle)
 
             async def write(reply: explain_pb2.ExplainStreamResponse) -> None:
                 async with writing:
@@ -129,30 +132,39 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
                 async with _telling(item, write) as progress:
                     reply = await self._reply(item, call.deadline, progress)
                 await write(reply)
+                pulse.ended()
                 free.release()
 
-            unreadable = None
+            ended: ServiceError | None = None
             async with asyncio.TaskGroup() as group:
                 await free.acquire()
                 try:
-                    while (item := await self._next(requests)) is not None:
+                    while (item := await self._next(requests, pulse)) is not None:
+                        pulse.began()
                         group.create_task(answer(item))
                         await free.acquire()
-                except InvalidArgument as error:
-                    unreadable = error  # those that came before it are answered first
-            if unreadable:
-                raise unreadable
+                except ServiceError as error:
+                    ended = error  # those that came before it are answered first
+            if ended:
+                raise ended
             if self._house.draining.is_set():
                 raise Unavailable("the server is draining: send the rest to another", retry_after=1.0)
 
     async def _next(
-        self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest]
+        self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest], pulse: "_Pulse"
     ) -> explain_pb2.ExplainStreamRequest | None:
-        """Return the next request, or None when there are no more or the server stops."""
+        """Return the next request, or None when there are no more or the server stops.
+
+        Raises:
+            Unavailable: nothing is under way, and nothing came for long.
+            InvalidArgument: what came is no request.
+        """
         reading = asyncio.ensure_future(anext(requests, None))
         draining = asyncio.ensure_future(self._house.draining.wait())
         try:
-            await asyncio.wait((reading, draining), return_when=asyncio.FIRST_COMPLETED)
+            while not (reading.done() or draining.done()):
+                waiting = (reading, draining)
+                await asyncio.wait(waiting, timeout=pulse.left(), return_when=asyncio.FIRST_COMPLETED)
             return reading.result() if reading.done() else None
         finally:
             draining.cancel()
@@ -198,6 +210,37 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             response.request_id = call.request_id
             call.fields = {"model": response.model, "channels": len(response.channels)}
             return response
+
+
+class _Pulse:
+    """What tells a stream that waits for its answers from one that nobody uses.
+
+    Args:
+        idle: seconds that it may be open with nothing of it under way.
+    """
+
+    def __init__(self, idle: float) -> None:
+        self._idle, self._under_way, self._since = idle, 0, asyncio.get_running_loop().time()
+
+    def began(self) -> None:
+        """Note that a request came."""
+        self._under_way += 1
+
+    def ended(self) -> None:
+        """Note that one was answered."""
+        self._under_way -= 1
+        self._since = asyncio.get_running_loop().time()
+
+    def left(self) -> float:
+        """Return how many seconds from now to look again.
+
+        Raises:
+            Unavailable: it was idle for too long; a client may open another when it has more to ask.
+        """
+        left = self._idle if self._under_way else self._since + self._idle - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise Unavailable(f"the stream was idle for {self._idle:g} s")
+        return left
 
 
 class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):

@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+import resource
 import subprocess
 import sys
 import threading
@@ -139,3 +140,27 @@ def test_the_thread_that_loaded_the_models_is_gone_and_its_openmp_workers_with_i
         names = [thread.name for thread in threading.enumerate()]
     assert "camserve-server" in names
     assert not [name for name in names if name.startswith("loading")]
+
+
+LIMITS = """
+import resource, sys
+from camserve_server import process
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])))
+process.allow_files(1000)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(("hard", "soft"), [(2000, 1256), (500, 500)])
+def test_the_limit_on_open_files_is_raised_for_the_connections_as_far_as_is_allowed(hard, soft):
+    done = subprocess.run([sys.executable, "-c", LIMITS, str(hard)], capture_output=True, text=True, check=True)
+
+    assert int(done.stdout) == soft
+    assert ("lower max_connections" in done.stderr) is (soft < 1256)
+
+
+def test_a_limit_on_open_files_that_is_high_enough_stays():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    process.allow_files(1)
+
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -643,8 +643,8 @@ async def test_a_stream_is_read_only_as_far_as_there_is_room(serving, monkeypatc
     taken = []
     read = servicer.ExplainServicer._next
 
-    async def count(self, requests):
-        taken.append(await read(self, requests))
+    async def count(self, requests, pulse):
+        taken.append(await read(self, requests, pulse))
         return taken[-1]
 
     monkeypatch.setattr(servicer.ExplainServicer, "_next", count)
@@ -725,6 +725,92 @@ async def test_a_long_method_takes_no_more_of_the_queue_than_a_chunk(serving):
         await short
         assert not long.done()
         await long
+
+
+async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and_no_other(serving):
+    async with serving(idle_seconds=0.3) as running:
+        idle, busy = running.stream(), running.stream()
+        await idle.write(item("r0"))
+        assert (await idle.read()).request_id == "r0"
+        running.batcher.pause()
+        await busy.write(item("r1"))
+        error = await refused(idle.read())
+        await asyncio.sleep(0.6)
+        running.batcher.resume()
+
+        assert (await busy.read()).request_id == "r1"
+        busy.cancel()
+
+    assert error.code == grpc.StatusCode.UNAVAILABLE  # so that a client opens another when it has more to ask
+    assert error.message == "the stream was idle for 0.3 s"
+
+
+@pytest.mark.parametrize("rpc", ["camserve.v1.ExplainService/Explain", "grpc.health.v1.Health/Watch"])
+async def test_a_call_whose_message_does_not_come_is_ended_after_a_while(rpc, serving):
+    async with serving(idle_seconds=0.3) as running:
+        call = running.channel.stream_stream(f"/{rpc}")()
+        began = asyncio.get_running_loop().time()
+        error = await refused(call.read())
+        took = asyncio.get_running_loop().time() - began
+
+    assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert error.message == "the call's message did not come within 0.3 s"
+    assert 0.2 <= took <= 2
+    assert error.trailers["x-request-id"]
+
+
+async def test_a_connection_beyond_the_limit_is_closed_at_once_and_those_that_are_open_go_on(serving):
+    async with serving(max_connections=2) as running:
+        await running.status()
+        first, second = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(2)]
+
+        assert await second[0].read() == b""
+        assert await first[0].read(1)  # the server's half of HTTP/2
+        assert await running.status() == SERVING
+        for _, writer in (first, second):
+            writer.close()
+
+
+async def test_a_connection_of_age_makes_way_for_another_and_only_what_outlasts_its_grace_is_cut_off(serving):
+    async with serving(connection_age_seconds=0.5, connection_grace_seconds=0.5) as running:
+        watch = running.health.Watch(health_pb2.HealthCheckRequest())
+        began, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
+        await watch.read()
+        while loop.time() < began + 2:
+            await running.explain(request())  # on one connection after the other, and none of them fails
+        error = await refused(watch.read())
+
+    assert error.code == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_call_without_a_message_is_refused(running):
+    error = await refused(running.channel.stream_unary("/camserve.v1.ExplainService/Explain")(iter(())))
+
+    assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert error.message == "the call ended without a message"
+
+
+async def test_a_call_whose_message_came_is_waited_for_as_long_as_it_takes(serving):
+    async with serving(idle_seconds=0.2) as running:
+        watch = running.health.Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        running.batcher.pause()
+        call = asyncio.ensure_future(running.explain(request()))
+        await asyncio.sleep(0.5)
+        assert not call.done()
+        running.batcher.resume()
+
+        assert len((await call).explanations) == 1
+        assert not watch.done()
+
+
+async def test_a_call_whose_message_does_not_come_does_not_hold_up_a_stop(serving):
+    async with serving(drain_seconds=60) as running:
+        call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
+        await call.wait_for_connection()
+        running.stop.asked.set()
+
+        await asyncio.wait_for(running.task, 5)
 
 
 async def test_the_deadline_of_a_stream_ends_it_and_frees_the_queue(running):

@@ -1,0 +1,42 @@
+"""What a process and all that it started hold, read from /proc: memory, descriptors, threads."""
+
+import contextlib
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def pids(root):
+    """The process itself first."""
+    found = [root]
+    for pid in found:
+        with contextlib.suppress(OSError):
+            for task in (PROC / str(pid) / "task").iterdir():
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def _sum(root, count):
+    total = 0.0
+    for pid in pids(root):
+        with contextlib.suppress(OSError, StopIteration):  # it may end meanwhile
+            total += count(PROC / str(pid))
+    return total
+
+
+def _status(folder, name):
+    lines = (folder / "status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def memory(root):
+    """MB in memory."""
+    return _sum(root, lambda folder: _status(folder, "VmRSS:")) / 1024
+
+
+def threads(root):
+    return int(_sum(root, lambda folder: _status(folder, "Threads:")))
+
+
+def files(root):
+    return int(_sum(root, lambda folder: len(list((folder / "fd").iterdir()))))
