@@ -6,21 +6,23 @@ unless one is asked for: while the engine works on one batch, the next one gathe
 Passes take turns: what is due first is the pass that was served longest ago, or a deadline that is near. A pass in
 which only long requests wait (of more rows than a batch) goes behind those with short ones, unless it has waited for a
 second. Within a pass the request with the fewest rows left goes first, and of many equal long ones the first to begin
-is the first to end. A part of every batch belongs to the request that has been there longest, so that short ones never
-starve a long one. While short ones keep coming, that part is all that long ones get: a batch cannot be interrupted, so
-what a short one waits for must itself be short.
+is the first to end. Callers take turns at that, so that nobody waits behind all that another has sent. A part of every
+batch belongs to the request that has been there longest, so that short ones never starve a long one. While short ones
+keep coming, that part is all that long ones get: a batch cannot be interrupted, so what a short one waits for must
+itself be short.
 """
 
 import asyncio
 import logging
 import math
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self, TypeAlias
 
+from camserve_server.admission import CALLER, Admission
 from camserve_server.errors import (
     DeadlineExceeded,
     Internal,
@@ -42,6 +44,7 @@ PATIENCE = 1.0  # seconds: a deadline nearer than this is urgent
 RETRY_LARGER = 64  # a batch cut for want of memory may be one row larger again after so many
 BRISK = 10.0  # seconds: while a short request came so lately, another may come
 LONG = 32  # rows: a request of more is a long one, even if a batch has room for all of them
+PLACE = 256 * 2**10  # bytes of its message that a row has room for: a request of more takes the places of several rows
 OLDEST_SHARE = 4  # one row in so many of a batch is the oldest request's
 SHORTEST_RETRY = 0.05
 LONGEST_RETRY = 5.0
@@ -90,6 +93,7 @@ class _Ticket:
     arrived: float
     done: asyncio.Future[None]
     spent: Spent
+    caller: str = field(default_factory=CALLER.get)
     taken: int = 0
     delivered: int = 0
     early: dict[int, RowResult] = field(default_factory=dict)
@@ -154,10 +158,11 @@ class Batcher:
 
     def __init__(self, *runs: Run, max_batch_rows: int = 8, max_queue_rows: int = 1024, max_delay: float = 0.0) -> None:
         self.stats = Stats()
-        self.admitted = 0
         self._engines = [_Engine(run) for run in runs]
         self._max_batch = max_batch_rows
         self._max_queue = max_queue_rows
+        # Two batches, one that runs and one that gathers, are what keeps an engine busy.
+        self._door = Admission(max_queue_rows, 2 * max_batch_rows, self._refused)
         self._max_delay = max_delay
         self._caps: dict[tuple[str, Kind], int] = {}
         self._queues: dict[Pass, list[_Ticket]] = {}
@@ -165,7 +170,6 @@ class Batcher:
         self._row_seconds = 0.01
         self._short_came = -math.inf
         self._arrived = asyncio.Event()
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._loops: list[asyncio.Task[None]] = []
@@ -194,12 +198,18 @@ class Batcher:
         """Form batches again."""
         self._resumed.set()
 
+    @property
+    def admitted(self) -> int:
+        """Rows accepted and not yet answered, or places that as large messages take."""
+        return self._door.taken
+
     @asynccontextmanager
-    async def admit(self, rows: int, *, wait: bool = False) -> AsyncIterator[None]:
+    async def admit(self, rows: int, *, size: int = 0, wait: bool = False) -> AsyncIterator[None]:
         """Hold room for so many rows inside the block.
 
         Args:
             rows: that the request will run.
+            size: of its message, in bytes.
             wait: for room, rather than refuse.
 
         Raises:
@@ -208,36 +218,13 @@ class Batcher:
         """
         if rows > self._max_queue:
             raise InvalidArgument(f"the request costs {rows} rows, and {self._max_queue} is the limit")
-        if self._fits(rows) and not (wait and self._line):
-            self.admitted += rows
-        elif wait:
-            await self._turn(rows)
-        else:
-            self.stats.refused += 1
-            raise ResourceExhausted("the queue is full", retry_after=self._retry_after())
-        try:
+        places = min(max(rows, -(-size // PLACE)), self._max_queue)
+        async with self._door.admit(places, wait=wait):
             yield
-        finally:
-            self._leave(rows)
 
-    async def _turn(self, rows: int) -> None:
-        """Wait for room behind those who came before, so that small requests cannot keep a large one out."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((rows, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._leave(rows)
-            raise
-
-    def _leave(self, rows: int) -> None:
-        self.admitted -= rows
-        while self._line and (self._line[0][1].done() or self._fits(self._line[0][0])):
-            waiting, turn = self._line.popleft()
-            if not turn.done():
-                self.admitted += waiting
-                turn.set_result(None)
+    def _refused(self, words: str) -> ResourceExhausted:
+        self.stats.refused += 1
+        return ResourceExhausted(words, retry_after=self._retry_after())
 
     async def submit(self, pass_: Pass, rows: Sequence[Row], collect: Collect, deadline: float = math.inf) -> Spent:
         """Run rows.
@@ -332,7 +319,7 @@ class Batcher:
         reserved = room // OLDEST_SHARE or int(self.stats.batches % OLDEST_SHARE == 1)
         batch = queue[0].take(reserved)
         brisk, share = now - self._short_came < BRISK, max(1, room // OLDEST_SHARE)
-        for ticket in sorted(queue, key=lambda one: (one.deadline > now + PATIENCE, one.waiting)):
+        for ticket in _by_turns(sorted(queue, key=lambda one: (one.deadline > now + PATIENCE, one.waiting))):
             most = share if brisk and self._is_long(ticket) else room
             batch += ticket.take(most - _inputs(batch))
         self._served[pass_] = now
@@ -393,12 +380,20 @@ class Batcher:
             self._caps[pass_.model, pass_.kind] = cap
             log.warning("out of memory with %d inputs: batches have at most %d now", _inputs(batch), cap)
 
-    def _fits(self, rows: int) -> bool:
-        return self.admitted + rows <= self._max_queue
-
     def _retry_after(self) -> float:
         seconds = self.admitted * self._row_seconds / len(self._engines)
         return min(max(seconds / 2, SHORTEST_RETRY), LONGEST_RETRY)
+
+
+def _by_turns(tickets: Sequence[_Ticket]) -> list[_Ticket]:
+    """Put the first of each caller first, then the second of each, and so on; one caller's stay in their order."""
+    turns = Counter[str]()
+
+    def turn(ticket: _Ticket) -> int:
+        turns[ticket.caller] += 1
+        return turns[ticket.caller]
+
+    return sorted(tickets, key=turn)
 
 
 def _inputs(batch: Sequence[_Place]) -> int:

@@ -113,7 +113,8 @@ class Pipeline:
                 progress=progress,
             )
 
-        async with self.batcher.admit(min(order.job.rows, self.limits.chunk), wait=wait):
+        rows, size = min(order.job.rows, self.limits.chunk), request.ByteSize()
+        async with self.batcher.admit(rows, size=size, wait=wait):
             return await self._answered(order, work, deadline)
 
     async def evaluate(
@@ -141,7 +142,8 @@ class Pipeline:
 
         with wire.within_explain():
             render.colormap(asked.order.rendering.colormap)
-            async with self.batcher.admit(min(asked.assessment.rows, self.limits.chunk)):
+            rows, size = min(asked.assessment.rows, self.limits.chunk), request.ByteSize()
+            async with self.batcher.admit(rows, size=size):
                 explained = await self._answered(asked.order, work, deadline)
         return wire.evaluate_response(asked, explained, readings)
 

@@ -21,6 +21,7 @@ from camserve.v1 import (
     models_pb2_grpc,
 )
 from camserve_server import errors, jobs, logs, wire, xray
+from camserve_server.admission import CALLER, address_of
 from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unavailable
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
@@ -354,6 +355,7 @@ async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[_
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     call = _Call(_request_id(context), math.inf if remaining is None else began + remaining)
     logs.REQUEST_ID.set(call.request_id)
+    CALLER.set(logs.CALLER.get() or address_of(context.peer()))
     context.set_trailing_metadata((("x-request-id", call.request_id),))
     code = grpc.StatusCode.CANCELLED
     try:

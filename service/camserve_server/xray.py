@@ -102,7 +102,7 @@ def _colours(name: str) -> Pixels:
 
 async def _looked(pipeline: Pipeline, order: wire.Inspection | wire.Extraction, pass_: Pass, deadline: float) -> _Look:
     found: list[RowResult] = []
-    async with pipeline.batcher.admit(1):
+    async with pipeline.batcher.admit(1, size=len(order.image)):
         began = time.perf_counter()
         view = await _in_thread(pipeline, _see, order.image, order.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began

@@ -460,7 +460,7 @@ async def test_a_full_queue_refuses_exactly_what_does_not_fit_and_says_when_to_c
         lost = [await refused(call) for call in calls if call.exception()]
 
     assert [error.code for error in lost] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * extra
-    assert [error.message for error in lost] == ["the queue is full"] * extra
+    assert {error.message for error in lost} == {"the queue is full: 8 rows are under way, and 8 is the limit"}
     assert all(50 <= int(error.trailers["grpc-retry-pushback-ms"]) <= 5000 for error in lost)
     assert sum(call.exception() is None for call in calls) == 8
     assert running.batcher.stats.refused == extra

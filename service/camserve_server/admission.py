@@ -1,0 +1,181 @@
+"""Who is let in: room for so much and no more, shared among those who ask for it.
+
+A caller that is alone may have all the room there is. While others are there too, each has a right to its share, the
+room divided by the number of callers: who has more than that gets no more, and who has less is not refused, but waits
+for the first room that comes free. So one that asks for ever more fills a server that nobody else uses, and makes way
+as soon as somebody comes, who notices nothing. A caller is there while it has or waits for room, and for some seconds
+after it last asked.
+"""
+
+import asyncio
+import ipaddress
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+CALLER: ContextVar[str] = ContextVar("caller_of_room", default="")
+"""Who asks: the name of a token, or an address."""
+
+PRESENT = 10.0  # seconds for which a caller counts after it last asked; longer than any pause that it is told to make
+LINE = 1024  # places waited for at most by those who have no right to them: what waits is in memory already
+
+
+def address_of(peer: str) -> str:
+    """Return whose address a gRPC peer has, without its port; of IPv6 the network, in which one caller has them all.
+
+    Example:
+        >>> address_of("ipv4:10.1.2.3:4567"), address_of("unix:"), address_of("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4567")
+        ('10.1.2.3', 'unix:', '2001:db8:1:2::/64')
+    """
+    host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a socket in the file system, or what gRPC calls otherwise
+        return peer if peer.startswith("unix") else host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network(f"{address}/64", strict=False))
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """Somebody who waits."""
+
+    places: int
+    come: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Admission:
+    """Lets in as much as there is room for.
+
+    Args:
+        places: that there are.
+        least: places of a caller's share at least.
+        refusal: makes the error for who finds no room, of words that say which limit it has met.
+    """
+
+    def __init__(self, places: int, least: int, refusal: Callable[[str], Exception]) -> None:
+        self.taken = 0
+        self._places, self._least, self._refusal = places, least, refusal
+        self._held: Counter[str] = Counter()
+        self._lines: dict[str, deque[_Turn]] = {}
+        self._waiting: Counter[str] = Counter()
+        self._asked: dict[str, float] = {}  # the latest last
+
+    @asynccontextmanager
+    async def admit(self, places: int, *, wait: bool) -> AsyncIterator[None]:
+        """Hold room inside the block.
+
+        Args:
+            places: how much; never more than there is.
+            wait: for it, even without a right to it.
+
+        Raises:
+            Exception: the refusal.
+        """
+        caller = CALLER.get()
+        share = self._present(caller)
+        if self._may_pass(caller, places, share, wait=wait):
+            self._take(caller, places)
+        elif self._may_wait(caller, places, share, wait=wait):
+            await self._turn(caller, places)
+        else:
+            raise self._refusal(self._words(share))
+        try:
+            yield
+        finally:
+            self._leave(caller, places)
+
+    def _words(self, share: int) -> str:
+        if share == self._places:
+            return f"the queue is full: {self.taken:,} rows are under way, and {self._places:,} is the limit"
+        return (
+            f"the queue is full for you: it has {self._places:,} rows, others are here too, and the share of each is "
+            f"{share:,}"
+        )
+
+    def _present(self, caller: str) -> int:
+        """Return the share of each, after noting that this one is there."""
+        now = asyncio.get_running_loop().time()
+        self._asked.pop(caller, None)
+        self._asked[caller] = now
+        while self._asked[oldest := next(iter(self._asked))] < now - PRESENT:
+            del self._asked[oldest]
+            if self._held[oldest] or oldest in self._lines:
+                self._asked[oldest] = now
+        return self._each()
+
+    def _each(self) -> int:
+        return min(self._places, max(self._places // max(1, len(self._asked)), self._least))
+
+    def _may_pass(self, caller: str, places: int, share: int, *, wait: bool) -> bool:
+        """Say whether there is room at once, and nobody's turn before."""
+        if self.taken + places > self._places or not self._within(caller, places, share):
+            return False
+        if wait and caller in self._lines:
+            return False
+        return self._next(share) in (None, caller)
+
+    def _may_wait(self, caller: str, places: int, share: int, *, wait: bool) -> bool:
+        """Say whether it is by right or by patience, and the line is not too long for either."""
+        mine, line = self._held[caller] + self._waiting[caller], self._waiting.total() + places
+        by_right = not mine or mine + places <= share
+        return (by_right and line <= LINE + self._places) or (wait and line <= max(LINE, places))
+
+    def _within(self, caller: str, places: int, share: int) -> bool:
+        held = self._held[caller]
+        return not held or held + places <= share
+
+    async def _turn(self, caller: str, places: int) -> None:
+        turn = _Turn(places)
+        self._lines.setdefault(caller, deque()).append(turn)
+        self._waiting[caller] += places
+        try:
+            await turn.come
+        except asyncio.CancelledError:
+            if turn.come.done() and not turn.come.cancelled():
+                self._leave(caller, places)
+            elif turn in self._lines.get(caller, ()):
+                self._out_of_line(caller, turn)
+                self._let_in()
+            raise
+
+    def _out_of_line(self, caller: str, turn: _Turn) -> None:
+        line = self._lines[caller]
+        line.remove(turn)
+        self._waiting[caller] -= turn.places
+        if not line:
+            del self._lines[caller], self._waiting[caller]
+
+    def _take(self, caller: str, places: int) -> None:
+        self.taken += places
+        self._held[caller] += places
+
+    def _leave(self, caller: str, places: int) -> None:
+        self.taken -= places
+        self._held[caller] -= places
+        if not self._held[caller]:
+            del self._held[caller]
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Give the room that is free to who waits for it."""
+        share = self._each()
+        while (caller := self._next(share)) is not None:
+            turn = self._lines[caller][0]
+            if turn.come.done():  # it has given up, and was not yet told
+                self._out_of_line(caller, turn)
+                continue
+            if self.taken + turn.places > self._places:
+                return  # the room is kept for it, so that small ones cannot keep a large one out
+            self._out_of_line(caller, turn)
+            self._take(caller, turn.places)
+            turn.come.set_result(None)
+
+    def _next(self, share: int) -> str | None:
+        """Return whose turn it is: of those who wait and may have more, the one that has least."""
+        may = [one for one, line in self._lines.items() if self._within(one, line[0].places, share)]
+        return min(may, key=lambda one: self._held[one], default=None)
