@@ -16,6 +16,9 @@ from camserve_server.servicer import Context, House, answering
 HANDSHAKE = 10.0  # seconds that a new connection may take for TLS and the first frames of HTTP/2
 SILENCE = 60.0  # seconds without a sign of life after which a caller is asked for one
 ANSWER = 20.0  # seconds that it has for it
+MOMENT = (
+    0.1  # seconds after which gRPC has told of a call that it is taken back; it first says that no message will come
+)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # gRPC's own class takes no [] at run time
 
@@ -93,4 +96,5 @@ class Patience(grpc.aio.ServerInterceptor):
         except TimeoutError:
             raise DeadlineExceeded(f"the call's message did not come within {self._seconds:g} s") from None
         except StopAsyncIteration:
+            await asyncio.sleep(MOMENT)
             raise InvalidArgument("the call ended without a message") from None

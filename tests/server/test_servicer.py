@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import config, images, logs, pipeline, render, server, servicer
+from camserve_server import config, floods, images, logs, pipeline, render, server, servicer
 from camserve_server.errors import ConfigError, ServiceError
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
@@ -781,6 +781,15 @@ async def test_a_connection_of_age_makes_way_for_another_and_only_what_outlasts_
         error = await refused(watch.read())
 
     assert error.code == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_call_that_is_taken_back_before_its_message_has_no_line_in_the_log(running, logged):
+    call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
+    await call.wait_for_connection()
+    call.cancel()
+    await asyncio.sleep(3 * floods.MOMENT)
+
+    assert "Explain" not in {entry["message"] for entry in logged()}
 
 
 async def test_a_call_without_a_message_is_refused(running):
