@@ -56,7 +56,8 @@ class Served:
 def serving(**settings):
     """Serve on a free port, in a thread."""
     started = Future()
-    chosen = config.load(flags={"address": "127.0.0.1:0", **settings}, environment={})
+    flags = {"address": "127.0.0.1:0", "isolation": "thread", **settings}
+    chosen = config.load(flags=flags, environment={})
 
     async def main():
         stop, loop = server.Stop(), asyncio.get_running_loop()
@@ -83,3 +84,21 @@ def jpeg(image, quality=92):
     packed = io.BytesIO()
     Image.fromarray(image).save(packed, "JPEG", quality=quality)
     return packed.getvalue()
+
+
+def children(process_id):
+    """Return the ids of the processes that one has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(status.read_text().rpartition(")")[2].split()[1]) == process_id:
+                found.append(int(status.parent.name))
+    return found
+
+
+def alive(process_id):
+    """Return whether a process is there, and not only remembered."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -28,6 +28,7 @@ def running(models: str | Sequence[str] = ("efficientnet_lite0",), **settings: A
     from camserve_server import config, server  # noqa: PLC0415 -- they need the extra [server]; `import` does not
 
     named = (models,) if isinstance(models, str) else tuple(models)
-    chosen = config.load(flags={"address": "127.0.0.1:0", "models": named, **settings}, environment={})
+    flags = {"address": "127.0.0.1:0", "isolation": "thread", "models": named, **settings}
+    chosen = config.load(flags=flags, environment={})
     with server.serve_in_thread(chosen) as address:
         yield address

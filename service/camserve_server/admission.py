@@ -89,6 +89,14 @@ class Admission:
         finally:
             self._leave(caller, places)
 
+    def turn_away(self, error: Exception) -> None:
+        """Let nobody wait any longer: all who do are told why."""
+        for caller, line in list(self._lines.items()):
+            for turn in list(line):
+                self._out_of_line(caller, turn)
+                if not turn.come.done():
+                    turn.come.set_exception(error)
+
     def _words(self, share: int) -> str:
         if share == self._places:
             return f"the queue is full: {self.taken:,} rows are under way, and {self._places:,} is the limit"

@@ -13,6 +13,7 @@ itself be short.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import Counter
@@ -30,6 +31,7 @@ from camserve_server.errors import (
     OutOfMemory,
     ResourceExhausted,
     Unavailable,
+    WorkerLost,
 )
 from camserve_server.types import Kind, Pass, Row, RowResult
 
@@ -79,6 +81,7 @@ class Stats:
     rows: int = 0
     refused: int = 0
     expired: int = 0
+    answered: int = 0
     failed: int = 0
 
 
@@ -140,9 +143,10 @@ _Place: TypeAlias = tuple[_Ticket, int]
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """What runs batches, one after another."""
+    """What runs batches, one after another, unless it is paused."""
 
     run: Run
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="engine"))
 
 
@@ -170,9 +174,9 @@ class Batcher:
         self._row_seconds = 0.01
         self._short_came = -math.inf
         self._arrived = asyncio.Event()
-        self._resumed = asyncio.Event()
-        self._resumed.set()
+        self._gone = ""
         self._loops: list[asyncio.Task[None]] = []
+        self.resume()
 
     async def __aenter__(self) -> Self:
         """Begin to pull batches."""
@@ -184,19 +188,34 @@ class Batcher:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
-        for queue in self._queues.values():
-            for ticket in queue:
-                ticket.fail(Unavailable("the server is shutting down"))
+        self._fail_waiting(Unavailable("the server is shutting down"))
         for engine in self._engines:
             await asyncio.to_thread(engine.thread.shutdown)  # not on the loop: the batch that runs may hang
 
-    def pause(self) -> None:
-        """Form no further batch until `resume`; what arrives waits."""
-        self._resumed.clear()
+    def pause(self, place: int | None = None) -> None:
+        """Form no further batch until `resume`, for one engine or for all; what arrives waits."""
+        for engine in self._engines if place is None else self._engines[place : place + 1]:
+            engine.resumed.clear()
 
-    def resume(self) -> None:
+    def resume(self, place: int | None = None) -> None:
         """Form batches again."""
-        self._resumed.set()
+        self._gone = ""
+        for engine in self._engines if place is None else self._engines[place : place + 1]:
+            engine.resumed.set()
+
+    def give_up(self, why: str) -> None:
+        """Answer all that waits, and whatever comes, with Unavailable until `resume`: no engine will be there soon."""
+        self._gone = why
+        self._fail_waiting(Unavailable(why, retry_after=LONGEST_RETRY))
+
+    def _check_there(self) -> None:
+        if self._gone:
+            raise Unavailable(self._gone, retry_after=LONGEST_RETRY)
+
+    def _fail_waiting(self, error: Unavailable) -> None:
+        for ticket in itertools.chain.from_iterable(self._queues.values()):
+            ticket.fail(error)
+        self._door.turn_away(error)
 
     @property
     def admitted(self) -> int:
@@ -214,8 +233,10 @@ class Batcher:
 
         Raises:
             ResourceExhausted: there is no room; `retry_after` is a guess at when there will be.
+            Unavailable: there is no engine.
             InvalidArgument: there never will be.
         """
+        self._check_there()
         if rows > self._max_queue:
             raise InvalidArgument(f"the request costs {rows} rows, and {self._max_queue} is the limit")
         places = min(max(rows, -(-size // PLACE)), self._max_queue)
@@ -240,8 +261,10 @@ class Batcher:
 
         Raises:
             DeadlineExceeded: the deadline passed before the last row was put in a batch.
+            Unavailable: there is no engine, or it was lost while it ran them.
             Exception: whatever the engine raised for a row that it could not compute.
         """
+        self._check_there()
         loop = asyncio.get_running_loop()
         ticket = _Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), Spent())
         self._queues.setdefault(pass_, []).append(ticket)
@@ -255,7 +278,7 @@ class Batcher:
         while True:
             await self._arrived.wait()
             await self._company()
-            await self._resumed.wait()
+            await engine.resumed.wait()
             batch = self._form()
             if batch:
                 self._arrived.set()  # there may be more, for whichever engine is free next
@@ -342,9 +365,15 @@ class Batcher:
             return
         try:
             results = await self._timed(engine, pass_, batch)
+        except WorkerLost as error:  # whose fault it was cannot be known: running them again could take the next one
+            self.stats.failed += len(batch)
+            for ticket, _ in batch:
+                ticket.fail(error)
+            return
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
             await self._isolate(engine, pass_, batch, error)
             return
+        self.stats.answered += len(batch)
         if _inputs(batch) == self._caps.get((pass_.model, pass_.kind)) and self.stats.batches % RETRY_LARGER == 0:
             self._caps[pass_.model, pass_.kind] += 1
         for (ticket, index), result in zip(batch, results, strict=True):

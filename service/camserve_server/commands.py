@@ -192,6 +192,7 @@ def _server_of_ones_own(model: str, device: str) -> Iterator[str]:
         flags = {
             "models": (model,),
             "device": device,
+            "isolation": "thread",
             "address": f"unix:{folder}/camserve",
             "drain_seconds": 1,
             "max_message_mib": 1024,

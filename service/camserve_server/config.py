@@ -34,6 +34,14 @@ class Settings(BaseModel):
         description="`cpu`, `cuda:N`, or `cuda` for every GPU; several with commas between, an engine for each, and two"
         " for one named twice. `auto` takes the first GPU if there is one.",
     )
+    isolation: Literal["process", "thread"] = Field(
+        default="process",
+        description="Where engines live: each in a process of its own, which is watched, and started anew when it dies"
+        " or hangs; or in threads of the server.",
+    )
+    max_batch_seconds: float = Field(
+        default=60.0, ge=1, le=3600, description="How long a batch may take; then its engine is taken for hung."
+    )
     threads: int = Field(
         default=0,
         ge=0,

@@ -10,6 +10,7 @@ ServiceError
 ├── Unauthenticated      no token, or none that is known
 ├── PermissionDenied     a token that is not for this
 ├── Unavailable          starting, draining, or the engine is gone
+│   └── WorkerLost       while it ran this
 └── Internal             our fault; the log has the rest
 """
 
@@ -69,6 +70,10 @@ class PermissionDenied(ServiceError):
 
 class Unavailable(ServiceError):
     """The server is starting, draining, or has lost its engine."""
+
+
+class WorkerLost(Unavailable):
+    """The process of the engine ended while it ran this."""
 
 
 class Internal(ServiceError):

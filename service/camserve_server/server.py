@@ -3,19 +3,15 @@
 import asyncio
 import logging
 import os
-import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
-import numpy as np
-import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -28,20 +24,17 @@ from camserve.v1 import (
     models_pb2_grpc,
 )
 from camserve_server import access, floods, logs, process
-from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
-from camserve_server.engine import Engine
 from camserve_server.errors import ConfigError
-from camserve_server.models import LoadedModel, ModelSpec, load, parse
+from camserve_server.fleet import Fleet, Well
+from camserve_server.hardware import cores
+from camserve_server.models import ModelSpec, parse
 from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
-from camserve_server.targets import anything
-from camserve_server.types import MethodCall, ModelInfo, Pass, Row
 
 log = logging.getLogger(__name__)
 
-CPU_BATCH, GPU_BATCH = 8, 32
 QUIET, LONGEST_QUIET = 0.1, 1.0  # seconds without a new call before a draining server closes its port
 
 SERVICES = (
@@ -51,6 +44,9 @@ SERVICES = (
     models_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
 """What has a health of its own; the empty name is the server as a whole."""
+
+LIVE = "liveness"
+"""The name whose health says that the server's event loop runs, and nothing of its engines."""
 
 
 @dataclass(slots=True)
@@ -71,58 +67,21 @@ class Stop:
 
 
 @asynccontextmanager
-async def opened(settings: Settings) -> AsyncIterator[Pipeline]:
+async def opened(settings: Settings, well: Well = lambda _well: None) -> AsyncIterator[Pipeline]:
     """Load the models, warm them up, and hold a pipeline open inside the block.
+
+    Args:
+        settings: of the server.
+        well: told when explanations can no longer be had, and when they can again.
 
     Raises:
         ConfigError: a model cannot be loaded.
     """
-    threads = settings.threads or cores()
-    devices = devices_named(settings.device)
-    # In a thread that ends then: OpenMP keeps workers for every thread that ever computed, and with more of them than
-    # cores it lets all sleep between two loops, the engine's too.
-    with ThreadPoolExecutor(1, thread_name_prefix="loading") as loading:
-        engines, infos = await asyncio.get_running_loop().run_in_executor(loading, _load, settings, devices, threads)
-    on_gpu = devices[0] != "cpu"
-    batcher = Batcher(
-        *(engine.run for engine in engines),
-        max_batch_rows=settings.max_batch_rows or (GPU_BATCH if on_gpu else CPU_BATCH),
-        max_queue_rows=settings.max_queue_rows,
-        max_delay=settings.max_queue_delay_ms / 1e3,
-    )
-    with ThreadPoolExecutor(threads, thread_name_prefix="image") as pool:
-        async with batcher:
-            yield Pipeline(infos, batcher, pool, settings.limits)
-
-
-def cores() -> int:
-    """Return how many cores this process may use: a container's share counts, not the host's."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return max(1, min(allowed, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or "max" for no limit
-        return allowed
-
-
-def _load(settings: Settings, devices: Sequence[str], threads: int) -> tuple[list[Engine], dict[str, ModelInfo]]:
-    """Load the models, make an engine for each device, and warm them up."""
-    torch.set_num_threads(max(1, threads // max(1, devices.count("cpu"))))
-    models: dict[str, list[LoadedModel]] = {}
-    for name, spec in named(settings.models).items():
-        model = load(spec, devices[0])
-        models[name] = [model, *(model.copied(device) for device in devices[1:])]
-    engines = [
-        Engine({name: copies[place] for name, copies in models.items()}, beside=len(devices) > 1)
-        for place in range(len(devices))
-    ]
-    for name, (model, *_) in models.items():
-        for engine in engines:
-            _warm_up(engine, model.info)
-        log.info("model %s is warm", name, extra=logs.fields(source=model.info.source, layer=model.info.default_layer))
-    # What is told of a model holds for all of its copies; which of them will answer is not known before.
-    place = ",".join(dict.fromkeys(devices))
-    return engines, {name: replace(model.info, device=place) for name, (model, *_) in models.items()}
+    specs = named(settings.models)
+    with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
+        async with Fleet(settings, well) as fleet:
+            await fleet.load(specs)
+            yield Pipeline(fleet.models, fleet.batcher, pool, settings.limits)
 
 
 def named(models: Sequence[str]) -> dict[str, ModelSpec]:
@@ -139,34 +98,44 @@ def named(models: Sequence[str]) -> dict[str, ModelSpec]:
     return specs
 
 
-def devices_named(names: str) -> list[str]:
-    """Return the devices that a setting means, one for each engine.
+class Health:
+    """What the server says of itself: it is SERVING while its models are warm and explanations come out of them.
 
-    Raises:
-        ConfigError: one is not there.
+    Args:
+        checks: that answer who asks.
     """
-    if names == "auto":
-        return ["cuda:0" if torch.cuda.is_available() else "cpu"]
-    return [device for name in names.split(",") for device in _devices_of(name.strip())]
 
+    def __init__(self, checks: health.aio.HealthServicer) -> None:
+        self._checks = checks
+        self._warm, self._well = False, True
+        self._saying: set[asyncio.Task[None]] = set()
 
-def _devices_of(name: str) -> list[str]:
-    there = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ConfigError(f'device "{name}": there are cpu, cuda, cuda:N and auto, or some of them with commas between')
-    if name != "cpu" and (name not in there if ":" in name else not there):
-        raise ConfigError(f'device "{name}": torch sees {len(there)} CUDA devices here')
-    return there if name == "cuda" else [name]
+    async def live(self) -> None:
+        """Begin to answer: the event loop runs, and that is all there is yet."""
+        await self._checks.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+        await self._say()
 
+    def turn(self, *, warm: bool) -> None:
+        """Take note that the models are warm, or that the server stops."""
+        self._warm = warm
+        self._tell()
 
-def _warm_up(engine: Engine, info: ModelInfo) -> None:
-    """Run one row of each kind, so that the first request does not pay for what is made on first use."""
-    image = np.full((*info.preprocess.size, 3), 128, np.uint8)
-    for name, pass_ in (
-        ("gradcam", Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))),
-        ("saliency", Pass(info.name, "saliency", info.preprocess.size)),
-    ):
-        engine.run(pass_, [Row(image, anything(info), (MethodCall(name),))])
+    def told(self, well: bool) -> None:  # noqa: FBT001 -- what a callback is told
+        """Take note of whether explanations can be had."""
+        if self._warm and well != self._well:
+            log.log(logging.INFO if well else logging.ERROR, "well again" if well else "not well: no explanations")
+        self._well = well
+        self._tell()
+
+    def _tell(self) -> None:
+        saying = asyncio.ensure_future(self._say())
+        self._saying.add(saying)
+        saying.add_done_callback(self._saying.discard)
+
+    async def _say(self) -> None:
+        kinds = health_pb2.HealthCheckResponse
+        for service in SERVICES:
+            await self._checks.set(service, kinds.SERVING if self._warm and self._well else kinds.NOT_SERVING)
 
 
 Ready: TypeAlias = Callable[[int, Pipeline], None]
@@ -194,25 +163,24 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
     credentials = access.credentials(settings)
     server = _build(settings, house, checks)
     port = _listen(server, settings.address, credentials)
-    await _set_health(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
+    said = Health(checks)
+    await said.live()
     await server.start()
     try:
-        async with opened(settings) as pipeline:
-            await _set_health(checks, health_pb2.HealthCheckResponse.SERVING)
+        async with opened(settings, said.told) as pipeline:
+            said.turn(warm=True)
             house.pipeline = pipeline
             log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
             ready(port, pipeline)
             await stop.asked.wait()
-            await _drain(server, house, checks, settings.drain_seconds, stop)
+            said.turn(warm=False)
+            await _drain(server, house, settings.drain_seconds, stop)
     finally:
         await server.stop(None)
 
 
-async def _drain(
-    server: grpc.aio.Server, house: House, checks: health.aio.HealthServicer, seconds: float, stop: Stop
-) -> None:
+async def _drain(server: grpc.aio.Server, house: House, seconds: float, stop: Stop) -> None:
     log.info("draining", extra=logs.fields(seconds=seconds))
-    await _set_health(checks, health_pb2.HealthCheckResponse.NOT_SERVING)
     house.draining.set()
     finishing = asyncio.ensure_future(_finished(house, seconds))
     hurrying = asyncio.ensure_future(stop.hurry.wait())
@@ -269,11 +237,6 @@ def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCrede
         return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: is the port taken, or the host unknown?") from error
-
-
-async def _set_health(checks: health.aio.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-    for service in SERVICES:
-        await checks.set(service, status)
 
 
 async def serve_until_signal(settings: Settings) -> int:

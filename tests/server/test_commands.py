@@ -20,7 +20,7 @@ from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server import commands
 
 PROGRAM = Path(sys.executable).with_name("camserve-server")
-FLAGS = ["--address", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
+FLAGS = ["--isolation", "thread", "--address", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
 
 NETS = '''
 import time

@@ -81,6 +81,7 @@ def test_every_setting_can_stand_in_the_environment_and_in_the_file(name, toml):
         "address": "0.0.0.0:1234",
         "models": "timm:resnet18",
         "device": "cuda:1",
+        "isolation": "thread",
         "log_level": "debug",
         "log_format": "json",
         "tls_cert": "server.pem",

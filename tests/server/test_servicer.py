@@ -32,7 +32,7 @@ from camserve_server.pipeline import Pipeline
 from camserve_server.types import Limits
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-FLAGS = {"address": "127.0.0.1:0", "device": "cpu", "threads": 1, "drain_seconds": 10}
+FLAGS = {"isolation": "thread", "address": "127.0.0.1:0", "device": "cpu", "threads": 1, "drain_seconds": 10}
 BUF = Path(sys.executable).with_name("buf")
 
 NETS = """

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve_server import commands, config, server
+from camserve_server import commands, config, hardware, server
 from camserve_server.errors import ConfigError, FailedPrecondition, OutOfMemory
 from camserve_server.tuning import bench, choice, report, survey
 from camserve_server.tuning.survey import Cell, Line, Survey
@@ -231,7 +231,7 @@ def folder(tmp_path, monkeypatch):
         if name.startswith("CAMSERVE_"):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(server, "cores", lambda: 1)  # tests share their cores
+    monkeypatch.setattr(hardware, "cores", lambda: 1)  # tests share their cores
     monkeypatch.setattr(survey, "BATCHES", (1, 2))
     threads = torch.get_num_threads()
     yield tmp_path

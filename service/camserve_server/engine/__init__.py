@@ -36,13 +36,14 @@ class Engine:
     """Runs batches, one at a time, on the models it was given.
 
     Args:
-        models: by name, all on one device; no other engine may have the same.
+        models: by name, all on one device; no other engine may have the same. More may come, and some go, meanwhile.
+        device: that they are on; if not given, that of the first.
         beside: whether other engines may work on that device at the same time.
     """
 
-    def __init__(self, models: Mapping[str, LoadedModel], *, beside: bool = False) -> None:
+    def __init__(self, models: Mapping[str, LoadedModel], *, device: str = "", beside: bool = False) -> None:
         self._models = models
-        self._place = _place(next(iter(models.values())).info.device, beside=beside)
+        self._place = _place(device or next(iter(models.values())).info.device, beside=beside)
 
     def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
         """Run one batch.

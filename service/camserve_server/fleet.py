@@ -1,0 +1,167 @@
+"""The engines of a server and their models: made, watched, and let go.
+
+An engine that dies or hangs is paused, and with the last of them the server is not well, until another has taken its
+place and its models are warm again. What waits meanwhile goes on waiting, but not for ever.
+"""
+
+import asyncio
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+import numpy as np
+import torch
+
+from camserve_server.batcher import Batcher
+from camserve_server.config import Settings
+from camserve_server.errors import ConfigError, Internal, ServiceError
+from camserve_server.hardware import cores, devices_named
+from camserve_server.models import ModelSpec
+from camserve_server.targets import anything
+from camserve_server.types import MethodCall, ModelInfo, Pass, Row, RowResult
+from camserve_server.workers import Local, Port, Setup, Worker
+
+log = logging.getLogger(__name__)
+
+CPU_BATCH, GPU_BATCH = 8, 32
+BORNE = 30.0  # seconds that callers wait for an engine to come back, before they are refused at once
+CANARY = 10.0  # seconds between two looks whether an explanation comes out
+DOUBTS = 2  # canaries that fail, one after the other, before the server is not well
+
+Well = Callable[[bool], object]
+"""Told on the event loop whether explanations can be had."""
+
+
+class Fleet:
+    """Engines behind one batcher.
+
+    Args:
+        settings: of the server.
+        well: told when explanations can no longer be had, and when they can again.
+    """
+
+    def __init__(self, settings: Settings, well: Well = lambda _well: None) -> None:
+        devices = devices_named(settings.device)
+        self._settings = settings
+        self._well = well
+        self._loop = asyncio.get_running_loop()
+        self._up: set[int] = set()
+        self._failures = 0
+        self._told = True
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._engines = [self._made(place, devices) for place in range(len(devices))]
+        self.models: dict[str, ModelInfo] = {}
+        self.batcher = Batcher(
+            *(engine.run for engine in self._engines),
+            max_batch_rows=settings.max_batch_rows or (CPU_BATCH if devices[0] == "cpu" else GPU_BATCH),
+            max_queue_rows=settings.max_queue_rows,
+            max_delay=settings.max_queue_delay_ms / 1e3,
+        )
+
+    def _made(self, place: int, devices: Sequence[str]) -> Port:
+        settings = self._settings
+        setup = Setup(
+            device=devices[place],
+            threads=max(1, (settings.threads or cores()) // max(1, devices.count("cpu"))),
+            beside=len(devices) > 1,
+            log_level=settings.log_level,
+            log_format=settings.log_format,
+            path=tuple(sys.path),
+        )
+        if settings.isolation == "thread":
+            self._up.add(place)
+            return Local(setup)
+        come, go = (partial(self._loop.call_soon_threadsafe, told, place) for told in (self._came, self._went))
+        return Worker(setup, batch_seconds=settings.max_batch_seconds, up=come, down=go)
+
+    async def __aenter__(self) -> Self:
+        """Begin to run batches, and to watch; there is no model yet."""
+        if self._settings.isolation == "process":
+            torch.set_num_threads(1)  # what computes is elsewhere
+        await self.batcher.__aenter__()
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Let everything go; a batch that runs is finished."""
+        self._watching.cancel()
+        if self._giving_up:
+            self._giving_up.cancel()
+        self._well = lambda _well: None
+        await self.batcher.__aexit__()
+        for engine in self._engines:
+            await asyncio.to_thread(engine.close)
+
+    async def load(self, specs: Mapping[str, ModelSpec]) -> None:
+        """Load models on every engine, and warm them up.
+
+        Raises:
+            ConfigError: one cannot be loaded.
+        """
+        # In threads that end then: OpenMP keeps workers for every thread that ever computed, and with more of them than
+        # cores it lets all sleep between two loops, the engine's too.
+        with ThreadPoolExecutor(len(self._engines), thread_name_prefix="loading") as loading:
+            for name, spec in specs.items():
+                tasks = [self._loop.run_in_executor(loading, engine.load, name, spec) for engine in self._engines]
+                self.models[name] = _together(await asyncio.gather(*tasks))
+
+    def _came(self, place: int) -> None:
+        """Let an engine run batches."""
+        self._up.add(place)
+        self.batcher.resume(place)
+        if self._giving_up:
+            self._giving_up.cancel()
+        self._tell()
+
+    def _went(self, place: int) -> None:
+        """Let an engine run no more; after the last of them callers wait for one, but not for ever."""
+        self._up.discard(place)
+        self.batcher.pause(place)
+        if not self._up:
+            why = "there is no engine: it was lost, and could not be started again yet"
+            self._giving_up = self._loop.call_later(BORNE, self.batcher.give_up, why)
+        self._tell()
+
+    def _tell(self) -> None:
+        well = bool(self._up) and self._failures < DOUBTS
+        if well != self._told:
+            self._told = well
+            self._well(well)
+
+    async def _watch(self) -> None:
+        """Now and then, where no row was answered meanwhile, explain one."""
+        answered = -1
+        while True:
+            await asyncio.sleep(CANARY)
+            if self.models and self._up and self.batcher.stats.answered == answered:
+                self._failures = 0 if await self._sings() else self._failures + 1
+                self._tell()
+            answered = self.batcher.stats.answered
+
+    async def _sings(self) -> bool:
+        """Return whether an explanation comes out of the first model."""
+        info, found = next(iter(self.models.values())), list[RowResult]()
+        image = np.full((*info.preprocess.size, 3), 128, np.uint8)
+        pass_ = Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))
+        row = Row(image, anything(info), (MethodCall("gradcam"),))
+        try:
+            async with asyncio.timeout(2 * self._settings.max_batch_seconds):
+                await self.batcher.submit(pass_, [row], lambda _, result: found.append(result))
+            if not math.isfinite(found[0].score):
+                raise Internal("its score is not finite")
+        except (ServiceError, TimeoutError, RuntimeError) as error:
+            log.warning("a canary failed: %s", str(error) or "it took too long")
+            return False
+        return True
+
+
+def _together(infos: Sequence[ModelInfo]) -> ModelInfo:
+    """Return what is known of one model on several devices; which of them will answer is not known before."""
+    if len({info.digest for info in infos}) > 1:
+        raise ConfigError(f"model {infos[0].name} has other weights on each device: seed what makes them")
+    return replace(infos[0], device=",".join(dict.fromkeys(info.device for info in infos)))

@@ -1,0 +1,116 @@
+"""The process of an engine: `python -m camserve_server.workers.child SOCKET`, which the server starts.
+
+Its first thread runs batches, one reads what is asked, one says that the process is alive, and one that ends loads a
+model: OpenMP keeps workers for every thread that ever computed, and with more of them than cores all would sleep
+between two loops, the engine's too.
+"""
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from camserve_server import logs, process
+from camserve_server.errors import ConfigError, Internal, ServiceError
+from camserve_server.workers.messages import BEAT, Ask, Beat, Reply, Setup, packed
+
+if TYPE_CHECKING:
+    from camserve_server.workers.local import Local
+
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class _Child:
+    """Answers what a server asks."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._batches: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._ready = False
+
+    def work(self) -> None:
+        """Work until the server is gone."""
+        setup: Setup = self._connection.recv()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        sys.path[:] = setup.path
+        logs.configure(setup.log_level, setup.log_format)
+        import torch  # noqa: PLC0415 -- it takes seconds, in which the server shall hear that there is life
+
+        from camserve_server.workers.local import Local  # noqa: PLC0415 -- the same
+
+        torch.set_num_threads(setup.threads)
+        engine = Local(setup)
+        threading.Thread(target=self._read, args=(engine,), name="reading", daemon=True).start()
+        self._ready = True
+        while True:
+            self._answer(engine, self._batches.get())
+            if setup.device != "cpu":
+                _check_device()
+
+    def _read(self, engine: "Local") -> None:
+        try:
+            while True:
+                ask: Ask = self._connection.recv()
+                if ask.what == "run":
+                    self._batches.put(ask)
+                else:
+                    threading.Thread(target=self._answer, args=(engine, ask), name="loading", daemon=True).start()
+        except (EOFError, OSError):
+            os._exit(0)  # the server is gone, or wants no more
+
+    def _answer(self, engine: "Local", ask: Ask) -> None:
+        try:
+            reply = Reply(ask.number, getattr(engine, ask.what)(*ask.arguments))
+        except (ServiceError, ConfigError) as error:
+            reply = Reply(ask.number, error=error)
+        except Exception:  # noqa: BLE001 -- of classes that the server may not have
+            reply = Reply(ask.number, error=RuntimeError("in the engine's process:\n" + traceback.format_exc()))
+        except BaseException:  # noqa: BLE001 -- a model may call sys.exit
+            reply = Reply(ask.number, error=Internal("the model tried to end the server"))
+        if ask.what != "run":
+            process.keep_objects()
+        self._send(reply)
+
+    def _beat(self) -> None:
+        while True:
+            self._send(Beat(self._ready))
+            time.sleep(BEAT)
+
+    def _send(self, message: Reply | Beat) -> None:
+        try:
+            with self._sending:
+                self._connection.send_bytes(packed(message))
+        except OSError:
+            os._exit(0)
+
+
+def _check_device() -> None:
+    """End a process whose GPU no longer answers: after some errors it never does again."""
+    import torch  # noqa: PLC0415 -- as above
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main() -> None:
+    """Run the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd send them to all; the server says when
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    process.keep_memory()
+    _Child(Connection(int(sys.argv[1]))).work()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""An engine in this process: for embedded use, and inside of a worker."""
+
+import ctypes
+import gc
+import logging
+import platform
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from camserve_server import logs
+from camserve_server.engine import Engine
+from camserve_server.errors import Unavailable
+from camserve_server.models import LoadedModel, load
+from camserve_server.models.spec import ModelSpec
+from camserve_server.targets import anything
+from camserve_server.types import MethodCall, ModelInfo, Pass, Row, RowResult
+from camserve_server.workers.messages import Setup
+
+log = logging.getLogger(__name__)
+
+_LOADING = threading.Lock()
+"""One model after another: random weights come from a generator that the whole process has in common."""
+
+
+class Local:
+    """An engine in this process.
+
+    Args:
+        setup: of the engine.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._models: dict[str, LoadedModel] = {}
+        self._engine = self._engine_of(self._models)
+
+    def _engine_of(self, models: dict[str, LoadedModel]) -> Engine:
+        return Engine(models, device=self._setup.device, beside=self._setup.beside)
+
+    def load(self, name: str, spec: ModelSpec) -> ModelInfo:
+        """Load a model and warm it up; see `Port.load`."""
+        with _LOADING:
+            torch.set_num_threads(self._setup.threads)
+            model = load(spec, self._setup.device)
+            _warm_up(self._engine_of({model.info.name: model}), model.info)
+            self._models[name] = model
+        fields = logs.fields(source=model.info.source, layer=model.info.default_layer, device=self._setup.device)
+        log.info("model %s is warm", name, extra=fields)
+        return model.info
+
+    def drop(self, name: str) -> None:
+        """Forget a model; see `Port.drop`."""
+        self._models.pop(name, None)
+        _give_back()
+
+    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+        """Run one batch; see `Port.run`."""
+        if pass_.model not in self._models:
+            raise Unavailable(f"the model {pass_.model} was lost: it could not be loaded again", retry_after=5.0)
+        return self._engine.run(pass_, rows)
+
+    def close(self) -> None:
+        """Let the models go."""
+        self._models.clear()
+
+
+def _warm_up(engine: Engine, info: ModelInfo) -> None:
+    """Run one row of each kind, so that the first request does not pay for what is made on first use."""
+    image = np.full((*info.preprocess.size, 3), 128, np.uint8)
+    for name, pass_ in (
+        ("gradcam", Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))),
+        ("saliency", Pass(info.name, "saliency", info.preprocess.size)),
+    ):
+        engine.run(pass_, [Row(image, anything(info), (MethodCall(name),))])
+
+
+def _give_back() -> None:
+    """Give the memory of what is no longer there to the system, and to other users of a GPU."""
+    gc.unfreeze()  # modules are in cycles, which may have been taken out of the collector's rounds
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

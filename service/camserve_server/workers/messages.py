@@ -1,0 +1,61 @@
+"""What passes between a server and the process of an engine, over a socket that nobody else has."""
+
+import pickle
+from dataclasses import dataclass
+from typing import Literal
+
+What = Literal["run", "load", "drop"]
+
+BEAT = 0.5  # seconds between two signs of life
+SILENCE = 4.0  # seconds without one: whoever is silent for longer, has stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine starts with.
+
+    Attributes:
+        device: "cpu" or "cuda:0".
+        threads: that torch computes with.
+        beside: whether other engines may work on that device at the same time.
+        log_level: least level that is logged.
+        log_format: "text" or "json".
+        path: where Python looks for modules.
+    """
+
+    device: str
+    threads: int
+    beside: bool = False
+    log_level: str = "info"
+    log_format: str = "text"
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Something to be done: a method of the engine's port, and what it is called with."""
+
+    number: int
+    what: What
+    arguments: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of it: a value, or the error."""
+
+    number: int
+    value: object = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life; `ready` once the engine takes what it is asked."""
+
+    ready: bool = True
+
+
+def packed(message: object) -> bytes:
+    """Return a message as bytes; arrays are copied once, and what several rows share stays shared."""
+    return pickle.dumps(message, protocol=5)

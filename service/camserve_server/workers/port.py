@@ -1,0 +1,36 @@
+"""What a server knows of an engine, wherever it lives."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from camserve_server.models.spec import ModelSpec
+from camserve_server.types import ModelInfo, Pass, Row, RowResult
+
+
+class Port(Protocol):
+    """An engine with the models that it was given; plain values go in and come out. Each call blocks its thread."""
+
+    def load(self, name: str, spec: ModelSpec) -> ModelInfo:
+        """Load a model, warm it up, and only then let rows name it; those of other models run meanwhile.
+
+        Args:
+            name: by which rows mean it.
+            spec: which one.
+
+        Raises:
+            ConfigError: it cannot be loaded, or cannot explain.
+        """
+
+    def drop(self, name: str) -> None:
+        """Forget a model, and give its memory back."""
+
+    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+        """Run one batch; see `engine.Engine.run`.
+
+        Raises:
+            WorkerLost: the process that ran it is gone.
+            ServiceError: whatever else went wrong.
+        """
+
+    def close(self) -> None:
+        """Let everything go; nothing is called afterwards."""

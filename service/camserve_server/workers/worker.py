@@ -1,0 +1,262 @@
+"""An engine in a process of its own, which is watched: when it dies or hangs, another takes its place.
+
+Native code can end a process, and an error of a GPU can leave it of no use; nothing inside of it can help then. And
+whatever the engine computes in Python does not keep the server from its callers.
+"""
+
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import cast
+
+from camserve_server import logs
+from camserve_server.errors import ConfigError, WorkerLost
+from camserve_server.models.spec import ModelSpec
+from camserve_server.types import ModelInfo, Pass, Row, RowResult
+from camserve_server.workers.messages import SILENCE, Ask, Beat, Reply, Setup, What, packed
+
+log = logging.getLogger(__name__)
+
+STARTING = 300.0  # seconds until a process must say that it is ready: a cold disk may be slow to give torch
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries to start one, if it never came so far as to be ready
+LOADING = 1800.0  # seconds that a model may take: weights may come over a slow network
+CLOSING = 2.0  # seconds that it has to go by itself
+
+Told = Callable[[], object]
+"""Told that a worker is up, or down; in a thread of the worker's."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Something that was asked, and when it must be answered, on the clock of `time.monotonic`."""
+
+    late: float
+    answer: Future[object] = field(default_factory=Future)
+
+
+class _Life:
+    """One process, from its start to its end.
+
+    Args:
+        setup: of the engine.
+        ended: called when it has ended, before those who wait for it are told.
+    """
+
+    def __init__(self, setup: Setup, ended: Callable[[], None]) -> None:
+        self.ready: Future[None] = Future()
+        self.filled = threading.Event()
+        self.over = False
+        self._ended = ended
+        self._asked: dict[int, _Waiting] = {}
+        self._count = 0
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._ending = False
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._patience(STARTING)
+        with theirs:
+            number = theirs.fileno()
+            command = (sys.executable, "-m", __package__ + ".child", str(number))
+            self.process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL)  # noqa: S603 -- ours
+        self._connection.send(setup)
+
+    def read(self) -> None:
+        """Take what the process says until it ends, or is ended for its silence."""
+        try:
+            while True:
+                self._take(self._connection.recv())
+                self._check()
+        except (EOFError, OSError) as error:
+            silent = isinstance(error, BlockingIOError)  # how a socket says that its patience is over
+            self._bury(f"no sign of life for {SILENCE:g} s" if silent else "it is gone")
+        except TimeoutError as error:
+            self._bury(str(error))
+
+    def ask(self, what: What, *arguments: object, seconds: float) -> Future[object]:
+        """Ask for something; the answer raises WorkerLost if the process ends before."""
+        waiting = _Waiting(time.monotonic() + seconds)
+        with self._lock:
+            if self._socket.fileno() < 0:
+                raise _lost()
+            self._count += 1
+            number, self._asked[self._count] = self._count, waiting
+        with suppress(OSError), self._sending:  # the reading thread sees the same, and tells all who wait
+            self._connection.send_bytes(packed(Ask(number, what, arguments)))
+        return waiting.answer
+
+    def end(self) -> None:
+        """Have the process go."""
+        self._ending = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _take(self, message: Reply | Beat) -> None:
+        if isinstance(message, Beat):
+            if message.ready and not self.ready.done():
+                self._patience(SILENCE)
+                self.ready.set_result(None)
+            return
+        with self._lock:
+            waiting = self._asked.pop(message.number)
+        if message.error is None:
+            waiting.answer.set_result(message.value)
+        else:
+            waiting.answer.set_exception(message.error)
+
+    def _check(self) -> None:
+        with self._lock:
+            late = min((one.late for one in self._asked.values()), default=float("inf"))
+        if late < time.monotonic():
+            raise TimeoutError("it took too long for what it was asked")
+
+    def _bury(self, why: str) -> None:
+        """Make sure that the process is no more, say so, and tell all who wait."""
+        self._stop()
+        if not self._ending:
+            log.error("the engine's process ended: %s", why, extra=logs.fields(exit=self.process.returncode))
+        self.over = True
+        self._ended()
+        with self._lock:
+            asked = [self._asked.pop(number) for number in list(self._asked)]
+            self._socket.close()
+        self._connection.close()
+        if not self.ready.done():
+            self.ready.set_exception(_lost())
+        for one in asked:
+            one.answer.set_exception(_lost())
+
+    def _stop(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(CLOSING if self._ending else 0)
+        self.process.kill()
+        self.process.wait()
+
+    def _patience(self, seconds: float) -> None:
+        """Say how long a silence, or a full socket, is borne."""
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+
+
+def _lost() -> WorkerLost:
+    return WorkerLost("the engine was lost while it ran this, and is being started again", retry_after=1.0)
+
+
+class Worker:
+    """An engine in a process of its own, and another one after it.
+
+    Args:
+        setup: of the engine.
+        batch_seconds: that one batch may take; with one that takes longer the process is taken for hung.
+        up: told when it takes batches, with every model that it was given.
+        down: told when it no longer does.
+    """
+
+    def __init__(
+        self, setup: Setup, *, batch_seconds: float = 60.0, up: Told = lambda: None, down: Told = lambda: None
+    ) -> None:
+        self._setup = setup
+        self._batch_seconds = batch_seconds
+        self._tell_up, self._tell_down = up, down
+        self._models: dict[str, tuple[ModelSpec, str]] = {}
+        self._changing = threading.Lock()
+        self._turning = threading.Lock()
+        self._newest: _Life
+        self._born = threading.Event()
+        self._up: _Life | None = None
+        self._closing = threading.Event()
+        # A process is told to die with the thread that started it: this one stays.
+        self._keeper = threading.Thread(target=self._keep, name="worker", daemon=True)
+        self._keeper.start()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that runs batches now."""
+        return self._up.process.pid if self._up else None
+
+    def load(self, name: str, spec: ModelSpec) -> ModelInfo:
+        """Load a model; see `Port.load`."""
+        self._born.wait()
+        life = self._newest
+        life.filled.wait()
+        with self._changing:
+            try:
+                info = cast("ModelInfo", life.ask("load", name, spec, seconds=LOADING).result())
+            except WorkerLost as error:
+                raise ConfigError(f"model {spec.name} ({spec.origin}): the engine ended while it loaded it") from error
+            self._models[name] = (spec, info.digest)
+        return info
+
+    def drop(self, name: str) -> None:
+        """Forget a model; see `Port.drop`."""
+        with self._changing:
+            self._models.pop(name, None)
+            with suppress(WorkerLost):
+                self._living().ask("drop", name, seconds=self._batch_seconds).result()
+
+    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+        """Run one batch; see `Port.run`."""
+        answer = self._living().ask("run", pass_, rows, seconds=self._batch_seconds)
+        return cast("list[RowResult]", answer.result())
+
+    def close(self) -> None:
+        """End the process, and start no other."""
+        self._closing.set()
+        self._born.wait()
+        self._newest.end()
+        self._keeper.join()
+
+    def _living(self) -> _Life:
+        if self._up is None:
+            raise _lost()
+        return self._up
+
+    def _keep(self) -> None:
+        """Start a process; when it ends, another."""
+        pause = 0.0
+        while not self._closing.wait(pause):
+            self._newest = _Life(self._setup, self._down)
+            self._born.set()
+            threading.Thread(target=self._fill, args=(self._newest,), name="filling", daemon=True).start()
+            self._newest.read()
+            worked = self._newest.ready.exception() is None
+            pause = 0.0 if worked else min(2 * pause + FIRST_PAUSE, LONGEST_PAUSE)
+
+    def _fill(self, life: _Life) -> None:
+        """Give a process the models that were given to the one before, and then let rows come."""
+        with self._changing, suppress(WorkerLost):
+            life.ready.result()
+            for name, (spec, digest) in self._models.items():
+                _load_again(life, name, spec, digest)
+            with self._turning:
+                if not life.over:
+                    self._up = life
+                    self._tell_up()
+        life.filled.set()
+
+    def _down(self) -> None:
+        with self._turning:
+            was, self._up = self._up, None
+            if was:
+                self._tell_down()
+
+
+def _load_again(life: _Life, name: str, spec: ModelSpec, digest: str) -> None:
+    try:
+        info = cast("ModelInfo", life.ask("load", name, spec, seconds=LOADING).result())
+    except ConfigError as error:
+        log.error("a model was lost: %s", error)  # noqa: TRY400 -- the operator's words, not a traceback
+        return
+    if info.digest != digest:
+        log.error("model %s was lost: its weights are not those it had before", name)
+        life.ask("drop", name, seconds=LOADING).result()

@@ -1,0 +1,329 @@
+"""An engine in a process of its own: what it computes, and what its callers see when it dies or hangs."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import camserve
+from camserve_server import config, fleet, server
+from camserve_server.errors import ConfigError, Unavailable, WorkerLost
+from camserve_server.models import parse
+from camserve_server.targets import anything
+from camserve_server.types import MethodCall, Pass, Row
+from camserve_server.workers import Local, Setup, Worker
+from support import alive, children
+
+SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
+NETS = '''
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+
+
+class Tiny(nn.Module):
+    """Does what a file beside it says; else it classifies."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Conv2d(3, 4, 3, 2)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        act()
+        return self.head(self.features(x).relu().mean((2, 3)))
+
+
+def act():
+    for name, does in (("exit", lambda: os._exit(7)), ("abort", os.abort), ("sleep", lambda: time.sleep(3600))):
+        if (HERE / name).exists():
+            (HERE / name).unlink()
+            does()
+
+
+def tiny():
+    return Tiny()
+
+
+def fatal():
+    os.abort()
+'''
+IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+SIZE = "?size=32"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("nets")
+    (place / "worker_nets.py").write_text(NETS)
+    return place
+
+
+def setup(folder, **changes):
+    return Setup("cpu", 1, path=(str(folder), *sys.path), log_level="error", **changes)
+
+
+@dataclass
+class Told:
+    """What a worker says of itself."""
+
+    up: threading.Event = field(default_factory=threading.Event)
+    down: threading.Event = field(default_factory=threading.Event)
+
+    def came(self):
+        self.down.clear()
+        self.up.set()
+
+    def went(self):
+        self.up.clear()
+        self.down.set()
+
+
+@pytest.fixture(scope="module")
+def worker(folder):
+    told = Told()
+    one = Worker(setup(folder), batch_seconds=3, up=told.came, down=told.went)
+    try:
+        info = one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
+        yield one, told, info
+    finally:
+        one.close()
+
+
+def asked(info, kind="cam"):
+    layers = (info.default_layer,) if kind == "cam" else ()
+    method = MethodCall("gradcam" if kind == "cam" else "saliency")
+    return Pass(info.name, kind, (32, 32), layers), [Row(IMAGE, anything(info), (method,))] * 3
+
+
+def until(condition, seconds=60):
+    late = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < late, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["cam", "saliency"])
+def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, folder, kind, monkeypatch):
+    process, _, info = worker
+    monkeypatch.syspath_prepend(folder)
+    here = Local(setup(folder))
+
+    assert here.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")) == info
+    for mine, its in zip(here.run(*asked(info, kind)), process.run(*asked(info, kind)), strict=True):
+        assert mine.score == its.score
+        assert (mine.logits == its.logits).all()
+        assert all((a[0] == b[0]).all() for a, b in zip(mine.maps, its.maps, strict=True))
+
+
+def test_what_is_wrong_with_a_row_is_told_as_an_engine_of_this_process_tells_it(worker):
+    process, _, info = worker
+    pass_, rows = asked(info)
+
+    with pytest.raises(Exception, match="nowhere"):
+        process.run(Pass(info.name, "cam", (32, 32), ("nowhere",)), rows)
+    assert len(process.run(pass_, rows)) == 3
+
+
+@pytest.mark.parametrize("way", ["abort", "sleep", "SIGSTOP"])
+def test_a_worker_that_dies_or_hangs_fails_its_batch_and_another_takes_its_place(worker, folder, way):
+    process, told, info = worker
+    until(told.up.is_set)
+    before = process.process_id
+    if way.startswith("SIG"):
+        os.kill(before, getattr(signal, way))
+    else:
+        (folder / way).touch()
+
+    began = time.monotonic()
+    with pytest.raises(WorkerLost):
+        process.run(*asked(info))
+    assert time.monotonic() - began < 6  # 4 s of silence, or 3 s of a batch and half a second between two looks
+    assert told.down.is_set()
+    until(told.up.is_set)
+    assert len(process.run(*asked(info))) == 3
+    assert process.process_id != before
+    assert not alive(before)
+
+
+def test_a_model_that_ends_the_process_as_it_loads_cannot_be_loaded_and_the_others_come_back(worker):
+    process, told, info = worker
+    with pytest.raises(ConfigError, match=r"model bad \(worker_nets:fatal\): the engine ended while it loaded it"):
+        process.load("bad", parse("bad=worker_nets:fatal"))
+    until(told.up.is_set)
+
+    assert len(process.run(*asked(info))) == 3
+
+
+def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(tmp_path):
+    told = Told()
+    (tmp_path / "changing_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
+    one = Worker(setup(tmp_path), up=told.came, down=told.went)
+    try:
+        info = one.load("tiny", parse(f"tiny=changing_nets:tiny{SIZE}"))
+        os.kill(one.process_id, signal.SIGKILL)
+        until(told.down.is_set)
+        until(told.up.is_set)
+        with pytest.raises(Exception, match="the model tiny was lost"):
+            one.run(*asked(info))
+    finally:
+        one.close()
+
+
+def test_a_worker_goes_with_its_server_even_if_that_is_killed():
+    """A hung one too: it is the kernel that ends it."""
+    code = (
+        "import sys, time; from camserve_server.workers import Setup, Worker\n"
+        "up = __import__('threading').Event()\n"
+        "one = Worker(Setup('cpu', 1, path=tuple(sys.path)), up=up.set)\n"
+        "up.wait(); print(one.process_id, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        os.kill(child, signal.SIGSTOP)
+        parent.kill()
+    until(lambda: not alive(child), 5)
+
+
+# --- a server with a worker, under load ---
+
+
+@contextlib.contextmanager
+def served(folder, *arguments):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [*SERVE, "--model", f"tiny=worker_nets:tiny{SIZE}", "--address", address, *arguments]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
+    try:
+        with camserve.Client(address, retries=0, timeout=60) as client:
+            until(lambda: healthy(client))
+            yield process, client, address
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def healthy(client):
+    with contextlib.suppress(camserve.Unavailable):
+        return client.health() is camserve.Health.SERVING
+    return False
+
+
+def live(address):
+    """Return whether the server says that its event loop runs."""
+    with grpc.insecure_channel(address) as channel:
+        asking = health_pb2.HealthCheckRequest(service=server.LIVE)
+        found = health_pb2_grpc.HealthStub(channel).Check(asking, timeout=5)
+    return found.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def worker_of(process):
+    (one,) = children(process.pid)
+    return one
+
+
+def test_under_load_only_the_batch_in_flight_fails_and_what_waited_is_answered(folder):
+    """A worker is killed, then stopped, 16 callers each having one request under way."""
+    codes, done = [], threading.Event()
+
+    def work(client):
+        while not done.is_set():
+            try:
+                client.explain(IMAGE, overlay=None)
+                codes.append("OK")
+            except camserve.CamserveError as error:
+                codes.append(error.code.name)
+
+    with served(folder) as (process, client, address), ThreadPoolExecutor(16) as pool:
+        for _ in range(16):
+            pool.submit(work, client)
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            count = len(codes)
+            until(lambda: len(codes) > count + 100)  # noqa: B023 -- called at once
+            one = worker_of(process)
+            os.kill(one, number)
+            until(lambda: not healthy(client), 8)
+            assert live(address)
+            until(lambda: healthy(client))
+            assert not alive(one)
+        count = len(codes)
+        until(lambda: len(codes) > count + 100)
+        done.set()
+        last = worker_of(process)
+    found = Counter(codes)
+
+    assert set(found) <= {"OK", "UNAVAILABLE"}
+    assert found["UNAVAILABLE"] <= 2 * 8
+    assert not alive(last)
+
+
+# --- health ---
+
+
+async def test_health_follows_a_canary_where_there_is_no_other_explanation(folder, monkeypatch):
+    """An engine whose process lives and answers nothing but errors, or numbers that are none, is not well."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(fleet, "CANARY", 0.02)
+    settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
+    told = asyncio.Queue()
+    async with fleet.Fleet(settings, told.put_nowait) as one:
+        await one.load({"tiny": parse(f"tiny=worker_nets:tiny{SIZE}")})
+        engine = one.batcher._engines[0]
+        right = engine.run
+
+        def not_numbers(pass_, rows):
+            return [replace(result, score=float("nan")) for result in right(pass_, rows)]
+
+        def failing(_pass, _rows):
+            raise RuntimeError("a sticky error")
+
+        for wrong in (failing, not_numbers):
+            engine.run = wrong
+            assert await asyncio.wait_for(told.get(), 10) is False
+            engine.run = right
+            assert await asyncio.wait_for(told.get(), 10) is True
+
+
+async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(fleet, "BORNE", 0.1)
+    settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
+    async with fleet.Fleet(settings) as one:
+        await one.load({"tiny": parse(f"tiny=worker_nets:tiny{SIZE}")})
+        pass_, rows = asked(one.models["tiny"])
+
+        def submit():
+            return asyncio.create_task(one.batcher.submit(pass_, rows, lambda *_: None))
+
+        one._went(0)
+        waiting = submit()
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        for refused in (waiting, submit()):
+            with pytest.raises(Unavailable, match="there is no engine"):
+                await asyncio.wait_for(refused, 5)
+        with pytest.raises(Unavailable, match="there is no engine"):
+            async with one.batcher.admit(1):
+                pass
+        one._came(0)
+        await asyncio.wait_for(submit(), 10)
