@@ -18,7 +18,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SERVE = ("-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
 TICK = 1 / os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE") / 2**20
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds until the models are warm
 OURS_ALONE = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")  # that this process has, and a user's has not
@@ -39,17 +38,41 @@ class Process:
     pipes: "subprocess.Popen[str]"
 
     def cpu(self) -> float:
-        """Return the seconds of processor time that it has used."""
-        return cpu_of(self.pid)
+        """Return the seconds of processor time that it and its engines' processes have used."""
+        return sum(map(cpu_of, self._family()))
 
     def memory(self) -> float:
-        """Return the MiB that it has in memory."""
-        return int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]) * PAGE
+        """Return the MiB that they have in memory, what they share counted once."""
+        return sum(map(_share_of, self._family())) / 1024
+
+    def _family(self) -> list[int]:
+        return [self.pid, *children_of(self.pid)]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that one has started."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(_fields(int(one.name))[1]) == pid:
+                found.append(int(one.name))
+    return found
+
+
+def _fields(pid: int) -> list[str]:
+    """Return the fields of a process's line in proc(5), from the third on: a name may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+
+
+def _share_of(pid: int) -> int:
+    """Return the KiB of a process in memory, of what it shares its part."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("Pss:")).split()[1])
 
 
 def cpu_of(pid: int) -> float:
     """Return the seconds of processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    fields = _fields(pid)
     return (int(fields[11]) + int(fields[12])) * TICK  # utime and stime: fields 14 and 15 of proc(5)
 
 

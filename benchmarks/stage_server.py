@@ -1,7 +1,7 @@
 """The server as it is, with a clock around its stages. A line on its input makes it print what they took so far.
 
-Nothing in the service knows of it: functions are wrapped from outside, by their names. One that is not there (any more)
-is left out, and said so.
+Nothing in the service knows of it: functions are wrapped from outside, by their names, in the server and in the process
+of its engine. One that is not there (any more) is left out, and said so.
 """
 
 import functools
@@ -10,11 +10,15 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
+
+Books = dict[str, Any]
 
 STAGES = {
     "decode": "images.decode",
@@ -34,14 +38,18 @@ STAGES = {
 }
 """What is timed, by where it is found in the package; some are parts of others."""
 
-FLAGS = {"loop": "MainThread", "image": "image", "engine": "engine"}
-"""Threads by what they do, and how their names begin."""
+SERVER = {"loop": ("MainThread",), "image": ("image",), "handing": ("engine", "worker")}
+ENGINE = {"engine": ("MainThread",), "handing": ("reading", "beat")}
+"""Threads of the server, and of the engine's process, by what they do, and how their names begin."""
+
+PLACE = "STAGES_OF_ENGINE"  # in the environment: the socket at which the engine's process is asked for its books
 
 
 class Clocks:
     """What has been counted since the server began."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: Mapping[str, tuple[str, ...]]) -> None:
+        self._threads = threads
         self.spent: dict[str, list[float]] = {}
         self.kinds: dict[str, str] = {}
         self.missing: list[str] = []
@@ -69,7 +77,7 @@ class Clocks:
                 return function(*args, **kwargs)
             finally:
                 cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-                self.kinds[label] = _kind(threading.current_thread().name)
+                self.kinds[label] = self._kind(threading.current_thread().name)
                 with self._lock:
                     total[0] += 1
                     total[1] += wall
@@ -85,18 +93,44 @@ class Clocks:
             self.collections[0] += 1
             self.collections[1] += time.perf_counter() - self._collecting
 
-    def told(self) -> str:
-        """Return everything as a line of JSON."""
-        return json.dumps(
-            {
-                "spent": self.spent,
-                "kinds": self.kinds,
-                "missing": self.missing,
-                "threads": _threads(),
-                "process": time.process_time(),
-                "collections": self.collections,
-            }
-        )
+    def books(self) -> Books:
+        """Return everything."""
+        return {
+            "spent": self.spent,
+            "kinds": self.kinds,
+            "missing": self.missing,
+            "threads": self._by_thread(),
+            "process": time.process_time(),
+            "collections": self.collections,
+        }
+
+    def _by_thread(self) -> dict[str, float]:
+        """Return the seconds of processor time that threads have used, by what they do."""
+        ours = {thread.native_id: thread.name for thread in threading.enumerate()}
+        total: dict[str, float] = {}
+        for task in Path("/proc/self/task").iterdir():
+            name = ours.get(int(task.name)) or (task / "comm").read_text(encoding="ascii").strip()
+            kind = self._kind(name)
+            total[kind] = total.get(kind, 0.0) + _spent(task)
+        return total
+
+    def _kind(self, thread: str) -> str:
+        known = (kind for kind, names in self._threads.items() if thread.startswith(names))
+        # The threads of OpenMP have no name of their own, but that of the program; gRPC's have one each.
+        return next(known, "torch" if thread.startswith(("python", "pt_", "cuda")) else "grpc")
+
+
+def together(one: Books, other: Books) -> Books:
+    """Return the books of two processes as those of one."""
+    kinds = one["threads"] | other["threads"]
+    return {
+        "spent": one["spent"] | other["spent"],
+        "kinds": one["kinds"] | other["kinds"],
+        "missing": one["missing"] + other["missing"],
+        "threads": {kind: one["threads"].get(kind, 0.0) + other["threads"].get(kind, 0.0) for kind in kinds},
+        "process": one["process"] + other["process"],
+        "collections": [a + b for a, b in zip(one["collections"], other["collections"], strict=True)],
+    }
 
 
 def found(where: str) -> tuple[Any, list[str]]:
@@ -111,18 +145,6 @@ def found(where: str) -> tuple[Any, list[str]]:
     return module, names
 
 
-def _threads() -> dict[str, float]:
-    """Return the seconds of processor time that threads have used, by what they do."""
-    ours = {thread.native_id: thread.name for thread in threading.enumerate()}
-    total: dict[str, float] = {}
-    for task in Path("/proc/self/task").iterdir():
-        name = ours.get(int(task.name)) or (task / "comm").read_text(encoding="ascii").strip()
-        spent = _spent(task)
-        kind = _kind(name)
-        total[kind] = total.get(kind, 0.0) + spent
-    return total
-
-
 def _spent(task: Path) -> float:
     try:
         return int((task / "schedstat").read_text(encoding="ascii").split()[0]) / 1e9
@@ -131,31 +153,49 @@ def _spent(task: Path) -> float:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _kind(name: str) -> str:
-    for kind, begins in FLAGS.items():
-        if name.startswith(begins):
-            return kind
-    # The threads of OpenMP have no name of their own, but that of the program; gRPC's have one each.
-    return "torch" if name.startswith(("python", "pt_", "cuda")) else "grpc"
-
-
 def _listen(clocks: Clocks) -> None:
     for _ in sys.stdin:
-        print(clocks.told(), flush=True)
+        with Client(os.environ[PLACE]) as engine:
+            print(json.dumps(together(clocks.books(), engine.recv())), flush=True)
 
 
-def main() -> None:
-    """Serve, as `camserve-server serve` does."""
-    clocks = Clocks()
+def _tell(clocks: Clocks) -> None:
+    with Listener(os.environ[PLACE]) as listener:
+        while True:
+            with listener.accept() as asking:
+                asking.send(clocks.books())
+
+
+def _clocks(threads: Mapping[str, tuple[str, ...]], say: Callable[[Clocks], None], *, engine: bool) -> None:
+    clocks = Clocks(threads)
     for label, where in STAGES.items():
-        clocks.wrap(label, where)
+        if where.startswith("engine.") is engine:
+            clocks.wrap(label, where)
     gc.callbacks.append(clocks.collecting)
-    threading.Thread(target=_listen, args=(clocks,), daemon=True, name="clocks").start()
-    from camserve_server import cli  # noqa: PLC0415 -- after what it is made of was wrapped
+    threading.Thread(target=say, args=(clocks,), daemon=True, name="clocks").start()
 
-    sys.argv[1:1] = ["serve", "--log-level", "warning"]
-    cli.main()
+
+def serve() -> None:
+    """Serve, as `camserve-server serve` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[PLACE] = f"{folder}/books"
+        _clocks(SERVER, _listen, engine=False)
+        from camserve_server import cli  # noqa: PLC0415 -- after what it is made of was wrapped
+        from camserve_server.workers import worker  # noqa: PLC0415 -- the same
+
+        worker.PROGRAM = ("-m", "benchmarks.stage_server", "engine")
+        sys.argv[1:1] = ["serve", "--log-level", "warning"]
+        cli.main()
+
+
+def run_engine() -> None:
+    """Be the process of an engine, as `python -m camserve_server.workers.child` is."""
+    sys.argv.remove("engine")
+    _clocks(ENGINE, _tell, engine=True)
+    from camserve_server.workers import child  # noqa: PLC0415 -- after what it is made of was wrapped
+
+    child.main()
 
 
 if __name__ == "__main__":
-    main()
+    run_engine() if "engine" in sys.argv else serve()

@@ -100,7 +100,7 @@ def _median(values: Sequence[float]) -> float:
 
 def _by_stage(found: Sequence[Books]) -> float:
     """Return the seconds a request of every thread that is not the model's."""
-    return sum(_thread(found, kind) for kind in ("loop", "image", "grpc")) / 1e6
+    return sum(_thread(found, kind) for kind in ("loop", "image", "grpc", "handing")) / 1e6
 
 
 def stage_table(name: str, found: Sequence[Books], per_image: float) -> Table:
@@ -138,6 +138,7 @@ def _around(found: Sequence[Books]) -> list[Line]:
         ("image threads", "rest: handing over", handing, None),
         ("event loop", "check the request", cpu("read"), wall("read")),
         ("event loop", "rest: gRPC, protobuf, the batcher", rest, None),
+        ("both processes", "to the engine's and back", _thread(found, "handing"), None),
         ("gRPC's own threads", "", _thread(found, "grpc"), None),
         ("garbage collector", "within the above", None, 1e6 * _collected(found)),
         ("outside of the model", "sum", 1e6 * _by_stage(found), None),

@@ -27,6 +27,8 @@ from camserve_server.workers.messages import SILENCE, Ask, Beat, Reply, Setup, W
 
 log = logging.getLogger(__name__)
 
+PROGRAM: tuple[str, ...] = ("-m", "camserve_server.workers.child")
+
 STARTING = 300.0  # seconds until a process must say that it is ready: a cold disk may be slow to give torch
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries to start one, if it never came so far as to be ready
 LOADING = 1800.0  # seconds that a model may take: weights may come over a slow network
@@ -67,7 +69,7 @@ class _Life:
         self._patience(STARTING)
         with theirs:
             number = theirs.fileno()
-            command = (sys.executable, "-m", __package__ + ".child", str(number))
+            command = (sys.executable, *PROGRAM, str(number))
             self.process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL)  # noqa: S603 -- ours
         self._connection.send(setup)
 
