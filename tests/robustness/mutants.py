@@ -1,0 +1,180 @@
+"""Sound files and messages, and what chance makes of them; the same from the same seed."""
+
+import io
+import random
+
+import numpy as np
+from PIL import Image
+
+from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+
+INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+LONGEST = 1 << 16
+
+
+def picture(width=40, height=32):
+    """A picture with flat parts, edges, a ramp and noise."""
+    chance = np.random.default_rng(7)
+    image = np.zeros((height, width, 3), np.uint8)
+    image[:, :, 0] = np.linspace(0, 255, width, dtype=np.uint8)
+    image[8:20, 8:20] = (20, 200, 90)
+    image[20:] = chance.integers(0, 255, (height - 20, width, 3))
+    return Image.fromarray(image)
+
+
+def saved(image, form, **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def photos():
+    """Return sound files of six formats, several of each, by name; GIF and TIFF are refused as they are."""
+    whole = picture()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return {
+        "jpeg": saved(whole, "JPEG", quality=80),
+        "progressive.jpeg": saved(whole, "JPEG", quality=70, progressive=True, exif=exif),
+        "cmyk.jpeg": saved(whole.convert("CMYK"), "JPEG"),
+        "png": saved(whole, "PNG"),
+        "palette.png": saved(whole.quantize(16), "PNG", transparency=0),
+        "deep.png": saved(Image.fromarray(np.asarray(whole.convert("L"), np.uint16) * 257), "PNG"),
+        "animated.png": saved(whole, "PNG", save_all=True, append_images=[whole.rotate(90)]),
+        "webp": saved(whole, "WEBP", quality=70),
+        "lossless.webp": saved(whole.convert("RGBA"), "WEBP", lossless=True),
+        "animated.webp": saved(whole, "WEBP", save_all=True, append_images=[whole.rotate(90)]),
+        "gif": saved(whole.quantize(16), "GIF"),
+        "bmp": saved(whole, "BMP"),
+        "palette.bmp": saved(whole.quantize(16), "BMP"),
+        "tiff": saved(whole, "TIFF", compression="tiff_lzw"),
+    }
+
+
+def requests():
+    """Return sound requests as RPC and bytes, of every RPC that takes fields, by name."""
+    image = photos()["jpeg"]
+    name = explain_pb2.ClassName(class_index=1)
+    rendering = explain_pb2.Rendering(overlay=1, heatmap=True, heatmap_image=2, alpha=0.3, max_side=32, quality=50)
+    plain = explain_pb2.ExplainRequest(model="tiny", image=image, top_k=2, layers=["1"], rendering=rendering)
+    methods = explain_pb2.ExplainRequest(
+        image=image,
+        methods=[
+            explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb2.Parameter(number=4)}),
+            explain_pb2.Method(name="gradcam_plus_plus", parameters={"variant": explain_pb2.Parameter(text="paper")}),
+            explain_pb2.Method(name="layercam", augmentation_smoothing=True),
+        ],
+        layers=["0", "1"],
+        fusion=1,
+        max_predictions=3,
+    )
+    targets = explain_pb2.ExplainRequest(
+        image=image,
+        targets=[
+            explain_pb2.Target(class_index=1, softmax=True),
+            explain_pb2.Target(contrast=explain_pb2.Contrast(why=name, why_not=explain_pb2.ClassName(class_index=2))),
+            explain_pb2.Target(finer=explain_pb2.Finer(why=name, weight=0.5)),
+            explain_pb2.Target(similarity=explain_pb2.Similarity(image=image)),
+        ],
+    )
+    judged = evaluate_pb2.EvaluateRequest(
+        explain=plain,
+        metrics=[evaluate_pb2.Metric(name="deletion", parameters={"steps": explain_pb2.Parameter(number=4)})],
+        box=explain_pb2.Box(left=1, top=1, right=20, bottom=20),
+    )
+    seen = explain_pb2.InspectLayersRequest(model="tiny", image=image, layers=["0", "1"], target={"class_index": 1})
+    shown = explain_pb2.ExtractFeaturesRequest(image=image, layer="1", rank=2, top=3, raw=True, picture=1)
+    item = explain_pb2.ExplainStreamRequest(request_id="one", request=plain)
+    messages = {
+        "Explain": (plain, methods, targets),
+        "ExplainStream": (item,),
+        "Evaluate": (judged,),
+        "InspectLayers": (seen,),
+        "ExtractFeatures": (shown,),
+        "GetModel": (models_pb2.GetModelRequest(name="tiny"),),
+        "ListLayers": (models_pb2.ListLayersRequest(model="tiny"),),
+    }
+    return [(rpc, one.SerializeToString()) for rpc, some in messages.items() for one in some]
+
+
+def _flip(chance, data):
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+
+
+def _write(chance, data):
+    size = chance.choice((1, 2, 4))
+    number = chance.choice(INTERESTING) % (1 << 8 * size)
+    at = chance.randrange(len(data))
+    data[at : at + size] = number.to_bytes(size, chance.choice(("little", "big")))
+
+
+def _early(chance, data):
+    """Headers are at the beginning."""
+    data[chance.randrange(min(64, len(data)))] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
+
+
+def _cut(chance, data):
+    del data[chance.randrange(len(data)) :]
+
+
+def _remove(chance, data):
+    at = chance.randrange(len(data))
+    del data[at : at + chance.choice((1, 2, 4, 16, 64))]
+
+
+def _repeat(chance, data):
+    at, length = chance.randrange(len(data)), chance.choice((1, 4, 16, 64, 256))
+    data[at:at] = data[at : at + length] * chance.choice((1, 2, 16))
+
+
+def _insert(chance, data):
+    at = chance.randrange(len(data))
+    data[at:at] = chance.randbytes(chance.choice((1, 4, 16, 64)))
+
+
+WAYS = (_flip, _flip, _write, _write, _early, _early, _cut, _remove, _repeat, _insert)
+
+
+def mutated(chance, data, others):
+    """Change bytes here and there; now and then go on with another's."""
+    changed = bytearray(data)
+    if chance.random() < 0.1:
+        other = chance.choice(others)
+        changed[chance.randrange(len(changed)) :] = other[chance.randrange(len(other)) :]
+    for _ in range(chance.choice((1, 1, 1, 2, 4, 16))):
+        if changed:
+            chance.choice(WAYS)(chance, changed)
+    return bytes(changed[:LONGEST])
+
+
+def images(count, seed=1):
+    """Yield so many mutants of the photos."""
+    chance, files = random.Random(seed), list(photos().values())
+    for number in range(count):
+        yield mutated(chance, files[number % len(files)], files)
+
+
+def messages(count, seed=2):
+    """Yield so many mutants of the requests, each with its RPC."""
+    chance, sound = random.Random(seed), requests()
+    others = [data for _, data in sound]
+    for number in range(count):
+        rpc, data = sound[number % len(sound)]
+        yield rpc, mutated(chance, _without_image(chance, data), others)
+
+
+def _without_image(chance, data):
+    """Most bytes of a request are its image's, which is not what this is about: mostly leave them zeros."""
+    jpeg = photos_jpeg()
+    return data if chance.random() < 0.3 else data.replace(jpeg, jpeg[:8].ljust(len(jpeg), b"\0"))
+
+
+_JPEG = []
+
+
+def photos_jpeg():
+    """The photo in every request; made once."""
+    if not _JPEG:
+        _JPEG.append(photos()["jpeg"])
+    return _JPEG[0]
