@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ SERVER = {"loop": ("MainThread",), "image": ("image",), "handing": ("engine", "w
 ENGINE = {"engine": ("MainThread",), "handing": ("reading", "beat")}
 """Threads of the server, and of the engine's process, by what they do, and how their names begin."""
 
-PLACE = "STAGES_OF_ENGINE"  # in the environment: the socket at which the engine's process is asked for its books
+PLACE = "STAGES_OF_ENGINES"  # in the environment: the folder of the sockets at which engines are asked for their books
 
 
 class Clocks:
@@ -122,15 +122,19 @@ class Clocks:
 
 def together(one: Books, other: Books) -> Books:
     """Return the books of two processes as those of one."""
-    kinds = one["threads"] | other["threads"]
+    kinds, labels = one["threads"] | other["threads"], one["spent"] | other["spent"]
     return {
-        "spent": one["spent"] | other["spent"],
+        "spent": {label: _sum(one["spent"].get(label), other["spent"].get(label)) for label in labels},
         "kinds": one["kinds"] | other["kinds"],
-        "missing": one["missing"] + other["missing"],
+        "missing": sorted({*one["missing"], *other["missing"]}),
         "threads": {kind: one["threads"].get(kind, 0.0) + other["threads"].get(kind, 0.0) for kind in kinds},
         "process": one["process"] + other["process"],
-        "collections": [a + b for a, b in zip(one["collections"], other["collections"], strict=True)],
+        "collections": _sum(one["collections"], other["collections"]),
     }
+
+
+def _sum(one: Sequence[float] | None, other: Sequence[float] | None) -> Sequence[float]:
+    return [a + b for a, b in zip(one, other, strict=True)] if one and other else one or other or ()
 
 
 def found(where: str) -> tuple[Any, list[str]]:
@@ -155,12 +159,15 @@ def _spent(task: Path) -> float:
 
 def _listen(clocks: Clocks) -> None:
     for _ in sys.stdin:
-        with Client(os.environ[PLACE]) as engine:
-            print(json.dumps(together(clocks.books(), engine.recv())), flush=True)
+        books = clocks.books()
+        for place in Path(os.environ[PLACE]).iterdir():
+            with Client(str(place)) as engine:
+                books = together(books, engine.recv())
+        print(json.dumps(books), flush=True)
 
 
 def _tell(clocks: Clocks) -> None:
-    with Listener(os.environ[PLACE]) as listener:
+    with Listener(f"{os.environ[PLACE]}/{os.getpid()}") as listener:
         while True:
             with listener.accept() as asking:
                 asking.send(clocks.books())
@@ -178,7 +185,7 @@ def _clocks(threads: Mapping[str, tuple[str, ...]], say: Callable[[Clocks], None
 def serve() -> None:
     """Serve, as `camserve-server serve` does."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[PLACE] = f"{folder}/books"
+        os.environ[PLACE] = folder
         _clocks(SERVER, _listen, engine=False)
         from camserve_server import cli  # noqa: PLC0415 -- after what it is made of was wrapped
         from camserve_server.workers import worker  # noqa: PLC0415 -- the same
