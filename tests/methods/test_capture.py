@@ -12,7 +12,7 @@ from camserve_server import models
 from camserve_server.errors import FailedPrecondition
 from camserve_server.hooks import hook_count, watching
 from camserve_server.types import ClassTarget, Row
-from methods.tools import Toy, call, gap, inputs, maps, noise, run
+from methods.tools import Toy, call, gap, inputs, maps, noise, plain, run
 
 INDEX = 7
 EXACT = 1e-5  # of the largest value, in float32
@@ -300,10 +300,10 @@ STRUCTURES = {
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_the_first_tensor_of_numbers_in_a_structure_is_captured(plant, kind):
     wrap, unwrap = STRUCTURES[kind]
-    plain = plant(Toy)
+    bare = plant(Toy)
     model = plant(lambda: Toy(lambda net, seen: unwrap(net.layer(seen)), Wraps(wrap)))
-    model.module.load_state_dict(plain.module.state_dict())
-    ours, theirs = (maps(one, noise(0, 16), "layer") for one in (model, plain))
+    model.module.load_state_dict(bare.module.state_dict())
+    ours, theirs = (maps(plain(one), noise(0, 16), "layer") for one in (model, bare))
     for name, heatmap in theirs.items():
         np.testing.assert_array_equal(ours[name], heatmap)
 
@@ -336,7 +336,7 @@ def test_a_layer_that_never_runs_is_refused_in_words(plant):
 
 
 def test_a_score_that_does_not_depend_on_the_layer_has_a_gradient_of_zero(plant):
-    model = plant(Toy)
+    model = plain(plant(Toy))
     model.module.middle = lambda net, seen: (net.layer(seen), seen)[1]
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1), (call("gradcam"),))], ["layer"])
     assert model.info.layers["layer"].layout

@@ -229,14 +229,15 @@ def test_a_model_that_takes_one_image_at_a_time_is_not_compiled(caplog):
     assert "runs without being compiled: AssertionError: one at a time" in caplog.text
 
 
-def test_the_time_of_a_batch_is_taken_with_what_is_compiled_and_without_in_turn(monkeypatch):
+def test_the_time_of_a_batch_is_taken_with_what_is_compiled_and_by_onednn_in_turn(monkeypatch):
     ran = []
-    monkeypatch.setattr(compiled, "_seconds", lambda *_: ran.append(part.state) or 1.0)
-    part = SimpleNamespace(state="")
+    monkeypatch.setattr(compiled, "_seconds", lambda *_: ran.append(f"{part.state}, {direct.state}") or 1.0)
+    part, direct = SimpleNamespace(state=""), SimpleNamespace()
+    direct.on, direct.off = (lambda state=state: setattr(direct, "state", state) for state in ("oneDNN", "torch"))
     monkeypatch.setattr(compiled.Part, "undo", lambda part: setattr(part, "state", "plain"))
     monkeypatch.setattr(compiled.Part, "settle", lambda part: setattr(part, "state", "compiled"))
-    assert share(None, [part], torch.zeros(1)) == 1
-    assert ran == ["plain", "compiled"] * compiled.ROUNDS
+    assert share(None, [part], torch.zeros(1), direct) == 1
+    assert ran == ["plain, oneDNN", "compiled, torch"] * compiled.ROUNDS
 
 
 def test_a_detector_is_not_compiled(caplog):

@@ -9,7 +9,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from camserve_server import engine, jobs
 from camserve_server.errors import OutOfMemory
 from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row, Verdict
-from methods.tools import Toy, call, explain, gap, job, noise, run
+from methods.tools import Toy, call, explain, gap, job, noise, plain, run
 
 IMAGE = noise(0, 64)
 THREE = (RankTarget(0), ClassTarget(5), ContrastTarget(1, 2))
@@ -185,7 +185,7 @@ class Judged(Toy):
     ],
 )
 def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight, verdict):
-    model = plant(Judged)
+    model = plain(plant(Judged))
     model.module.head.weight = weight
     for method in ("gradcam", "hirescam"):
         (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)], ["layer"])).findings

@@ -37,7 +37,7 @@ from camserve_server.types import (
     Row,
     RowResult,
 )
-from methods.tools import call, inputs, job, maps, noise, run
+from methods.tools import call, inputs, job, maps, noise, plain, run
 
 TABBY_LIKE = ClassTarget(285)  # an Egyptian cat, which is what chelsea is said to be
 WHOLE = Box(0, 0, 224, 224)
@@ -460,7 +460,7 @@ class Constant(nn.Module):
 
 
 def test_a_map_that_ranks_no_pixel_has_no_reading_and_it_says_why(plant):
-    model = plant(lambda: Constant(1.0))
+    model = plain(plant(lambda: Constant(1.0)))
     model.module.weight = 0.0
     count = []
     asked = job(model, ["gradcam"], [ClassTarget(1)], ["conv"])

@@ -12,6 +12,7 @@ from torch import nn
 from camserve_server import jobs
 from camserve_server.engine import Engine, normalise
 from camserve_server.methods import METHODS
+from camserve_server.models import LoadedModel
 from camserve_server.types import ClassTarget, MethodCall, Pass, Row
 
 CAMS = ("gradcam", "hirescam", "layercam")
@@ -53,6 +54,11 @@ def run(model, rows, layers=(), kind="cam"):
     """Run rows as one batch."""
     pass_ = Pass(model.info.name, kind, model.info.preprocess.size, tuple(layers))
     return Engine({model.info.name: model}).run(pass_, rows)
+
+
+def plain(model):
+    """The same model without its quicker copy, which knows nothing of what a test does to the model afterwards."""
+    return LoadedModel(model.info, model.module)
 
 
 def maps(model, image, layer, target=None, methods=CAMS):

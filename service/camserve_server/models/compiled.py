@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
 from camserve_server.hooks import output_of
+from camserve_server.models.onednn import Direct
 
 ROWS = (1, 3, 2, 8)
 """Of the batches that are run while compiling: for one row, for several, and for what that did not cover."""
@@ -108,7 +109,7 @@ class Compilation:
     share: float
 
 
-def compiled(module: nn.Module, layer: str, batches: Sequence[Tensor], apart: float) -> Compilation:
+def compiled(module: nn.Module, layer: str, batches: Sequence[Tensor], apart: float, otherwise: Direct) -> Compilation:
     """Compile what finishes before a layer does, and the layer, in place, where that changes nothing and pays.
 
     Args:
@@ -116,18 +117,21 @@ def compiled(module: nn.Module, layer: str, batches: Sequence[Tensor], apart: fl
         layer: that it calls once.
         batches: inputs [B,3,H,W], with a B of each of `ROWS`.
         apart: how far the layer's output may be from what it was, as a share of its norm.
+        otherwise: what oneDNN is asked for directly where nothing is compiled.
     """
+    otherwise.off()  # neither can torch's compiler look into that, nor would it be any better
     began, parts, share = time.monotonic(), list[Part](), 1.0
     try:
         with torch.no_grad():
             reason = _tried(parts, module, layer, batches, apart)
-            share = 1.0 if reason else _share(module, parts, batches[-1])
+            share = 1.0 if reason else _share(module, parts, batches[-1], otherwise)
     except Exception as error:  # noqa: BLE001 -- as a model that takes one image at a time
         reason = _reason(error)
     if share > SLOWER:
         reason = f"it would be slower, a batch taking {share:.2f} times as long"
     if reason:
         _all(parts, Part.undo)
+        otherwise.on()
     failed = {part.name: part.failure for part in parts if part.failure}
     done = () if reason else tuple(part.name for part in parts if not part.failure)
     return Compilation(done, failed, reason, time.monotonic() - began, share)
@@ -157,15 +161,17 @@ def _all(parts: Sequence[Part], turn: Callable[[Part], None]) -> None:
         turn(part)
 
 
-def _share(module: nn.Module, parts: Sequence[Part], images: Tensor) -> float:
+def _share(module: nn.Module, parts: Sequence[Part], images: Tensor, otherwise: Direct) -> float:
     """Return how long a batch takes, as a share of what it takes without a compiler."""
-    took: dict[Callable[[Part], None], list[float]] = {Part.undo: [], Part.settle: []}
-    for _ in range(ROUNDS):
-        for turn, seconds in took.items():  # one after the other, so that what else the machine does slows both
-            _all(parts, turn)
-            seconds.append(_seconds(module, images))
-    plain, now = map(min, took.values())
-    return now / plain
+    plain, now = list[float](), list[float]()
+    for _ in range(ROUNDS):  # one after the other, so that what else the machine does slows both
+        _all(parts, Part.undo)
+        otherwise.on()
+        plain.append(_seconds(module, images))
+        otherwise.off()
+        _all(parts, Part.settle)
+        now.append(_seconds(module, images))
+    return min(now) / min(plain)
 
 
 def _seconds(module: nn.Module, images: Tensor) -> float:

@@ -1,11 +1,12 @@
 """A second, quicker copy of a model, for passes that look at its default layer or behind it.
 
 In such a pass nobody looks before that layer, and nothing there is differentiated. So the copy may compute that part
-in another way: with each batch norm folded into the convolution before it, with weights in half precision, converted
-once, and compiled where that is asked for. Behind the layer all is as it was, in float32, with the same parameters, but
-for two things. `nn.MultiheadAttention`, which goes back through transposed copies of all it holds, is called in a way
-that does not. And of a model in half precision, linear maps over all tokens are in half precision there too: in float32
-the last block of a transformer, back and forth, takes as long as half of the twelve.
+in another way: with each batch norm folded into the convolution before it, on a CPU by oneDNN's own functions, with
+weights in half precision, converted once, and compiled where that is asked for. Behind the layer all is as it was, in
+float32, with the same parameters, but for two things. `nn.MultiheadAttention`, which goes back through transposed
+copies of all it holds, is called in a way that does not. And of a model in half precision, linear maps over all tokens
+are in half precision there too: in float32 the last block of a transformer, back and forth, takes as long as half of
+the twelve.
 
 What lies before the layer is found by running the model once and watching which functions take which parameters; no
 graph of the model is needed, and any that runs will do. The copy is tried before it is used: one that fails, or says
@@ -16,20 +17,22 @@ import copy
 import functools
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import timm.layers
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.hooks import first_tensor, output_of
+from camserve_server.hooks import output_of
+from camserve_server.models import onednn
 from camserve_server.models.compiled import ROWS, compiled, missing, too_far
+from camserve_server.models.onednn import Direct, Site
+from camserve_server.models.uses import Uses, used
 from camserve_server.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -57,13 +60,15 @@ class Quick:
         dtype: of its input.
         folded: how many batch norms are in the convolutions before them.
         compiled: the names of the modules that are compiled.
+        direct: those that oneDNN is asked for directly.
     """
 
     module: nn.Module
     layers: frozenset[str]
     dtype: torch.dtype
     folded: int
-    compiled: tuple[str, ...] = ()
+    compiled: tuple[str, ...]
+    direct: Direct
 
 
 def quickened(module: nn.Module, info: ModelInfo, *, compiling: bool = False) -> Quick | None:
@@ -97,28 +102,54 @@ def _quickened(module: nn.Module, info: ModelInfo, *, compiling: bool) -> Quick 
     dtype: torch.dtype = getattr(torch, info.precision)
     image = _images(info, 1)
     with torch.no_grad():
-        uses, expected = _used(module, info.default_layer, image)
+        uses, expected = used(module, info.default_layer, image)
         pairs = _pairs(module, uses)
-        if dtype == torch.float32 and not (pairs or _tail(module, uses) or compiling):
+        sites = onednn.sites(module, uses, dict(pairs)) if onednn.usable(info.device, dtype) else []
+        if dtype == torch.float32 and not (pairs or sites or _tail(module, uses) or compiling):
             return None
         quick = _copied(module, uses, pairs, dtype)
         if dtype != torch.float32:
             quick.get_submodule(info.default_layer).register_forward_hook(_in_full)
-        found = output_of(quick, info.default_layer, image.to(dtype))
-    if off := too_far(found, expected, APART[dtype]):
-        _refuse(info, off)
-        return None
-    return Quick(quick, _behind(info), dtype, len(pairs), _compiled(quick, info, dtype) if compiling else ())
+
+        def off() -> str:
+            return too_far(output_of(quick, info.default_layer, image.to(dtype)), expected, APART[dtype])
+
+        if reason := off():
+            _refuse(info, reason)
+            return None
+        nothing = Direct(quick, (), set())
+        direct = _direct(quick, module, sites, off) or nothing
+    parts = _compiled(quick, info, dtype, direct) if compiling else ()
+    if not parts:
+        direct.settle()
+    return Quick(quick, _behind(info), dtype, len(pairs), parts, nothing if parts else direct)
 
 
-def _compiled(quick: nn.Module, info: ModelInfo, dtype: torch.dtype) -> tuple[str, ...]:
+def _direct(quick: nn.Module, module: nn.Module, sites: Sequence[Site], off: Callable[[], str]) -> Direct | None:
+    """Ask oneDNN for what a copy computes before the layer, if that works and says the same."""
+    direct = None
+    try:
+        direct = Direct(quick, sites, {id(one) for one in module.parameters()})
+        direct.on()
+        reason = off()
+    except Exception as error:  # noqa: BLE001 -- whatever oneDNN complains about: torch can do it
+        reason = f"{type(error).__name__}: {error}"
+    if not reason:
+        return direct
+    log.info("oneDNN is not asked directly: %s", reason)
+    if direct:
+        direct.off()
+    return None
+
+
+def _compiled(quick: nn.Module, info: ModelInfo, dtype: torch.dtype, direct: Direct) -> tuple[str, ...]:
     """Compile a copy where that can be done and pays; return the names of its modules that are compiled."""
     if reason := missing(info.device):
         log.warning("model %s runs without being compiled: %s", info.name, reason)
         return ()
     log.info("compiling model %s, which can take minutes", info.name)
     batches = [_images(info, rows).to(dtype) for rows in ROWS]
-    found = compiled(quick, info.default_layer, batches, APART[dtype])
+    found = compiled(quick, info.default_layer, batches, APART[dtype], direct)
     for name, reason in found.failed.items():
         log.warning("%s of model %s runs without being compiled: %s", name, info.name, reason)
     if found.reason:
@@ -149,92 +180,18 @@ def _is_number(part: Any) -> bool:
     return isinstance(part, Tensor) and part.is_floating_point()
 
 
-# --- what is used before the layer is done ---
-
-
-@dataclass(slots=True)
-class _Uses:
-    """Which functions of torch took what, before the layer was done and after.
-
-    Attributes:
-        before: tensors, by id.
-        after: likewise.
-        convolved: by the id of what a convolution returned, its weight.
-        normed: by the id of what a batch norm was given, its running mean.
-        takers: by the id of what a convolution returned, how many functions took it.
-        spread: the weights of linear maps over all tokens, after the layer was done.
-        held: what the ids are of.
-    """
-
-    before: Counter[int] = field(default_factory=Counter)
-    after: Counter[int] = field(default_factory=Counter)
-    convolved: dict[int, Tensor] = field(default_factory=dict)
-    normed: dict[int, Tensor] = field(default_factory=dict)
-    takers: Counter[int] = field(default_factory=Counter)
-    spread: set[int] = field(default_factory=set)
-    held: list[Tensor] = field(default_factory=list)
-    done: bool = False
-
-    def only_before(self, tensor: Tensor) -> bool:
-        """Tell whether all that takes a tensor does so before the layer is done."""
-        return bool(self.before[id(tensor)]) and not self.after[id(tensor)]
-
-    def take(self, func: Any, args: tuple[Any, ...], found: Any) -> None:
-        """Count a call."""
-        taken = {id(part) for part in pytree.tree_leaves(args) if isinstance(part, Tensor)}
-        (self.after if self.done else self.before).update(taken)
-        self.takers.update(taken & self.convolved.keys())
-        if func is functional.conv2d:
-            self.convolved[id(found)] = args[1]
-            self.held.append(found)
-        if func is functional.linear and self.done and args[0].dim() == 3:  # noqa: PLR2004 -- [B,N,C]
-            self.spread.add(id(args[1]))
-        if func is functional.batch_norm and id(args[0]) in self.convolved:
-            self.normed[id(args[0])] = args[1]
-
-
-class _Watch(TorchFunctionMode):
-    """Tells of every call that returns a tensor."""
-
-    def __init__(self, uses: _Uses) -> None:
-        super().__init__()
-        self._uses = uses
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if first_tensor(found) is not None:
-            self._uses.take(func, (*args, *(kwargs or {}).values()), found)
-        return found
-
-
-def _used(module: nn.Module, layer: str, image: Tensor) -> tuple[_Uses, Tensor]:
-    """Run a model; return what it used, and what the layer returned."""
-    uses = _Uses()
-
-    def finish(_layer: nn.Module, _args: Any, _output: Any) -> None:
-        uses.done = True
-
-    with module.get_submodule(layer).register_forward_hook(finish), _Watch(uses):
-        return uses, output_of(module, layer, image)
-
-
 # --- batch norms, folded ---
 
 
-def _pairs(module: nn.Module, uses: _Uses) -> list[Pair]:
+def _pairs(module: nn.Module, uses: Uses) -> list[Pair]:
     """Find the batch norms that can be folded into the convolution before them."""
     convolutions = {id(one.weight): name for name, one in module.named_modules() if isinstance(one, nn.Conv2d)}
     norms = {id(one.running_mean): name for name, one in module.named_modules() if _is_norm(one)}
     found = []
-    for output, weight in uses.convolved.items():
-        convolution, norm = convolutions.get(id(weight)), norms.get(id(uses.normed.get(output)))
-        once = uses.takers[output] == uses.before[id(weight)] == uses.before[id(uses.normed.get(output))] == 1
+    for output, (mean, _) in uses.normed.items():
+        weight = uses.mapped.get(output)
+        convolution, norm = convolutions.get(id(weight)), norms.get(id(mean))
+        once = uses.takers[output] == uses.before[id(weight)] == uses.before[id(mean)] == 1
         if convolution and norm and once and _all_before(module, (convolution, norm), uses):
             found.append((convolution, norm))
     return found
@@ -245,7 +202,7 @@ def _is_norm(module: nn.Module) -> bool:
     return known and isinstance(module, nn.BatchNorm2d) and module.running_mean is not None
 
 
-def _all_before(module: nn.Module, pair: Pair, uses: _Uses) -> bool:
+def _all_before(module: nn.Module, pair: Pair, uses: Uses) -> bool:
     convolution, norm = _both(module, pair)
     return all(uses.only_before(one) for one in (*convolution.parameters(), *norm.parameters()))
 
@@ -260,14 +217,16 @@ def _fused(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor
 
 
 def _behind_norm(norm: nn.Module) -> nn.Module:
-    """Return what remains of a batch norm without the normalisation."""
-    return nn.Sequential(norm.drop, norm.act) if isinstance(norm, timm.layers.BatchNormAct2d) else nn.Identity()
+    """Return what remains of a batch norm without the normalisation, by the same names."""
+    if not isinstance(norm, timm.layers.BatchNormAct2d):
+        return nn.Identity()
+    return nn.Sequential(OrderedDict(drop=norm.drop, act=norm.act))
 
 
 # --- the copy ---
 
 
-def _copied(module: nn.Module, uses: _Uses, pairs: Collection[Pair], dtype: torch.dtype) -> nn.Module:
+def _copied(module: nn.Module, uses: Uses, pairs: Collection[Pair], dtype: torch.dtype) -> nn.Module:
     """Copy a model; what is used only before the layer is converted, the rest shared with the model."""
     tail, linear = _tail(module, uses), _spread(module, uses) if dtype != torch.float32 else []
     memo: dict[int, Any] = {}
@@ -306,7 +265,7 @@ def _parameter(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(tensor.detach().to(dtype, memory_format=order), requires_grad=False)
 
 
-def _tail(module: nn.Module, uses: _Uses) -> list[str]:
+def _tail(module: nn.Module, uses: Uses) -> list[str]:
     """Return the attentions behind the layer that can be called otherwise."""
     return [
         name
@@ -315,7 +274,7 @@ def _tail(module: nn.Module, uses: _Uses) -> list[str]:
     ]
 
 
-def _spread(module: nn.Module, uses: _Uses) -> list[str]:
+def _spread(module: nn.Module, uses: Uses) -> list[str]:
     """Return the linear maps over all tokens behind the layer."""
     return [
         name

@@ -1,0 +1,284 @@
+"""oneDNN asked directly: the same numbers before the default layer, and nothing where they would be others."""
+
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+import timm.layers
+import torch
+from torch import nn
+from torch.nn import functional
+
+from camserve_server.models import LoadedModel, onednn
+from camserve_server.types import ClassTarget, Row
+from methods.tools import call, gap, noise, run
+
+EXACT = 1e-5  # of the largest value, in float32
+
+pytestmark = pytest.mark.skipif(not onednn.usable("cpu", torch.float32), reason="torch has no oneDNN here")
+
+JOINED_TO = {
+    "hardswish": lambda: nn.Hardswish(inplace=True),
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu by tanh": lambda: nn.GELU("tanh"),
+    "timm's gelu": timm.layers.activations.GELU,
+}
+CUTTING_OFF = {
+    "relu": nn.ReLU,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "relu6": lambda: nn.ReLU6(inplace=True),
+    "hardtanh": lambda: nn.Hardtanh(-0.5, 0.75),
+}
+
+
+class Net(nn.Module):
+    """Two ways to mix channels, 3 × 3 and 1 × 1, a linear map over a grid, and a default layer behind them."""
+
+    def __init__(self, way, act=nn.Hardswish, norm=nn.Identity):
+        torch.manual_seed(0)
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, 16, 3, 2, 1), norm(16), act()
+        self.point = nn.Conv2d(16, 16, 1, bias=False)
+        self.map = nn.Linear(16, 16)
+        self.layer = nn.Conv2d(16, 8, 3, padding=2, dilation=2, groups=2)
+        self.head = nn.Linear(8, 5)
+        self.way = way
+        for name, one in self.named_parameters():
+            nn.init.normal_(one, std=0.2 if "weight" in name else 0.5)
+
+    def forward(self, image):
+        return self.head(torch.tanh(self.layer(self.way(self, image))).mean((2, 3)))
+
+
+def straight(net, image):
+    seen = net.point(net.act(net.norm(net.conv(image))))
+    return net.act(net.map(seen.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+
+def rows_of(number):
+    methods = tuple(map(call, ("gradcam", "layercam")))
+    return [Row(noise(seed, 16), ClassTarget(3), methods) for seed in range(number)]
+
+
+def distance(model, rows=3):
+    """How far maps and logits are from those of the model in float64, without the copy."""
+    ours = run(model, rows_of(rows), ["layer"])
+    theirs = run(LoadedModel(model.info, model.module.double(), None, torch.float64), rows_of(rows), ["layer"])
+    model.module.float()
+    gaps = [gap(one.logits, two.logits) for one, two in zip(ours, theirs, strict=True)]
+    return max(
+        gaps
+        + [gap(*pair) for one, two in zip(ours, theirs, strict=True) for pair in zip(*one.maps, *two.maps, strict=True)]
+    )
+
+
+def asked(model):
+    """What oneDNN is asked for, and which module it does the work of."""
+    return {site.name: site.activating for site in model.quick.direct.sites}
+
+
+@pytest.mark.parametrize("act", [*JOINED_TO, *CUTTING_OFF])
+def test_convolutions_and_linear_maps_say_the_same_with_the_activation_behind_them(act, plant):
+    model = plant(lambda: Net(straight, (JOINED_TO | CUTTING_OFF)[act]))
+    joined = "act" if act in JOINED_TO else ""
+    assert asked(model) == {"conv": joined, "point": "", "map": joined, "layer": ""}
+    assert max(distance(model, rows) for rows in (1, 3)) < EXACT
+
+
+@pytest.mark.parametrize("act", [*JOINED_TO, *CUTTING_OFF])
+def test_what_is_not_a_number_is_not_lost_on_the_way(act, plant):
+    """The larger of 0 and NaN is 0 to oneDNN."""
+    model = plant(lambda: Net(straight, (JOINED_TO | CUTTING_OFF)[act]))
+    model.quick.module.conv.bias[0] = torch.nan
+    (result,) = run(model, rows_of(1), ["layer"])
+    assert np.isnan(result.logits).all()
+
+
+def test_an_activation_is_joined_to_a_convolution_with_its_batch_norm(plant):
+    norms = {"act": nn.BatchNorm2d, "norm.act": partial(timm.layers.BatchNormAct2d, act_layer=nn.SiLU)}
+    for activating, norm in norms.items():
+        model = plant(lambda norm=norm: Net(straight, norm=norm))
+        assert model.quick.folded == 1
+        assert asked(model)["conv"] == activating
+        assert distance(model) < EXACT
+
+
+def test_in_bfloat16_too(plant):
+    half, full = (plant(lambda: Net(straight), precision=one) for one in ("bfloat16", "float32"))
+    assert bool(asked(half)) == onednn.usable("cpu", torch.bfloat16)
+    for one, two in zip(run(half, rows_of(2), ["layer"]), run(full, rows_of(2), ["layer"]), strict=True):
+        assert all(gap(*pair) < 0.05 for pair in zip(*one.maps, *two.maps, strict=True))
+
+
+# --- what oneDNN may not be asked for, or not do beside ---
+
+
+def shared(net, image):
+    """As in a residual network: one activation, in one place behind a convolution, in another behind a sum."""
+    seen = net.point(net.act(net.conv(image)))
+    seen += 1
+    return net.act(seen)
+
+
+def looked_at_before(net, image):
+    seen = net.conv(image)
+    return seen * 2 + net.act(seen)
+
+
+def looked_at_after(net, image):
+    seen = net.conv(image)
+    return seen + net.act(seen)
+
+
+def changed_before(net, image):
+    seen = net.conv(image)
+    seen -= 1
+    return net.act(seen)
+
+
+def negative(net, image):
+    return net.act(-net.conv(image))
+
+
+def by_function(net, image):
+    return functional.relu(net.conv(image))
+
+
+def twice(net, image):
+    return net.act(net.conv(image)) + 2 * net.act(net.conv(image / 2))
+
+
+def weight_used(net, image):
+    return net.act(net.conv(image)) * net.conv.weight.mean()
+
+
+def by_keyword(net, image):
+    return net.act(net.conv(input=image))
+
+
+REST = {"layer": ""}
+JOINED, ALONE = {"conv": "act"} | REST, {"conv": ""} | REST
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        (shared, JOINED | {"point": ""}),
+        (looked_at_before, ALONE),
+        (looked_at_after, None),
+        (changed_before, ALONE),
+        (negative, ALONE),
+        (by_function, ALONE),
+        (twice, REST),
+        (weight_used, REST),
+        (by_keyword, REST),
+    ],
+)
+def test_nothing_is_done_for_whom_it_would_change_something_else(way, expected, inplace, plant):
+    """What was changed in place is seen changed by all who look at it later."""
+    model = plant(lambda: Net(way, lambda: nn.Hardswish(inplace=inplace)))
+    assert asked(model) == (expected or (JOINED if inplace else ALONE))
+    assert distance(model) < EXACT
+
+
+def test_a_tensor_that_comes_again_goes_through_the_activation_again(plant):
+    model = plant(lambda: Net(lambda net, image: net.act(net.act(net.conv(image)).sub_(1)), nn.Hardswish))
+    assert asked(model) == JOINED
+    assert distance(model) < EXACT
+
+
+@pytest.mark.parametrize("mode", [{"padding_mode": "reflect", "padding": 1}, {"padding": "same"}])
+def test_a_convolution_that_pads_in_another_way_is_torchs(mode, plant):
+    def make():
+        net = Net(lambda net, image: net.act(net.conv(image)))
+        net.conv = nn.Conv2d(3, 16, 3, **mode)
+        return net
+
+    model = plant(make)
+    assert asked(model) == REST
+    assert distance(model) < EXACT
+
+
+def test_a_module_of_a_users_own_is_left_alone(plant):
+    class Halved(nn.Conv2d):
+        def forward(self, given):
+            return super().forward(given) / 2
+
+    def make():
+        net = Net(lambda net, image: net.act(net.conv(image)))
+        net.conv = Halved(3, 16, 3)
+        return net
+
+    assert asked(plant(make)) == REST
+
+
+def test_what_is_behind_the_layer_is_differentiated_and_left_alone(plant):
+    model = plant(lambda: Net(straight))
+    assert "head" not in asked(model)
+    assert "forward" not in vars(model.quick.module.head)
+
+
+def test_passes_that_differentiate_down_to_the_input_ask_torch(plant):
+    model = plant(lambda: Net(straight))
+    assert not any("forward" in vars(one) for one in model.module.modules())
+    (result,) = run(model, [Row(noise(0, 16), ClassTarget(3), (call("saliency"),), copy=0)], kind="saliency")
+    assert result.maps[0][0].any()
+
+
+# --- weights ---
+
+
+def test_weights_that_are_the_models_are_not_held_twice_and_those_of_the_copy_neither(plant):
+    model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
+    quick, weights = model.quick.module, model.quick.direct.weights
+    assert quick.conv.weight is None
+    assert weights["conv"].is_mkldnn
+    for name in ("point", "map", "layer"):
+        assert weights[name] is quick.get_submodule(name).weight is model.module.get_submodule(name).weight
+
+
+# --- where it does not work ---
+
+
+def failing(_name):
+    def function(*_args):
+        raise RuntimeError("could not create a primitive")
+
+    return function
+
+
+def wrong(name):
+    return lambda *args: function(name)(*args) * 1.001
+
+
+function = onednn._function
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"), [(failing, "RuntimeError: could not create a primitive"), (wrong, "off by 0.00")]
+)
+def test_without_what_onednn_should_do_a_model_runs_by_torch_and_the_log_says_so(
+    broken, reason, plant, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(onednn, "_function", broken)
+    model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
+    assert "oneDNN is not asked directly" in caplog.text
+    assert reason in caplog.text
+    assert asked(model) == {}
+    assert model.quick.folded == 1
+    assert not any("forward" in vars(one) for one in model.quick.module.modules())
+    assert distance(model) < EXACT
+
+
+@pytest.mark.parametrize("given", [("cuda:0", torch.float32), ("cpu", torch.float64)])
+def test_on_other_devices_and_in_other_precisions_torch_is_asked(given):
+    assert not onednn.usable(*given)
+
+
+def test_where_torch_comes_without_onednn_it_is_not_asked(plant, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert plant(lambda: Net(straight)).quick is None
