@@ -50,12 +50,12 @@ class Process:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that one has started."""
+    """Return the processes that one has started, and those that they have."""
     found = []
     for one in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if int(_fields(int(one.name))[1]) == pid:
-                found.append(int(one.name))
+                found += [int(one.name), *children_of(int(one.name))]
     return found
 
 

@@ -182,27 +182,24 @@ def _clocks(threads: Mapping[str, tuple[str, ...]], say: Callable[[Clocks], None
     threading.Thread(target=say, args=(clocks,), daemon=True, name="clocks").start()
 
 
-def serve() -> None:
+def main() -> None:
     """Serve, as `camserve-server serve` does."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[PLACE] = folder
         _clocks(SERVER, _listen, engine=False)
         from camserve_server import cli  # noqa: PLC0415 -- after what it is made of was wrapped
-        from camserve_server.workers import worker  # noqa: PLC0415 -- the same
+        from camserve_server.workers import child  # noqa: PLC0415 -- the same
 
-        worker.PROGRAM = ("-m", "benchmarks.stage_server", "engine")
+        run = child.run
+
+        def clocked(number: int) -> None:
+            _clocks(ENGINE, _tell, engine=True)
+            run(number)
+
+        child.run = clocked
         sys.argv[1:1] = ["serve", "--log-level", "warning"]
         cli.main()
 
 
-def run_engine() -> None:
-    """Be the process of an engine, as `python -m camserve_server.workers.child` is."""
-    sys.argv.remove("engine")
-    _clocks(ENGINE, _tell, engine=True)
-    from camserve_server.workers import child  # noqa: PLC0415 -- after what it is made of was wrapped
-
-    child.main()
-
-
 if __name__ == "__main__":
-    run_engine() if "engine" in sys.argv else serve()
+    main()

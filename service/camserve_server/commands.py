@@ -68,11 +68,13 @@ def serve(path: str | None, **flags: Any) -> int:
     Every setting can also stand in the TOML file (by its name with underscores) or in the environment (as
     CAMSERVE_MAX_QUEUE_ROWS); flags win over the environment, and the environment over the file.
     """
-    from camserve_server import server  # noqa: PLC0415 -- torch takes seconds, which --help need not
+    from camserve_server import server, workers  # noqa: PLC0415 -- torch takes seconds, which --help need not
 
     with _told():
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
+        if settings.isolation == "process":
+            workers.open_nursery()
         return asyncio.run(server.serve_until_signal(settings))
 
 

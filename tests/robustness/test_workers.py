@@ -238,8 +238,18 @@ def live(address):
 
 
 def worker_of(process):
-    (one,) = children(process.pid)
+    (nursery,) = children(process.pid)
+    (one,) = children(nursery)
     return one
+
+
+def test_a_server_that_loses_its_nursery_starts_engines_all_the_same(folder):
+    with served(folder) as (process, client, _):
+        (nursery,) = children(process.pid)
+        os.kill(nursery, signal.SIGKILL)
+        until(lambda: not healthy(client), 8)
+        until(lambda: healthy(client))
+        client.explain(IMAGE, overlay=None)
 
 
 def test_under_load_only_the_batch_in_flight_fails_and_what_waited_is_answered(folder):

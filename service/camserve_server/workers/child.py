@@ -1,4 +1,4 @@
-"""The process of an engine: `python -m camserve_server.workers.child SOCKET`, which the server starts.
+"""The process of an engine, which a server starts.
 
 Its first thread runs batches, one reads what is asked, one says that the process is alive, and one that ends loads a
 model: OpenMP keeps workers for every thread that ever computed, and with more of them than cores all would sleep
@@ -102,15 +102,20 @@ def _check_device() -> None:
         os._exit(1)
 
 
-def main() -> None:
-    """Run the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd send them to all; the server says when
-        signal.signal(number, signal.SIG_IGN)
+def follow() -> None:
+    """Take no signal that is meant for the server, and end with the thread that made this process."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd send them to all
+        signal.signal(each, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def run(number: int) -> None:
+    """Be an engine's process.
+
+    Args:
+        number: of the socket to the server.
+    """
+    follow()
     process.keep_memory()
-    _Child(Connection(int(sys.argv[1]))).work()
-
-
-if __name__ == "__main__":
-    main()
+    _Child(Connection(number)).work()

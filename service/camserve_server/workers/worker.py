@@ -8,8 +8,6 @@ import logging
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,16 +21,14 @@ from camserve_server import logs
 from camserve_server.errors import ConfigError, WorkerLost
 from camserve_server.models.spec import ModelSpec
 from camserve_server.types import ModelInfo, Pass, Row, RowResult
+from camserve_server.workers import nursery
 from camserve_server.workers.messages import SILENCE, Ask, Beat, Reply, Setup, What, packed
 
 log = logging.getLogger(__name__)
 
-PROGRAM: tuple[str, ...] = ("-m", "camserve_server.workers.child")
-
 STARTING = 300.0  # seconds until a process must say that it is ready: a cold disk may be slow to give torch
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries to start one, if it never came so far as to be ready
 LOADING = 1800.0  # seconds that a model may take: weights may come over a slow network
-CLOSING = 2.0  # seconds that it has to go by itself
 
 Told = Callable[[], object]
 """Told that a worker is up, or down; in a thread of the worker's."""
@@ -68,9 +64,7 @@ class _Life:
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._patience(STARTING)
         with theirs:
-            number = theirs.fileno()
-            command = (sys.executable, *PROGRAM, str(number))
-            self.process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL)  # noqa: S603 -- ours
+            self.process = nursery.begin(theirs.fileno())
         self._connection.send(setup)
 
     def read(self) -> None:
@@ -79,11 +73,12 @@ class _Life:
             while True:
                 self._take(self._connection.recv())
                 self._check()
-        except (EOFError, OSError) as error:
-            silent = isinstance(error, BlockingIOError)  # how a socket says that its patience is over
-            self._bury(f"no sign of life for {SILENCE:g} s" if silent else "it is gone")
+        except BlockingIOError:  # how a socket says that its patience is over
+            self._bury(f"it gave no sign of life for {SILENCE:g} s")
         except TimeoutError as error:
             self._bury(str(error))
+        except (EOFError, OSError):
+            self._bury("it is gone")
 
     def ask(self, what: What, *arguments: object, seconds: float) -> Future[object]:
         """Ask for something; the answer raises WorkerLost if the process ends before."""
@@ -124,9 +119,9 @@ class _Life:
 
     def _bury(self, why: str) -> None:
         """Make sure that the process is no more, say so, and tell all who wait."""
-        self._stop()
+        code = self.process.end()
         if not self._ending:
-            log.error("the engine's process ended: %s", why, extra=logs.fields(exit=self.process.returncode))
+            log.error("an engine's process ended: %s", why, extra=logs.fields(exit=code))
         self.over = True
         self._ended()
         with self._lock:
@@ -137,12 +132,6 @@ class _Life:
             self.ready.set_exception(_lost())
         for one in asked:
             one.answer.set_exception(_lost())
-
-    def _stop(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(CLOSING if self._ending else 0)
-        self.process.kill()
-        self.process.wait()
 
     def _patience(self, seconds: float) -> None:
         """Say how long a silence, or a full socket, is borne."""
@@ -227,7 +216,12 @@ class Worker:
         """Start a process; when it ends, another."""
         pause = 0.0
         while not self._closing.wait(pause):
-            self._newest = _Life(self._setup, self._down)
+            try:
+                self._newest = _Life(self._setup, self._down)
+            except OSError as error:
+                log.error("an engine's process could not be started: %s", error)  # noqa: TRY400 -- no fault of the code
+                pause = LONGEST_PAUSE
+                continue
             self._born.set()
             threading.Thread(target=self._fill, args=(self._newest,), name="filling", daemon=True).start()
             self._newest.read()
