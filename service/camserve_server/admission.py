@@ -10,17 +10,40 @@ after it last asked.
 import asyncio
 import ipaddress
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import unquote
+
+from camserve_server.errors import ResourceExhausted
 
 CALLER: ContextVar[str] = ContextVar("caller_of_room", default="")
 """Who asks: the name of a token, or an address."""
 
 PRESENT = 10.0  # seconds for which a caller counts after it last asked; longer than any pause that it is told to make
 LINE = 1024  # places waited for at most by those who have no right to them: what waits is in memory already
+
+
+class Shelf:
+    """Room for what it would be good to keep, if there is room.
+
+    Args:
+        size: bytes that it takes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.free = size
+
+    @contextmanager
+    def kept(self, size: int) -> Iterator[bool]:
+        """Say inside the block whether there is room for so many bytes, and hold it."""
+        fits = size <= self.free
+        self.free -= size * fits
+        try:
+            yield fits
+        finally:
+            self.free += size * fits
 
 
 def address_of(peer: str) -> str:
@@ -55,10 +78,14 @@ class Admission:
         places: that there are.
         least: places of a caller's share at least.
         refusal: makes the error for who finds no room, of words that say which limit it has met.
+        line: places waited for at most by those who have no right to them.
     """
 
-    def __init__(self, places: int, least: int, refusal: Callable[[str], Exception]) -> None:
+    def __init__(
+        self, places: int, least: int, refusal: Callable[[str], Exception] = ResourceExhausted, line: float = LINE
+    ) -> None:
         self.taken = 0
+        self._line = line
         self._places, self._least, self._refusal = places, least, refusal
         self._held: Counter[str] = Counter()
         self._lines: dict[str, deque[_Turn]] = {}
@@ -131,7 +158,7 @@ class Admission:
         """Say whether it is by right or by patience, and the line is not too long for either."""
         mine, line = self._held[caller] + self._waiting[caller], self._waiting.total() + places
         by_right = not mine or mine + places <= share
-        return (by_right and line <= LINE + self._places) or (wait and line <= max(LINE, places))
+        return (by_right and line <= self._line + self._places) or (wait and line <= max(self._line, places))
 
     def _within(self, caller: str, places: int, share: int) -> bool:
         held = self._held[caller]

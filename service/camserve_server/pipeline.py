@@ -9,12 +9,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ParamSpec, TypeAlias, TypeVar
 
 from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server import images, jobs, render, wire
+from camserve_server.admission import Admission, Shelf
 from camserve_server.batcher import Batcher, Collect, Spent
 from camserve_server.errors import InvalidArgument
 from camserve_server.targets import carried, whole
@@ -36,6 +37,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HELD = 3_000_000  # bytes of a decoded photo that are held while its request waits; larger ones are decoded again
+SHELF = 128 * 2**20  # bytes of decoded photos held together; where there is no room for one it is decoded again
+DRAWN_TOGETHER = 200_000_000  # pixels of the pictures of all requests that are being drawn; others wait
 DRAWN_AT_ONCE = 1_000_000  # pixels of pictures drawn before others have a turn: some 5 ms
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
 
@@ -74,12 +77,16 @@ class Pipeline:
         batcher: that runs rows.
         threads: that decode and draw.
         limits: on what one request may ask for.
+        shelf: where decoded photos are held while their requests wait.
+        easel: lets so many pictures be drawn at a time.
     """
 
     models: Mapping[str, ModelInfo]
     batcher: Batcher
     threads: ThreadPoolExecutor
     limits: Limits
+    shelf: Shelf = field(default_factory=lambda: Shelf(SHELF))
+    easel: Admission = field(default_factory=lambda: Admission(DRAWN_TOGETHER, DRAWN_AT_ONCE, line=math.inf))
 
     async def explain(
         self,
@@ -113,7 +120,7 @@ class Pipeline:
                 progress=progress,
             )
 
-        rows, size = min(order.job.rows, self.limits.chunk), request.ByteSize()
+        rows, size = min(order.job.rows, self.limits.chunk), request.ByteSize() + _maps_of(order.job)
         async with self.batcher.admit(rows, size=size, wait=wait):
             return await self._answered(order, work, deadline)
 
@@ -142,7 +149,7 @@ class Pipeline:
 
         with wire.within_explain():
             render.colormap(asked.order.rendering.colormap)
-            rows, size = min(asked.assessment.rows, self.limits.chunk), request.ByteSize()
+            rows, size = min(asked.assessment.rows, self.limits.chunk), request.ByteSize() + _maps_of(asked.order.job)
             async with self.batcher.admit(rows, size=size):
                 explained = await self._answered(asked.order, work, deadline)
         return wire.evaluate_response(asked, explained, readings)
@@ -156,19 +163,25 @@ class Pipeline:
         began = clock()
         view = await self._in_thread(_see, order, self.limits)
         decoded = clock()
-        outcome = await work(view, submit)
-        computed = clock()
+        with self.shelf.kept(0 if view.photo is None else view.photo.nbytes) as fits:
+            view = view if fits else replace(view, photo=None)
+            outcome = await work(view, submit)
+            computed = clock()
 
-        def answered(answers: list[wire.Answer]) -> explain_pb2.ExplainResponse:
-            seconds = wire.Seconds(decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows)
-            response = wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
-            response.receipt.CopyFrom(view.receipt)
-            return response
+            def answered(answers: list[wire.Answer]) -> explain_pb2.ExplainResponse:
+                seconds = wire.Seconds(
+                    decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows
+                )
+                response = wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
+                response.receipt.CopyFrom(view.receipt)
+                return response
 
-        wants = order.rendering
-        if not (wants.pictures or wants.intensity):
-            return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
-        return await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
+            wants = order.rendering
+            if not (wants.pictures or wants.intensity):
+                return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
+            pixels = math.ceil(order.job.explanations * _pixels_of(wants, view.size))
+            async with self.easel.admit(min(pixels, DRAWN_TOGETHER), wait=True):
+                return await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
 
     async def _in_steps(self, steps: Generator[None, None, T]) -> T:
         """Run what pauses now and then in a thread; others have their turn then, and it ends if its caller gave up."""
@@ -253,6 +266,11 @@ def _in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:
         part = f"from {seen.left:.0f} to {seen.right:.0f} across and from {seen.top:.0f} to {seen.bottom:.0f} down"
         raise InvalidArgument(f"the box is outside of what the model sees: {part}", field=field)
     return found
+
+
+def _maps_of(job: jobs.Job) -> int:
+    """Return at most how many bytes a job's maps take, but for the first, which is small beside a message."""
+    return 4 * math.prod(job.model.preprocess.size) * (job.explanations - 1)
 
 
 def _check_drawing(order: wire.Order, size: tuple[int, int], limits: Limits) -> None:

@@ -102,13 +102,18 @@ def _colours(name: str) -> Pixels:
 
 async def _looked(pipeline: Pipeline, order: wire.Inspection | wire.Extraction, pass_: Pass, deadline: float) -> _Look:
     found: list[RowResult] = []
-    async with pipeline.batcher.admit(1, size=len(order.image)):
+    async with pipeline.batcher.admit(1, size=len(order.image) + _kept_of(order)):
         began = time.perf_counter()
         view = await _in_thread(pipeline, _see, order.image, order.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
         rows = [Row(view.image, order.target, features=pass_.kind == "features")]
         spent = await pipeline.batcher.submit(pass_, rows, lambda _index, result: found.append(result), deadline)
     return _Look(view, found[0], decoding, spent)
+
+
+def _kept_of(order: wire.Inspection | wire.Extraction) -> int:
+    """Return how many bytes of a layer's output are kept until the reply is made."""
+    return 4 * math.prod(order.model.layers[order.layer].shape) if isinstance(order, wire.Extraction) else 0
 
 
 def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> _View:
