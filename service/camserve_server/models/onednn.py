@@ -1,9 +1,9 @@
 """Convolutions and linear maps, asked of oneDNN itself.
 
-On a CPU torch gives linear maps in float32, and convolutions of 1 × 1, to another library: on processors that one knows
-less well they take twice as long. Asked directly, oneDNN also keeps weights in the order that suits it, where torch's
-convolutions bring them into it for every batch, and applies the activation behind as it goes. The functions are those
-that torch's own compiler calls. They cannot be differentiated.
+On a CPU torch gives linear maps in float32 to another library, and with one thread small batches of 1 × 1 convolutions
+too: on processors that this one knows less well they take twice as long. Asked directly, oneDNN also keeps weights in
+the order that suits it, where torch's convolutions bring them into it for every batch, and applies the activation
+behind as it goes. The functions are those that torch's own compiler calls. They cannot be differentiated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
