@@ -253,8 +253,8 @@ def test_a_server_that_loses_its_nursery_starts_engines_all_the_same(folder):
 
 
 def test_under_load_only_the_batch_in_flight_fails_and_what_waited_is_answered(folder):
-    """A worker is killed, then stopped, 16 callers each having one request under way."""
-    codes, done = [], threading.Event()
+    """A worker is killed, then stopped, 16 callers each having one request under way; CAMSERVE_TEST_ROUNDS times."""
+    codes, took, done, rounds = [], [], threading.Event(), int(os.environ.get("CAMSERVE_TEST_ROUNDS", "1"))
 
     def work(client):
         while not done.is_set():
@@ -267,14 +267,16 @@ def test_under_load_only_the_batch_in_flight_fails_and_what_waited_is_answered(f
     with served(folder) as (process, client, address), ThreadPoolExecutor(16) as pool:
         for _ in range(16):
             pool.submit(work, client)
-        for number in (signal.SIGKILL, signal.SIGSTOP):
+        for number in (signal.SIGKILL, signal.SIGSTOP) * rounds:
             count = len(codes)
             until(lambda: len(codes) > count + 100)  # noqa: B023 -- called at once
             one = worker_of(process)
             os.kill(one, number)
+            began = time.monotonic()
             until(lambda: not healthy(client), 8)
             assert live(address)
             until(lambda: healthy(client))
+            took.append(time.monotonic() - began)
             assert not alive(one)
         count = len(codes)
         until(lambda: len(codes) > count + 100)
@@ -283,7 +285,8 @@ def test_under_load_only_the_batch_in_flight_fails_and_what_waited_is_answered(f
     found = Counter(codes)
 
     assert set(found) <= {"OK", "UNAVAILABLE"}
-    assert found["UNAVAILABLE"] <= 2 * 8
+    assert 0 < found["UNAVAILABLE"] <= 2 * rounds * 8
+    assert max(took) < 5 + 5  # 4 of them until silence counts; the rest is for loading the model
     assert not alive(last)
 
 
