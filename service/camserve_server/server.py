@@ -215,6 +215,9 @@ def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) 
         options=(
             ("grpc.max_receive_message_length", size),
             ("grpc.max_send_message_length", -1),
+            # Two limits: between them gRPC would refuse by chance.
+            ("grpc.max_metadata_size", settings.max_metadata_kib * 2**10),
+            ("grpc.absolute_max_metadata_size", settings.max_metadata_kib * 2**10),
             ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a cluster
             *floods.options(settings),
         ),

@@ -1,0 +1,153 @@
+"""The table of limits in SECURITY.md is that of the code, and each is met where the table says."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+
+from camserve.v1 import explain_pb2, models_pb2
+from camserve_server import admission, batcher, images, pipeline
+from camserve_server.config import Settings
+from camserve_server.servicer import LONGEST_ID
+from camserve_server.types import Limits
+from camserve_server.wire.checks import LARGEST_SIDE
+from robustness import hygiene, nets
+from support import serving
+
+SECURITY = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+SETTINGS, LIMITS = Settings(), Limits()
+INVALID, GRPC = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED, by gRPC itself"
+NO_LIMITS = {
+    "max_batch_rows": "how the server works, whoever asks",
+    "max_batch_seconds": "what an engine may take",
+    "max_queue_delay_ms": "how long a row may be held back",
+}
+"""Settings whose names begin like those of limits."""
+
+
+def mib(size):
+    return f"{size / 2**20:g} MiB"
+
+
+def of_the_server():
+    """Return what each limit is on, how much it is, its setting, and what is answered beyond it."""
+    return (
+        ("connections", f"{SETTINGS.max_connections:,}", "max_connections", "the connection is closed"),
+        ("calls under way on a connection", f"{SETTINGS.max_streams}", "max_streams", "the rest wait in the client"),
+        ("requests under way in a stream", f"{SETTINGS.stream_in_flight}", "stream_in_flight", "the rest wait unread"),
+        ("metadata of a call", f"{SETTINGS.max_metadata_kib} KiB", "max_metadata_kib", GRPC),
+        ("message, as sent and unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", GRPC),
+        ("rows in the queue", f"{SETTINGS.max_queue_rows:,}", "max_queue_rows", "RESOURCE_EXHAUSTED, and when to come"),
+        ("of these, one caller's", "its share", "", "RESOURCE_EXHAUSTED; within it the request waits"),
+        ("rows that wait for the queue", f"{admission.LINE:,}", "", "RESOURCE_EXHAUSTED, and when to come"),
+        ("bytes for each row in both", f"{batcher.PLACE // 2**10} KiB", "", "the request counts as more rows"),
+    )
+
+
+def of_a_request():
+    limits, pictures = SETTINGS.limits, f"{INVALID}, `rendering.max_side`"
+    return (
+        ("rows of a request", f"{limits.rows:,}", "max_request_rows", f"{INVALID}, `methods` or `metrics`"),
+        ("of these at a time", f"{limits.chunk}", "", "the others come after them"),
+        ("maps of a request", f"{limits.explanations}", "max_explanations", f"{INVALID}, `methods`"),
+        ("pixels of a photo", f"{limits.pixels:,}", "max_pixels", f"{INVALID}, `image`"),
+        ("pixels on a side of it", f"{limits.side:,}", "max_side", f"{INVALID}, `image`"),
+        ("frames of it", "1", "", "the others are left out"),
+        ("scans of a JPEG", f"{images._MAX_SCANS}", "", f"{INVALID}, `image`"),
+        ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
+        ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
+        ("pixels drawn at a time, of all", f"{pipeline.DRAWN_TOGETHER:,}", "", "the others wait"),
+        ("decoded photos held, of all", mib(pipeline.SHELF), "", "the others are decoded again"),
+        ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
+        ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
+        ("parameters of one of these", f"{limits.parameters}", "", f"{INVALID}, its `parameters`"),
+        ("targets", f"{limits.targets}", "", f"{INVALID}, `targets` or `top_k`"),
+        ("classes that a target is told from", f"{limits.against}", "", f"{INVALID}, its `finer.against`"),
+        ("layers to explain", f"{limits.layers}", "", f"{INVALID}, `layers`"),
+        ("layers to measure", f"{limits.inspected:,}", "", f"{INVALID}, `layers`"),
+        ("predictions", f"{limits.predictions:,}", "", f"{INVALID}, `max_predictions`"),
+        ("channels of a layer", f"{limits.channels}", "", f"{INVALID}, `top`"),
+        ("their raw maps", mib(limits.raw_bytes), "", f"{INVALID}, `top`"),
+        ("characters of a text", f"{limits.text:,}", "", f"{INVALID}, the field"),
+        ("characters of a request's id", f"{LONGEST_ID}", "", f"{INVALID}, `request_id`, in a stream; else another id"),
+    )
+
+
+def rows():
+    return of_the_server() + of_a_request()
+
+
+def table():
+    lines = ["| limit on | default | setting | beyond it |", "|---|---|---|---|"]
+    for what, most, setting, beyond in rows():
+        lines.append(f"| {what} | {most} | {f'`{setting}`' if setting else 'none'} | {beyond} |")
+    return "\n".join(lines)
+
+
+def test_the_table_in_security_md_is_that_of_the_code():
+    found = re.search(r"<!-- limits:.*?-->\n(.*?)\n<!-- /limits -->", SECURITY, re.DOTALL).group(1)
+
+    assert found == table()
+
+
+def test_no_limit_is_left_out_of_the_table(monkeypatch):
+    """Each is changed in turn; the table must change with it."""
+    settings = {name for _, _, name, _ in rows() if name}
+    assert {name for name in Settings.model_fields if name.startswith("max_")} - set(NO_LIMITS) <= settings
+    before = table()
+    for field in dataclasses.fields(Limits):
+        value = getattr(LIMITS, field.name)
+        changed = dataclasses.replace(SETTINGS.limits, **{field.name: 3 * value})
+        with monkeypatch.context() as patch:
+            patch.setattr(Settings, "limits", property(lambda _self, changed=changed: changed))
+            assert table() != before, field.name
+
+
+def test_what_security_md_adds_up_is_the_sum():
+    queue = SETTINGS.max_queue_rows * batcher.PLACE
+    waiting = (admission.LINE + SETTINGS.max_queue_rows) * batcher.PLACE
+    picture = 224 * 224
+    assert f"messages and maps {mib(queue)} in the queue, {mib(waiting)} before it" in SECURITY.replace("\n  ", " ")
+    own = SETTINGS.max_queue_rows * picture * (3 + 4) / 2**20
+    assert f"{math.ceil(own / 10) * 10} MiB of inputs and masks" in SECURITY.replace("\n  ", " ")
+
+
+@pytest.fixture(scope="module")
+def line():
+    with serving(models=(nets.TINY,), device="cpu", threads=1, max_message_mib=1) as served:
+        wide = [("grpc.max_metadata_size", 1 << 20), ("grpc.absolute_max_metadata_size", 1 << 20)]
+        with grpc.insecure_channel(served.address, options=wide) as channel:
+            yield channel
+
+
+def asked(line, method, message, size=0, **how):
+    with pytest.raises(grpc.RpcError) as caught:
+        line.unary_unary(f"/camserve.v1.{method}")(
+            message.SerializeToString(), timeout=10, metadata=(("x-more", "m" * size),), **how
+        )
+    return caught.value
+
+
+def test_metadata_has_one_limit_and_not_chance_between_two(line):
+    call = line.unary_unary("/camserve.v1.ModelService/ListModels")
+    for _ in range(5):
+        assert call(b"", timeout=10, metadata=(("x-more", "m" * 7000),))
+    for size in (9000, 50_000):
+        for _ in range(5):
+            error = asked(line, "ModelService/ListModels", models_pb2.ListModelsRequest(), size)
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert hygiene.told(error.details()) == []
+    assert call(b"", timeout=10)
+
+
+def test_a_message_has_the_same_limit_before_and_after_it_is_unpacked(line):
+    large = explain_pb2.ExplainRequest(image=bytes(2 << 20))
+    for packed in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        error = asked(line, "ExplainService/Explain", large, compression=packed)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert hygiene.told(error.details()) == []
+    small = asked(line, "ExplainService/Explain", explain_pb2.ExplainRequest(image=bytes(1000)))
+    assert small.code() is grpc.StatusCode.INVALID_ARGUMENT
