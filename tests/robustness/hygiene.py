@@ -38,6 +38,11 @@ def faults(error, sent=()):
     return wrong + [each for one in _violations(status) for each in told(one.description, sent)]
 
 
+def of_client(error, sent=()):
+    """Return what is wrong with an error of the Python client."""
+    return told(error.message, sent) + ["no request id"] * (not error.request_id)
+
+
 def field_of(error):
     """Return the field that a refusal names."""
     return next((one.field for one in _violations(_status(error))), "")

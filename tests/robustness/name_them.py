@@ -23,7 +23,7 @@ from camserve.v1 import (
 from camserve.v1 import (
     models_pb2 as mo,
 )
-from robustness import watched
+from robustness import fields, hygiene, watched
 from support import PHOTOS, serving
 
 NAMES = (
@@ -83,11 +83,11 @@ def answer(ears, call, request):
     with ears.listen():
         try:
             call(request, timeout=20)
-            code, words = "OK", ""
+            code, wrong = "OK", []
         except grpc.RpcError as error:
-            code, words = error.code().name, error.details()
+            code, wrong = error.code().name, hygiene.faults(error, fields.texts(request))
         heard = list(ears.heard)
-    return {"code": code, "words": words, "heard": heard}
+    return {"code": code, "wrong": wrong, "heard": heard}
 
 
 def control(ears):
@@ -95,7 +95,7 @@ def control(ears):
     with ears.listen(), contextlib.suppress(OSError):
         Path("/etc/passwd").read_bytes()
         socket.create_connection(("127.0.0.1", 9), timeout=1)
-    return {"code": "", "words": "", "heard": list(ears.heard)}
+    return {"code": "", "wrong": [], "heard": list(ears.heard)}
 
 
 def main(model):

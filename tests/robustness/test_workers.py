@@ -25,6 +25,7 @@ from camserve_server.models import parse
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, Pass, Row
 from camserve_server.workers import Local, Setup, Worker
+from robustness import hygiene
 from support import alive, children
 
 SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
@@ -262,7 +263,7 @@ def test_under_load_only_the_batch_in_flight_fails_and_what_waited_is_answered(f
                 client.explain(IMAGE, overlay=None)
                 codes.append("OK")
             except camserve.CamserveError as error:
-                codes.append(error.code.name)
+                codes.extend([error.code.name, *hygiene.of_client(error)])
 
     with served(folder) as (process, client, address), ThreadPoolExecutor(16) as pool:
         for _ in range(16):
