@@ -35,9 +35,10 @@ NEEDED: Mapping[str, str] = (
     _rpcs(explain_pb2.DESCRIPTOR.services_by_name["ExplainService"], "explain")
     | _rpcs(evaluate_pb2.DESCRIPTOR.services_by_name["EvaluateService"], "explain")
     | _rpcs(models_pb2.DESCRIPTOR.services_by_name["ModelService"], "observe", "List", "Get")
+    | _rpcs(models_pb2.DESCRIPTOR.services_by_name["ModelService"], "admin", "Load", "Unload")
     | _rpcs(reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"], "observe")
 )
-"""The role that an RPC needs. One that is not here, as it changes something or is new or unknown, needs `admin`."""
+"""The role that an RPC needs. One that is not here, as it is new or unknown, needs `admin`."""
 
 OPEN = f"/{health.SERVICE_NAME}/"
 """Health wants no token: whoever asks for it, an orchestrator or a balancer, has none, and it says only yes or no."""
@@ -58,7 +59,8 @@ def check(settings: Settings) -> None:
             "tls_client_ca), or listen on 127.0.0.1; or, if whoever reaches it may call, as where a container's port "
             "is published on 127.0.0.1 alone, say --insecure (CAMSERVE_INSECURE=true)"
         )
-    log.warning("insecure: whoever reaches the port may call", extra=logs.fields(address=settings.address))
+    more = ", and load and unload models" if settings.admin else ""
+    log.warning("insecure: whoever reaches the port may call%s", more, extra=logs.fields(address=settings.address))
 
 
 def is_local(address: str) -> bool:

@@ -217,6 +217,11 @@ class Batcher:
             ticket.fail(error)
         self._door.turn_away(error)
 
+    def forget(self, model: str) -> None:
+        """Forget what was found out about a model that is gone."""
+        for known in [one for one in self._caps if one[0] == model]:
+            del self._caps[known]
+
     @property
     def admitted(self) -> int:
         """Rows accepted and not yet answered, or places that as large messages take."""

@@ -199,7 +199,7 @@ def _server_of_ones_own(model: str, device: str) -> Iterator[str]:
             "drain_seconds": 1,
             "max_message_mib": 1024,
             # Those that the environment may hold are for the server that others call.
-            **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tokens_file"), ""),
+            **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tokens_file", "model_folder"), ""),
         }
         with server.serve_in_thread(config.load(flags=flags)) as address:
             yield address

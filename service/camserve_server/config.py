@@ -116,6 +116,14 @@ class Settings(BaseModel):
         default=False,
         description="Listen beyond this machine even without TLS and tokens; whoever reaches it may call.",
     )
+    admin: bool = Field(
+        default=False,
+        description="Whether models can be loaded again and unloaded while the server runs; with `tokens_file` by those"
+        " with the role `admin`, else by all who may call.",
+    )
+    model_folder: str = Field(
+        default="", description="Folder whose files of weights may be named when a model is loaded again."
+    )
     drain_seconds: float = Field(
         default=30.0, ge=0, le=3600, description="How long a stopping server may take to finish what it accepted."
     )

@@ -8,11 +8,12 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, Internal, ServiceError
 from camserve_server.hardware import cores, devices_named
 from camserve_server.models import ModelSpec
+from camserve_server.registry import Registry
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import Local, Port, Setup, Worker
@@ -32,6 +34,10 @@ CPU_BATCH, GPU_BATCH = 8, 32
 BORNE = 30.0  # seconds that callers wait for an engine to come back, before they are refused at once
 CANARY = 10.0  # seconds between two looks whether an explanation comes out
 DOUBTS = 2  # canaries that fail, one after the other, before the server is not well
+
+LOADING = "loading"  # name of the threads in which models are loaded
+
+T = TypeVar("T")
 
 Well = Callable[[bool], object]
 """Told on the event loop whether explanations can be had."""
@@ -55,7 +61,7 @@ class Fleet:
         self._told = True
         self._giving_up: asyncio.TimerHandle | None = None
         self._engines = [self._made(place, devices) for place in range(len(devices))]
-        self.models: dict[str, ModelInfo] = {}
+        self.registry = Registry()
         self.batcher = Batcher(
             *(engine.run for engine in self._engines),
             max_batch_rows=settings.max_batch_rows or (CPU_BATCH if devices[0] == "cpu" else GPU_BATCH),
@@ -97,18 +103,28 @@ class Fleet:
         for engine in self._engines:
             await asyncio.to_thread(engine.close)
 
-    async def load(self, specs: Mapping[str, ModelSpec]) -> None:
-        """Load models on every engine, and warm them up.
+    async def load(self, key: str, spec: ModelSpec) -> ModelInfo:
+        """Load a model on every engine, and warm it up; on none if it cannot be loaded on one.
+
+        Args:
+            key: by which rows shall mean it.
+            spec: which one.
 
         Raises:
-            ConfigError: one cannot be loaded.
+            ConfigError: it cannot be loaded.
         """
-        # In threads that end then: OpenMP keeps workers for every thread that ever computed, and with more of them than
-        # cores it lets all sleep between two loops, the engine's too.
-        with ThreadPoolExecutor(len(self._engines), thread_name_prefix="loading") as loading:
-            for name, spec in specs.items():
-                tasks = [self._loop.run_in_executor(loading, engine.load, name, spec) for engine in self._engines]
-                self.models[name] = _together(await asyncio.gather(*tasks))
+        loading = (_in_a_thread(engine.load, key, spec) for engine in self._engines)
+        found = await asyncio.gather(*loading, return_exceptions=True)
+        try:
+            return _together([_sound(one) for one in found])
+        except Exception:
+            await self.drop(key)
+            raise
+
+    async def drop(self, key: str) -> None:
+        """Forget a model that no row means any more, and give its memory back."""
+        self.batcher.forget(key)
+        await asyncio.gather(*(_in_a_thread(engine.drop, key) for engine in self._engines))
 
     def _came(self, place: int) -> None:
         """Let an engine run batches."""
@@ -138,26 +154,56 @@ class Fleet:
         answered = -1
         while True:
             await asyncio.sleep(CANARY)
-            if self.models and self._up and self.batcher.stats.answered == answered:
+            if self.registry.first() and self._up and self.batcher.stats.answered == answered:
                 self._failures = 0 if await self._sings() else self._failures + 1
                 self._tell()
             answered = self.batcher.stats.answered
 
     async def _sings(self) -> bool:
-        """Return whether an explanation comes out of the first model."""
-        info, found = next(iter(self.models.values())), list[RowResult]()
+        """Return whether an explanation comes out of the first model that answers."""
+        info, found = self.registry.first(), list[RowResult]()
+        if info is None:
+            return True
         image = np.full((*info.preprocess.size, 3), 128, np.uint8)
-        pass_ = Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))
+        pass_ = Pass(info.key, "cam", info.preprocess.size, (info.default_layer,))
         row = Row(image, anything(info), (MethodCall("gradcam"),))
         try:
-            async with asyncio.timeout(2 * self._settings.max_batch_seconds):
-                await self.batcher.submit(pass_, [row], lambda _, result: found.append(result))
+            with self.registry.held(info):
+                async with asyncio.timeout(2 * self._settings.max_batch_seconds):
+                    await self.batcher.submit(pass_, [row], lambda _, result: found.append(result))
             if not math.isfinite(found[0].score):
                 raise Internal("its score is not finite")
         except (ServiceError, TimeoutError, RuntimeError) as error:
             log.warning("a canary failed: %s", str(error) or "it took too long")
             return False
         return True
+
+
+def _in_a_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+    """Run something in a thread that ends then, and that nobody waits for when the server stops.
+
+    OpenMP keeps workers for every thread that ever computed, and with more of them than cores it lets all sleep between
+    two loops, the engine's too.
+    """
+    done = Future[T]()
+    done.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            done.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 -- whoever waits for it takes it
+            done.set_exception(error)
+        except BaseException:  # noqa: BLE001 -- a model may call sys.exit as it is made
+            done.set_exception(Internal("the model tried to end the server"))
+
+    threading.Thread(target=work, name=LOADING, daemon=True).start()
+    return asyncio.wrap_future(done)
+
+
+def _sound(found: T | BaseException) -> T:
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def _together(infos: Sequence[ModelInfo]) -> ModelInfo:

@@ -7,8 +7,9 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for compa
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ParamSpec, TypeAlias, TypeVar
@@ -18,10 +19,12 @@ from camserve_server import images, jobs, render, wire
 from camserve_server.admission import Admission, Shelf
 from camserve_server.batcher import Batcher, Collect, Spent
 from camserve_server.errors import InvalidArgument
+from camserve_server.lifecycle import Lifecycle
 from camserve_server.targets import carried, whole
 from camserve_server.types import (
     Box,
     DetectionTarget,
+    KnownModel,
     Limits,
     ModelInfo,
     Pass,
@@ -73,7 +76,7 @@ class Pipeline:
     """All that a request goes through.
 
     Attributes:
-        models: that are loaded; the first is the default.
+        lifecycle: of the models.
         batcher: that runs rows.
         threads: that decode and draw.
         limits: on what one request may ask for.
@@ -81,12 +84,31 @@ class Pipeline:
         easel: lets so many pictures be drawn at a time.
     """
 
-    models: Mapping[str, ModelInfo]
+    lifecycle: Lifecycle
     batcher: Batcher
     threads: ThreadPoolExecutor
     limits: Limits
     shelf: Shelf = field(default_factory=lambda: Shelf(SHELF))
     easel: Admission = field(default_factory=lambda: Admission(DRAWN_TOGETHER, DRAWN_AT_ONCE, line=math.inf))
+
+    @property
+    def models(self) -> Mapping[str, KnownModel]:
+        """The models that the configuration names; the first is the default."""
+        return self.lifecycle.models
+
+    @asynccontextmanager
+    async def admitted(self, model: ModelInfo, rows: int, *, size: int, wait: bool = False) -> AsyncIterator[None]:
+        """Hold room for a request inside the block, and the version of the model that it was read against.
+
+        Args:
+            model: that it is about.
+            rows: that it will run at once.
+            size: of its message, in bytes.
+            wait: for room, rather than refuse.
+        """
+        with self.lifecycle.held(model):
+            async with self.batcher.admit(rows, size=size, wait=wait):
+                yield
 
     async def explain(
         self,
@@ -121,7 +143,7 @@ class Pipeline:
             )
 
         rows, size = min(order.job.rows, self.limits.chunk), request.ByteSize() + _maps_of(order.job)
-        async with self.batcher.admit(rows, size=size, wait=wait):
+        async with self.admitted(order.job.model, rows, size=size, wait=wait):
             return await self._answered(order, work, deadline)
 
     async def evaluate(
@@ -150,7 +172,7 @@ class Pipeline:
         with wire.within_explain():
             render.colormap(asked.order.rendering.colormap)
             rows, size = min(asked.assessment.rows, self.limits.chunk), request.ByteSize() + _maps_of(asked.order.job)
-            async with self.batcher.admit(rows, size=size):
+            async with self.admitted(asked.order.job.model, rows, size=size):
                 explained = await self._answered(asked.order, work, deadline)
         return wire.evaluate_response(asked, explained, readings)
 

@@ -26,8 +26,9 @@ from camserve.v1 import (
 from camserve_server import access, floods, logs, process
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError
-from camserve_server.fleet import Fleet, Well
+from camserve_server.fleet import LOADING, Fleet, Well
 from camserve_server.hardware import cores
+from camserve_server.lifecycle import Lifecycle
 from camserve_server.models import ModelSpec, parse
 from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
@@ -75,13 +76,17 @@ async def opened(settings: Settings, well: Well = lambda _well: None) -> AsyncIt
         well: told when explanations can no longer be had, and when they can again.
 
     Raises:
-        ConfigError: a model cannot be loaded.
+        ConfigError: no model can be loaded.
     """
     specs = named(settings.models)
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
         async with Fleet(settings, well) as fleet:
-            await fleet.load(specs)
-            yield Pipeline(fleet.models, fleet.batcher, pool, settings.limits)
+            lifecycle = Lifecycle(fleet, specs, settings)
+            try:
+                await lifecycle.start()
+                yield Pipeline(lifecycle, fleet.batcher, pool, settings.limits)
+            finally:
+                await lifecycle.close()
 
 
 def named(models: Sequence[str]) -> dict[str, ModelSpec]:
@@ -155,7 +160,7 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
 
     Raises:
         ConfigError: the address cannot be listened on, or should not be as the settings are; a file of certificates or
-            tokens is no good; or a model cannot be loaded.
+            tokens is no good; or no model can be loaded.
     """
     house = House(settings.stream_in_flight, settings.idle_seconds)
     checks = health.aio.HealthServicer()
@@ -272,6 +277,8 @@ async def serve_until_signal(settings: Settings) -> int:
     if not serving.done():
         os._exit(1)
     await serving
+    if any(thread.name == LOADING for thread in threading.enumerate()):
+        os._exit(int(stop.hurry.is_set()))  # a model that nobody waits for any more
     return int(stop.hurry.is_set())
 
 

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -26,7 +26,7 @@ from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unav
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
 from camserve_server.pipeline import Pipeline
-from camserve_server.types import ModelInfo
+from camserve_server.types import KnownModel, ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
 """What each of our errors is on the wire."""
 
 LONGEST_ID = 128
+
+K = TypeVar("K", bound=KnownModel)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -271,7 +273,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
 
 
 class ModelServicer(models_pb2_grpc.ModelServiceServicer):
-    """Describes models, layers and methods."""
+    """Describes models, layers and methods; loads and unloads models."""
 
     def __init__(self, house: House) -> None:
         self._house = house
@@ -289,15 +291,20 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.GetModelResponse:
         """Describe one model."""
         async with answering(self._house, context, "GetModel"):
-            info = self._model(request, "name")
-            return models_pb2.GetModelResponse(model=wire.describe_model(info), labels=info.labels)
+            pipeline = self._house.open()
+            wire.check_sizes(request, pipeline.limits)
+            model = wire.find_model(request.name, pipeline.models, "name")
+            labels = model.labels if isinstance(model, ModelInfo) else ()
+            return models_pb2.GetModelResponse(model=wire.describe_model(model), labels=labels)
 
     async def ListLayers(  # noqa: N802 -- the RPC's name
         self, request: models_pb2.ListLayersRequest, context: Context
     ) -> models_pb2.ListLayersResponse:
         """List the layers of a model."""
         async with answering(self._house, context, "ListLayers"):
-            layers = self._model(request, "model").layers.values()
+            pipeline = self._house.open()
+            wire.check_sizes(request, pipeline.limits)
+            layers = wire.read_model(request.model, pipeline.models, "model").layers.values()
             return models_pb2.ListLayersResponse(layers=map(wire.describe_layer, layers))
 
     async def ListMethods(  # noqa: N802 -- the RPC's name
@@ -308,10 +315,40 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
             names = sorted(METHODS, key=lambda name: wire.kind_of(METHODS[name]))
             return models_pb2.ListMethodsResponse(methods=map(wire.describe_method, names))
 
-    def _model(self, request: models_pb2.GetModelRequest | models_pb2.ListLayersRequest, field: str) -> ModelInfo:
-        pipeline = self._house.open()
-        wire.check_sizes(request, pipeline.limits)
-        return wire.read_model(getattr(request, field), pipeline.models, field)
+    async def LoadModel(  # noqa: N802 -- the RPC's name
+        self, request: models_pb2.LoadModelRequest, context: Context
+    ) -> models_pb2.LoadModelResponse:
+        """Load a model, or load it again."""
+        async with answering(self._house, context, "LoadModel") as call:
+            pipeline = self._house.open()
+            asked = wire.read_loading(request, pipeline.models, pipeline.limits)
+            model = await self._unless_draining(pipeline.lifecycle.load(asked))
+            call.fields = {"model": model.name, "version": model.version}
+            return models_pb2.LoadModelResponse(model=wire.describe_model(model))
+
+    async def UnloadModel(  # noqa: N802 -- the RPC's name
+        self, request: models_pb2.UnloadModelRequest, context: Context
+    ) -> models_pb2.UnloadModelResponse:
+        """Unload a model."""
+        async with answering(self._house, context, "UnloadModel") as call:
+            pipeline = self._house.open()
+            name = wire.read_unloading(request, pipeline.models, pipeline.limits)
+            model = await self._unless_draining(pipeline.lifecycle.unload(name))
+            call.fields = {"model": model.name, "version": model.version}
+            return models_pb2.UnloadModelResponse(model=wire.describe_model(model))
+
+    async def _unless_draining(self, work: Coroutine[Any, Any, K]) -> K:
+        """Wait for what concerns a server that goes on, and for no longer than it does."""
+        working = asyncio.ensure_future(work)
+        draining = asyncio.ensure_future(self._house.draining.wait())
+        try:
+            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Unavailable("the server is draining", retry_after=1.0)
+        finally:
+            working.cancel()
+            draining.cancel()
 
 
 @dataclass(slots=True)

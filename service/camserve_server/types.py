@@ -419,6 +419,7 @@ class ModelInfo:
         task: what it answers with.
         embedding: the linear layer whose input is the image's embedding; empty where there is none, and where the
             embedding is what it answers with.
+        version: how often a model of that name was loaded, this time included; 0 outside of a server.
     """
 
     name: str
@@ -435,10 +436,36 @@ class ModelInfo:
     device: str
     task: Task = "classify"
     embedding: str = ""
+    version: int = 0
+
+    @property
+    def key(self) -> str:
+        """By which rows mean it: versions of one model are apart."""
+        return f"{self.name}@{self.version}" if self.version else self.name
 
     def label(self, index: int) -> str:
         """Return the label of a class, or nothing where the model has none."""
         return self.labels[index] if index < len(self.labels) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A model that the configuration names and that does not answer.
+
+    Attributes:
+        name: in requests.
+        source: where it comes from, as "timm:resnet50".
+        state: why it does not answer.
+        version: how often it was loaded so far.
+    """
+
+    name: str
+    source: str
+    state: Literal["loading", "failed", "unloading", "unloaded"]
+    version: int = 0
+
+
+KnownModel: TypeAlias = ModelInfo | Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +486,7 @@ class Pass:
     """What rows must have in common to share a batch: never the method, never the target.
 
     Attributes:
-        model: its name.
+        model: its key.
         kind: what is computed.
         size: height and width of the input.
         layers: whose feature maps and gradients are captured.

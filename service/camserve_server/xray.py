@@ -63,7 +63,7 @@ async def inspect(
         ServiceError: whatever was wrong.
     """
     order = wire.read_inspection(request, pipeline.models, pipeline.limits)
-    pass_ = Pass(order.model.name, "inspect", order.model.preprocess.size, order.layers)
+    pass_ = Pass(order.model.key, "inspect", order.model.preprocess.size, order.layers)
     look = await _looked(pipeline, order, pass_, deadline)
     return wire.inspect_response(order, look.told(order.model), look.result, look.seconds(drawing=0.0))
 
@@ -83,7 +83,7 @@ async def features(
     """
     order = wire.read_extraction(request, pipeline.models, pipeline.limits)
     colours = _colours(order.colormap)
-    pass_ = Pass(order.model.name, "features", order.model.preprocess.size, (order.layer,))
+    pass_ = Pass(order.model.key, "features", order.model.preprocess.size, (order.layer,))
     look = await _looked(pipeline, order, pass_, deadline)
     began = time.perf_counter()
     channels, picture = await _in_thread(pipeline, _drawn, order, look, colours)
@@ -102,7 +102,7 @@ def _colours(name: str) -> Pixels:
 
 async def _looked(pipeline: Pipeline, order: wire.Inspection | wire.Extraction, pass_: Pass, deadline: float) -> _Look:
     found: list[RowResult] = []
-    async with pipeline.batcher.admit(1, size=len(order.image) + _kept_of(order)):
+    async with pipeline.admitted(order.model, 1, size=len(order.image) + _kept_of(order)):
         began = time.perf_counter()
         view = await _in_thread(pipeline, _see, order.image, order.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began

@@ -127,6 +127,8 @@ def sound(place):
     _aim(asked, place)
     if place.rpc == "ExtractFeatures":
         request.raw = True
+    if place.rpc in {"LoadModel", "UnloadModel"}:
+        request.name = "tiny"
     named = [field.name for field in place.chain]
     if "methods" in named:
         asked.methods.add(name="smoothgrad", parameters={KEYS["Method"]: explain_pb2.Parameter(number=2)})

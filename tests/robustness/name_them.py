@@ -71,6 +71,10 @@ FIELDS = {
     "InspectLayers model": ("InspectLayers", lambda name: ex.InspectLayersRequest(model=name, image=PHOTO)),
     "ExtractFeatures layer": ("ExtractFeatures", lambda name: ex.ExtractFeaturesRequest(layer=name, image=PHOTO)),
     "GetModel name": ("GetModel", lambda name: mo.GetModelRequest(name=name)),
+    "LoadModel name": ("LoadModel", lambda name: mo.LoadModelRequest(name=name)),
+    "LoadModel weights": ("LoadModel", lambda name: mo.LoadModelRequest(name="tiny", weights=name)),
+    "LoadModel sha256": ("LoadModel", lambda name: mo.LoadModelRequest(name="tiny", sha256=name)),
+    "UnloadModel name": ("UnloadModel", lambda name: mo.UnloadModelRequest(name=name)),
     "ListLayers model": ("ListLayers", lambda name: mo.ListLayersRequest(model=name)),
     "Evaluate metric": (
         "Evaluate",
@@ -101,7 +105,8 @@ def control(ears):
 def main(model):
     torch.set_num_threads(1)
     ears, answers = watched.Ears(), {}
-    with serving(models=(model,), threads=1) as served, grpc.insecure_channel(served.address) as channel:
+    allowed = {"admin": True, "model_folder": str(Path(__file__).parent)}
+    with serving(models=(model,), threads=1, **allowed) as served, grpc.insecure_channel(served.address) as channel:
         stubs = (
             explain_pb2_grpc.ExplainServiceStub(channel),
             models_pb2_grpc.ModelServiceStub(channel),

@@ -515,7 +515,7 @@ def rpcs():
     """Every RPC there is, with the role that it needs."""
     return [
         *access.NEEDED.items(),
-        ("/camserve.v1.ModelService/LoadModel", "admin"),
+        ("/camserve.v1.ModelService/ReloadModel", "admin"),
         ("/camserve.v1.ExplainService/explain", "admin"),
         ("/nothing/AtAll", "admin"),
         ("/grpc.health.v1.Healthy/Check", "admin"),
@@ -540,6 +540,7 @@ def test_the_table_of_roles_holds_every_rpc_of_the_services_that_only_tell():
 
     assert {"ListModels", "GetModel", "ListLayers", "ListMethods", "ServerReflectionInfo"} == told
     assert {role for method, role in access.NEEDED.items() if "Explain" in method or "Evaluat" in method} == {"explain"}
+    assert {access.NEEDED[f"/camserve.v1.ModelService/{what}Model"] for what in ("Load", "Unload")} == {"admin"}
 
 
 def test_what_only_an_admin_may_is_unknown_to_an_admin_while_there_is_none(line, roll):

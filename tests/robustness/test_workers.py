@@ -301,7 +301,7 @@ async def test_health_follows_a_canary_where_there_is_no_other_explanation(folde
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
     told = asyncio.Queue()
     async with fleet.Fleet(settings, told.put_nowait) as one:
-        await one.load({"tiny": parse(f"tiny=worker_nets:tiny{SIZE}")})
+        one.registry.models["tiny"] = await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         engine = one.batcher._engines[0]
         right = engine.run
 
@@ -323,8 +323,7 @@ async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, 
     monkeypatch.setattr(fleet, "BORNE", 0.1)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
     async with fleet.Fleet(settings) as one:
-        await one.load({"tiny": parse(f"tiny=worker_nets:tiny{SIZE}")})
-        pass_, rows = asked(one.models["tiny"])
+        pass_, rows = asked(await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
 
         def submit():
             return asyncio.create_task(one.batcher.submit(pass_, rows, lambda *_: None))

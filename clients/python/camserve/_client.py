@@ -281,7 +281,7 @@ class Client:
         return tuple(map(_metrics.metric, reply.metrics))
 
     def models(self) -> tuple[Model, ...]:
-        """List the models that the server has loaded; the first one is its default."""
+        """List the models that the server is there for; the first one is its default."""
         reply = self._call(self._models.ListModels, models_pb2.ListModelsRequest())
         return tuple(map(_wire.model, reply.models))
 
@@ -289,6 +289,34 @@ class Client:
         """Describe one model, with its labels; the server's first where no name is given."""
         reply = self._call(self._models.GetModel, models_pb2.GetModelRequest(name=name))
         return _wire.model(reply.model, reply.labels)
+
+    def load_model(self, name: str, *, weights: str = "", sha256: str = "", timeout: float | None = None) -> Model:
+        """Have the server load a model, or load it again; the version before answers meanwhile.
+
+        Args:
+            name: Of a model in the server's configuration.
+            weights: A file in the server's model folder. Default: what the configuration says.
+            sha256: That the file of weights must have, in hexadecimal.
+            timeout: Seconds, instead of the client's. The server goes on with what it has begun.
+
+        Raises:
+            FailedPrecondition: The server does not allow it, or the model could not be loaded.
+        """
+        request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
+        return _wire.model(self._call(self._models.LoadModel, request, timeout).model)
+
+    def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
+        """Have the server unload a model; it returns when the last request for it is answered.
+
+        Args:
+            name: Of the model.
+            timeout: Seconds, instead of the client's. The server goes on with what it has begun.
+
+        Raises:
+            FailedPrecondition: The server does not allow it.
+        """
+        request = models_pb2.UnloadModelRequest(name=name)
+        return _wire.model(self._call(self._models.UnloadModel, request, timeout).model)
 
     def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run."""

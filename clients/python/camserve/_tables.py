@@ -12,6 +12,7 @@ from rich.text import Text
 
 from camserve import _xray
 from camserve._result import Verdict
+from camserve._values import ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from camserve._values import Layer, MethodInfo, Model, ParameterInfo
     from camserve._xray import LayerReading
 
+MODEL_HEADINGS = ("model", "source", "weights", "task", "classes", "input", "default layer", "parameters", "", "state")
 RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
 
 _WIDEST = 10_000
@@ -59,16 +61,29 @@ def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:
         (
             each.name,
             each.source,
-            each.weights,
-            each.task,
-            f"{each.classes:,}",
-            f"{each.input_height}×{each.input_width}",
-            each.default_layer,
-            _count(each.parameters),
-            f"{each.precision} on {each.device}",
+            *(_particulars(each) if each.digest else ("",) * 7),
+            _state(each),
         )
         for each in models
     ]
+
+
+def _particulars(model: Model) -> tuple[str, ...]:
+    return (
+        model.weights,
+        model.task,
+        f"{model.classes:,}",
+        f"{model.input_height}×{model.input_width}",
+        model.default_layer,
+        _count(model.parameters),
+        f"{model.precision} on {model.device}",
+    )
+
+
+def _state(model: Model) -> str:
+    if model.state is ModelState.UNSPECIFIED:
+        return ""
+    return f"{model.state.lower()}, version {model.version}" if model.version else model.state.lower()
 
 
 def layer_rows(layers: Iterable[Layer]) -> list[tuple[str, ...]]:

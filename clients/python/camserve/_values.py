@@ -41,9 +41,20 @@ class Health(StrEnum):
     SERVICE_UNKNOWN = "SERVICE_UNKNOWN"
 
 
+class ModelState(StrEnum):
+    """Whether a model answers."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    LOADING = "LOADING"
+    READY = "READY"
+    FAILED = "FAILED"
+    UNLOADING = "UNLOADING"
+    UNLOADED = "UNLOADED"
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that the server has loaded.
+    """A model of the server; of one that is not ready only the name, source, version and state are known.
 
     Attributes:
         name: Its name in requests.
@@ -59,6 +70,8 @@ class Model:
         device: Where it runs: "cpu", "cuda:0", …
         task: What it answers with: "classify", "multilabel", "regress", "segment", "detect" or "embed".
         labels: Of every class, in the order of the output; empty in a list of models.
+        version: How often it was loaded since the server started.
+        state: Whether it answers; UNSPECIFIED where the server does not say, as it answers then.
     """
 
     name: str
@@ -74,6 +87,8 @@ class Model:
     device: str
     task: str = "classify"
     labels: tuple[str, ...] = ()
+    version: int = 0
+    state: ModelState = ModelState.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)

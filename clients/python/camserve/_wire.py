@@ -16,7 +16,7 @@ from camserve._errors import CamserveError, Details, Internal, InvalidArgument, 
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt, target_json
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
-from camserve._values import Layer, Method, MethodInfo, Model, ParameterInfo
+from camserve._values import Layer, Method, MethodInfo, Model, ModelState, ParameterInfo
 from camserve.v1 import explain_pb2, models_pb2
 
 if TYPE_CHECKING:
@@ -412,8 +412,15 @@ def value(said: explain_pb2.Parameter) -> float | str:
 
 def model(said: models_pb2.Model, labels: Iterable[str] = ()) -> Model:
     """Read the description of a model."""
-    same = {each.name: getattr(said, each.name) for each in fields(Model) if each.name != "labels"}
-    return Model(labels=tuple(labels), **same)
+    same = {each.name: getattr(said, each.name) for each in fields(Model) if each.name not in {"labels", "state"}}
+    return Model(labels=tuple(labels), state=_state(said.state), **same)
+
+
+def _state(number: int) -> ModelState:
+    try:
+        return ModelState(models_pb2.ModelState.Name(number).removeprefix("MODEL_STATE_"))  # type: ignore[arg-type]
+    except ValueError:  # of a newer server
+        return ModelState.UNSPECIFIED
 
 
 def layer(said: models_pb2.Layer) -> Layer:

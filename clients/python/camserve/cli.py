@@ -453,11 +453,37 @@ def replay(receipt: Path, photo: Path, connect: Connect) -> int:
 @_connected
 @_json
 def models(connect: Connect, *, as_json: bool) -> None:
-    """List the models that the server has loaded, the default first."""
+    """List the models that the server is there for, the default first, and how they stand."""
     with connect() as client:
         found = client.models()
-    heads = ("model", "source", "weights", "task", "classes", "input", "default layer", "parameters", "")
-    _show(found, heads, _tables.model_rows(found), as_json=as_json)
+    _show(found, _tables.MODEL_HEADINGS, _tables.model_rows(found), as_json=as_json)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--weights", default="", metavar="FILE", help="In the server's model folder. Default: those configured.")
+@click.option("--sha256", default="", metavar="HEX", help="That the file of weights must have.")
+@_connected
+@_json
+def load(name: str, connect: Connect, *, weights: str, sha256: str, as_json: bool) -> None:
+    """Have the server load the model NAME, or load it again, where its settings allow it.
+
+    The version before answers until the new one is warm, and also if that cannot be loaded.
+    """
+    with connect() as client:
+        found = client.load_model(name, weights=weights, sha256=sha256)
+    _show(found, _tables.MODEL_HEADINGS, _tables.model_rows([found]), as_json=as_json)
+
+
+@main.command()
+@click.argument("name")
+@_connected
+@_json
+def unload(name: str, connect: Connect, *, as_json: bool) -> None:
+    """Have the server unload the model NAME, where its settings allow it; what it accepted is finished."""
+    with connect() as client:
+        found = client.unload_model(name)
+    _show(found, _tables.MODEL_HEADINGS, _tables.model_rows([found]), as_json=as_json)
 
 
 @main.command()

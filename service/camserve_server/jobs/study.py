@@ -135,7 +135,7 @@ class Study:
 
     def pass_(self, kind: Kind, layers: Sequence[str] = ()) -> Pass:
         """Name a pass over this image's model."""
-        return Pass(self.job.model.name, kind, self.job.model.preprocess.size, tuple(layers), self.randomised)
+        return Pass(self.job.model.key, kind, self.job.model.preprocess.size, tuple(layers), self.randomised)
 
     def of(self, call: MethodCall, layers: Sequence[str] = (), view: View | None = None) -> "Study":
         """Put one method alone, for the same targets, under study: on other layers or of a view."""

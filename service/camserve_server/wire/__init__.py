@@ -7,6 +7,7 @@ from camserve_server.wire.evaluate import (
     read_evaluation,
     within_explain,
 )
+from camserve_server.wire.loading import Loading, read_loading, read_unloading
 from camserve_server.wire.predictions import Told
 from camserve_server.wire.receipts import receipt
 from camserve_server.wire.replies import (
@@ -19,7 +20,7 @@ from camserve_server.wire.replies import (
     kind_of,
     photo_of,
 )
-from camserve_server.wire.requests import Order, read_model, read_order
+from camserve_server.wire.requests import Order, find_model, read_model, read_order
 from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.xray import (
     Channel,
@@ -38,6 +39,7 @@ __all__ = [
     "EvaluateOrder",
     "Extraction",
     "Inspection",
+    "Loading",
     "Order",
     "Rank",
     "Seconds",
@@ -50,14 +52,17 @@ __all__ = [
     "evaluate_response",
     "explain_response",
     "features_response",
+    "find_model",
     "inspect_response",
     "kind_of",
     "photo_of",
     "read_evaluation",
     "read_extraction",
     "read_inspection",
+    "read_loading",
     "read_model",
     "read_order",
+    "read_unloading",
     "receipt",
     "within_explain",
 ]

@@ -9,7 +9,7 @@ from camserve_server.errors import InvalidArgument, ServiceError
 from camserve_server.jobs import Assessment, MetricCall
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.metrics import METRICS, Looked, Reading, Repeated
-from camserve_server.types import Limits, ModelInfo
+from camserve_server.types import KnownModel, Limits
 from camserve_server.wire.checks import find_known
 from camserve_server.wire.replies import parameter_info, parameter_messages
 from camserve_server.wire.requests import Order, read_order, read_parameters
@@ -33,13 +33,13 @@ class EvaluateOrder:
 
 
 def read_evaluation(
-    request: evaluate_pb2.EvaluateRequest, models: Mapping[str, ModelInfo], limits: Limits
+    request: evaluate_pb2.EvaluateRequest, models: Mapping[str, KnownModel], limits: Limits
 ) -> EvaluateOrder:
     """Check a request and resolve every name in it.
 
     Args:
         request: as it came.
-        models: that are loaded; the first is the default.
+        models: that there are; the first is the default.
         limits: on what one request may ask for.
 
     Raises:

@@ -21,11 +21,12 @@ from camserve_server.methods import (
 )
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.types import (
+    Absent,
     Box,
+    KnownModel,
     LayerInfo,
     Map,
     MethodCall,
-    ModelInfo,
     ParameterValue,
     Picture,
     Verdict,
@@ -161,8 +162,18 @@ def _parameter(value: ParameterValue) -> explain_pb2.Parameter:
     return explain_pb2.Parameter(text=value) if isinstance(value, str) else explain_pb2.Parameter(number=value)
 
 
-def describe_model(info: ModelInfo) -> models_pb2.Model:
-    """Describe a model."""
+_STATES: dict[str, "models_pb2.ModelState.ValueType"] = {
+    "loading": models_pb2.MODEL_STATE_LOADING,
+    "failed": models_pb2.MODEL_STATE_FAILED,
+    "unloading": models_pb2.MODEL_STATE_UNLOADING,
+    "unloaded": models_pb2.MODEL_STATE_UNLOADED,
+}
+
+
+def describe_model(info: KnownModel) -> models_pb2.Model:
+    """Describe a model, or that it does not answer."""
+    if isinstance(info, Absent):
+        return models_pb2.Model(name=info.name, source=info.source, version=info.version, state=_STATES[info.state])
     height, width = info.preprocess.size
     return models_pb2.Model(
         name=info.name,
@@ -177,6 +188,8 @@ def describe_model(info: ModelInfo) -> models_pb2.Model:
         precision=info.precision,
         device=info.device,
         task=info.task,
+        version=info.version,
+        state=models_pb2.MODEL_STATE_READY,
     )
 
 

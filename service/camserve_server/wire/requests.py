@@ -5,10 +5,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from camserve.v1 import explain_pb2
-from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, did_you_mean
+from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, did_you_mean
 from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
-from camserve_server.types import Fusion, LayerInfo, Limits, MethodCall, ModelInfo, ParameterValue, Rendering
+from camserve_server.types import (
+    Fusion,
+    KnownModel,
+    LayerInfo,
+    Limits,
+    MethodCall,
+    ModelInfo,
+    ParameterValue,
+    Rendering,
+)
 from camserve_server.wire.checks import LARGEST_SIDE, check_range, find_known, listed, short
 from camserve_server.wire.formats import FORMATS, FUSIONS, PROFILES
 from camserve_server.wire.sizes import check_sizes
@@ -36,12 +45,12 @@ class Order:
     predictions: int
 
 
-def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, ModelInfo], limits: Limits) -> Order:
+def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> Order:
     """Check a request and resolve every name in it.
 
     Args:
         request: as it came.
-        models: that are loaded; the first is the default.
+        models: that there are; the first is the default.
         limits: on what one request may ask for.
 
     Raises:
@@ -68,7 +77,7 @@ def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, ModelIn
     return Order(job, request.image, _read_rendering(request.rendering), predictions)
 
 
-def read_model(name: str, models: Mapping[str, ModelInfo], field: str) -> ModelInfo:
+def find_model(name: str, models: Mapping[str, KnownModel], field: str) -> KnownModel:
     """Return the model of that name, or the first where there is none.
 
     Raises:
@@ -77,6 +86,23 @@ def read_model(name: str, models: Mapping[str, ModelInfo], field: str) -> ModelI
     if not name:
         return next(iter(models.values()))
     return find_known("model", name, models, "the server has", field)
+
+
+def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> ModelInfo:
+    """Return the model of that name, or the first where there is none; never another for one that does not answer.
+
+    Raises:
+        NotFound: there is no such model, or it was unloaded.
+        Unavailable: it is being loaded, or could not be.
+    """
+    found = find_model(name, models, field)
+    if isinstance(found, ModelInfo):
+        return found
+    if found.state == "loading":
+        raise Unavailable(f"model {found.name} is being loaded", retry_after=1.0)
+    if found.state == "failed":
+        raise Unavailable(f"model {found.name} could not be loaded; the server's log says why")
+    raise NotFound(f"model {found.name} is not loaded: it was unloaded", field=field)
 
 
 def _read_calls(methods: Sequence[explain_pb2.Method]) -> tuple[MethodCall, ...]:

@@ -8,6 +8,7 @@ from camserve.v1 import explain_pb2
 from camserve_server.errors import FailedPrecondition, InvalidArgument
 from camserve_server.jobs import channels_of
 from camserve_server.types import (
+    KnownModel,
     LayerInfo,
     Limits,
     Map,
@@ -106,7 +107,7 @@ class Channel:
 
 
 def read_inspection(
-    request: explain_pb2.InspectLayersRequest, models: Mapping[str, ModelInfo], limits: Limits
+    request: explain_pb2.InspectLayersRequest, models: Mapping[str, KnownModel], limits: Limits
 ) -> Inspection:
     """Check a request to measure layers.
 
@@ -123,7 +124,7 @@ def read_inspection(
 
 
 def read_extraction(
-    request: explain_pb2.ExtractFeaturesRequest, models: Mapping[str, ModelInfo], limits: Limits
+    request: explain_pb2.ExtractFeaturesRequest, models: Mapping[str, KnownModel], limits: Limits
 ) -> Extraction:
     """Check a request for channels of a layer.
 

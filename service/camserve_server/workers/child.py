@@ -47,6 +47,7 @@ class _Child:
 
         torch.set_num_threads(setup.threads)
         engine = Local(setup)
+        process.keep_objects()  # libraries only: models may go again
         threading.Thread(target=self._read, args=(engine,), name="reading", daemon=True).start()
         self._ready = True
         while True:
@@ -74,8 +75,6 @@ class _Child:
             reply = Reply(ask.number, error=RuntimeError("in the engine's process:\n" + traceback.format_exc()))
         except BaseException:  # noqa: BLE001 -- a model may call sys.exit
             reply = Reply(ask.number, error=Internal("the model tried to end the server"))
-        if ask.what != "run":
-            process.keep_objects()
         self._send(reply)
 
     def _beat(self) -> None:

@@ -5,12 +5,13 @@ import gc
 import logging
 import platform
 import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from camserve_server import logs
+from camserve_server import logs, process
 from camserve_server.engine import Engine
 from camserve_server.errors import Unavailable
 from camserve_server.models import LoadedModel, load
@@ -53,7 +54,12 @@ class Local:
 
     def drop(self, name: str) -> None:
         """Forget a model; see `Port.drop`."""
-        self._models.pop(name, None)
+        gone = [weakref.ref(model.module) for model in (self._models.pop(name, None),) if model]
+        gc.collect()
+        if any(module() is not None for module in gone):
+            # In a cycle that was taken out of the collector's rounds. To look at everything takes half a second.
+            gc.unfreeze()
+            process.keep_objects()
         _give_back()
 
     def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
@@ -79,8 +85,6 @@ def _warm_up(engine: Engine, info: ModelInfo) -> None:
 
 def _give_back() -> None:
     """Give the memory of what is no longer there to the system, and to other users of a GPU."""
-    gc.unfreeze()  # modules are in cycles, which may have been taken out of the collector's rounds
-    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if platform.libc_ver()[0] == "glibc":

@@ -169,6 +169,7 @@ class Worker:
         # A process is told to die with the thread that started it: this one stays.
         self._keeper = threading.Thread(target=self._keep, name="worker", daemon=True)
         self._keeper.start()
+        self._born.wait()
 
     @property
     def process_id(self) -> int | None:
@@ -177,9 +178,7 @@ class Worker:
 
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
         """Load a model; see `Port.load`."""
-        self._born.wait()
-        life = self._newest
-        life.filled.wait()
+        life = self._filled()
         with self._changing:
             try:
                 info = cast("ModelInfo", life.ask("load", name, spec, seconds=LOADING).result())
@@ -207,6 +206,15 @@ class Worker:
         self._newest.end()
         self._keeper.join()
 
+    def _filled(self) -> _Life:
+        """Return the process, once it has every model that the one before it had."""
+        while True:
+            self._born.wait()
+            life = self._newest
+            life.filled.wait()
+            if not life.over or self._closing.is_set():
+                return life
+
     def _living(self) -> _Life:
         if self._up is None:
             raise _lost()
@@ -227,6 +235,7 @@ class Worker:
             self._newest.read()
             worked = self._newest.ready.exception() is None
             pause = 0.0 if worked else min(2 * pause + FIRST_PAUSE, LONGEST_PAUSE)
+        self._born.set()
 
     def _fill(self, life: _Life) -> None:
         """Give a process the models that were given to the one before, and then let rows come."""
@@ -241,6 +250,7 @@ class Worker:
         life.filled.set()
 
     def _down(self) -> None:
+        self._born.clear()  # what is asked next, is asked of the next one
         with self._turning:
             was, self._up = self._up, None
             if was:

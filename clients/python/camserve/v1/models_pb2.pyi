@@ -20,6 +20,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ModelState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_STATE_UNSPECIFIED: _ModelState.ValueType  # 0
+    """Not said: by a server that knows only models that are ready."""
+    MODEL_STATE_LOADING: _ModelState.ValueType  # 1
+    """It is being loaded, and no version before answers. Its requests are refused as UNAVAILABLE."""
+    MODEL_STATE_READY: _ModelState.ValueType  # 2
+    """It answers."""
+    MODEL_STATE_FAILED: _ModelState.ValueType  # 3
+    """It could not be loaded; the server's log says why. Its requests are refused as UNAVAILABLE."""
+    MODEL_STATE_UNLOADING: _ModelState.ValueType  # 4
+    """It finishes what was accepted. New requests are refused as NOT_FOUND."""
+    MODEL_STATE_UNLOADED: _ModelState.ValueType  # 5
+    """It is not loaded. Its requests are refused as NOT_FOUND."""
+
+class ModelState(_ModelState, metaclass=_ModelStateEnumTypeWrapper):
+    """Whether a model answers."""
+
+MODEL_STATE_UNSPECIFIED: ModelState.ValueType  # 0
+"""Not said: by a server that knows only models that are ready."""
+MODEL_STATE_LOADING: ModelState.ValueType  # 1
+"""It is being loaded, and no version before answers. Its requests are refused as UNAVAILABLE."""
+MODEL_STATE_READY: ModelState.ValueType  # 2
+"""It answers."""
+MODEL_STATE_FAILED: ModelState.ValueType  # 3
+"""It could not be loaded; the server's log says why. Its requests are refused as UNAVAILABLE."""
+MODEL_STATE_UNLOADING: ModelState.ValueType  # 4
+"""It finishes what was accepted. New requests are refused as NOT_FOUND."""
+MODEL_STATE_UNLOADED: ModelState.ValueType  # 5
+"""It is not loaded. Its requests are refused as NOT_FOUND."""
+Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
+
 class _MethodKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -155,7 +191,7 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class Model(_message.Message):
-    """A loaded model."""
+    """A model that the configuration names. Of one that is not ready, nothing is said but its name, source and state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -171,6 +207,8 @@ class Model(_message.Message):
     PRECISION_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in requests."""
     source: _builtins.str
@@ -195,6 +233,10 @@ class Model(_message.Message):
     """Device that it runs on: "cpu", "cuda:0", …"""
     task: _builtins.str
     """What it answers with: "classify", "multilabel", "regress", "segment", "detect" or "embed"."""
+    version: _builtins.int
+    """How often it was loaded since the server started, this time included."""
+    state: Global___ModelState.ValueType
+    """Whether it answers."""
     def __init__(
         self,
         *,
@@ -210,14 +252,118 @@ class Model(_message.Message):
         precision: _builtins.str = ...,
         device: _builtins.str = ...,
         task: _builtins.str = ...,
+        version: _builtins.int = ...,
+        state: Global___ModelState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "source", b"source", "task", b"task", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "source", b"source", "state", b"state", "task", b"task", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class LoadModelRequest(_message.Message):
+    """Asks for a model to be loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of a model that the configuration names. Required."""
+    weights: _builtins.str
+    """File of weights, by its path inside of the folder that the server's settings allow. Default: what the configuration
+    says.
+    """
+    sha256: _builtins.str
+    """SHA-256 that the file of weights must have, in hexadecimal."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "sha256", b"sha256", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadModelRequest: _TypeAlias = LoadModelRequest  # noqa: Y015
+
+@_typing.final
+class LoadModelResponse(_message.Message):
+    """A model that was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def model(self) -> Global___Model:
+        """The model, in its new version."""
+
+    def __init__(
+        self,
+        *,
+        model: Global___Model | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadModelResponse: _TypeAlias = LoadModelResponse  # noqa: Y015
+
+@_typing.final
+class UnloadModelRequest(_message.Message):
+    """Asks for a model to be unloaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the model. Required."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadModelRequest: _TypeAlias = UnloadModelRequest  # noqa: Y015
+
+@_typing.final
+class UnloadModelResponse(_message.Message):
+    """A model that was unloaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def model(self) -> Global___Model:
+        """The model, and its state now."""
+
+    def __init__(
+        self,
+        *,
+        model: Global___Model | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadModelResponse: _TypeAlias = UnloadModelResponse  # noqa: Y015
 
 @_typing.final
 class ListLayersRequest(_message.Message):

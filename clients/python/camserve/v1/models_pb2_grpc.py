@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Describes the loaded models and the methods.
+    """Describes the models and the methods; loads and unloads models.
     """
 
     def __init__(self, channel):
@@ -55,10 +55,20 @@ class ModelServiceStub(object):
                 request_serializer=camserve_dot_v1_dot_models__pb2.ListMethodsRequest.SerializeToString,
                 response_deserializer=camserve_dot_v1_dot_models__pb2.ListMethodsResponse.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/camserve.v1.ModelService/LoadModel',
+                request_serializer=camserve_dot_v1_dot_models__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=camserve_dot_v1_dot_models__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/camserve.v1.ModelService/UnloadModel',
+                request_serializer=camserve_dot_v1_dot_models__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=camserve_dot_v1_dot_models__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
-    """Describes the loaded models and the methods.
+    """Describes the models and the methods; loads and unloads models.
     """
 
     def ListModels(self, request, context):
@@ -89,6 +99,25 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadModel(self, request, context):
+        """Loads a model that the configuration names, or loads it again: the version before goes on answering until the new one
+        is warm, and also when that cannot be loaded. Loads take turns. One whose caller gives up while it waits for its turn is
+        not begun, and one that has begun is finished. FAILED_PRECONDITION: the server's settings do not allow it, or it could
+        not be loaded. NOT_FOUND: no such model, or file. INVALID_ARGUMENT: a field is not as it is described.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Unloads a model: refuses new requests for it, finishes those that were accepted, and gives its memory back. To unload
+        one that is not loaded is no error. FAILED_PRECONDITION: the server's settings do not allow it. NOT_FOUND: no such
+        model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +141,16 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=camserve_dot_v1_dot_models__pb2.ListMethodsRequest.FromString,
                     response_serializer=camserve_dot_v1_dot_models__pb2.ListMethodsResponse.SerializeToString,
             ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=camserve_dot_v1_dot_models__pb2.LoadModelRequest.FromString,
+                    response_serializer=camserve_dot_v1_dot_models__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=camserve_dot_v1_dot_models__pb2.UnloadModelRequest.FromString,
+                    response_serializer=camserve_dot_v1_dot_models__pb2.UnloadModelResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'camserve.v1.ModelService', rpc_method_handlers)
@@ -121,7 +160,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Describes the loaded models and the methods.
+    """Describes the models and the methods; loads and unloads models.
     """
 
     @staticmethod
@@ -222,6 +261,60 @@ class ModelService(object):
             '/camserve.v1.ModelService/ListMethods',
             camserve_dot_v1_dot_models__pb2.ListMethodsRequest.SerializeToString,
             camserve_dot_v1_dot_models__pb2.ListMethodsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/camserve.v1.ModelService/LoadModel',
+            camserve_dot_v1_dot_models__pb2.LoadModelRequest.SerializeToString,
+            camserve_dot_v1_dot_models__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/camserve.v1.ModelService/UnloadModel',
+            camserve_dot_v1_dot_models__pb2.UnloadModelRequest.SerializeToString,
+            camserve_dot_v1_dot_models__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelServiceStub:
-    """Describes the loaded models and the methods."""
+    """Describes the models and the methods; loads and unloads models."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -41,10 +41,21 @@ class ModelServiceStub:
     """Lists the layers of a model in the order in which they run. NOT_FOUND: no such model."""
     ListMethods: _grpc.UnaryUnaryMultiCallable[_models_pb2.ListMethodsRequest, _models_pb2.ListMethodsResponse]
     """Lists the methods and their parameters."""
+    LoadModel: _grpc.UnaryUnaryMultiCallable[_models_pb2.LoadModelRequest, _models_pb2.LoadModelResponse]
+    """Loads a model that the configuration names, or loads it again: the version before goes on answering until the new one
+    is warm, and also when that cannot be loaded. Loads take turns. One whose caller gives up while it waits for its turn is
+    not begun, and one that has begun is finished. FAILED_PRECONDITION: the server's settings do not allow it, or it could
+    not be loaded. NOT_FOUND: no such model, or file. INVALID_ARGUMENT: a field is not as it is described.
+    """
+    UnloadModel: _grpc.UnaryUnaryMultiCallable[_models_pb2.UnloadModelRequest, _models_pb2.UnloadModelResponse]
+    """Unloads a model: refuses new requests for it, finishes those that were accepted, and gives its memory back. To unload
+    one that is not loaded is no error. FAILED_PRECONDITION: the server's settings do not allow it. NOT_FOUND: no such
+    model.
+    """
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
-    """Describes the loaded models and the methods."""
+    """Describes the models and the methods; loads and unloads models."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListModels: _aio.UnaryUnaryMultiCallable[_models_pb2.ListModelsRequest, _models_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -55,9 +66,20 @@ class ModelServiceAsyncStub(ModelServiceStub):
     """Lists the layers of a model in the order in which they run. NOT_FOUND: no such model."""
     ListMethods: _aio.UnaryUnaryMultiCallable[_models_pb2.ListMethodsRequest, _models_pb2.ListMethodsResponse]  # type: ignore[assignment]
     """Lists the methods and their parameters."""
+    LoadModel: _aio.UnaryUnaryMultiCallable[_models_pb2.LoadModelRequest, _models_pb2.LoadModelResponse]  # type: ignore[assignment]
+    """Loads a model that the configuration names, or loads it again: the version before goes on answering until the new one
+    is warm, and also when that cannot be loaded. Loads take turns. One whose caller gives up while it waits for its turn is
+    not begun, and one that has begun is finished. FAILED_PRECONDITION: the server's settings do not allow it, or it could
+    not be loaded. NOT_FOUND: no such model, or file. INVALID_ARGUMENT: a field is not as it is described.
+    """
+    UnloadModel: _aio.UnaryUnaryMultiCallable[_models_pb2.UnloadModelRequest, _models_pb2.UnloadModelResponse]  # type: ignore[assignment]
+    """Unloads a model: refuses new requests for it, finishes those that were accepted, and gives its memory back. To unload
+    one that is not loaded is no error. FAILED_PRECONDITION: the server's settings do not allow it. NOT_FOUND: no such
+    model.
+    """
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Describes the loaded models and the methods."""
+    """Describes the models and the methods; loads and unloads models."""
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -90,5 +112,28 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_models_pb2.ListMethodsResponse, _abc.Awaitable[_models_pb2.ListMethodsResponse]]:
         """Lists the methods and their parameters."""
+
+    @_abc_1.abstractmethod
+    def LoadModel(
+        self,
+        request: _models_pb2.LoadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_models_pb2.LoadModelResponse, _abc.Awaitable[_models_pb2.LoadModelResponse]]:
+        """Loads a model that the configuration names, or loads it again: the version before goes on answering until the new one
+        is warm, and also when that cannot be loaded. Loads take turns. One whose caller gives up while it waits for its turn is
+        not begun, and one that has begun is finished. FAILED_PRECONDITION: the server's settings do not allow it, or it could
+        not be loaded. NOT_FOUND: no such model, or file. INVALID_ARGUMENT: a field is not as it is described.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadModel(
+        self,
+        request: _models_pb2.UnloadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_models_pb2.UnloadModelResponse, _abc.Awaitable[_models_pb2.UnloadModelResponse]]:
+        """Unloads a model: refuses new requests for it, finishes those that were accepted, and gives its memory back. To unload
+        one that is not loaded is no error. FAILED_PRECONDITION: the server's settings do not allow it. NOT_FOUND: no such
+        model.
+        """
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

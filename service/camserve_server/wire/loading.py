@@ -1,0 +1,69 @@
+"""Requests to load models and to unload them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from camserve.v1 import models_pb2
+from camserve_server.errors import InvalidArgument
+from camserve_server.types import KnownModel, Limits
+from camserve_server.wire.checks import find_known
+from camserve_server.wire.sizes import check_sizes
+
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What shall be loaded.
+
+    Attributes:
+        name: of a model that the configuration names.
+        weights: a file of them, by its path inside of the model folder; nothing for what the configuration says.
+        sha256: that it must have, hexadecimal in small letters, or nothing.
+    """
+
+    name: str
+    weights: str = ""
+    sha256: str = ""
+
+
+def read_loading(request: models_pb2.LoadModelRequest, models: Mapping[str, KnownModel], limits: Limits) -> Loading:
+    """Check a request to load a model.
+
+    Args:
+        request: as it came.
+        models: that there are.
+        limits: on what one request may ask for.
+
+    Raises:
+        ServiceError: a field is wrong; the error names it.
+    """
+    check_sizes(request, limits)
+    name = _read_name(request.name, models)
+    if request.sha256 and not _SHA256.fullmatch(request.sha256):
+        raise InvalidArgument("sha256 is 64 hexadecimal digits", field="sha256")
+    return Loading(name, request.weights, request.sha256.lower())
+
+
+def read_unloading(request: models_pb2.UnloadModelRequest, models: Mapping[str, KnownModel], limits: Limits) -> str:
+    """Check a request to unload a model; return its name.
+
+    Args:
+        request: as it came.
+        models: that there are.
+        limits: on what one request may ask for.
+
+    Raises:
+        ServiceError: the name is wrong.
+    """
+    check_sizes(request, limits)
+    return _read_name(request.name, models)
+
+
+def _read_name(name: str, models: Mapping[str, KnownModel]) -> str:
+    """Check a name; the default model must be named as any other, so that none is changed by mistake."""
+    if not name:
+        raise InvalidArgument("name the model", field="name")
+    find_known("model", name, models, "the server has", "name")
+    return name
