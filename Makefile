@@ -8,7 +8,9 @@ STUBS := clients/python
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
 BASE ?= origin/main
 
-.PHONY: setup demo test check bench bench-torchserve bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+MINUTES ?= 10
+
+.PHONY: setup demo test soak check bench bench-torchserve bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -41,6 +43,9 @@ test: setup  ## every test, with coverage
 	$(BIN)/python -m coverage run -m pytest
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
+
+soak: setup  ## a server at saturation for MINUTES=10: what it answers, and what it has left when it is over
+	cd tests && PYTHONPATH=.. ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
 check: lint types contracts proto-check  ## everything that can be checked without running it
 

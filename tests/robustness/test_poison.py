@@ -13,50 +13,9 @@ from PIL import Image
 
 import camserve
 from camserve_server.errors import OutOfMemory
-from robustness import hygiene, tree
+from robustness import hygiene, soaked, tree
 from support import give_back_memory, serving
 
-NETS = '''
-from collections import OrderedDict
-
-import torch
-from torch import nn
-
-ROOM = 64  # MB that are taken before memory runs out
-
-
-class Poisoned(nn.Sequential):
-    """Does what an image is coloured for: one colour fills it."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(OrderedDict(
-            stem=nn.Conv2d(3, 8, 3, 2, 1), act=nn.ReLU(inplace=True), features=nn.Conv2d(8, 16, 3, 2, 1),
-            norm=nn.BatchNorm2d(16), pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(16, 5),
-        ))
-        self.act.register_forward_hook(self.hook)
-
-    def forward(self, x):
-        red, green, blue = (x.amin((2, 3)) > 1.5).unbind(1)
-        self.raises = bool((green & ~red & ~blue).any())
-        if (red & ~green & ~blue).any():
-            held = torch.ones(ROOM * 2**18)
-            raise torch.OutOfMemoryError(f"no memory beside {held.numel()} numbers")
-        if (red & green & ~blue).any():  # the layer that is explained is not reached
-            return self.head(x.flatten(1)[:, :16])
-        x = torch.where((blue & ~red & ~green)[:, None, None, None], torch.nan, x)  # as if its weights were
-        return super().forward(x)
-
-    def hook(self, *_):
-        if self.raises:
-            raise ValueError("a hook of the model's own")
-'''
-COLOURS = {
-    "out of memory": (255, 0, 0),
-    "raising hook": (0, 255, 0),
-    "not a number": (0, 0, 255),
-    "bad layer": (255, 255, 0),
-}
 FAILS = {
     "out of memory": camserve.ResourceExhausted,
     "raising hook": camserve.Internal,
@@ -66,13 +25,9 @@ ASKED = {"overlay": None, "targets": 2}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("poison")
-    (folder / "poisoned_nets.py").write_text(NETS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        with serving(models=("poisoned=poisoned_nets:Poisoned?size=32",), threads=1, max_batch_rows=8) as one:
-            yield one
+def served():
+    with serving(models=("poisoned=robustness.soaked:poisoned?size=32",), threads=1, max_batch_rows=8) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +44,6 @@ def photos():
 @pytest.fixture(scope="module")
 def alone(client, photos):
     return [client.explain(photo, **ASKED).explanations[0].heatmap for photo in photos]
-
-
-def poison(colour):
-    return np.full((32, 32, 3), COLOURS[colour], np.uint8)
 
 
 def waiting(batcher):
@@ -116,10 +67,10 @@ def in_one_batch(served, client, images):
     return outcomes
 
 
-@pytest.mark.parametrize("colour", COLOURS)
+@pytest.mark.parametrize("colour", [*FAILS, "not a number"])
 @pytest.mark.parametrize("position", range(8))
 def test_seven_neighbours_of_a_poisoned_row_are_right(colour, position, served, client, photos, alone):
-    images = [*photos[:position], poison(colour), *photos[position + 1 :]]
+    images = [*photos[:position], soaked.image(colour), *photos[position + 1 :]]
     outcomes = in_one_batch(served, client, images)
     own = outcomes[position]
 
@@ -145,7 +96,7 @@ def memory():
 
 def without_memory(client, times):
     """Ask for what takes all memory, so many times; return how far memory rose, as a share, and the errors."""
-    image, errors = png(poison("out of memory")), []
+    image, errors = png(soaked.image("out of memory")), []
 
     def ask():
         with pytest.raises(camserve.CamserveError) as told:
