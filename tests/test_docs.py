@@ -212,3 +212,13 @@ def test_every_case_of_parity_is_in_its_table():
     table = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     for case in CASES:
         assert f"| `{case.method}` | {case.oracle} |" in table, "run 'make parity'"
+
+
+def test_the_licences_are_those_of_all_that_is_pinned():
+    page = (ROOT / "docs" / "supply-chain.md").read_text()
+    listed = re.findall(
+        r"^\| ([\w.-]+) \| ([\w.]+) \| (?:client, server|server|development) \| [^|]+ \|$", page, re.MULTILINE
+    )
+    pinned = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+
+    assert sorted(map(list, listed)) == sorted(pinned)
