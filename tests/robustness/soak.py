@@ -42,6 +42,7 @@ REFUSAL = 0.050  # seconds that a refusal may take, 99 of 100
 RISE, LEFT = 300.0, 0.05  # MB that memory may rise under load; share that may be left of it later
 SLOPE = 1.0  # MB a minute
 MEMORY = "memory's slope in the second half, MB a minute"
+GRPC, GRPC_THREADS = "event_engine", 16  # a pool that grows under load and shrinks by itself
 OBJECTS = 1000  # of Python: tables that are filled as methods are first used
 
 
@@ -128,7 +129,7 @@ class Sample:
     at: float
     memory: float
     files: int
-    threads: int
+    threads: Counter
     server: float
     callers: float
 
@@ -161,7 +162,7 @@ def soak(server, model, seconds, *, every=1.0, seed=0):
     before, had = taken(server.process), held(server, model)
     answers, samples = asyncio.run(_everything(server.process, model, questions, seconds, every))
     busy = taken(server.process)
-    time.sleep(min(5.0, seconds / 4))
+    time.sleep(min(20.0, seconds / 4))
     after, more = taken(server.process), held(server, model)
     more.subtract(had)
     half = samples[len(samples) // 2 :]
@@ -176,7 +177,11 @@ def soak(server, model, seconds, *, every=1.0, seed=0):
     report.hold("answers that are not right", sum(not one.right for one in answers), 0)
     report.hold(MEMORY, slope(half), SLOPE)
     report.hold("open files more than before", after.files - before.files, 0)
-    report.hold("threads more than before", after.threads - before.threads, 0)
+    threads = Counter(after.threads)
+    threads.subtract(before.threads)
+    report.figures["threads, by name"] = {name: (before.threads[name], count) for name, count in after.threads.items()}
+    report.hold("gRPC's threads", after.threads[GRPC], GRPC_THREADS)
+    report.hold("other threads more than before", threads.total() - threads[GRPC], 0)
     report.hold("hooks more than before", more["hooks"], 0)
     # Half of what was counted twice; what is kept for the next request is there after the first ones.
     report.hold("objects in the engine more than before", more["objects"] / 2, OBJECTS)
