@@ -25,7 +25,7 @@ Activation: TypeAlias = tuple[str, list[float], str]
 NONE: Activation = ("none", [], "")
 
 ROWS = 8
-"""Of the batch for which a convolution's weights are put in order; those of another size take the same."""
+"""Of the batch for whose sake weights are put in order; those of another size take the same, but for a single row."""
 
 ACTIVATED = "_activated_for"
 """The attribute of a tensor that says which module has nothing left to do."""
@@ -122,21 +122,22 @@ class Direct:
 
     Attributes:
         sites: which of its modules.
-        weights: by their names, what oneDNN is given.
+        weights: by their names, what oneDNN is given for one row, and for several. What suits these, convolutions of
+            one row take twice as long with, on one of the cores.
     """
 
     def __init__(self, module: nn.Module, found: Sequence[Site], shared: set[int]) -> None:
         self.sites = tuple(found)
-        self.weights: dict[str, Tensor] = {}
+        self.weights: dict[str, tuple[Tensor, Tensor]] = {}
         self._forwards: list[tuple[nn.Module, Forward]] = []
         self._ordered: list[nn.Module] = []
         for site in found:
             one = cast("_Part", module.get_submodule(site.name))
             activating = module.get_submodule(site.activating) if site.activating else None
             own = id(one.weight) not in shared
-            weight = self.weights[site.name] = _in_order(one, site.size) if own else one.weight
+            weights = self.weights[site.name] = _in_order(one, site.size) if own else (one.weight, one.weight)
             self._ordered += [one] if own else []
-            self._forwards.append((one, _forward(one, weight, site.activation, activating)))
+            self._forwards.append((one, _forward(one, weights, site.activation, activating)))
             if activating is not None:
                 self._forwards.append((activating, _unless_done(activating, activating.forward)))
 
@@ -157,24 +158,28 @@ class Direct:
             one.register_parameter("weight", None)
 
 
-def _in_order(module: _Part, size: torch.Size) -> Tensor:
-    """Return a weight in the order that suits oneDNN."""
+def _in_order(module: _Part, size: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return a weight in the order that suits oneDNN for one row, and in that for several."""
     weight: Tensor = module.weight.detach()
     if isinstance(module, nn.Linear):
-        return cast("Tensor", _function("_reorder_linear_weight")(weight, ROWS * size[:-1].numel()))
-    order = (module.padding, module.stride, module.dilation, module.groups)
-    return cast("Tensor", _function("_reorder_convolution_weight")(weight, *order, (ROWS, *size[1:])))
+        ordered: Tensor = _function("_reorder_linear_weight")(weight, ROWS * size[:-1].numel())
+        return ordered, ordered
+    order, reorder = (module.padding, module.stride, module.dilation, module.groups), "_reorder_convolution_weight"
+    single, several = (_function(reorder)(weight, *order, (rows, *size[1:])) for rows in (1, ROWS))
+    return single, several
 
 
-def _forward(module: _Part, weight: Tensor, activation: Activation, activating: nn.Module | None) -> Forward:
-    rest: tuple[Any, ...] = (weight, module.bias, *activation)
+def _forward(
+    module: _Part, weights: tuple[Tensor, Tensor], activation: Activation, activating: nn.Module | None
+) -> Forward:
+    rest: tuple[Any, ...] = (module.bias, *activation)
     function = _function("_linear_pointwise")
     if isinstance(module, nn.Conv2d):
-        rest = (*rest[:2], module.padding, module.stride, module.dilation, module.groups, *activation)
+        rest = (module.bias, module.padding, module.stride, module.dilation, module.groups, *activation)
         function = _function("_convolution_pointwise")
 
     def forward(given: Tensor) -> Tensor:
-        found: Tensor = function(given, *rest)
+        found: Tensor = function(given, weights[given.shape[0] > 1], *rest)
         if activating is not None:
             setattr(found, ACTIVATED, activating)
         return found
