@@ -93,6 +93,8 @@ def requests():
         "ExtractFeatures": (shown,),
         "GetModel": (models_pb2.GetModelRequest(name="tiny"),),
         "ListLayers": (models_pb2.ListLayersRequest(model="tiny"),),
+        "LoadModel": (models_pb2.LoadModelRequest(name="tiny", weights="tiny.safetensors", sha256="0" * 64),),
+        "UnloadModel": (models_pb2.UnloadModelRequest(name="tiny"),),
     }
     return [(rpc, one.SerializeToString()) for rpc, some in messages.items() for one in some]
 
