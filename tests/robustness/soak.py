@@ -39,6 +39,7 @@ BUSY = (16, 24)  # callers that keep the server busy, and are never refused
 
 GOODPUT = 0.95  # of the peak, with more callers than there is room for
 REFUSAL = 0.050  # seconds that a refusal may take, 99 of 100
+BESIDE = 0.1  # of the machine that others may use meanwhile
 RISE, LEFT = 300.0, 0.05  # MB that memory may rise under load; share that may be left of it later
 SLOPE = 1.0  # MB a minute
 MEMORY = "memory's slope in the second half, MB a minute"
@@ -85,38 +86,62 @@ def served(*models):
 # --- more callers than there is room for ---
 
 
+@dataclass
+class Round:
+    """What came of a round: `others` is the share of the machine that neither the server nor its callers used."""
+
+    rate: float
+    peak: float
+    late: float
+    others: float
+    memory: float
+    codes: Counter
+
+
 def saturation(server, seconds, rest, rounds=3):
-    """Let 64 callers ask for so long, in rounds, beside as many as are never refused; then leave the server alone."""
+    """Let 64 callers ask for so long, in rounds, beside as many as are never refused; then leave the server alone.
+
+    Whatever else a machine does makes a round worse, and never better: the best one counts, of those that had the
+    machine for themselves. If there was none, how fast the server was is not known, and `disturbed` is set.
+    """
     report, server = Report(), server.process
     crowd.run(server.address, BUSY[-1], min(3.0, seconds / 4))
-    idle, most, shares, late, codes, used = tree.memory(server.pid), 0.0, [], [], Counter(), 0.0
-    for _ in range(rounds):
-        peak = max(_goodput(server, callers, seconds / rounds / 4)[0] for callers in BUSY)
-        rate, answers, client = _goodput(server, CROWD, seconds / rounds)
-        most = max(most, tree.memory(server.pid))
-        refused = [one.took for one in answers if one.code is not crowd.OK]
-        shares.append(rate / peak)
-        late.append(float(np.percentile(refused, 99)) if refused else np.nan)
-        codes += Counter(one.code.name for one in answers)
-        used += client
+    idle = tree.memory(server.pid)
+    made = [_round(server, seconds / rounds) for _ in range(rounds)]
     time.sleep(rest)
-    report.figures |= {"answers": dict(codes), "a second": rate, "peak": peak, "client's processor": used / seconds}
-    report.figures |= {"goodput / peak, each round": shares, "refusals' p99, each round": late}
+    codes = sum((one.codes for one in made), Counter())
+    report.figures |= {"answers": dict(codes), "disturbed": min(one.others for one in made) > BESIDE}
+    report.figures["rounds"] = [[one.rate, one.peak, one.rate / one.peak, one.late, one.others] for one in made]
     report.hold("other codes", len(codes.keys() - {"OK", "RESOURCE_EXHAUSTED"}), 0)
-    # Whatever else the machine does makes both worse, and never better.
-    report.hold("goodput / peak", max(shares), GOODPUT, least=True)
-    report.hold("refusals' p99, s", float(np.nanmin(late)), REFUSAL)
-    report.hold("memory's rise, MB", most - idle, RISE)
+    if quiet := [one for one in made if one.others <= BESIDE]:
+        report.hold("goodput / peak", max(one.rate / one.peak for one in quiet), GOODPUT, least=True)
+        report.hold("refusals' p99, s", min(one.late for one in quiet), REFUSAL)
+    report.hold("memory's rise, MB", max(one.memory for one in made) - idle, RISE)
     report.hold("memory left, share", tree.memory(server.pid) / idle - 1, LEFT)
     return report
 
 
+def _round(server, seconds):
+    began, before = time.monotonic(), _others(server)
+    peak = max(_goodput(server, callers, seconds / 4)[0] for callers in BUSY)
+    rate, answers = _goodput(server, CROWD, seconds)
+    others = (_others(server) - before) / (time.monotonic() - began) / os.cpu_count()
+    late = [one.took for one in answers if one.code is not crowd.OK]
+    codes = Counter(one.code.name for one in answers)
+    return Round(rate, peak, float(np.percentile(late, 99)), others, tree.memory(server.pid), codes)
+
+
+def _others(server):
+    """Return the seconds of processor time that others than the server and this process have used."""
+    return tree.busy() - server.cpu() - time.process_time()
+
+
 def _goodput(server, callers, seconds):
-    """Return explanations a second, all answers, and the processor time of the callers."""
+    """Return explanations a second, and all answers."""
     began = time.perf_counter()
-    answers, used = crowd.run(server.address, callers, seconds)
+    answers, _ = crowd.run(server.address, callers, seconds)
     warm = min(1.0, seconds / 4)
-    return crowd.rate(answers, began + warm, began + seconds), answers, used
+    return crowd.rate(answers, began + warm, began + seconds), answers
 
 
 # --- everything at once ---

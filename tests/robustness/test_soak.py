@@ -14,13 +14,15 @@ def server():
 
 
 def test_more_callers_than_there_is_room_for_are_served_as_many_as_ever_and_the_rest_refused_at_once(server):
-    for _ in range(3):  # whatever else the machine does makes it worse, and never better
+    for _ in range(2):
         report = soak.saturation(server, 6, 1, rounds=2)
         if not report.broken:
             break
 
     assert report.broken == []
     assert report.figures["answers"].keys() == {"OK", "RESOURCE_EXHAUSTED"}
+    if report.figures["disturbed"]:
+        pytest.skip("others use this machine: how fast the server is beside them says nothing; the rest is held")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a process and all that it started hold, read from /proc: memory, descriptors, threads."""
 
 import contextlib
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -46,3 +47,9 @@ def threads(root):
 
 def files(root):
     return int(_sum(root, lambda folder: len(list((folder / "fd").iterdir()))))
+
+
+def busy():
+    """Seconds of processor time that the whole machine has used."""
+    user, nice, system, _, _, *interrupts = map(int, (PROC / "stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
