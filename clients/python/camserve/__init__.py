@@ -52,7 +52,7 @@ from camserve._targets import (
     segment,
     similarity,
 )
-from camserve._values import Health, Layer, Method, MethodInfo, Model, ParameterInfo
+from camserve._values import Health, Layer, Method, MethodInfo, Model, ModelState, ParameterInfo
 from camserve._wire import ExplainOptions, ImageLike, MethodLike
 from camserve._xray import Channel, Features, Inspection, LayerReading, Statistics
 from camserve._xray_wire import FeaturesOptions, InspectOptions
@@ -94,6 +94,7 @@ __all__ = [
     "MetricInfo",
     "MetricLike",
     "Model",
+    "ModelState",
     "NotFound",
     "ParameterInfo",
     "PermissionDenied",
