@@ -115,6 +115,22 @@ def test_in_bfloat16_too(plant):
 # --- what oneDNN may not be asked for, or not do beside ---
 
 
+@pytest.mark.parametrize("name", ["conv", "norm", "act"])
+def test_a_module_that_a_users_own_hook_listens_to_stays_what_it_is(name, plant):
+    """Folded or joined, it would be given something else, or nothing; and the hook may change what comes of it."""
+    seen = []
+
+    def made():
+        net = Net(straight, norm=nn.BatchNorm2d)
+        net.get_submodule(name).register_forward_hook(lambda _module, _args, output: seen.append(name) or output * 2)
+        return net
+
+    model = plant(made)
+    seen.clear()
+    assert distance(model) < EXACT
+    assert seen.count(name) >= 2
+
+
 def shared(net, image):
     """As in a residual network: one activation, in one place behind a convolution, in another behind a sum."""
     seen = net.point(net.act(net.conv(image)))

@@ -114,10 +114,10 @@ async def blocker(served, explain):
 
 
 async def test_200_calls_of_200_ms_behind_a_second_of_work_end_at_their_deadlines_and_none_is_executed(served, explain):
-    batcher, asked = served.pipeline.batcher, [request(photo(number)) for number in range(20)]
-    took = []
+    """To 50 ms, in one of three rounds: another program may keep a core for that long."""
+    asked, late = [request(photo(number)) for number in range(20)], []
 
-    async def call(number):
+    async def call(number, took):
         began = time.perf_counter()
         try:
             await explain(asked[number % len(asked)], timeout=0.2)
@@ -126,18 +126,28 @@ async def test_200_calls_of_200_ms_behind_a_second_of_work_end_at_their_deadline
             return error.code()
         return grpc.StatusCode.OK
 
+    while not late or (late[-1] > 0.05 and len(late) < 3):
+        late.append(await lateness(served, explain, call))
+
+    assert late[-1] <= 0.05
+
+
+async def lateness(served, explain, call):
+    """Have 200 calls fail; return by how many seconds the worst of them, or their leaving the queue, was late."""
+    batcher, took = served.pipeline.batcher, []
     async with blocker(served, explain):
-        rows, began = batcher.stats.rows, time.perf_counter()
-        codes = await asyncio.gather(*map(call, range(200)))
-        await until(lambda: batcher.admitted == 1, 0.1)  # the one that holds up the others
-        empty = time.perf_counter() - began
+        rows = batcher.stats.rows
+        codes = await asyncio.gather(*(call(number, took) for number in range(200)))
+        ended = time.perf_counter()
+        await until(lambda: batcher.admitted == 1)  # the one that holds up the others
+        emptied = time.perf_counter() - ended
         assert waiting(batcher) == 0
     await explain(request(photo(0)))
 
     assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
-    assert 0.15 <= min(took) <= max(took) <= 0.25
-    assert empty <= 1
+    assert min(took) >= 0.15
     assert batcher.stats.rows == rows + 1  # the last one alone
+    return max(max(took) - 0.2, emptied - 0.05)
 
 
 async def test_a_hundred_calls_taken_back_in_the_queue_are_never_executed_and_leave_it_at_once(served, explain):

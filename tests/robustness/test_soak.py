@@ -38,5 +38,4 @@ def test_of_everything_at_once_nothing_stays_and_a_model_that_keeps_something_is
     broken = {line.partition(":")[0] for line in report.broken}
 
     assert broken - {soak.MEMORY} == seen  # the system's own count of memory says little in so short a time
-    assert (soak.MEMORY in broken) or model == "poisoned"
     assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"} <= report.figures["answers"].keys()

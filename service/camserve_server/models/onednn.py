@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from camserve_server.models.uses import Applied, Uses
+from camserve_server.models.uses import Uses, hooked
 
 Forward: TypeAlias = Callable[..., Any]
 _Part: TypeAlias = nn.Conv2d | nn.Linear
@@ -85,11 +85,13 @@ def sites(module: nn.Module, uses: Uses, folded: Mapping[str, str]) -> list[Site
         outputs = uses.calls.get(name, [])
         if len(outputs) == 1 and _is_known(one) and _is_its_own(one, outputs[0], uses):
             last = uses.normed[outputs[0]][1] if name in folded else outputs[0]
-            found.append(Site(name, uses.sizes[id(one.weight)], *_activation(last, uses)))
+            found.append(Site(name, uses.sizes[id(one.weight)], *_activation(module, last, uses)))
     return found
 
 
 def _is_known(module: nn.Module) -> bool:
+    if hooked(module):
+        return False
     if type(module) is nn.Conv2d:
         return module.padding_mode == "zeros" and not isinstance(module.padding, str)
     return type(module) is nn.Linear
@@ -101,15 +103,13 @@ def _is_its_own(module: nn.Module, output: int, uses: Uses) -> bool:
     return once and uses.mapped[output] is module.weight
 
 
-def _activation(output: int, uses: Uses) -> tuple[Activation, str]:
+def _activation(module: nn.Module, output: int, uses: Uses) -> tuple[Activation, str]:
     applied = uses.applied.get(output)
     if applied is None or not applied.module or uses.takers[output] != 1 or applied.function not in _ACTIVATIONS:
         return NONE, ""
-    return _told(applied), applied.module
-
-
-def _told(applied: Applied) -> Activation:
-    return _ACTIVATIONS[applied.function](*applied.arguments, **applied.keywords)
+    if hooked(module.get_submodule(applied.module)):
+        return NONE, ""
+    return _ACTIVATIONS[applied.function](*applied.arguments, **applied.keywords), applied.module
 
 
 class Direct:

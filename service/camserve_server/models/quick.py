@@ -32,7 +32,7 @@ from camserve_server.hooks import output_of
 from camserve_server.models import onednn
 from camserve_server.models.compiled import ROWS, compiled, missing, too_far
 from camserve_server.models.onednn import Direct, Site
-from camserve_server.models.uses import Uses, used
+from camserve_server.models.uses import Uses, hooked, used
 from camserve_server.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,9 @@ def _is_number(part: Any) -> bool:
 
 def _pairs(module: nn.Module, uses: Uses) -> list[Pair]:
     """Find the batch norms that can be folded into the convolution before them."""
-    convolutions = {id(one.weight): name for name, one in module.named_modules() if isinstance(one, nn.Conv2d)}
+    convolutions = {
+        id(one.weight): name for name, one in module.named_modules() if isinstance(one, nn.Conv2d) and not hooked(one)
+    }
     norms = {id(one.running_mean): name for name, one in module.named_modules() if _is_norm(one)}
     found = []
     for output, (mean, _) in uses.normed.items():
@@ -199,7 +201,7 @@ def _pairs(module: nn.Module, uses: Uses) -> list[Pair]:
 
 def _is_norm(module: nn.Module) -> bool:
     known = type(module) in (nn.BatchNorm2d, timm.layers.BatchNormAct2d)
-    return known and isinstance(module, nn.BatchNorm2d) and module.running_mean is not None
+    return known and isinstance(module, nn.BatchNorm2d) and module.running_mean is not None and not hooked(module)
 
 
 def _all_before(module: nn.Module, pair: Pair, uses: Uses) -> bool:

@@ -131,6 +131,11 @@ class _Watch(TorchFunctionMode):
         return found
 
 
+def hooked(module: nn.Module) -> bool:
+    """Tell whether somebody listens to a module, or changes what it takes or returns: it must stay what it is."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 -- there is no other way to ask
+
+
 def used(module: nn.Module, layer: str, image: Tensor) -> tuple[Uses, Tensor]:
     """Run a model on one image; return what it used, and what the layer returned."""
     uses = Uses()
