@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 import grpc.aio
 
 from camserve import _metrics, _replay, _stream, _wire, _xray_wire
-from camserve._errors import CamserveError, Cancelled, FailedPrecondition, border
+from camserve._errors import CamserveError, Cancelled, FailedPrecondition, StatusLost, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
@@ -380,6 +380,13 @@ async def _each(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
             yield item
 
 
+HESITATION = 0.2
+"""Seconds before the first request after a stream that broke while it was written to.
+
+gRPC loses what the server says meanwhile, and one that refuses streams shall be heard.
+"""
+
+
 class _Line:
     """One stream at a time, opened when there is something to send and none is open.
 
@@ -393,6 +400,7 @@ class _Line:
         self._reader: asyncio.Task[None] | None = None
         self._outbox: _Outbox = asyncio.Queue()
         self._inbox: _Inbox = asyncio.Queue()
+        self._hesitant = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -415,6 +423,7 @@ class _Line:
         except TimeoutError:
             return None
         if isinstance(event, CamserveError):
+            self._hesitant = isinstance(event, StatusLost)
             await self._drop()
         return event
 
@@ -430,7 +439,8 @@ class _Line:
         edge = border(self._settings.address, request_id)
         with border(self._settings.address, request_id):
             call = self._stub.ExplainStream(
-                _until_none(self._outbox), metadata=self._settings.metadata_with(request_id)
+                _until_none(self._outbox, HESITATION if self._hesitant else 0),
+                metadata=self._settings.metadata_with(request_id),
             )
         self._reader = asyncio.create_task(_read(call, self._inbox, edge))
         self._call = call
@@ -443,7 +453,8 @@ class _Line:
             self._call = None
 
 
-async def _until_none(outbox: _Outbox) -> AsyncIterator[explain_pb2.ExplainStreamRequest]:
+async def _until_none(outbox: _Outbox, seconds: float) -> AsyncIterator[explain_pb2.ExplainStreamRequest]:
+    await asyncio.sleep(seconds)
     while (request := await outbox.get()) is not None:
         yield request
 
