@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SERVE = ("-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
 TICK = 1 / os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE") / 2**20
 HERE = Path(__file__).parent
 PATIENCE = 300.0  # seconds until the models are warm
 OURS_ALONE = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")  # that this process has, and a user's has not
@@ -42,8 +43,12 @@ class Process:
         return sum(map(cpu_of, self._family()))
 
     def memory(self) -> float:
-        """Return the MiB that they have in memory, what they share counted once."""
-        return sum(map(_share_of, self._family())) / 1024
+        """Return the MiB that they have in memory, files that they share counted once.
+
+        Not by what each has a share of: the kernel stops a process to add that up, long enough for it to show.
+        """
+        first, *others = map(_pages_of, self._family())
+        return (first[0] + sum(resident - shared for resident, shared in others)) * PAGE
 
     def _family(self) -> list[int]:
         return [self.pid, *children_of(self.pid)]
@@ -64,10 +69,10 @@ def _fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
 
 
-def _share_of(pid: int) -> int:
-    """Return the KiB of a process in memory, of what it shares its part."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+def _pages_of(pid: int) -> tuple[int, int]:
+    """Return how many pages of a process are in memory, and how many of these are files'."""
+    resident, shared = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1:3]
+    return int(resident), int(shared)
 
 
 def cpu_of(pid: int) -> float:
