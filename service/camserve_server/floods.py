@@ -16,9 +16,7 @@ from camserve_server.servicer import Context, House, answering
 HANDSHAKE = 10.0  # seconds that a new connection may take for TLS and the first frames of HTTP/2
 SILENCE = 60.0  # seconds without a sign of life after which a caller is asked for one
 ANSWER = 20.0  # seconds that it has for it
-MOMENT = (
-    0.1  # seconds after which gRPC has told of a call that it is taken back; it first says that no message will come
-)
+MOMENT = 0.1  # seconds after which gRPC, which first says that no message will come, has told that a call is taken back
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # gRPC's own class takes no [] at run time
 

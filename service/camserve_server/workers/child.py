@@ -51,8 +51,8 @@ class _Child:
         threading.Thread(target=self._read, args=(engine,), name="reading", daemon=True).start()
         self._ready = True
         while True:
-            self._answer(engine, self._batches.get())
-            if setup.device != "cpu":
+            well = self._answer(engine, self._batches.get())
+            if not well and setup.device != "cpu":
                 _check_device()
 
     def _read(self, engine: "Local") -> None:
@@ -66,7 +66,8 @@ class _Child:
         except (EOFError, OSError):
             os._exit(0)  # the server is gone, or wants no more
 
-    def _answer(self, engine: "Local", ask: Ask) -> None:
+    def _answer(self, engine: "Local", ask: Ask) -> bool:
+        """Do what is asked, and say what came of it; return whether it went well."""
         try:
             reply = Reply(ask.number, getattr(engine, ask.what)(*ask.arguments))
         except (ServiceError, ConfigError) as error:
@@ -76,6 +77,7 @@ class _Child:
         except BaseException:  # noqa: BLE001 -- a model may call sys.exit
             reply = Reply(ask.number, error=Internal("the model tried to end the server"))
         self._send(reply)
+        return reply.error is None
 
     def _beat(self) -> None:
         while True:

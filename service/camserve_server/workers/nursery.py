@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from contextlib import suppress
 from typing import NoReturn, Protocol
@@ -148,6 +149,8 @@ def _begun(line: socket.socket, number: int) -> int:
 def _run(number: int) -> NoReturn:
     try:
         child.run(number)
+    except BaseException:  # noqa: BLE001 -- it ends here, whatever it was
+        traceback.print_exc()
     finally:
         os._exit(1)
 
