@@ -48,6 +48,8 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
 LONGEST_ID = 128
 
 K = TypeVar("K", bound=KnownModel)
+Q = TypeVar("Q")
+T = TypeVar("T")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -124,76 +126,33 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> None:
         """Explain many images, each answered as it is ready."""
         async with answering(self._house, context, "ExplainStream") as call:
-            self._house.open()
-            free, writing = asyncio.Semaphore(self._house.stream_in_flight), asyncio.Lock()
-            pulse = _Pulse(self._house.idle)
 
-            async def write(reply: explain_pb2.ExplainStreamResponse) -> None:
-                async with writing:
-                    await context.write(reply)
-
-            async def answer(item: explain_pb2.ExplainStreamRequest) -> None:
+            async def answer(item: explain_pb2.ExplainStreamRequest, write: Write) -> None:
                 async with _telling(item, write) as progress:
                     reply = await self._reply(item, call.deadline, progress)
                 await write(reply)
-                pulse.ended()
-                free.release()
 
-            ended: ServiceError | None = None
-            async with asyncio.TaskGroup() as group:
-                await free.acquire()
-                try:
-                    while (item := await self._next(requests, pulse)) is not None:
-                        pulse.began()
-                        group.create_task(answer(item))
-                        await free.acquire()
-                except ServiceError as error:
-                    ended = error  # those that came before it are answered first
-            if ended:
-                raise ended
-            if self._house.draining.is_set():
-                raise Unavailable("the server is draining: send the rest to another", retry_after=1.0)
-
-    async def _next(
-        self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest], pulse: "_Pulse"
-    ) -> explain_pb2.ExplainStreamRequest | None:
-        """Return the next request, or None when there are no more or the server stops.
-
-        Raises:
-            Unavailable: nothing is under way, and nothing came for long.
-            InvalidArgument: what came is no request.
-        """
-        reading = asyncio.ensure_future(anext(requests, None))
-        draining = asyncio.ensure_future(self._house.draining.wait())
-        try:
-            while not (reading.done() or draining.done()):
-                waiting = (reading, draining)
-                await asyncio.wait(waiting, timeout=pulse.left(), return_when=asyncio.FIRST_COMPLETED)
-            return reading.result() if reading.done() else None
-        finally:
-            draining.cancel()
-            reading.cancel()
+            await conversing(self._house, context, requests, answer)
 
     async def _reply(
         self, item: explain_pb2.ExplainStreamRequest, deadline: float, progress: jobs.Progress
     ) -> explain_pb2.ExplainStreamResponse:
-        request_id, call = item.request_id, _Call(item.request_id, deadline)
-        began, code = asyncio.get_running_loop().time(), grpc.StatusCode.CANCELLED
-        try:
-            _check_id(request_id)
-            logs.REQUEST_ID.set(request_id)
-            pipeline = self._house.accepted()
-            response = await pipeline.explain(item.request, deadline=deadline, wait=True, progress=progress)
-            response.request_id = request_id
-            call.seen(response)
-            code = grpc.StatusCode.OK
-            return explain_pb2.ExplainStreamResponse(request_id=request_id, response=response)
-        except Exception as error:  # noqa: BLE001 -- one request's failure leaves the stream open
-            ours = _ours(error)
-            code = call.failed(ours)
-            return explain_pb2.ExplainStreamResponse(request_id=request_id, error=_message(ours))
-        finally:
-            call.log("ExplainStream item", code, began)
+        call = Call(item.request_id, deadline)
+        outcome = await attempted(call, "ExplainStream item", self._explained(item, call, progress))
+        if isinstance(outcome, ServiceError):
+            return explain_pb2.ExplainStreamResponse(request_id=item.request_id, error=_message(outcome))
+        return explain_pb2.ExplainStreamResponse(request_id=item.request_id, response=outcome)
+
+    async def _explained(
+        self, item: explain_pb2.ExplainStreamRequest, call: "Call", progress: jobs.Progress
+    ) -> explain_pb2.ExplainResponse:
+        _check_id(item.request_id)
+        logs.REQUEST_ID.set(item.request_id)
+        pipeline = self._house.accepted()
+        response = await pipeline.explain(item.request, deadline=call.deadline, wait=True, progress=progress)
+        response.request_id = item.request_id
+        call.seen(response)
+        return response
 
     async def InspectLayers(  # noqa: N802 -- the RPC's name
         self, request: explain_pb2.InspectLayersRequest, context: Context
@@ -214,6 +173,70 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             response.request_id = call.request_id
             call.fields = {"model": response.model, "channels": len(response.channels)}
             return response
+
+
+async def conversing(
+    house: House,
+    context: Context,
+    requests: AsyncIterator[Q],
+    answer: Callable[[Q, Callable[[Any], Awaitable[None]]], Awaitable[None]],
+) -> None:
+    """Answer the requests of a stream, some at a time, until there are no more or the server stops.
+
+    Args:
+        house: says how many at a time, and when it stops.
+        context: of the call.
+        requests: as they come.
+        answer: answers one of them, by what writes to the stream.
+
+    Raises:
+        ServiceError: the stream was idle for long, or what came is no request; those before it are answered first.
+    """
+    house.open()
+    free, writing, pulse = asyncio.Semaphore(house.stream_in_flight), asyncio.Lock(), _Pulse(house.idle)
+
+    async def write(reply: Any) -> None:
+        async with writing:
+            await context.write(reply)
+
+    async def answered(item: Q) -> None:
+        await answer(item, write)
+        pulse.ended()
+        free.release()
+
+    ended: ServiceError | None = None
+    async with asyncio.TaskGroup() as group:
+        await free.acquire()
+        try:
+            while (item := await _next(house, requests, pulse)) is not None:
+                pulse.began()
+                group.create_task(answered(item))
+                await free.acquire()
+        except ServiceError as error:
+            ended = error  # those that came before it are answered first
+    if ended:
+        raise ended
+    if house.draining.is_set():
+        raise Unavailable("the server is draining: send the rest to another", retry_after=1.0)
+
+
+async def _next(house: House, requests: AsyncIterator[Q], pulse: "_Pulse") -> Q | None:
+    """Return the next request, or None when there are no more or the server stops.
+
+    Raises:
+        Unavailable: nothing is under way, and nothing came for long.
+        InvalidArgument: what came is no request.
+    """
+    reading = asyncio.ensure_future(anext(requests, None))
+    draining = asyncio.ensure_future(house.draining.wait())
+    try:
+        while not (reading.done() or draining.done()):
+            waiting = (reading, draining)
+            await asyncio.wait(waiting, timeout=pulse.left(), return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else None
+    finally:
+        draining.cancel()
+        reading.cancel()
 
 
 class _Pulse:
@@ -320,9 +343,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.LoadModelResponse:
         """Load a model, or load it again."""
         async with answering(self._house, context, "LoadModel") as call:
-            pipeline = self._house.open()
-            asked = wire.read_loading(request, pipeline.models, pipeline.limits)
-            model = await self._unless_draining(pipeline.lifecycle.load(asked))
+            model = await loaded(self._house, request)
             call.fields = {"model": model.name, "version": model.version}
             return models_pb2.LoadModelResponse(model=wire.describe_model(model))
 
@@ -331,28 +352,49 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.UnloadModelResponse:
         """Unload a model."""
         async with answering(self._house, context, "UnloadModel") as call:
-            pipeline = self._house.open()
-            name = wire.read_unloading(request, pipeline.models, pipeline.limits)
-            model = await self._unless_draining(pipeline.lifecycle.unload(name))
+            model = await unloaded(self._house, request)
             call.fields = {"model": model.name, "version": model.version}
             return models_pb2.UnloadModelResponse(model=wire.describe_model(model))
 
-    async def _unless_draining(self, work: Coroutine[Any, Any, K]) -> K:
-        """Wait for what concerns a server that goes on, and for no longer than it does."""
-        working = asyncio.ensure_future(work)
-        draining = asyncio.ensure_future(self._house.draining.wait())
-        try:
-            await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Unavailable("the server is draining", retry_after=1.0)
-        finally:
-            working.cancel()
-            draining.cancel()
+
+async def loaded(house: House, request: models_pb2.LoadModelRequest) -> ModelInfo:
+    """Load a model, or load it again.
+
+    Raises:
+        ServiceError: a field is wrong, that is not allowed, or it cannot be loaded.
+    """
+    pipeline = house.open()
+    asked = wire.read_loading(request, pipeline.models, pipeline.limits)
+    return await _unless_draining(house, pipeline.lifecycle.load(asked))
+
+
+async def unloaded(house: House, request: models_pb2.UnloadModelRequest) -> KnownModel:
+    """Unload a model, and return when its last request is answered.
+
+    Raises:
+        ServiceError: a field is wrong, or that is not allowed.
+    """
+    pipeline = house.open()
+    name = wire.read_unloading(request, pipeline.models, pipeline.limits)
+    return await _unless_draining(house, pipeline.lifecycle.unload(name))
+
+
+async def _unless_draining(house: House, work: Coroutine[Any, Any, K]) -> K:
+    """Wait for what concerns a server that goes on, and for no longer than it does."""
+    working = asyncio.ensure_future(work)
+    draining = asyncio.ensure_future(house.draining.wait())
+    try:
+        await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Unavailable("the server is draining", retry_after=1.0)
+    finally:
+        working.cancel()
+        draining.cancel()
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
     """One RPC.
 
     Attributes:
@@ -387,11 +429,11 @@ class _Call:
 
 
 @asynccontextmanager
-async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[_Call]:
+async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[Call]:
     """Give the block its request id and deadline; turn what it raises into a status; log how it went."""
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
-    call = _Call(_request_id(context), math.inf if remaining is None else began + remaining)
+    call = Call(_request_id(context), math.inf if remaining is None else began + remaining)
     logs.REQUEST_ID.set(call.request_id)
     CALLER.set(logs.CALLER.get() or address_of(context.peer()))
     context.set_trailing_metadata((("x-request-id", call.request_id),))
@@ -401,11 +443,33 @@ async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[_
             yield call
         code = grpc.StatusCode.OK
     except Exception as error:  # noqa: BLE001 -- the border: nothing of ours goes out unmapped
-        ours = _ours(error)
+        ours = ours_of(error)
         code = call.failed(ours)
         await context.abort(code, ours.message, _trailers(ours, call.request_id))
     finally:
         call.log(rpc, code, began)
+
+
+async def attempted(call: Call, what: str, work: Awaitable[T]) -> T | ServiceError:
+    """Wait for one request of a stream, whose failure leaves the stream open; log how it went.
+
+    Args:
+        call: what its line in the log shall say.
+        what: it is, for the log.
+        work: that answers it.
+    """
+    began, code = asyncio.get_running_loop().time(), grpc.StatusCode.CANCELLED
+    try:
+        answer = await work
+    except Exception as error:  # noqa: BLE001 -- one request's failure leaves the stream open
+        ours = ours_of(error)
+        code = call.failed(ours)
+        return ours
+    else:
+        code = grpc.StatusCode.OK
+        return answer
+    finally:
+        call.log(what, code, began)
 
 
 Write = Callable[[explain_pb2.ExplainStreamResponse], Awaitable[None]]
@@ -450,7 +514,7 @@ def _is_id(text: str) -> bool:
     return text.isprintable() and 0 < len(text) <= LONGEST_ID
 
 
-def _ours(error: Exception) -> ServiceError:
+def ours_of(error: Exception) -> ServiceError:
     """Return our own errors as they are, and Internal for every other, which is logged."""
     if isinstance(error, ServiceError):
         return error
