@@ -13,7 +13,7 @@ import click
 import numpy as np
 
 import camserve
-from camserve import _files, _tables, _xray
+from camserve import _dataset, _files, _progress, _tables, _xray
 from camserve._settings import LOCAL, TIMEOUT
 
 if TYPE_CHECKING:
@@ -212,8 +212,20 @@ class Wishes(TypedDict):
     max_side: int | None
 
 
+class _Place(click.ParamType[str]):
+    """A file, a folder, a glob that names something, or a URI."""
+
+    name = "place"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuse what is not there, before anything is begun."""
+        if not _dataset.is_there(value):
+            self.fail(f"Path {value!r} does not exist.", param, ctx)
+        return str(value)
+
+
 @main.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=_Place(), metavar="PATH...")
 @click.option(
     "-o",
     "--output",
@@ -272,13 +284,32 @@ class Wishes(TypedDict):
 )
 @click.option("--receipts", is_flag=True, help="Write receipts too, as .receipt.json: see `camserve replay`.")
 @click.option("--max-side", type=int, metavar="PIXELS", help="Longer side of the overlays at most.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Run as a job that can be cut off and started again, with its results as Parquet in DIR: for many photos.",
+)
+@click.option("--column", default="", metavar="NAME", help="Of a Parquet file: that has the photos, bytes or paths.")
 @_connected
-def explain(paths: tuple[Path, ...], output: Path, connect: Connect, **wishes: Unpack[Wishes]) -> int:
+def explain(
+    paths: tuple[str, ...], output: Path, connect: Connect, *, resume: bool, column: str, **wishes: Unpack[Wishes]
+) -> int:
     """Draw what the model saw over photos.
 
-    PATH is a photo, or a folder whose photos are explained. Each overlay is written as
+    PATH is a photo, a folder whose photos are explained, or a glob in quotes. Each overlay is written as
     PHOTO.METHOD.CLASS.SUFFIX.
+
+    With --resume, PATH may also be a Parquet file or a URI such as s3://BUCKET/PREFIX. Started again with the same
+    words it goes on where it was, and every photo is in the results once.
     """
+    if resume:
+        return _run_job(paths, output, connect, column, wishes)
+    with _checked():
+        named = [Path(path) for path in _dataset.files(paths)]
+    return _draw(named, output, connect, wishes)
+
+
+def _draw(paths: list[Path], output: Path, connect: Connect, wishes: Wishes) -> int:
     question = _question(wishes)
     names = _files.Names(output)
     rows: list[Sequence[str | Text]] = []
@@ -302,6 +333,38 @@ def explain(paths: tuple[Path, ...], output: Path, connect: Connect, **wishes: U
             if rows:
                 _tables.show(_tables.RESULT_HEADINGS, rows)
     return FAILED if failed else 0
+
+
+def _run_job(paths: tuple[str, ...], output: Path, connect: Connect, column: str, wishes: Wishes) -> int:
+    with _checked():
+        chosen = _dataset.Photos(paths, column, str(output))
+        question = job_question(wishes)
+        client = connect()
+    with client, _dataset.locked(output):
+        store = _dataset.Store(str(output))
+        with _checked():
+            _dataset.opened(store, question, client.model(wishes["model"] or ""))
+            total = sum(1 for _ in chosen.keys())  # noqa: SIM118 -- they are no dictionary
+        if not total:
+            raise click.UsageError(f"there are no images in {' '.join(paths)}")
+        with _progress.job_bar(total) as told:
+            tally = _dataset.run(client, chosen, store, question, told)
+    click.echo(_told(tally, str(output)))
+    return 0
+
+
+def job_question(wishes: Wishes) -> _dataset.Question:
+    """Return what a job asks of every photo, and which files it writes."""
+    wanted = _dataset.Wanted(wishes["overlay"], wishes["heatmap"], wishes["receipts"])
+    question = _dataset.Question(_question(wishes), wanted)
+    question.said()  # which raises what is wrong with it
+    return question
+
+
+def _told(tally: _dataset.Tally, output: str) -> str:
+    before = f", {tally.before:,} by earlier runs" if tally.before else ""
+    failed = f" {tally.failed:,} failed now: their rows say why." if tally.failed else ""
+    return f"{tally.total:,} photos are done{before}: {output}/results has them as Parquet.{failed}"
 
 
 def _question(wishes: Wishes) -> camserve.ExplainOptions:

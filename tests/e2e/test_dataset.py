@@ -1,0 +1,360 @@
+"""The job over many photos: whatever ends it, started again it goes on, and every photo is in the results once."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import camserve
+from camserve import _dataset
+from camserve._dataset import job
+from camserve.cli import main
+from support import serving
+
+NETS = """
+import time
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        time.sleep(0.02)
+        return x
+
+
+def tiny(slow=False):
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(
+        features=nn.Conv2d(3, 4, 3, 2, 1), slow=Slow() if slow else nn.Identity(), pool=nn.AdaptiveAvgPool2d(1),
+        flat=nn.Flatten(), head=nn.Linear(4, 5),
+    ))
+
+
+def slow():
+    return tiny(slow=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / "dataset_nets.py").write_text(NETS)
+    sys.path.insert(0, str(folder))
+    try:
+        models = ("tiny=dataset_nets:tiny?size=32", "slow=dataset_nets:slow?size=32")
+        with serving(models=models, device="cpu", threads=1) as served:
+            yield served.address
+    finally:
+        sys.path.remove(str(folder))
+
+
+def encoded(number=0):
+    """The file of a small photo, each of another colour."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 12), (number % 256, number // 256, 99)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Five photos in two folders, a file that is none, and one that is empty."""
+    folder = tmp_path / "photos"
+    (folder / "more").mkdir(parents=True)
+    for number in range(5):
+        (folder / ("more" if number > 2 else ".") / f"{number}.png").write_bytes(encoded(number))
+    (folder / "bad.jpg").write_bytes(b"rubbish")
+    (folder / "empty.png").touch()
+    (folder / "notes.txt").write_text("no photo")
+    return folder
+
+
+@pytest.fixture
+def run(address, tmp_path):
+    """Run the job; return what the command ended with."""
+
+    def go(*paths, out="out", options=("--model", "tiny")):
+        arguments = ["explain", *map(str, paths), "-o", str(tmp_path / out), "--resume", "--server", address, *options]
+        return CliRunner().invoke(main, arguments)
+
+    return go
+
+
+def rows(folder):
+    return pq.read_table(folder / "results").to_pylist()
+
+
+def test_a_photo_is_a_row_and_a_picture_and_a_bad_one_a_row_with_its_error(run, photos, tmp_path):
+    done = run(photos)
+
+    assert (done.exit_code, done.output.count("7 photos are done")) == (0, 1), done.output
+    found = {Path(row["image"]).name: row for row in rows(tmp_path / "out")}
+    assert set(found) == {"0.png", "1.png", "2.png", "3.png", "4.png", "bad.jpg", "empty.png"}
+    assert found["bad.jpg"]["error"] == found["empty.png"]["error"] == "INVALID_ARGUMENT"
+    assert "not a JPEG" in found["bad.jpg"]["error_message"]
+    assert all(found[f"{n}.png"]["image"] == str(photos / ("more" if n > 2 else "") / f"{n}.png") for n in range(5))
+
+
+def test_a_row_says_what_a_client_is_told(run, photos, tmp_path, address):
+    run(photos / "1.png", options=("--model", "tiny", "--method", "hirescam", "--method", "gradcam", "--heatmaps"))
+
+    first, second = sorted(rows(tmp_path / "out"), key=lambda row: row["explanation"])
+    with camserve.Client(address) as client:
+        result = client.explain(photos / "1.png", model="tiny", methods=["hirescam", "gradcam"])
+        digest = client.model("tiny").digest
+    for row, each in zip((first, second), result.explanations, strict=True):
+        assert (row["method"], row["layer"], row["verdict"]) == (each.method, each.layer, each.verdict)
+        assert (row["score"], row["class_index"]) == (each.score, each.target.class_index)
+        assert (tmp_path / "out" / row["overlay"]).read_bytes() == each.overlay
+        np.testing.assert_array_equal(np.load((tmp_path / "out" / row["overlay"]).with_suffix(".npy")), each.heatmap)
+    assert [one["probability"] for one in first["predictions"]] == [one.probability for one in result.predictions]
+    assert (first["model"], first["digest"], first["width"], first["height"]) == ("tiny", digest, 16, 12)
+
+
+def test_a_second_run_does_only_what_is_new(run, photos, tmp_path):
+    run(photos)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.jpg")}
+    (photos / "more" / "new.png").write_bytes(encoded(77))
+    done = run(photos)
+
+    assert "8 photos are done, 7 by earlier runs" in done.output
+    assert max(Counter(row["image"] for row in rows(tmp_path / "out")).values()) == 1
+    assert len(rows(tmp_path / "out")) == 8
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_photo_that_several_paths_name_is_explained_once(run, photos, tmp_path):
+    done = run(photos, photos / "more", photos / "more" / "3.png", photos / "**" / "*.png")
+
+    assert done.exit_code == 0, done.output
+    assert len(rows(tmp_path / "out")) == 7
+
+
+def test_the_jobs_own_pictures_are_no_photos_even_beside_them(run, photos):
+    run(photos, out="photos")
+    run(photos, out="photos")
+    run(photos, out="photos/out")
+
+    assert len(rows(photos)) == len(rows(photos / "out")) == 7
+
+
+def test_a_job_goes_on_only_with_the_same_words(run, photos, tmp_path):
+    run(photos)
+    refused = run(photos, options=("--model", "tiny", "--method", "layercam", "--alpha", "0.3"))
+    (tmp_path / "out" / "job.json").write_text("[")
+    broken = run(photos)
+
+    assert refused.exit_code != 0
+    assert "has a job with other methods, rendering" in refused.output
+    assert "is no job" in broken.output
+
+
+def test_two_runs_in_one_folder_would_do_photos_twice_so_the_second_is_refused(run, photos, tmp_path):
+    with _dataset.locked(tmp_path / "out"):
+        refused = run(photos)
+
+    assert refused.exit_code != 0
+    assert "another run is at work in" in refused.output
+
+
+def test_a_part_that_is_broken_is_named(run, photos, tmp_path):
+    run(photos)
+    (part,) = (tmp_path / "out" / "results").glob("*.parquet")
+    part.write_bytes(b"PAR1")
+    refused = run(photos)
+
+    assert refused.exit_code != 0
+    assert f"{part} cannot be read: delete it" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize("kind", ["bytes", "hugging face", "paths"])
+def test_photos_come_out_of_a_parquet_file(kind, run, photos, tmp_path):
+    """Bytes, a struct with bytes as Hugging Face's datasets write it, or paths beside the file."""
+    files = [encoded(n) for n in range(40)]
+    if kind == "paths":
+        cells = pa.array([f"more/{n}.png" for n in (3, 4)])
+    else:
+        cells = pa.array(files if kind == "bytes" else [{"bytes": each, "path": None} for each in files])
+    columns = {"caption": pa.array(["x"] * len(cells)), "image": cells}
+    pq.write_table(pa.table(columns), photos / "set.parquet", row_group_size=7)
+    done = run(photos / "set.parquet")
+
+    assert done.exit_code == 0, done.output
+    found = {row["image"]: row for row in rows(tmp_path / "out")}
+    if kind == "paths":
+        assert set(found) == {str(photos / "more" / "3.png"), str(photos / "more" / "4.png")}
+    else:
+        assert set(found) == {f"{photos}/set.parquet#{n}" for n in range(40)}
+    assert not any(row["error"] for row in found.values())
+
+
+def test_a_column_that_is_not_there_is_told_with_those_that_are(run, tmp_path):
+    pq.write_table(pa.table({"a": [b""], "b": [b""], "n": [1]}), tmp_path / "set.parquet")
+
+    assert "name it by --column; there are a, b" in run(tmp_path / "set.parquet").output.lower()
+    assert "no column c of bytes or paths" in run(tmp_path / "set.parquet", options=("--column", "c")).output
+    assert run(tmp_path / "set.parquet", options=("--column", "b")).exit_code == 0
+
+
+def test_photos_come_out_of_an_object_store(run, photos, tmp_path):
+    """By a URI; here one of Arrow's own, and one of fsspec's."""
+    for path in photos.rglob("*.png"):
+        fsspec = pytest.importorskip("fsspec")
+        with fsspec.open(f"memory://bucket/{path.relative_to(photos)}", "wb") as file:
+            file.write(path.read_bytes())
+    for out, uri in (("a", photos.as_uri()), ("b", "memory://bucket")):
+        done = run(uri, out=out)
+        assert done.exit_code == 0, done.output
+        keys = {row["image"] for row in rows(tmp_path / out) if not row["error"]}
+        names = {"0.png", "1.png", "2.png", "more/3.png", "more/4.png"}
+        assert {key.partition("photos/" if out == "a" else "bucket/")[2] for key in keys} == names
+    assert "read by --resume only" in CliRunner().invoke(main, ["explain", "s3://b/p", "-o", "x"]).output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
+def test_a_name_that_is_no_text_is_explained_once_too(run, photos, tmp_path):
+    Path(os.fsdecode(os.fsencode(photos) + b"/\xff.png")).write_bytes(encoded())
+    run(photos)
+    done = run(photos)
+
+    assert "8 photos are done, 8 by earlier runs" in done.output
+    (row,) = (row for row in rows(tmp_path / "out") if r"\udcff.png" in row["image"])
+    assert row["error"] is None
+
+
+def test_without_arrow_the_extra_is_named(run, photos, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.fs", None)
+
+    assert 'pip install "camserve[data]"' in run(photos).output
+
+
+def test_of_500_photos_a_job_that_is_killed_half_way_and_started_again_has_500_rows_none_twice(
+    address, photos, tmp_path
+):
+    for path in photos.rglob("*.*"):
+        path.unlink()
+    for number in range(500):
+        (photos / f"{number}.png").write_bytes(encoded(number))
+    out, program = tmp_path / "out", Path(sys.executable).with_name("camserve")
+    command = [program, "explain", photos, "-o", out, "--resume", "--model", "slow", "--server", address]
+
+    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        late = time.monotonic() + 60
+        while not list(out.glob("results/part-*.parquet")) and killed.poll() is None:
+            assert time.monotonic() < late
+            time.sleep(0.005)
+    finally:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    half = len(rows(out))
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+
+    assert 0 < half < 500
+    assert f"500 photos are done, {half} by earlier runs" in ended.stdout
+    assert Counter(row["image"] for row in rows(out)) == dict.fromkeys((f"{photos}/{n}.png" for n in range(500)), 1)
+    assert {row["overlay"] for row in rows(out)} == {str(each.relative_to(out)) for each in out.rglob("*.jpg")}
+    assert not [path for path in out.rglob(".*") if path.name != ".lock"]  # nothing half written stays
+
+
+class Cut(BaseException):
+    """What ends a process at any moment."""
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_wherever_a_job_is_cut_off_the_next_run_completes_it(at, address, photos, tmp_path, monkeypatch):
+    """Whichever of its writes is the last that is done, half of the next one lying about."""
+    store, count, turn = _dataset.Store(str(tmp_path / "out")), 0, threading.Lock()
+    monkeypatch.setattr(job, "PART_PHOTOS", 2)
+    whole = os.replace
+
+    def cut(path, to):
+        nonlocal count
+        with turn:
+            count += 1
+            if count > at:
+                raise Cut
+        whole(path, to)
+
+    wanted = _dataset.Wanted("jpeg", heatmaps=False, receipts=False)
+    question = _dataset.Question({"model": "tiny", "heatmap": False}, wanted)
+
+    def go(client):
+        _dataset.opened(store, question, client.model("tiny"))
+        return _dataset.run(client, _dataset.Photos([str(photos)]), store, question)
+
+    with camserve.Client(address) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", cut)
+            with contextlib.suppress(Cut):
+                go(client)
+        tally = go(client)
+
+    assert tally.total == 7
+    assert Counter(row["image"] for row in rows(tmp_path / "out")).most_common(1)[0][1] == 1
+    assert len(rows(tmp_path / "out")) == 7
+    assert json.loads((tmp_path / "out" / "job.json").read_text())["model"] == "tiny"
+
+
+def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
+    """A client that takes one photo after another finds only some more read, and only some answers unwritten."""
+    read = answered = most = 0
+
+    class Photos:
+        def read(self, _key):
+            nonlocal read
+            read += 1
+            return b"x"
+
+    class Client:
+        def model(self, _name):
+            return type("Model", (), {"digest": ""})
+
+        def explain_many(self, images, **_options):
+            nonlocal answered
+            for _ in images:
+                answered += 1
+                yield camserve.InvalidArgument("no")
+
+    question = _dataset.Question({}, _dataset.Wanted("jpeg", heatmaps=False, receipts=False))
+    keys = (str(n) for n in range(3000))
+    done = 0
+    for _ in _dataset.ask(Client(), Photos(), keys, _dataset.Store(str(tmp_path)), question):
+        done += 1
+        most = max(most, read - done)
+
+    assert done == answered == 3000
+    assert most <= 3 * job.THREADS
+
+
+def test_what_is_known_of_a_photo_that_is_done_is_16_bytes(monkeypatch):
+    seen = job.Seen()
+    monkeypatch.setattr(job, "TOGETHER", 1000)
+
+    assert all(seen.add(str(n)) for n in range(10_500))
+    assert not any(seen.add(str(n)) for n in range(10_500))
+    assert seen._old.nbytes == 10_000 * 16
+
+
+def test_the_page_names_every_column():
+    page = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text(encoding="utf-8")
+    table = page.partition("| column | |\n")[2].partition("\n\n")[0]
+    named = [name.strip("` ") for line in table.splitlines() for name in line.split("|")[1].split(",")]
+
+    assert [name for name in named if name != "---"] == _dataset.schema().names
