@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 PROTO_VENV := .venv-protos
 PROTO_BIN := $(PROTO_VENV)/bin
 STUBS := clients/python
+SERVER_STUBS := service
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
+OPEN_INFERENCE := camserve_server/oip/v2/inference.proto
 BASE ?= origin/main
 
 MINUTES ?= 10
@@ -24,16 +26,20 @@ $(PROTO_VENV)/.done:
 	$(PROTO_BIN)/python -m pip install -q --disable-pip-version-check grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
 	touch $@
 
+# The Open Inference Protocol's messages are the server's alone, and their service is registered by hand: see oip/.
 # The generator is older than the runtime, so that the stubs work with every runtime from it on; hence a venv of its own.
 define generate
 	$(PROTO_BIN)/python -m grpc_tools.protoc -Iprotos \
 	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
 	  --plugin=protoc-gen-mypy_grpc=$(PROTO_BIN)/protoc-gen-mypy_grpc \
 	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+	$(PROTO_BIN)/python -m grpc_tools.protoc -Icamserve_server/oip=protos/open_inference \
+	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
+	  --python_out=$(2) --mypy_out=quiet:$(2) $(OPEN_INFERENCE)
 endef
 
 protos: $(PROTO_VENV)/.done  ## generate the stubs from protos/
-	$(call generate,$(STUBS))
+	$(call generate,$(STUBS),$(SERVER_STUBS))
 
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
@@ -73,8 +79,9 @@ proto-check: setup $(PROTO_VENV)/.done
 	  $(BIN)/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'; \
 	else echo "no $(BASE) with protos: nothing to break"; fi
 	@rm -rf .protocheck && mkdir .protocheck
-	$(call generate,.protocheck)
-	@for f in .protocheck/camserve/v1/*; do cmp $$f $(STUBS)/camserve/v1/$$(basename $$f) || \
+	$(call generate,.protocheck,.protocheck)
+	@cd .protocheck && for f in camserve/v1/* camserve_server/oip/v2/*; do \
+	  cmp $$f ../$(STUBS)/$$f 2>/dev/null || cmp $$f ../$(SERVER_STUBS)/$$f || \
 	  { echo "the stubs are not what protos/ says: run 'make protos'"; exit 1; }; done
 	@rm -rf .protocheck
 

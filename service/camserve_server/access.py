@@ -14,7 +14,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import kept, logs, tokens
+from camserve_server import kept, logs, oip, tokens
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, PermissionDenied, ServiceError
 from camserve_server.servicer import Context, House, answering
@@ -26,9 +26,8 @@ RECHECK = 1.0  # seconds for which the tokens of the file are taken to be as the
 
 
 def _rpcs(service: Any, role: str, *beginnings: str) -> dict[str, str]:
-    return {
-        f"/{service.full_name}/{rpc.name}": role for rpc in service.methods if rpc.name.startswith(beginnings or ("",))
-    }
+    name = oip.known_as(service.full_name)
+    return {f"/{name}/{rpc.name}": role for rpc in service.methods if rpc.name.startswith(beginnings or ("",))}
 
 
 NEEDED: Mapping[str, str] = (
@@ -36,6 +35,10 @@ NEEDED: Mapping[str, str] = (
     | _rpcs(evaluate_pb2.DESCRIPTOR.services_by_name["EvaluateService"], "explain")
     | _rpcs(models_pb2.DESCRIPTOR.services_by_name["ModelService"], "observe", "List", "Get")
     | _rpcs(models_pb2.DESCRIPTOR.services_by_name["ModelService"], "admin", "Load", "Unload")
+    | _rpcs(oip.SERVICE, "explain", "ModelInfer", "ModelStreamInfer")
+    | _rpcs(oip.SERVICE, "observe", "Server", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics")
+    | _rpcs(oip.SERVICE, "observe", "RepositoryIndex")
+    | _rpcs(oip.SERVICE, "admin", "RepositoryModel")
     | _rpcs(reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"], "observe")
 )
 """The role that an RPC needs. One that is not here, as it is new or unknown, needs `admin`."""

@@ -8,6 +8,7 @@ import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
+from camserve_server import oip
 from camserve_server.errors import InvalidArgument
 from camserve_server.servicer import Context, House, answering
 
@@ -46,8 +47,8 @@ class _Parsing:
 
     def __init__(self, house: House, method: str, handler: Any) -> None:
         self._house, self._handler = house, handler
-        rpc = descriptor_pool.Default().FindMethodByName(method.strip("/").replace("/", "."))
-        self._rpc, self._refusal = rpc.name, f"the message is not a {rpc.input_type.full_name}"
+        rpc = descriptor_pool.Default().FindMethodByName(oip.own_name(method.strip("/").replace("/", ".")))
+        self._rpc, self._refusal = rpc.name, f"the message is not a {oip.known_as(rpc.input_type.full_name)}"
 
     def handler(self) -> Handler:
         own, ends = self._handler, (self._parsed, self._handler.response_serializer)

@@ -23,7 +23,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from camserve_server import access, floods, logs, process
+from camserve_server import access, floods, logs, oip, process
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError
 from camserve_server.fleet import LOADING, Fleet, Well
@@ -43,6 +43,7 @@ SERVICES = (
     explain_pb2.DESCRIPTOR.services_by_name["ExplainService"].full_name,
     evaluate_pb2.DESCRIPTOR.services_by_name["EvaluateService"].full_name,
     models_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+    oip.NAME,
 )
 """What has a health of its own; the empty name is the server as a whole."""
 
@@ -115,6 +116,11 @@ class Health:
         self._warm, self._well = False, True
         self._saying: set[asyncio.Task[None]] = set()
 
+    @property
+    def serving(self) -> bool:
+        """Whether explanations can be had."""
+        return self._warm and self._well
+
     async def live(self) -> None:
         """Begin to answer: the event loop runs, and that is all there is yet."""
         await self._checks.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
@@ -140,7 +146,7 @@ class Health:
     async def _say(self) -> None:
         kinds = health_pb2.HealthCheckResponse
         for service in SERVICES:
-            await self._checks.set(service, kinds.SERVING if self._warm and self._well else kinds.NOT_SERVING)
+            await self._checks.set(service, kinds.SERVING if self.serving else kinds.NOT_SERVING)
 
 
 Ready: TypeAlias = Callable[[int, Pipeline], None]
@@ -166,9 +172,10 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
     checks = health.aio.HealthServicer()
     access.check(settings)
     credentials = access.credentials(settings)
-    server = _build(settings, house, checks)
-    port = _listen(server, settings.address, credentials)
     said = Health(checks)
+    inference = oip.InferenceServicer(house, lambda: said.serving, settings.max_queue_delay_ms)
+    server = _build(settings, house, checks, inference)
+    port = _listen(server, settings.address, credentials)
     await said.live()
     await server.start()
     try:
@@ -213,7 +220,9 @@ async def _finished(house: House, seconds: float) -> None:
         await asyncio.sleep(0.01)
 
 
-def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) -> grpc.aio.Server:
+def _build(
+    settings: Settings, house: House, checks: health.aio.HealthServicer, inference: oip.InferenceServicer
+) -> grpc.aio.Server:
     size = settings.max_message_mib * 2**20
     server = grpc.aio.server(
         interceptors=_at_the_door(settings, house),
@@ -230,8 +239,11 @@ def _build(settings: Settings, house: House, checks: health.aio.HealthServicer) 
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), server)
     evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(house), server)
     models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(house), server)
+    oip.add_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    reflection.enable_server_reflection((*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    known = (*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
+    pool = oip.pool_of(name for name in known if name != oip.NAME)
+    reflection.enable_server_reflection(known, server, pool)
     return server
 
 

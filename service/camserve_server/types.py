@@ -111,6 +111,10 @@ class Limits:
         channels: told of a layer.
         raw_bytes: of a layer's raw maps; what is larger belongs in smaller pieces than one message.
         text: characters of a name, a label or any other text.
+        images: of one ModelInfer.
+        tensors: of one ModelInfer, that go in or come out.
+        axes: of a tensor's shape.
+        asked: parameters of one ModelInfer.
     """
 
     pixels: int = 50_000_000
@@ -130,6 +134,10 @@ class Limits:
     channels: int = 256
     raw_bytes: int = 32 * 2**20
     text: int = 1000
+    images: int = 8
+    tensors: int = 16
+    axes: int = 8
+    asked: int = 32
 
 
 @dataclass(frozen=True, slots=True)

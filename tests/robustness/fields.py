@@ -7,6 +7,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor as Kind
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+from camserve_server import oip
 from support import PHOTOS
 
 SERVICES = (
@@ -15,7 +16,14 @@ SERVICES = (
     models_pb2.DESCRIPTOR.services_by_name["ModelService"],
 )
 RPCS = {rpc.name: rpc for service in SERVICES for rpc in service.methods}
-METHODS = {rpc.name: f"/{service.full_name}/{rpc.name}" for service in SERVICES for rpc in service.methods}
+INFERENCE = {rpc.name: rpc for rpc in oip.SERVICE.methods}
+"""Those of the Open Inference Protocol, whose numbers and texts mean little by themselves: test_open_inference.py."""
+
+METHODS = {
+    rpc.name: f"/{oip.known_as(service.full_name)}/{rpc.name}"
+    for service in (*SERVICES, oip.SERVICE)
+    for rpc in service.methods
+}
 MODELS = (
     "tiny=robustness.nets:tiny?size=32&labels={labels}",
     "parts=coloured:Colours?size=32",

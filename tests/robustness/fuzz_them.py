@@ -134,7 +134,7 @@ def answer_of(number, began, call, done, data):
 def said(data):
     """Return the texts of a message, as far as it is one."""
     found = []
-    for kind in {rpc.input_type for rpc in fields.RPCS.values()}:
+    for kind in {rpc.input_type for rpc in (fields.RPCS | fields.INFERENCE).values()}:
         message = message_factory.GetMessageClass(kind)()
         try:
             message.ParseFromString(data)

@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+from camserve_server.oip.v2 import inference_pb2
 
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 LONGEST = 1 << 16
@@ -96,7 +97,32 @@ def requests():
         "LoadModel": (models_pb2.LoadModelRequest(name="tiny", weights="tiny.safetensors", sha256="0" * 64),),
         "UnloadModel": (models_pb2.UnloadModelRequest(name="tiny"),),
     }
+    messages |= _inferences(image)
     return [(rpc, one.SerializeToString()) for rpc, some in messages.items() for one in some]
+
+
+def _inferences(image):
+    """Return sound requests of the Open Inference Protocol: files, pixels, either way of sending them."""
+    ask, text = inference_pb2.ModelInferRequest, inference_pb2.InferParameter
+    files = ask(model_name="tiny", id="one", outputs=[{"name": "overlay"}, {"name": "heatmap"}])
+    files.inputs.add(name="image", datatype="BYTES", shape=[2, 1])
+    files.raw_input_contents.append((len(image).to_bytes(4, "little") + image) * 2)
+    pixels = ask(parameters={"method": text(string_param="smoothgrad"), "samples": text(int64_param=3)})
+    pixels.inputs.add(name="image", datatype="UINT8", shape=[12, 10, 3])
+    pixels.raw_input_contents.append(bytes(range(180)) * 2)
+    floats = ask(parameters={"target": text(string_param="1 vs 2"), "alpha": text(double_param=0.3)})
+    tensor = floats.inputs.add(name="image", datatype="FP32", shape=[1, 3, 4, 5])
+    tensor.contents.fp32_contents.extend([0.5] * 60)
+    of_a_model = ("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics")
+    messages = {rpc: (getattr(inference_pb2, f"{rpc}Request")(name="tiny", version="1"),) for rpc in of_a_model}
+    load = inference_pb2.RepositoryModelLoadRequest(model_name="tiny")
+    load.parameters["weights"].string_param = "tiny.safetensors"
+    return messages | {
+        "ModelInfer": (files, pixels, floats),
+        "RepositoryIndex": (inference_pb2.RepositoryIndexRequest(ready=True),),
+        "RepositoryModelLoad": (load,),
+        "RepositoryModelUnload": (inference_pb2.RepositoryModelUnloadRequest(model_name="tiny"),),
+    }
 
 
 def _flip(chance, data):

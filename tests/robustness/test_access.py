@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import camserve
 from camserve import cli
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import access, commands, config, logs, server, tokens
+from camserve_server import access, commands, config, logs, oip, server, tokens
 from camserve_server.errors import ConfigError
 from robustness import hygiene
 from robustness.authority import Authority
@@ -537,10 +537,15 @@ def test_every_rpc_is_refused_without_a_token_and_with_one_for_something_else(li
 
 def test_the_table_of_roles_holds_every_rpc_of_the_services_that_only_tell():
     told = {method.rpartition("/")[2] for method, role in access.NEEDED.items() if role == "observe"}
+    others = {"ServerLive", "ServerReady", "ServerMetadata", "RepositoryIndex"}
+    others |= {"ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"}
 
-    assert {"ListModels", "GetModel", "ListLayers", "ListMethods", "ServerReflectionInfo"} == told
+    assert {"ListModels", "GetModel", "ListLayers", "ListMethods", "ServerReflectionInfo"} | others == told
     assert {role for method, role in access.NEEDED.items() if "Explain" in method or "Evaluat" in method} == {"explain"}
+    assert {role for method, role in access.NEEDED.items() if method.endswith("Infer")} == {"explain"}
     assert {access.NEEDED[f"/camserve.v1.ModelService/{what}Model"] for what in ("Load", "Unload")} == {"admin"}
+    assert {access.NEEDED[f"/{oip.NAME}/RepositoryModel{what}"] for what in ("Load", "Unload")} == {"admin"}
+    assert {f"/{oip.NAME}/{rpc.name}" for rpc in oip.SERVICE.methods} <= set(access.NEEDED)
 
 
 def test_what_only_an_admin_may_is_unknown_to_an_admin_while_there_is_none(line, roll):

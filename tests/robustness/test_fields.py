@@ -197,7 +197,7 @@ def expected(place, label):
 def test_the_tables_hold_every_number_and_every_list_of_every_request_and_no_other():
     assert {place.name for place in fields.NUMBERS} == set(CAPS)
     assert {name for name, _ in LEGAL} <= set(CAPS)
-    assert {f"camserve.v1.{place.name}" for place in fields.LISTS} == set(LISTS)
+    assert {f"camserve.v1.{place.name}" for place in fields.LISTS} == {name for name in LISTS if "camserve" in name}
     assert {place.field.type for place in fields.ALL} <= fields.KNOWN
     assert {field.name for field in dataclasses.fields(Limits)} >= set(LISTS.values())
     assert len(NUMBERS) > 300

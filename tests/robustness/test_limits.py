@@ -72,6 +72,10 @@ def of_a_request():
         ("channels of a layer", f"{limits.channels}", "", f"{INVALID}, `top`"),
         ("their raw maps", mib(limits.raw_bytes), "", f"{INVALID}, `top`"),
         ("characters of a text", f"{limits.text:,}", "", f"{INVALID}, the field"),
+        ("images of a ModelInfer", f"{limits.images}", "", f"{INVALID}, `inputs[0]`; each has the limits of a request"),
+        ("tensors that go into it, or come out", f"{limits.tensors}", "", f"{INVALID}, `inputs` or `outputs`"),
+        ("dimensions of a tensor", f"{limits.axes}", "", f"{INVALID}, its `shape`"),
+        ("parameters of a ModelInfer", f"{limits.asked}", "", f"{INVALID}, `parameters`"),
         ("characters of a request's id", f"{LONGEST_ID}", "", f"{INVALID}, `request_id`, in a stream; else another id"),
     )
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import logs
+from camserve_server import logs, oip
 from robustness import hygiene, nets
 from support import serving
 
@@ -19,10 +19,11 @@ SERVICES = (
     explain_pb2.DESCRIPTOR.services_by_name["ExplainService"],
     evaluate_pb2.DESCRIPTOR.services_by_name["EvaluateService"],
     models_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    oip.SERVICE,
     health_pb2.DESCRIPTOR.services_by_name["Health"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
 )
-RPCS = {f"/{service.full_name}/{rpc.name}": rpc for service in SERVICES for rpc in service.methods}
+RPCS = {f"/{oip.known_as(service.full_name)}/{rpc.name}": rpc for service in SERVICES for rpc in service.methods}
 NO_MESSAGES = (b"\xff\xff\xff", b"\x0a", b"\x0a\x05ab", b"\x0f", b"\x00", b"\x0a\x02\xc3\x28")
 """A varint without end, a field without its value, one cut short, a wire type and a field number that there are not,
 and text that is no UTF-8 (in all of our messages field 1 is text, save one whose field 1 is a message)."""
@@ -65,7 +66,7 @@ def sent(line, method, *messages, metadata=()):
 
 @pytest.mark.parametrize("method", RPCS)
 def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_rpc(line, method):
-    kind = RPCS[method].input_type.full_name
+    kind = oip.known_as(RPCS[method].input_type.full_name)
     for data in NO_MESSAGES[:5]:
         error = sent(line, method, data, metadata=(("x-request-id", "mine"),))
 

@@ -17,8 +17,18 @@ LISTS: Mapping[str, str] = {
     "camserve.v1.EvaluateRequest.metrics": "metrics",
     "camserve.v1.Metric.parameters": "parameters",
     "camserve.v1.InspectLayersRequest.layers": "inspected",
+    "open_inference.v2.ModelInferRequest.parameters": "asked",
+    "open_inference.v2.ModelInferRequest.inputs": "tensors",
+    "open_inference.v2.ModelInferRequest.outputs": "tensors",
+    "open_inference.v2.ModelInferRequest.raw_input_contents": "tensors",
+    "open_inference.v2.ModelInferRequest.InferInputTensor.shape": "axes",
+    "open_inference.v2.ModelInferRequest.InferInputTensor.parameters": "asked",
+    "open_inference.v2.ModelInferRequest.InferRequestedOutputTensor.parameters": "asked",
+    "open_inference.v2.InferTensorContents.bytes_contents": "images",
+    "open_inference.v2.RepositoryModelLoadRequest.parameters": "asked",
+    "open_inference.v2.RepositoryModelUnloadRequest.parameters": "asked",
 }
-"""The limit on each repeated field and map of a request."""
+"""The limit on each repeated field and map of a request; numbers one by one are as many as a message's bytes allow."""
 
 
 def check_sizes(message: Message, limits: Limits, path: str = "") -> None:

@@ -1,0 +1,231 @@
+"""The RPCs of the Open Inference Protocol. Read a request's way from `InferenceServicer.ModelInfer` downward."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from camserve.v1 import explain_pb2, models_pb2
+from camserve_server import wire
+from camserve_server.errors import InvalidArgument, ServiceError
+from camserve_server.oip.replies import EXTENSIONS, PLATFORM, config_of, index_of, infer_response, metadata_of
+from camserve_server.oip.requests import ASKS_FOR_FINAL, FINAL, Asked, fields_named, read_infer, read_version
+from camserve_server.oip.statistics import Statistics
+from camserve_server.oip.tensors import read_images
+from camserve_server.oip.v2 import inference_pb2
+from camserve_server.pipeline import Pipeline
+from camserve_server.servicer import Call, Context, House, answering, attempted, conversing, loaded, unloaded
+from camserve_server.types import ModelInfo
+from camserve_server.wire.checks import short
+
+
+class InferenceServicer:
+    """Answers clients of Triton and KServe.
+
+    Args:
+        house: that it answers from.
+        ready: says whether explanations can be had.
+        delay_ms: how long a row may be held back for company, in milliseconds.
+    """
+
+    def __init__(self, house: House, ready: Callable[[], bool], delay_ms: float) -> None:
+        self._house, self._ready, self._delay_ms = house, ready, delay_ms
+        self._statistics = Statistics()
+
+    async def ModelInfer(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.ModelInferRequest, context: Context
+    ) -> inference_pb2.ModelInferResponse:
+        """Explain the images of one message."""
+        async with answering(self._house, context, "ModelInfer") as call:
+            return await self._infer(self._house.open(), request, call)
+
+    async def _infer(
+        self, pipeline: Pipeline, request: inference_pb2.ModelInferRequest, call: Call, *, wait: bool = False
+    ) -> inference_pb2.ModelInferResponse:
+        asked = read_infer(request, pipeline.models, pipeline.limits)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            answers = await _explained(pipeline, request, asked, min(call.deadline, began + asked.seconds), wait=wait)
+        except ServiceError:
+            self._statistics.failed(asked.model, clock() - began)
+            raise
+        self._statistics.succeeded(asked.model, clock() - began, answers)
+        call.seen(answers[0])
+        return infer_response(request, asked.model, asked.outputs, answers)
+
+    async def ModelStreamInfer(  # noqa: N802 -- the RPC's name
+        self, requests: AsyncIterator[inference_pb2.ModelInferRequest], context: Context
+    ) -> None:
+        """Explain the images of many messages, in their order: clients need not name them."""
+        async with answering(self._house, context, "ModelStreamInfer") as call:
+            last = asyncio.Event()
+            last.set()
+
+            async def answer(request: inference_pb2.ModelInferRequest, write: Callable[[Any], Awaitable[None]]) -> None:
+                nonlocal last
+                before, last = last, (written := asyncio.Event())
+                reply = await self._reply(request, Call(call.request_id, call.deadline))
+                await before.wait()
+                await write(reply)
+                written.set()
+
+            await conversing(self._house, context, requests, answer)
+
+    async def _reply(
+        self, request: inference_pb2.ModelInferRequest, call: Call
+    ) -> inference_pb2.ModelStreamInferResponse:
+        pipeline = self._house.accepted()
+        answer = await attempted(call, "ModelStreamInfer item", self._infer(pipeline, request, call, wait=True))
+        if isinstance(answer, ServiceError):
+            unanswered = inference_pb2.ModelInferResponse(id=request.id)
+            return inference_pb2.ModelStreamInferResponse(error_message=answer.message, infer_response=unanswered)
+        if ASKS_FOR_FINAL in request.parameters:
+            answer.parameters[FINAL].bool_param = True
+        return inference_pb2.ModelStreamInferResponse(infer_response=answer)
+
+    async def ServerLive(  # noqa: N802 -- the RPC's name
+        self, _request: inference_pb2.ServerLiveRequest, context: Context
+    ) -> inference_pb2.ServerLiveResponse:
+        """Say that the server runs."""
+        async with answering(self._house, context, "ServerLive"):
+            return inference_pb2.ServerLiveResponse(live=True)
+
+    async def ServerReady(  # noqa: N802 -- the RPC's name
+        self, _request: inference_pb2.ServerReadyRequest, context: Context
+    ) -> inference_pb2.ServerReadyResponse:
+        """Say whether explanations can be had."""
+        async with answering(self._house, context, "ServerReady"):
+            return inference_pb2.ServerReadyResponse(ready=self._ready())
+
+    async def ModelReady(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.ModelReadyRequest, context: Context
+    ) -> inference_pb2.ModelReadyResponse:
+        """Say whether a model answers."""
+        async with answering(self._house, context, "ModelReady"):
+            if not self._ready():
+                return inference_pb2.ModelReadyResponse(ready=False)
+            pipeline = self._house.accepted()
+            wire.check_sizes(request, pipeline.limits)
+            model = pipeline.models.get(request.name)
+            there = isinstance(model, ModelInfo) and request.version in ("", str(model.version))
+            return inference_pb2.ModelReadyResponse(ready=there)
+
+    async def ServerMetadata(  # noqa: N802 -- the RPC's name
+        self, _request: inference_pb2.ServerMetadataRequest, context: Context
+    ) -> inference_pb2.ServerMetadataResponse:
+        """Say what the server is."""
+        async with answering(self._house, context, "ServerMetadata"):
+            return inference_pb2.ServerMetadataResponse(
+                name=PLATFORM, version=version("camserve"), extensions=EXTENSIONS
+            )
+
+    async def ModelMetadata(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.ModelMetadataRequest, context: Context
+    ) -> inference_pb2.ModelMetadataResponse:
+        """Describe a model's inputs and outputs."""
+        async with answering(self._house, context, "ModelMetadata"):
+            return metadata_of(self._model(request))
+
+    async def ModelConfig(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.ModelConfigRequest, context: Context
+    ) -> inference_pb2.ModelConfigResponse:
+        """Describe a model as Triton's configuration does."""
+        async with answering(self._house, context, "ModelConfig"):
+            config = config_of(self._model(request), self._house.open().limits.images, self._delay_ms)
+            return inference_pb2.ModelConfigResponse(config=config)
+
+    async def ModelStatistics(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.ModelStatisticsRequest, context: Context
+    ) -> inference_pb2.ModelStatisticsResponse:
+        """Say how many inferences there were, of one model or of all that answer."""
+        async with answering(self._house, context, "ModelStatistics"):
+            models = [self._model(request)] if request.name else self._house.open().models.values()
+            found = [self._statistics.of(model) for model in models if isinstance(model, ModelInfo)]
+            return inference_pb2.ModelStatisticsResponse(model_stats=found)
+
+    def _model(
+        self,
+        request: inference_pb2.ModelMetadataRequest
+        | inference_pb2.ModelConfigRequest
+        | inference_pb2.ModelStatisticsRequest,
+    ) -> ModelInfo:
+        pipeline = self._house.open()
+        wire.check_sizes(request, pipeline.limits)
+        return read_version(request.name, request.version, pipeline.models)
+
+    async def RepositoryIndex(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.RepositoryIndexRequest, context: Context
+    ) -> inference_pb2.RepositoryIndexResponse:
+        """List the models."""
+        async with answering(self._house, context, "RepositoryIndex"):
+            pipeline = self._house.open()
+            wire.check_sizes(request, pipeline.limits)
+            _check_repository(request.repository_name)
+            models = [model for model in pipeline.models.values() if isinstance(model, ModelInfo) or not request.ready]
+            return inference_pb2.RepositoryIndexResponse(models=map(index_of, models))
+
+    async def RepositoryModelLoad(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.RepositoryModelLoadRequest, context: Context
+    ) -> inference_pb2.RepositoryModelLoadResponse:
+        """Load a model, or load it again."""
+        async with answering(self._house, context, "RepositoryModelLoad") as call:
+            wire.check_sizes(request, self._house.open().limits)
+            _check_repository(request.repository_name)
+            weights = _read_loading(request.parameters)
+            with fields_named():
+                model = await loaded(self._house, models_pb2.LoadModelRequest(name=request.model_name, **weights))
+            call.fields = {"model": model.name, "version": model.version}
+            return inference_pb2.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(  # noqa: N802 -- the RPC's name
+        self, request: inference_pb2.RepositoryModelUnloadRequest, context: Context
+    ) -> inference_pb2.RepositoryModelUnloadResponse:
+        """Unload a model."""
+        async with answering(self._house, context, "RepositoryModelUnload") as call:
+            wire.check_sizes(request, self._house.open().limits)
+            _check_repository(request.repository_name)
+            with fields_named():
+                model = await unloaded(self._house, models_pb2.UnloadModelRequest(name=request.model_name))
+            call.fields = {"model": model.name, "version": model.version}
+            return inference_pb2.RepositoryModelUnloadResponse()
+
+
+async def _explained(
+    pipeline: Pipeline, request: inference_pb2.ModelInferRequest, asked: Asked, deadline: float, *, wait: bool
+) -> list[explain_pb2.ExplainResponse]:
+    """Explain the images of a message, all at once; if one fails, so does the message."""
+    if any(tensor.datatype != "BYTES" for tensor in request.inputs):
+        reading = partial(read_images, request, pipeline.limits)
+        images = await asyncio.get_running_loop().run_in_executor(pipeline.threads, reading)
+    else:
+        images = read_images(request, pipeline.limits)
+
+    async def explain(place: int, image: bytes) -> explain_pb2.ExplainResponse:
+        with fields_named(place, len(images)):
+            return await pipeline.explain(asked.about(image), deadline=deadline, wait=wait)
+
+    explaining = [asyncio.ensure_future(explain(place, image)) for place, image in enumerate(images)]
+    try:
+        return await asyncio.gather(*explaining)
+    finally:
+        for one in explaining:
+            one.cancel()
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise InvalidArgument("there is one repository, without a name", field="repository_name")
+
+
+def _read_loading(parameters: Mapping[str, inference_pb2.ModelRepositoryParameter]) -> dict[str, str]:
+    """Return what is said of the weights."""
+    found = {}
+    for name, value in parameters.items():
+        if name not in ("weights", "sha256") or value.WhichOneof("parameter_choice") != "string_param":
+            raise InvalidArgument(
+                f'a model is loaded with the texts weights and sha256, and no "{short(name)}"', field="parameters"
+            )
+        found[name] = value.string_param
+    return found

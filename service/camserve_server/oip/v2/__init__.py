@@ -1,0 +1,1 @@
+"""Generated messages of the Open Inference Protocol; see protos/."""
