@@ -3,6 +3,10 @@
 Rows that have their `Pass` in common share a batch, whatever their methods and targets. No timer holds a batch back
 unless one is asked for: while the engine works on one batch, the next one gathers.
 
+An engine may run two batches at once, each with half of its cores, and does so while the rows that wait are enough for
+both: a core that other work of the server has interrupted is then waited for by one batch of two. With fewer rows, one
+batch has all cores and is done in half the time.
+
 Passes take turns: what is due first is the pass that was served longest ago, or a deadline that is near. A pass in
 which only long requests wait (of more rows than a batch) goes behind those with short ones, unless it has waited for a
 second. Within a pass the request with the fewest rows left goes first, and of many equal long ones the first to begin
@@ -33,12 +37,15 @@ from camserve_server.errors import (
     Unavailable,
     WorkerLost,
 )
-from camserve_server.types import Kind, Pass, Row, RowResult
+from camserve_server.types import Half, Kind, Pass, Row, RowResult
 
 log = logging.getLogger(__name__)
 
-Run: TypeAlias = Callable[[Pass, Sequence[Row]], list[RowResult]]
-"""An engine, as the batcher knows it: plain values in, plain values out, in a thread of its own."""
+Run: TypeAlias = Callable[..., list[RowResult]]
+"""An engine, as the batcher knows it: a `Pass` and rows in, plain values out, in a thread of its own.
+
+One that can run two batches at once is also told which half of it one may take, 0 or 1.
+"""
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
 
@@ -143,11 +150,26 @@ _Place: TypeAlias = tuple[_Ticket, int]
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """What runs batches, one after another, unless it is paused."""
+    """What runs batches, one after another or two at once, unless it is paused.
+
+    Attributes:
+        run: it.
+        threads: that wait for it, or compute; one for each batch that may run at once.
+        resumed: cleared while it is paused.
+        halved: set while its first half runs a batch, and the second may run another.
+        second: whether that one does.
+    """
 
     run: Run
+    threads: ThreadPoolExecutor
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="engine"))
+    halved: asyncio.Event = field(default_factory=asyncio.Event)
+    second: bool = False
+
+    async def ask(self, pass_: Pass, rows: Sequence[Row], half: Half | None) -> list[RowResult]:
+        """Run a batch on all of it, or on a half."""
+        more = () if half is None else (half,)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, _contained, self.run, pass_, rows, *more)
 
 
 class Batcher:
@@ -158,16 +180,26 @@ class Batcher:
         max_batch_rows: inputs in a batch at most: rows of one input with several targets share it.
         max_queue_rows: rows accepted and not yet answered at most.
         max_delay: seconds that the oldest row may be held back for company; 0 for none.
+        halves: whether each engine can run two batches at once, each on a half of it.
     """
 
-    def __init__(self, *runs: Run, max_batch_rows: int = 8, max_queue_rows: int = 1024, max_delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        *runs: Run,
+        max_batch_rows: int = 8,
+        max_queue_rows: int = 1024,
+        max_delay: float = 0.0,
+        halves: bool = False,
+    ) -> None:
         self.stats = Stats()
-        self._engines = [_Engine(run) for run in runs]
+        at_once = 2 if halves else 1
+        self._engines = [_Engine(run, ThreadPoolExecutor(at_once, thread_name_prefix="engine")) for run in runs]
         self._max_batch = max_batch_rows
         self._max_queue = max_queue_rows
         # Two batches, one that runs and one that gathers, are what keeps an engine busy.
         self._door = Admission(max_queue_rows, 2 * max_batch_rows, self._refused)
         self._max_delay = max_delay
+        self._halves = halves
         self._caps: dict[tuple[str, Kind], int] = {}
         self._queues: dict[Pass, list[_Ticket]] = {}
         self._served: dict[Pass, float] = {}
@@ -180,7 +212,8 @@ class Batcher:
 
     async def __aenter__(self) -> Self:
         """Begin to pull batches."""
-        self._loops = [asyncio.create_task(self._serve(engine)) for engine in self._engines]
+        serving = (self._serve, self._serve_second) if self._halves else (self._serve,)
+        self._loops = [asyncio.create_task(serve(engine)) for engine in self._engines for serve in serving]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -190,7 +223,7 @@ class Batcher:
         await asyncio.gather(*self._loops, return_exceptions=True)
         self._fail_waiting(Unavailable("the server is shutting down"))
         for engine in self._engines:
-            await asyncio.to_thread(engine.thread.shutdown)  # not on the loop: the batch that runs may hang
+            await asyncio.to_thread(engine.threads.shutdown)  # not on the loop: the batch that runs may hang
 
     def pause(self, place: int | None = None) -> None:
         """Form no further batch until `resume`, for one engine or for all; what arrives waits."""
@@ -280,16 +313,45 @@ class Batcher:
         return ticket.spent
 
     async def _serve(self, engine: _Engine) -> None:
+        """Pull batches for an engine, and share it where enough rows wait for a second batch."""
         while True:
-            await self._arrived.wait()
-            await self._company()
-            await engine.resumed.wait()
-            batch = self._form()
-            if batch:
-                self._arrived.set()  # there may be more, for whichever engine is free next
-                await self._execute(engine, batch[0][0].pass_, batch)
+            batch = await self._pulled(engine)
+            if self._halves and (engine.second or self._crowded()):
+                engine.halved.set()
+                await self._execute(engine, batch, 0)
+                engine.halved.clear()
             else:
-                self._arrived.clear()
+                await self._execute(engine, batch, None)
+
+    async def _serve_second(self, engine: _Engine) -> None:
+        """Pull batches for the second half of an engine, whenever the first half runs one."""
+        while True:
+            batch = await self._pulled(engine, engine.halved)
+            engine.second = True
+            await self._execute(engine, batch, 1)
+            engine.second = False
+
+    async def _pulled(self, engine: _Engine, *may: asyncio.Event) -> list[_Place]:
+        """Wait until an engine may run a batch, and there is one."""
+        needed = (*may, engine.resumed)
+        while True:
+            for event in (*needed, self._arrived):
+                await event.wait()
+            await self._company()
+            if not all(event.is_set() for event in needed):
+                continue
+            if batch := self._form():
+                self._arrived.set()  # there may be more, for whichever engine is free next
+                return batch
+            self._arrived.clear()
+
+    def _crowded(self) -> bool:
+        """Tell whether another batch could be filled; with long requests only where no short one would wait longer."""
+        tickets, brisk = itertools.chain.from_iterable(self._queues.values()), self._is_brisk()
+        return sum(one.waiting for one in tickets if not (brisk and self._is_long(one))) >= self._max_batch
+
+    def _is_brisk(self) -> bool:
+        return asyncio.get_running_loop().time() - self._short_came < BRISK
 
     async def _company(self) -> None:
         """Wait for more rows, no longer than the oldest may be held back, and not for a full batch."""
@@ -346,7 +408,7 @@ class Batcher:
         # A batch too small to be shared goes to the oldest whole, every fourth time.
         reserved = room // OLDEST_SHARE or int(self.stats.batches % OLDEST_SHARE == 1)
         batch = queue[0].take(reserved)
-        brisk, share = now - self._short_came < BRISK, max(1, room // OLDEST_SHARE)
+        brisk, share = self._is_brisk(), max(1, room // OLDEST_SHARE)
         for ticket in _by_turns(sorted(queue, key=lambda one: (one.deadline > now + PATIENCE, one.waiting))):
             most = share if brisk and self._is_long(ticket) else room
             batch += ticket.take(most - _inputs(batch))
@@ -363,20 +425,21 @@ class Batcher:
             ticket.spent.batch_rows = max(ticket.spent.batch_rows, len(batch))
             ticket.since = now
 
-    async def _execute(self, engine: _Engine, pass_: Pass, batch: list[_Place]) -> None:
+    async def _execute(self, engine: _Engine, batch: list[_Place], half: Half | None) -> None:
         """Run a batch; one that fails is split until the row at fault is alone."""
         batch = [(ticket, index) for ticket, index in batch if not ticket.done.done()]
         if not batch:
             return
+        pass_ = batch[0][0].pass_
         try:
-            results = await self._timed(engine, pass_, batch)
+            results = await self._timed(engine, batch, half)
         except WorkerLost as error:  # whose fault it was cannot be known: running them again could take the next one
             self.stats.failed += len(batch)
             for ticket, _ in batch:
                 ticket.fail(error)
             return
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
-            await self._isolate(engine, pass_, batch, error)
+            await self._isolate(engine, batch, half, error)
             return
         self.stats.answered += len(batch)
         if _inputs(batch) == self._caps.get((pass_.model, pass_.kind)) and self.stats.batches % RETRY_LARGER == 0:
@@ -384,34 +447,34 @@ class Batcher:
         for (ticket, index), result in zip(batch, results, strict=True):
             ticket.deliver(index, result)
 
-    async def _timed(self, engine: _Engine, pass_: Pass, batch: list[_Place]) -> list[RowResult]:
+    async def _timed(self, engine: _Engine, batch: list[_Place], half: Half | None) -> list[RowResult]:
         loop = asyncio.get_running_loop()
         began = loop.time()
         rows = [ticket.rows[index] for ticket, index in batch]
-        results = await loop.run_in_executor(engine.thread, _contained, engine.run, pass_, rows)
+        results = await engine.ask(batch[0][0].pass_, rows, half)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
         took = loop.time() - began
-        self._row_seconds += 0.2 * (took / len(rows) - self._row_seconds)
+        rate = (1 if half is None else 2) * len(rows) / took
+        self._row_seconds += 0.2 * (1 / rate - self._row_seconds)
         for ticket in dict(batch):
             ticket.spent.compute += took
             ticket.since = loop.time()
         return results
 
-    async def _isolate(self, engine: _Engine, pass_: Pass, batch: list[_Place], error: Exception) -> None:
+    async def _isolate(self, engine: _Engine, batch: list[_Place], half: Half | None, error: Exception) -> None:
         if len(batch) == 1:
             self.stats.failed += 1
             batch[0][0].fail(error)
             return
-        half = len(batch) // 2
+        middle = len(batch) // 2
         before = self.stats.failed
-        await self._execute(engine, pass_, batch[:half])
-        await self._execute(engine, pass_, batch[half:])
+        await self._execute(engine, batch[:middle], half)
+        await self._execute(engine, batch[middle:], half)
         if isinstance(error, OutOfMemory) and self.stats.failed == before:
             # Both halves went well: it was the size, and not one row that takes all there is.
-            half = max(1, _inputs(batch) // 2)
-            cap = min(half, self._caps.get((pass_.model, pass_.kind), half))
-            self._caps[pass_.model, pass_.kind] = cap
+            pass_, most = batch[0][0].pass_, max(1, _inputs(batch) // 2)
+            cap = self._caps[pass_.model, pass_.kind] = min(most, self._caps.get((pass_.model, pass_.kind), most))
             log.warning("out of memory with %d inputs: batches have at most %d now", _inputs(batch), cap)
 
     def _retry_after(self) -> float:
@@ -435,10 +498,10 @@ def _inputs(batch: Sequence[_Place]) -> int:
     return len({ticket.rows[index].input for ticket, index in batch})
 
 
-def _contained(run: Run, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+def _contained(run: Run, *arguments: object) -> list[RowResult]:
     """Run a batch; a model that calls `sys.exit` fails its rows, and not the server."""
     try:
-        return run(pass_, rows)
+        return run(*arguments)
     except Exception:
         raise
     except BaseException as error:

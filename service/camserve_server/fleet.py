@@ -67,23 +67,33 @@ class Fleet:
             max_batch_rows=settings.max_batch_rows or (CPU_BATCH if devices[0] == "cpu" else GPU_BATCH),
             max_queue_rows=settings.max_queue_rows,
             max_delay=settings.max_queue_delay_ms / 1e3,
+            halves=self._halves(devices),
         )
 
     def _made(self, place: int, devices: Sequence[str]) -> Port:
         settings = self._settings
         setup = Setup(
             device=devices[place],
-            threads=max(1, (settings.threads or cores()) // max(1, devices.count("cpu"))),
+            threads=self._threads(devices),
             beside=len(devices) > 1,
             log_level=settings.log_level,
             log_format=settings.log_format,
             path=tuple(sys.path),
+            halves=self._halves(devices),
         )
         if settings.isolation == "thread":
             self._up.add(place)
             return Local(setup)
         come, go = (partial(self._loop.call_soon_threadsafe, told, place) for told in (self._came, self._went))
         return Worker(setup, batch_seconds=settings.max_batch_seconds, up=come, down=go)
+
+    def _threads(self, devices: Sequence[str]) -> int:
+        """Return how many threads each engine computes with."""
+        return max(1, (self._settings.threads or cores()) // max(1, devices.count("cpu")))
+
+    def _halves(self, devices: Sequence[str]) -> bool:
+        """Tell whether an engine can run two batches at once: in a process of its own it knows its threads."""
+        return self._settings.isolation == "process" and set(devices) == {"cpu"} and self._threads(devices) > 1
 
     async def __aenter__(self) -> Self:
         """Begin to run batches, and to watch; there is no model yet."""

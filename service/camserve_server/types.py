@@ -41,6 +41,9 @@ statistics of every layer. features: a layer's feature maps and the weights that
 
 ParameterValue: TypeAlias = float | str
 
+Half: TypeAlias = Literal[0, 1]
+"""One of the halves of what an engine computes with, the first or the second."""
+
 Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detect", "embed"]
 """What a model answers with: logits of classes that exclude each other, or that do not; numbers; logits of classes for
 every pixel; boxes; or an embedding."""

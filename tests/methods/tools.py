@@ -50,9 +50,9 @@ def inputs(model, *images):
     return normalise(torch.from_numpy(np.stack(images)), model.info.preprocess)
 
 
-def run(model, rows, layers=(), kind="cam"):
+def run(model, rows, layers=(), kind="cam", randomised=None):
     """Run rows as one batch."""
-    pass_ = Pass(model.info.name, kind, model.info.preprocess.size, tuple(layers))
+    pass_ = Pass(model.info.name, kind, model.info.preprocess.size, tuple(layers), randomised)
     return Engine({model.info.name: model}).run(pass_, rows)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -79,8 +80,8 @@ def folder(tmp_path_factory):
     return place
 
 
-def setup(folder, **changes):
-    return Setup("cpu", 1, path=(str(folder), *sys.path), log_level="error", **changes)
+def setup(folder, threads=1, **changes):
+    return Setup("cpu", threads, path=(str(folder), *sys.path), log_level="error", **changes)
 
 
 @dataclass
@@ -134,6 +135,25 @@ def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, f
         assert mine.score == its.score
         assert (mine.logits == its.logits).all()
         assert all((a[0] == b[0]).all() for a, b in zip(mine.maps, its.maps, strict=True))
+
+
+def test_two_batches_at_once_each_on_a_half_are_answered_as_one_alone_is_to_the_bit(folder):
+    one = Worker(setup(folder, halves=True, threads=2))
+    try:
+        info = one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
+        for kind in ("cam", "saliency"):
+            alone = one.run(*asked(info, kind))
+            with ThreadPoolExecutor(2) as pool:
+                both = [pool.submit(one.run, *asked(info, kind), half) for half in (0, 1) * 10]
+            for mine, its in itertools.product(alone, itertools.chain.from_iterable(each.result() for each in both)):
+                assert mine.score == its.score
+                assert all((a[0] == b[0]).all() for a, b in zip(mine.maps, its.maps, strict=True))
+        one.drop("tiny")
+        for half in (None, 0, 1):
+            with pytest.raises(Unavailable, match="lost"):
+                one.run(*asked(info), half)
+    finally:
+        one.close()
 
 
 def test_what_is_wrong_with_a_row_is_told_as_an_engine_of_this_process_tells_it(worker):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -590,3 +591,93 @@ async def test_a_guess_at_when_there_is_room_knows_of_every_engine():
         return refused.value.retry_after
 
     assert await guess(Engine(), Engine()) == pytest.approx(await guess(Engine()) / 2)
+
+
+class Halves(Engine):
+    """Notes on which half of it each batch was, and the most that ran at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.halves, self.now, self.most, self.lock = [], 0, 0, threading.Lock()
+
+    def __call__(self, pass_, rows, half=None):
+        with self.lock:
+            self.halves.append((half, len(rows)))
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.01)
+        try:
+            return super().__call__(pass_, rows)
+        finally:
+            with self.lock:
+                self.now -= 1
+
+
+async def _filled(engine, sizes, **options):
+    """Let requests of so many rows wait together, and then be answered."""
+    async with Batcher(engine, max_batch_rows=8, halves=True, **options) as batcher:
+        batcher.pause()
+        asked = [asyncio.create_task(ask(batcher, [100 * n + i for i in range(size)])) for n, size in enumerate(sizes)]
+        await settle()
+        batcher.resume()
+        answers = await asyncio.gather(*asked)
+    assert answers == [[100.0 * n + i for i in range(size)] for n, size in enumerate(sizes)]
+    return engine
+
+
+async def test_rows_that_fill_two_batches_run_in_two_at_once_each_on_a_half():
+    engine = await _filled(Halves(), [1] * 32)
+
+    assert engine.most == 2
+    assert sorted(engine.halves[:2]) == [(0, 8), (1, 8)]
+
+
+@pytest.mark.parametrize("count", [1, 8, 15])
+async def test_rows_that_do_not_fill_two_batches_have_the_whole_engine(count):
+    engine = await _filled(Halves(), [1] * count)
+
+    assert engine.most == 1
+    assert {half for half, _ in engine.halves} == {None}
+
+
+async def test_while_short_requests_come_a_long_one_does_not_halve_the_engine():
+    engine = await _filled(Halves(), [1, 200])
+
+    assert {half for half, _ in engine.halves} == {None}
+
+
+async def test_long_requests_alone_halve_the_engine(monkeypatch):
+    monkeypatch.setattr(batcher_module, "BRISK", -1.0)
+
+    assert (await _filled(Halves(), [200])).most == 2
+
+
+async def test_a_batch_on_a_half_that_fails_is_split_there_and_its_neighbours_are_answered():
+    engine = Halves()
+    engine.error = NotFound("no such thing")
+    async with Batcher(engine, max_batch_rows=8, halves=True) as batcher:
+        batcher.pause()
+        asked = [asyncio.create_task(ask(batcher, [i], poison={3, 12})) for i in range(32)]
+        await settle()
+        batcher.resume()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+
+    assert [i for i, one in enumerate(answers) if isinstance(one, NotFound)] == [3, 12]
+    assert all(answers[i] == [float(i)] for i in set(range(32)) - {3, 12})
+
+
+async def test_no_batch_has_the_whole_engine_while_another_runs():
+    engine, seen = Halves(), []
+
+    def watched(pass_, rows, half=None):
+        with engine.lock:
+            seen.append((half, engine.now))
+        return engine(pass_, rows, half)
+
+    async with Batcher(watched, max_batch_rows=4, halves=True) as batcher:
+        for burst in (40, 3, 17, 9, 1, 30):
+            asked = [asyncio.create_task(ask(batcher, [i])) for i in range(burst)]
+            await asyncio.gather(*asked)
+
+    assert {half for half, _ in seen} == {None, 0, 1}
+    assert all(running == 0 for half, running in seen if half is None)

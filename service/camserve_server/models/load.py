@@ -3,18 +3,22 @@
 import copy
 import hashlib
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from camserve_server.errors import ConfigError
+from camserve_server.hooks import output_of
 from camserve_server.models import checkpoint, detectors, probe, tasks
 from camserve_server.models.pickles import Damaged, shown
 from camserve_server.models.quick import KINDS, Quick, quickened
 from camserve_server.models.sources import Source, build
 from camserve_server.models.spec import ModelSpec
+from camserve_server.models.uses import hooked
 from camserve_server.types import ModelInfo, Pass, Preprocess
 
 log = logging.getLogger(__name__)
@@ -46,6 +50,41 @@ class LoadedModel:
             return self
         return replace(self, module=quick.module, dtype=quick.dtype)
 
+    def twin(self) -> "LoadedModel | None":
+        """Return the same model once more: other modules, which hooks of their own can hang on, with the same weights.
+
+        Returns:
+            The twin, which takes no memory to speak of; None where it cannot be made, or does not say the same.
+        """
+        if any(map(hooked, self.module.modules())):
+            log.info("model %s runs one batch at a time: hooks of its own may not be ready for two", self.info.name)
+            return None
+        modules = nn.ModuleList([self.module, *([self.quick.module] if self.quick else [])])
+        memo: dict[int, Any] = {id(one): _alias(one) for one in (*modules.parameters(), *modules.buffers())}
+        try:
+            module, *quick = copy.deepcopy(modules, memo)
+            twin = replace(self, module=module, quick=replace(self.quick, module=quick[0]) if self.quick else None)
+            if self._says_what(twin):
+                return twin
+            reason = "its copy says something else"
+        except Exception as error:  # noqa: BLE001 -- whatever a user's module does: one batch after the other, then
+            reason = f"{type(error).__name__}: {error}"
+        log.info("model %s runs one batch at a time: %s", self.info.name, reason)
+        return None
+
+    def _says_what(self, twin: "LoadedModel") -> bool:
+        """Tell whether a twin says what this model says, to the bit, with modules of its own; and its quicker copy."""
+        noise = torch.randn((1, 3, *self.info.preprocess.size), generator=torch.Generator().manual_seed(0))
+        images, layer = noise.to(self.info.device), self.info.default_layer
+        pairs = [(self.module, twin.module, images)]
+        if self.quick and twin.quick:
+            pairs.append((self.quick.module, twin.quick.module, images.to(self.quick.dtype)))
+        for mine, its, image in pairs:
+            (first, expected), (second, found) = _done(mine, layer, image), _done(its, layer, image)
+            if first != second or not torch.equal(expected, found):
+                return False
+        return True
+
     def copied(self, device: str) -> "LoadedModel":
         """Return a copy that shares nothing with this model, on a device.
 
@@ -58,6 +97,22 @@ class LoadedModel:
             raise ConfigError(f"model {self.info.name} cannot be copied for a second engine: {error}") from error
         info = replace(self.info, device=device)
         return LoadedModel(info, module, quickened(module, info))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return another tensor with the same memory: its values can be exchanged for others without the first one's."""
+    same = tensor.detach()
+    return nn.Parameter(same, requires_grad=False) if isinstance(tensor, nn.Parameter) else same
+
+
+def _done(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tensor]:
+    """Run a model; return the names of its modules as they were done, and what a layer returned."""
+    done: list[str] = []
+    with ExitStack() as stack, torch.no_grad():
+        for name, one in module.named_modules():
+            hook = one.register_forward_hook(lambda _module, _args, _output, name=name: done.append(name))
+            stack.enter_context(hook)
+        return done, output_of(module, layer, image)
 
 
 def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:

@@ -1,8 +1,8 @@
 """The process of an engine, which a server starts.
 
 Its first thread runs batches, one reads what is asked, one says that the process is alive, and one that ends loads a
-model: OpenMP keeps workers for every thread that ever computed, and with more of them than cores all would sleep
-between two loops, the engine's too.
+model, or runs a batch beside another: OpenMP keeps workers for every thread that ever computed, and with more of them
+than cores all would sleep between two loops, the engine's too.
 """
 
 import ctypes
@@ -59,10 +59,10 @@ class _Child:
         try:
             while True:
                 ask: Ask = self._connection.recv()
-                if ask.what == "run":
+                if ask.what == "run" and ask.arguments[-1] != 1:  # the second half's is another thread's
                     self._batches.put(ask)
                 else:
-                    threading.Thread(target=self._answer, args=(engine, ask), name="loading", daemon=True).start()
+                    threading.Thread(target=self._answer, args=(engine, ask), name="beside", daemon=True).start()
         except (EOFError, OSError):
             os._exit(0)  # the server is gone, or wants no more
 

@@ -7,6 +7,7 @@ import platform
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from camserve_server.errors import Unavailable
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
 from camserve_server.targets import anything
-from camserve_server.types import MethodCall, ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Half, MethodCall, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers.messages import Setup
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,9 @@ class Local:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._models: dict[str, LoadedModel] = {}
-        self._engine = self._engine_of(self._models)
+        self._twins: dict[str, LoadedModel] = {}
+        self._halves = self._engine_of(self._models), self._engine_of(self._twins)
+        self._single = threading.Lock()
 
     def _engine_of(self, models: dict[str, LoadedModel]) -> Engine:
         return Engine(models, device=self._setup.device, beside=self._setup.beside)
@@ -47,14 +50,19 @@ class Local:
             torch.set_num_threads(self._setup.threads)
             model = load(spec, self._setup.device)
             _warm_up(self._engine_of({model.info.name: model}), model.info)
+            twin = model.twin() if self._setup.halves else None
             self._models[name] = model
+            if twin:
+                self._twins[name] = twin
         fields = logs.fields(source=model.info.source, layer=model.info.default_layer, device=self._setup.device)
         log.info("model %s is warm", name, extra=fields)
         return model.info
 
     def drop(self, name: str) -> None:
         """Forget a model; see `Port.drop`."""
-        gone = [weakref.ref(model.module) for model in (self._models.pop(name, None),) if model]
+        models = [known.pop(name, None) for known in (self._twins, self._models)]
+        gone = [weakref.ref(model.module) for model in models if model]
+        del models
         gc.collect()
         if any(module() is not None for module in gone):
             # In a cycle that was taken out of the collector's rounds. To look at everything takes half a second.
@@ -62,15 +70,27 @@ class Local:
             process.keep_objects()
         _give_back()
 
-    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+    def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `Port.run`."""
         if pass_.model not in self._models:
             raise Unavailable(f"the model {pass_.model} was lost: it could not be loaded again", retry_after=5.0)
-        return self._engine.run(pass_, rows)
+        if half is None:
+            self._take(self._setup.threads)
+            return self._halves[0].run(pass_, rows)
+        twin = pass_.model in self._twins
+        with nullcontext() if twin else self._single:
+            self._take(max(1, (self._setup.threads + 1 - half) // 2))
+            return self._halves[half if twin else 0].run(pass_, rows)
+
+    def _take(self, threads: int) -> None:
+        """Have torch compute with so many threads in this one."""
+        if self._setup.halves and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
     def close(self) -> None:
         """Let the models go."""
         self._models.clear()
+        self._twins.clear()
 
 
 def _warm_up(engine: Engine, info: ModelInfo) -> None:

@@ -21,6 +21,7 @@ class Setup:
         log_level: least level that is logged.
         log_format: "text" or "json".
         path: where Python looks for modules.
+        halves: whether two batches may run at once, each with half of the threads.
     """
 
     device: str
@@ -29,6 +30,7 @@ class Setup:
     log_level: str = "info"
     log_format: str = "text"
     path: tuple[str, ...] = ()
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

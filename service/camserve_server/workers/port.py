@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from camserve_server.models.spec import ModelSpec
-from camserve_server.types import ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
 
 
 class Port(Protocol):
@@ -24,8 +24,13 @@ class Port(Protocol):
     def drop(self, name: str) -> None:
         """Forget a model, and give its memory back."""
 
-    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+    def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `engine.Engine.run`.
+
+        Args:
+            pass_: what the rows have in common.
+            rows: at least one.
+            half: of the engine's cores that it may take, while the other half runs another batch; None for all.
 
         Raises:
             WorkerLost: the process that ran it is gone.

@@ -20,7 +20,7 @@ from typing import cast
 from camserve_server import logs
 from camserve_server.errors import ConfigError, WorkerLost
 from camserve_server.models.spec import ModelSpec
-from camserve_server.types import ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import nursery
 from camserve_server.workers.messages import SILENCE, Ask, Beat, Reply, Setup, What, packed
 
@@ -194,9 +194,9 @@ class Worker:
             with suppress(WorkerLost):
                 self._living().ask("drop", name, seconds=self._batch_seconds).result()
 
-    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+    def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `Port.run`."""
-        answer = self._living().ask("run", pass_, rows, seconds=self._batch_seconds)
+        answer = self._living().ask("run", pass_, rows, half, seconds=self._batch_seconds)
         return cast("list[RowResult]", answer.result())
 
     def close(self) -> None:
