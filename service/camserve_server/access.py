@@ -54,16 +54,23 @@ def check(settings: Settings) -> None:
         ConfigError: the address is beyond loopback, and callers are not known or not encrypted.
     """
     guarded = settings.tls_cert and (settings.tokens_file or settings.tls_client_ca)
-    if guarded or is_local(settings.address):
-        return
+    for address in filter(None, (settings.address, settings.metrics_address)):
+        if not (guarded or is_local(address)):
+            _check_insecure(settings, address)
+
+
+def _check_insecure(settings: Settings, address: str) -> None:
     if not settings.insecure:
         raise ConfigError(
-            f"{settings.address} can be reached from other machines: set tls_cert, tls_key and tokens_file (or "
+            f"{address} can be reached from other machines: set tls_cert, tls_key and tokens_file (or "
             "tls_client_ca), or listen on 127.0.0.1; or, if whoever reaches it may call, as where a container's port "
             "is published on 127.0.0.1 alone, say --insecure (CAMSERVE_INSECURE=true)"
         )
+    if address == settings.metrics_address:
+        log.warning("insecure: whoever reaches the port may see the metrics", extra=logs.fields(address=address))
+        return
     more = ", and load and unload models" if settings.admin else ""
-    log.warning("insecure: whoever reaches the port may call%s", more, extra=logs.fields(address=settings.address))
+    log.warning("insecure: whoever reaches the port may call%s", more, extra=logs.fields(address=address))
 
 
 def is_local(address: str) -> bool:
@@ -156,7 +163,7 @@ class Guard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, path: str, house: House) -> None:
-        self._kept = kept.Kept("tokens", (path,), lambda contents: _tokens(path, contents))
+        self._kept = known(path)
         self._house = house
         self._tokens, self._looked = self._kept.current(), -RECHECK
 
@@ -188,6 +195,15 @@ class Guard(grpc.aio.ServerInterceptor):
         if now - self._looked >= RECHECK:
             self._looked, self._tokens = now, self._kept.current()
         return self._tokens
+
+
+def known(path: str) -> kept.Kept[Tokens]:
+    """Return the tokens of a file, which are read again when it changes.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return kept.Kept("tokens", (path,), lambda contents: _tokens(path, contents))
 
 
 def _tokens(path: str, contents: kept.Contents) -> Tokens:

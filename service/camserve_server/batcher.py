@@ -37,6 +37,7 @@ from camserve_server.errors import (
     Unavailable,
     WorkerLost,
 )
+from camserve_server.telemetry import CURRENT, Ran, Record, Told
 from camserve_server.types import Half, Kind, Pass, Row, RowResult
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class _Ticket:
     done: asyncio.Future[None]
     spent: Spent
     caller: str = field(default_factory=CALLER.get)
+    record: Record | None = field(default_factory=CURRENT.get)
     taken: int = 0
     delivered: int = 0
     early: dict[int, RowResult] = field(default_factory=dict)
@@ -181,7 +183,13 @@ class Batcher:
         max_queue_rows: rows accepted and not yet answered at most.
         max_delay: seconds that the oldest row may be held back for company; 0 for none.
         halves: whether each engine can run two batches at once, each on a half of it.
+
+    Attributes:
+        told: who hears of every batch, if somebody does.
+        limit: rows accepted and not yet answered at most.
     """
+
+    told: Told | None = None
 
     def __init__(
         self,
@@ -195,7 +203,7 @@ class Batcher:
         at_once = 2 if halves else 1
         self._engines = [_Engine(run, ThreadPoolExecutor(at_once, thread_name_prefix="engine")) for run in runs]
         self._max_batch = max_batch_rows
-        self._max_queue = max_queue_rows
+        self.limit = self._max_queue = max_queue_rows
         # Two batches, one that runs and one that gathers, are what keeps an engine busy.
         self._door = Admission(max_queue_rows, 2 * max_batch_rows, self._refused)
         self._max_delay = max_delay
@@ -221,7 +229,7 @@ class Batcher:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
-        self._fail_waiting(Unavailable("the server is shutting down"))
+        self._fail_waiting(Unavailable("the server is shutting down", shed="draining"))
         for engine in self._engines:
             await asyncio.to_thread(engine.threads.shutdown)  # not on the loop: the batch that runs may hang
 
@@ -239,11 +247,14 @@ class Batcher:
     def give_up(self, why: str) -> None:
         """Answer all that waits, and whatever comes, with Unavailable until `resume`: no engine will be there soon."""
         self._gone = why
-        self._fail_waiting(Unavailable(why, retry_after=LONGEST_RETRY))
+        self._fail_waiting(self._no_engine())
 
     def _check_there(self) -> None:
         if self._gone:
-            raise Unavailable(self._gone, retry_after=LONGEST_RETRY)
+            raise self._no_engine()
+
+    def _no_engine(self) -> Unavailable:
+        return Unavailable(self._gone, retry_after=LONGEST_RETRY, shed="no_engine")
 
     def _fail_waiting(self, error: Unavailable) -> None:
         for ticket in itertools.chain.from_iterable(self._queues.values()):
@@ -283,7 +294,7 @@ class Batcher:
 
     def _refused(self, words: str) -> ResourceExhausted:
         self.stats.refused += 1
-        return ResourceExhausted(words, retry_after=self._retry_after())
+        return ResourceExhausted(words, retry_after=self._retry_after(), shed="queue_full")
 
     async def submit(self, pass_: Pass, rows: Sequence[Row], collect: Collect, deadline: float = math.inf) -> Spent:
         """Run rows.
@@ -422,6 +433,8 @@ class Batcher:
         self.stats.rows += len(batch)
         for ticket in dict(batch):
             ticket.spent.queue += now - ticket.since
+            if ticket.record:
+                ticket.record.stage("queue", ticket.since, now)
             ticket.spent.batch_rows = max(ticket.spent.batch_rows, len(batch))
             ticket.since = now
 
@@ -451,7 +464,10 @@ class Batcher:
         loop = asyncio.get_running_loop()
         began = loop.time()
         rows = [ticket.rows[index] for ticket, index in batch]
-        results = await engine.ask(batch[0][0].pass_, rows, half)
+        try:
+            results = await engine.ask(batch[0][0].pass_, rows, half)
+        finally:
+            self._tell(batch, began, half)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
         took = loop.time() - began
@@ -461,6 +477,13 @@ class Batcher:
             ticket.spent.compute += took
             ticket.since = loop.time()
         return results
+
+    def _tell(self, batch: list[_Place], began: float, half: Half | None) -> None:
+        if self.told:
+            pass_, ended = batch[0][0].pass_, asyncio.get_running_loop().time()
+            records = [ticket.record for ticket in dict(batch) if ticket.record]
+            share = 1.0 if half is None else 0.5
+            self.told.ran(Ran(pass_.model, pass_.kind, len(batch), began, ended, records, share))
 
     async def _isolate(self, engine: _Engine, batch: list[_Place], half: Half | None, error: Exception) -> None:
         if len(batch) == 1:

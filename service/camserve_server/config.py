@@ -39,6 +39,14 @@ class Settings(BaseModel):
         description="Where engines live: each in a process of its own, which is watched, and started anew when it dies"
         " or hangs; or in threads of the server.",
     )
+    metrics_address: str = Field(
+        default="",
+        description="Where Prometheus finds the metrics, as HOST:PORT; a port alone is on 127.0.0.1. None without it.",
+    )
+    traces: bool = Field(
+        default=False,
+        description="Send traces by OpenTelemetry, to where its own variables `OTEL_*` say; needs `camserve[otel]`.",
+    )
     max_batch_seconds: float = Field(
         default=60.0, ge=1, le=3600, description="How long a batch may take; then its engine is taken for hung."
     )
@@ -144,6 +152,15 @@ class Settings(BaseModel):
             (form := ADDRESS.fullmatch(value)) and int(form["port"]) <= LAST_PORT
         ):
             raise PydanticCustomError("address", f"write HOST:PORT, the port from 0 to {LAST_PORT}")
+        return value
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _check_metrics_address(cls, value: str) -> str:
+        """Take a port alone for one of this machine's own; refuse what is no address."""
+        value = f"127.0.0.1:{value}" if re.fullmatch(r"\d{1,5}", value, re.ASCII) else value
+        if value and not ((form := ADDRESS.fullmatch(value)) and int(form["port"]) <= LAST_PORT):
+            raise PydanticCustomError("address", f"write HOST:PORT, or a port alone, from 0 to {LAST_PORT}")
         return value
 
     @property

@@ -27,13 +27,17 @@ class ServiceError(Exception):
         message: what is wrong, in words for the caller; never a path, an address or a traceback.
         field: path of the request's field at fault, such as `targets[0].label`; empty if none is.
         retry_after: seconds after which trying again makes sense.
+        shed: where the server's state is to blame and not the request, which state that is, in a word that is counted.
     """
 
-    def __init__(self, message: str, *, field: str = "", retry_after: float | None = None) -> None:
+    shed = ""
+
+    def __init__(self, message: str, *, field: str = "", retry_after: float | None = None, shed: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after = retry_after
+        self.shed = shed or self.shed
 
 
 class InvalidArgument(ServiceError):
@@ -55,6 +59,8 @@ class ResourceExhausted(ServiceError):
 class OutOfMemory(ResourceExhausted):
     """The device has no memory for a batch of this size."""
 
+    shed = "out_of_memory"
+
 
 class DeadlineExceeded(ServiceError):
     """The caller's deadline passed before the work was done."""
@@ -74,6 +80,8 @@ class Unavailable(ServiceError):
 
 class WorkerLost(Unavailable):
     """The process of the engine ended while it ran this."""
+
+    shed = "engine_lost"
 
 
 class Internal(ServiceError):

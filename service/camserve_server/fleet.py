@@ -9,8 +9,9 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Self, TypeVar
@@ -25,6 +26,7 @@ from camserve_server.hardware import cores, devices_named
 from camserve_server.models import ModelSpec
 from camserve_server.registry import Registry
 from camserve_server.targets import anything
+from camserve_server.telemetry import Engine, Told
 from camserve_server.types import MethodCall, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import Local, Port, Setup, Worker
 
@@ -49,10 +51,12 @@ class Fleet:
     Args:
         settings: of the server.
         well: told when explanations can no longer be had, and when they can again.
+        told: who hears of batches, models and engines, if somebody does.
     """
 
-    def __init__(self, settings: Settings, well: Well = lambda _well: None) -> None:
-        devices = devices_named(settings.device)
+    def __init__(self, settings: Settings, well: Well = lambda _well: None, told: Told | None = None) -> None:
+        self._devices = devices = devices_named(settings.device)
+        self._hears = told
         self._settings = settings
         self._well = well
         self._loop = asyncio.get_running_loop()
@@ -69,6 +73,7 @@ class Fleet:
             max_delay=settings.max_queue_delay_ms / 1e3,
             halves=self._halves(devices),
         )
+        self.batcher.told = told
 
     def _made(self, place: int, devices: Sequence[str]) -> Port:
         settings = self._settings
@@ -80,7 +85,10 @@ class Fleet:
             log_format=settings.log_format,
             path=tuple(sys.path),
             halves=self._halves(devices),
+            measure=bool(settings.metrics_address),
         )
+        if self._hears:
+            self._hears.begun(place, setup.device)
         if settings.isolation == "thread":
             self._up.add(place)
             return Local(setup)
@@ -108,7 +116,7 @@ class Fleet:
         self._watching.cancel()
         if self._giving_up:
             self._giving_up.cancel()
-        self._well = lambda _well: None
+        self._well, self._hears = (lambda _well: None), None
         await self.batcher.__aexit__()
         for engine in self._engines:
             await asyncio.to_thread(engine.close)
@@ -123,13 +131,32 @@ class Fleet:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        loading = (_in_a_thread(engine.load, key, spec) for engine in self._engines)
-        found = await asyncio.gather(*loading, return_exceptions=True)
+        with self._timed(spec.name):
+            loading = (_in_a_thread(engine.load, key, spec) for engine in self._engines)
+            found = await asyncio.gather(*loading, return_exceptions=True)
+            try:
+                return _together([_sound(one) for one in found])
+            except Exception:
+                await self.drop(key)
+                raise
+
+    @contextmanager
+    def _timed(self, model: str) -> Iterator[None]:
+        """Tell whoever wants to hear of it how long loading a model took, and whether it went well."""
+        began, well = self._loop.time(), False
         try:
-            return _together([_sound(one) for one in found])
-        except Exception:
-            await self.drop(key)
-            raise
+            yield
+            well = True
+        finally:
+            if self._hears:
+                self._hears.loaded(model, self._loop.time() - began, well=well)
+
+    def engines(self) -> list[Engine]:
+        """Return what can be said of each engine now; from any thread."""
+        return [
+            Engine(device, place in self._up, engine.memory())
+            for place, (device, engine) in enumerate(zip(self._devices, self._engines, strict=True))
+        ]
 
     async def drop(self, key: str) -> None:
         """Forget a model that no row means any more, and give its memory back."""
@@ -148,6 +175,8 @@ class Fleet:
         """Let an engine run no more; after the last of them callers wait for one, but not for ever."""
         self._up.discard(place)
         self.batcher.pause(place)
+        if self._hears:
+            self._hears.lost(place, self._devices[place])
         if not self._up:
             why = "there is no engine: it was lost, and could not be started again yet"
             self._giving_up = self._loop.call_later(BORNE, self.batcher.give_up, why)

@@ -16,6 +16,7 @@ from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from camserve_server.fleet import Fleet
 from camserve_server.models import ModelSpec
+from camserve_server.telemetry import Engine
 from camserve_server.types import Absent, KnownModel, ModelInfo
 from camserve_server.wire import Loading
 
@@ -54,6 +55,10 @@ class Lifecycle:
     def models(self) -> Mapping[str, KnownModel]:
         """The models that the configuration names, in its order."""
         return self._registry.models
+
+    def engines(self) -> list[Engine]:
+        """Return what can be said of each engine now; from any thread."""
+        return self._fleet.engines()
 
     def held(self, model: ModelInfo) -> AbstractContextManager[None]:
         """Keep a version of a model inside the block."""

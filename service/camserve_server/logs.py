@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="")
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """The name of the token that a call shows; never the token."""
 
@@ -51,6 +52,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
         fields["caller"] = caller
     if request_id := REQUEST_ID.get():
         fields["request_id"] = request_id
+    if trace_id := TRACE_ID.get():
+        fields["trace_id"] = trace_id
     return fields
 
 

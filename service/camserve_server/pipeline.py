@@ -6,7 +6,6 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for compa
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -20,7 +19,9 @@ from camserve_server.admission import Admission, Shelf
 from camserve_server.batcher import Batcher, Collect, Spent
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
+from camserve_server.methods import METHODS
 from camserve_server.targets import carried, whole
+from camserve_server.telemetry import CURRENT
 from camserve_server.types import (
     Box,
     DetectionTarget,
@@ -43,6 +44,7 @@ HELD = 3_000_000  # bytes of a decoded photo that are held while its request wai
 SHELF = 128 * 2**20  # bytes of decoded photos held together; where there is no room for one it is decoded again
 DRAWN_TOGETHER = 200_000_000  # pixels of the pictures of all requests that are being drawn; others wait
 DRAWN_AT_ONCE = 1_000_000  # pixels of pictures drawn before others have a turn: some 5 ms
+NAMED = 9  # methods of a request that are looked at before its size is
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
 
 
@@ -106,8 +108,13 @@ class Pipeline:
             size: of its message, in bytes.
             wait: for room, rather than refuse.
         """
+        clock, record = asyncio.get_running_loop().time, CURRENT.get()
+        began = clock()
         with self.lifecycle.held(model):
             async with self.batcher.admit(rows, size=size, wait=wait):
+                if record:
+                    record.model = model.name
+                    record.stage("admission", began, clock())
                 yield
 
     async def explain(
@@ -129,6 +136,7 @@ class Pipeline:
         Raises:
             ServiceError: whatever was wrong.
         """
+        self._heard(request)
         order = wire.read_order(request, self.models, self.limits)
         render.colormap(order.rendering.colormap)
 
@@ -158,6 +166,7 @@ class Pipeline:
         Raises:
             ServiceError: whatever was wrong.
         """
+        self._heard(request.explain)
         asked = wire.read_evaluation(request, self.models, self.limits)
         readings: jobs.Readings = []
 
@@ -177,7 +186,7 @@ class Pipeline:
         return wire.evaluate_response(asked, explained, readings)
 
     async def _answered(self, order: wire.Order, work: Work, deadline: float) -> explain_pb2.ExplainResponse:
-        clock, spent = time.perf_counter, Spent()
+        clock, spent, record = asyncio.get_running_loop().time, Spent(), CURRENT.get()
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
             spent.add(await self.batcher.submit(pass_, rows, collect, deadline))
@@ -185,10 +194,14 @@ class Pipeline:
         began = clock()
         view = await self._in_thread(_see, order, self.limits)
         decoded = clock()
+        if record:
+            record.stage("decode", began, decoded)
         with self.shelf.kept(0 if view.photo is None else view.photo.nbytes) as fits:
             view = view if fits else replace(view, photo=None)
             outcome = await work(view, submit)
             computed = clock()
+            if record:
+                record.explained += [(one.call.name, one.verdict.name) for one in outcome.findings]
 
             def answered(answers: list[wire.Answer]) -> explain_pb2.ExplainResponse:
                 seconds = wire.Seconds(
@@ -203,7 +216,17 @@ class Pipeline:
                 return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
             pixels = math.ceil(order.job.explanations * _pixels_of(wants, view.size))
             async with self.easel.admit(min(pixels, DRAWN_TOGETHER), wait=True):
-                return await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
+                response = await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
+            if record:
+                record.stage("render", computed, clock())
+            return response
+
+    def _heard(self, request: explain_pb2.ExplainRequest) -> None:
+        """Note what is asked, as far as it names what there is: the rest is the caller's words."""
+        if record := CURRENT.get():
+            model = request.model or next(iter(self.models), "")
+            named = [one.name if one.name in METHODS else "" for one in request.methods[:NAMED]]
+            record.about(model if model in self.models else "", named or [wire.DEFAULT_METHOD])
 
     async def _in_steps(self, steps: Generator[None, None, T]) -> T:
         """Run what pauses now and then in a thread; others have their turn then, and it ends if its caller gave up."""

@@ -23,7 +23,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from camserve_server import access, floods, logs, oip, process
+from camserve_server import access, floods, logs, oip, process, scraping
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError
 from camserve_server.fleet import LOADING, Fleet, Well
@@ -32,7 +32,9 @@ from camserve_server.lifecycle import Lifecycle
 from camserve_server.models import ModelSpec, parse
 from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
-from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
+from camserve_server.servicer import NAMES, EvaluateServicer, ExplainServicer, House, ModelServicer
+from camserve_server.telemetry import State, Told
+from camserve_server.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -69,19 +71,22 @@ class Stop:
 
 
 @asynccontextmanager
-async def opened(settings: Settings, well: Well = lambda _well: None) -> AsyncIterator[Pipeline]:
+async def opened(
+    settings: Settings, well: Well = lambda _well: None, told: Told | None = None
+) -> AsyncIterator[Pipeline]:
     """Load the models, warm them up, and hold a pipeline open inside the block.
 
     Args:
         settings: of the server.
         well: told when explanations can no longer be had, and when they can again.
+        told: who hears of batches, models and engines, if somebody does.
 
     Raises:
         ConfigError: no model can be loaded.
     """
     specs = named(settings.models)
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
-        async with Fleet(settings, well) as fleet:
+        async with Fleet(settings, well, told) as fleet:
             lifecycle = Lifecycle(fleet, specs, settings)
             try:
                 await lifecycle.start()
@@ -168,27 +173,46 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
         ConfigError: the address cannot be listened on, or should not be as the settings are; a file of certificates or
             tokens is no good; or no model can be loaded.
     """
-    house = House(settings.stream_in_flight, settings.idle_seconds)
+    house = House(settings.stream_in_flight, settings.idle_seconds, names={**NAMES, **oip.NAMES})
     checks = health.aio.HealthServicer()
     access.check(settings)
     credentials = access.credentials(settings)
     said = Health(checks)
     inference = oip.InferenceServicer(house, lambda: said.serving, settings.max_queue_delay_ms)
     server = _build(settings, house, checks, inference)
-    port = _listen(server, settings.address, credentials)
-    await said.live()
-    await server.start()
-    try:
-        async with opened(settings, said.told) as pipeline:
-            said.turn(warm=True)
-            house.pipeline = pipeline
-            log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
-            ready(port, pipeline)
-            await stop.asked.wait()
-            said.turn(warm=False)
-            await _drain(server, house, settings.drain_seconds, stop)
-    finally:
-        await server.stop(None)
+    with scraping.told(settings, lambda: _state(house, said)) as house.telemetry:
+        port = _listen(server, settings.address, credentials)
+        await said.live()
+        await server.start()
+        try:
+            async with opened(settings, said.told, house.telemetry) as pipeline:
+                said.turn(warm=True)
+                house.pipeline = pipeline
+                log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
+                ready(port, pipeline)
+                await stop.asked.wait()
+                said.turn(warm=False)
+                await _drain(server, house, settings.drain_seconds, stop)
+        finally:
+            await server.stop(None)
+
+
+def _state(house: House, said: Health) -> State:
+    """Return what Prometheus is told of the server as it is now; from any thread."""
+    pipeline = house.pipeline
+    if pipeline is None:
+        return State(said.serving, house.active)
+    models, stats = list(pipeline.models.items()), pipeline.batcher.stats
+    return State(
+        said.serving,
+        house.active,
+        pipeline.batcher.admitted,
+        pipeline.batcher.limit,
+        stats.answered,
+        stats.failed,
+        [(name, one.version, isinstance(one, ModelInfo)) for name, one in models],
+        pipeline.lifecycle.engines(),
+    )
 
 
 async def _drain(server: grpc.aio.Server, house: House, seconds: float, stop: Stop) -> None:

@@ -26,6 +26,7 @@ from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unav
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
 from camserve_server.pipeline import Pipeline
+from camserve_server.telemetry import Record, Telemetry
 from camserve_server.types import KnownModel, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,17 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
     errors.Internal: grpc.StatusCode.INTERNAL,
 }
 """What each of our errors is on the wire."""
+
+STREAMS = frozenset({"ExplainStream", "ModelStreamInfer"})
+"""RPCs of many requests, of which each is told of by itself."""
+
+NAMES: Mapping[str, str] = {
+    rpc.name: f"{service.full_name}/{rpc.name}"
+    for file in (explain_pb2, evaluate_pb2, models_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for rpc in service.methods
+}
+"""The full names of the RPCs, by their own, which none has in common with another."""
 
 LONGEST_ID = 128
 
@@ -65,6 +77,8 @@ class House:
         draining: set when the server stops.
         active: calls under way.
         arrived: when the last call came, on the event loop's clock.
+        telemetry: what is told of each request, if anything is.
+        names: that spans have, by those of the RPCs.
     """
 
     stream_in_flight: int
@@ -73,6 +87,8 @@ class House:
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     active: int = 0
     arrived: float = 0.0
+    telemetry: Telemetry | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def open(self) -> Pipeline:
         """Return the pipeline.
@@ -81,7 +97,7 @@ class House:
             Unavailable: the server is starting or stopping.
         """
         if self.draining.is_set():
-            raise Unavailable("the server is draining", retry_after=1.0)
+            raise Unavailable("the server is draining", retry_after=1.0, shed="draining")
         return self.accepted()
 
     def accepted(self) -> Pipeline:
@@ -91,7 +107,7 @@ class House:
             Unavailable: the server is starting.
         """
         if self.pipeline is None:
-            raise Unavailable("the server is starting: its models are not warm yet", retry_after=1.0)
+            raise Unavailable("the server is starting: its models are not warm yet", retry_after=1.0, shed="starting")
         return self.pipeline
 
     @contextmanager
@@ -138,7 +154,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         self, item: explain_pb2.ExplainStreamRequest, deadline: float, progress: jobs.Progress
     ) -> explain_pb2.ExplainStreamResponse:
         call = Call(item.request_id, deadline)
-        outcome = await attempted(call, "ExplainStream item", self._explained(item, call, progress))
+        outcome = await attempted(self._house, call, "ExplainStream", self._explained(item, call, progress))
         if isinstance(outcome, ServiceError):
             return explain_pb2.ExplainStreamResponse(request_id=item.request_id, error=_message(outcome))
         return explain_pb2.ExplainStreamResponse(request_id=item.request_id, response=outcome)
@@ -217,7 +233,7 @@ async def conversing(
     if ended:
         raise ended
     if house.draining.is_set():
-        raise Unavailable("the server is draining: send the rest to another", retry_after=1.0)
+        raise Unavailable("the server is draining: send the rest to another", retry_after=1.0, shed="draining")
 
 
 async def _next(house: House, requests: AsyncIterator[Q], pulse: "_Pulse") -> Q | None:
@@ -387,7 +403,7 @@ async def _unless_draining(house: House, work: Coroutine[Any, Any, K]) -> K:
         await asyncio.wait((working, draining), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise Unavailable("the server is draining", retry_after=1.0)
+        raise Unavailable("the server is draining", retry_after=1.0, shed="draining")
     finally:
         working.cancel()
         draining.cancel()
@@ -401,11 +417,24 @@ class Call:
         request_id: the caller's, or one of ours.
         deadline: on the event loop's clock.
         fields: that its line in the log shall have.
+        telemetry: what is told of it, if anything is.
+        record: what of it is told.
     """
 
     request_id: str
     deadline: float
     fields: dict[str, object] = field(default_factory=dict)
+    telemetry: Telemetry | None = None
+    record: Record | None = None
+
+    def heard(self, house: House, rpc: str, context: Context | None = None) -> None:
+        """Begin to record it, where somebody wants to hear of it; without a context it is one request of a stream."""
+        if house.telemetry:
+            name = house.names.get(rpc, rpc) if context else f"{rpc} item"
+            stream = context is not None and rpc in STREAMS
+            record = Record(rpc, self.request_id if _is_id(self.request_id) else "", stream)
+            self.telemetry, self.record = house.telemetry, house.telemetry.begin(record, name, _metadata(context))
+            logs.TRACE_ID.set(record.trace_id)
 
     def seen(self, response: explain_pb2.ExplainResponse) -> None:
         """Note for the log what was answered."""
@@ -416,16 +445,20 @@ class Call:
         }
 
     def failed(self, error: ServiceError) -> grpc.StatusCode:
-        """Note for the log what went wrong; return its status."""
+        """Note what went wrong; return its status."""
         self.fields["error"] = error.message
+        if self.record:
+            self.record.reason = error.shed
         return STATUS[type(error)]
 
-    def log(self, what: str, code: grpc.StatusCode, began: float) -> None:
-        """Write the line of the log."""
+    def ended(self, what: str, code: grpc.StatusCode, began: float) -> None:
+        """Write the line of the log, and tell whoever wants to hear of it."""
         now = asyncio.get_running_loop().time()
         if code is grpc.StatusCode.CANCELLED and now >= self.deadline:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
         log.info(what, extra=logs.fields(code=code.name, ms=round(1e3 * (now - began), 1), **self.fields))
+        if self.telemetry and self.record:
+            self.telemetry.end(self.record, code.name)
 
 
 @asynccontextmanager
@@ -435,6 +468,7 @@ async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[C
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     call = Call(_request_id(context), math.inf if remaining is None else began + remaining)
     logs.REQUEST_ID.set(call.request_id)
+    call.heard(house, rpc, context)
     CALLER.set(logs.CALLER.get() or address_of(context.peer()))
     context.set_trailing_metadata((("x-request-id", call.request_id),))
     code = grpc.StatusCode.CANCELLED
@@ -447,18 +481,20 @@ async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[C
         code = call.failed(ours)
         await context.abort(code, ours.message, _trailers(ours, call.request_id))
     finally:
-        call.log(rpc, code, began)
+        call.ended(rpc, code, began)
 
 
-async def attempted(call: Call, what: str, work: Awaitable[T]) -> T | ServiceError:
+async def attempted(house: House, call: Call, rpc: str, work: Awaitable[T]) -> T | ServiceError:
     """Wait for one request of a stream, whose failure leaves the stream open; log how it went.
 
     Args:
+        house: says who is told of it.
         call: what its line in the log shall say.
-        what: it is, for the log.
+        rpc: of the stream.
         work: that answers it.
     """
     began, code = asyncio.get_running_loop().time(), grpc.StatusCode.CANCELLED
+    call.heard(house, rpc)
     try:
         answer = await work
     except Exception as error:  # noqa: BLE001 -- one request's failure leaves the stream open
@@ -469,7 +505,7 @@ async def attempted(call: Call, what: str, work: Awaitable[T]) -> T | ServiceErr
         code = grpc.StatusCode.OK
         return answer
     finally:
-        call.log(what, code, began)
+        call.ended(f"{rpc} item", code, began)
 
 
 Write = Callable[[explain_pb2.ExplainStreamResponse], Awaitable[None]]
@@ -499,8 +535,12 @@ async def _telling(item: explain_pb2.ExplainStreamRequest, write: Write) -> Asyn
         await asyncio.gather(telling, return_exceptions=True)
 
 
+def _metadata(context: Context | None) -> dict[str, Any]:
+    return dict(context.invocation_metadata() or ()) if context else {}
+
+
 def _request_id(context: Context) -> str:
-    theirs = str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
+    theirs = str(_metadata(context).get("x-request-id", ""))
     # Unlike uuid4, this asks nothing of the kernel, which would let go of the interpreter on every call.
     return theirs if _is_id(theirs) else f"{random.getrandbits(128):032x}"
 

@@ -91,6 +91,8 @@ def test_every_setting_can_stand_in_the_environment_and_in_the_file(name, toml):
         "model_folder": "weights",
         "insecure": True,
         "admin": True,
+        "metrics_address": "127.0.0.1:7",
+        "traces": True,
     }.get(name, 7)
     said = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
     written = config.load(toml(f"{name} = {json.dumps(value)}"), environment={})
@@ -219,12 +221,12 @@ def test_every_flag_of_the_command_sets_what_it_says(monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "path", sys.path[:])  # the command puts the current folder there
     monkeypatch.setattr(commands.config, "load", lambda path, flags: seen.append((path, flags)) or _stop())
-    given = {name: "7" for name in FIELDS if name not in ("models", "insecure", "admin")}
+    given = {name: "7" for name in FIELDS if name not in ("models", "insecure", "admin", "traces")}
     arguments = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
-    arguments += ["--insecure", "--admin"]
+    arguments += ["--insecure", "--admin", "--traces"]
     CliRunner().invoke(commands.program, ["serve", "--config", "c.toml", "--model", "a", "--model", "b", *arguments])
 
-    assert seen == [("c.toml", {**given, "models": ("a", "b"), "insecure": True, "admin": True})]
+    assert seen == [("c.toml", {**given, "models": ("a", "b"), "insecure": True, "admin": True, "traces": True})]
 
 
 def _stop():

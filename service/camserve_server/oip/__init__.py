@@ -6,7 +6,7 @@ ModelInferRequest -> requests (check; an ExplainRequest for each image) -> pipel
 -> replies (its answers as tensors) -> ModelInferResponse
 """
 
-from camserve_server.oip.names import NAME, SERVICE, add_to_server, known_as, own_name, pool_of
+from camserve_server.oip.names import NAME, NAMES, SERVICE, add_to_server, known_as, own_name, pool_of
 from camserve_server.oip.servicer import InferenceServicer
 
-__all__ = ["NAME", "SERVICE", "InferenceServicer", "add_to_server", "known_as", "own_name", "pool_of"]
+__all__ = ["NAME", "NAMES", "SERVICE", "InferenceServicer", "add_to_server", "known_as", "own_name", "pool_of"]

@@ -20,6 +20,9 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 NAME = f"inference.{SERVICE.name}"
 """What the service is called on the wire."""
 
+NAMES = {rpc.name: f"{NAME}/{rpc.name}" for rpc in SERVICE.methods}
+"""The full names of the RPCs, by their own."""
+
 _OWN, _THEIRS = f"{inference_pb2.DESCRIPTOR.package}.", "inference."
 
 

@@ -77,7 +77,8 @@ class InferenceServicer:
         self, request: inference_pb2.ModelInferRequest, call: Call
     ) -> inference_pb2.ModelStreamInferResponse:
         pipeline = self._house.accepted()
-        answer = await attempted(call, "ModelStreamInfer item", self._infer(pipeline, request, call, wait=True))
+        work = self._infer(pipeline, request, call, wait=True)
+        answer = await attempted(self._house, call, "ModelStreamInfer", work)
         if isinstance(answer, ServiceError):
             unanswered = inference_pb2.ModelInferResponse(id=request.id)
             return inference_pb2.ModelStreamInferResponse(error_message=answer.message, infer_response=unanswered)

@@ -20,7 +20,7 @@ from camserve_server.wire.replies import (
     kind_of,
     photo_of,
 )
-from camserve_server.wire.requests import Order, find_model, read_model, read_order
+from camserve_server.wire.requests import DEFAULT_METHOD, Order, find_model, read_model, read_order
 from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.xray import (
     Channel,
@@ -34,6 +34,7 @@ from camserve_server.wire.xray import (
 )
 
 __all__ = [
+    "DEFAULT_METHOD",
     "Answer",
     "Channel",
     "EvaluateOrder",

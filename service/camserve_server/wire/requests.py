@@ -99,9 +99,10 @@ def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> Model
     if isinstance(found, ModelInfo):
         return found
     if found.state == "loading":
-        raise Unavailable(f"model {found.name} is being loaded", retry_after=1.0)
+        raise Unavailable(f"model {found.name} is being loaded", retry_after=1.0, shed="model_loading")
     if found.state == "failed":
-        raise Unavailable(f"model {found.name} could not be loaded; the server's log says why")
+        words = f"model {found.name} could not be loaded; the server's log says why"
+        raise Unavailable(words, shed="model_failed")
     raise NotFound(f"model {found.name} is not loaded: it was unloaded", field=field)
 
 

@@ -34,6 +34,7 @@ class _Child:
         self._sending = threading.Lock()
         self._batches: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._ready = False
+        self._measured: Local | None = None
 
     def work(self) -> None:
         """Work until the server is gone."""
@@ -49,6 +50,7 @@ class _Child:
         engine = Local(setup)
         process.keep_objects()  # libraries only: models may go again
         threading.Thread(target=self._read, args=(engine,), name="reading", daemon=True).start()
+        self._measured = engine if setup.measure else None
         self._ready = True
         while True:
             well = self._answer(engine, self._batches.get())
@@ -81,7 +83,7 @@ class _Child:
 
     def _beat(self) -> None:
         while True:
-            self._send(Beat(self._ready))
+            self._send(Beat(self._ready, self._measured.memory() if self._measured else None))
             time.sleep(BEAT)
 
     def _send(self, message: Reply | Beat) -> None:

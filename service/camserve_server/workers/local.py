@@ -18,6 +18,7 @@ from camserve_server.errors import Unavailable
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
 from camserve_server.targets import anything
+from camserve_server.telemetry import Memory
 from camserve_server.types import Half, MethodCall, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers.messages import Setup
 
@@ -73,7 +74,8 @@ class Local:
     def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `Port.run`."""
         if pass_.model not in self._models:
-            raise Unavailable(f"the model {pass_.model} was lost: it could not be loaded again", retry_after=5.0)
+            words = f"the model {pass_.model} was lost: it could not be loaded again"
+            raise Unavailable(words, retry_after=5.0, shed="model_failed")
         if half is None:
             self._take(self._setup.threads)
             return self._halves[0].run(pass_, rows)
@@ -86,6 +88,16 @@ class Local:
         """Have torch compute with so many threads in this one."""
         if self._setup.halves and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+    def memory(self) -> Memory:
+        """Return how much memory it has; see `Port.memory`. Of a GPU nothing is asked that could wait for it."""
+        device = self._setup.device
+        if device == "cpu" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return Memory(process.resident())
+        total = torch.cuda.get_device_properties(device).total_memory
+        return Memory(
+            process.resident(), torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total
+        )
 
     def close(self) -> None:
         """Let the models go."""

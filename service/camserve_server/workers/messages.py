@@ -4,6 +4,8 @@ import pickle
 from dataclasses import dataclass
 from typing import Literal
 
+from camserve_server.telemetry import Memory
+
 What = Literal["run", "load", "drop"]
 
 BEAT = 0.5  # seconds between two signs of life
@@ -22,6 +24,7 @@ class Setup:
         log_format: "text" or "json".
         path: where Python looks for modules.
         halves: whether two batches may run at once, each with half of the threads.
+        measure: whether it is to say how much memory it has.
     """
 
     device: str
@@ -31,6 +34,7 @@ class Setup:
     log_format: str = "text"
     path: tuple[str, ...] = ()
     halves: bool = False
+    measure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life; `ready` once the engine takes what it is asked."""
+    """A sign of life; `ready` once the engine takes what it is asked, and its memory if that is wanted."""
 
     ready: bool = True
+    memory: Memory | None = None
 
 
 def packed(message: object) -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from camserve_server.models.spec import ModelSpec
+from camserve_server.telemetry import Memory
 from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
 
 
@@ -36,6 +37,9 @@ class Port(Protocol):
             WorkerLost: the process that ran it is gone.
             ServiceError: whatever else went wrong.
         """
+
+    def memory(self) -> Memory | None:
+        """Return how much memory it has, as far as that is known; from any thread, and at once."""
 
     def close(self) -> None:
         """Let everything go; nothing is called afterwards."""

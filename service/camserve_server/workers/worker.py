@@ -20,6 +20,7 @@ from typing import cast
 from camserve_server import logs
 from camserve_server.errors import ConfigError, WorkerLost
 from camserve_server.models.spec import ModelSpec
+from camserve_server.telemetry import Memory
 from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import nursery
 from camserve_server.workers.messages import SILENCE, Ask, Beat, Reply, Setup, What, packed
@@ -54,6 +55,7 @@ class _Life:
         self.ready: Future[None] = Future()
         self.filled = threading.Event()
         self.over = False
+        self.memory: Memory | None = None
         self._ended = ended
         self._asked: dict[int, _Waiting] = {}
         self._count = 0
@@ -100,6 +102,7 @@ class _Life:
 
     def _take(self, message: Reply | Beat) -> None:
         if isinstance(message, Beat):
+            self.memory = message.memory
             if message.ready and not self.ready.done():
                 self._patience(SILENCE)
                 self.ready.set_result(None)
@@ -198,6 +201,11 @@ class Worker:
         """Run one batch; see `Port.run`."""
         answer = self._living().ask("run", pass_, rows, half, seconds=self._batch_seconds)
         return cast("list[RowResult]", answer.result())
+
+    def memory(self) -> Memory | None:
+        """Return what its last sign of life said of its memory; see `Port.memory`."""
+        life = self._up
+        return life.memory if life else None
 
     def close(self) -> None:
         """End the process, and start no other."""

@@ -1,0 +1,449 @@
+"""What Prometheus is told: counts that are right, labels that nobody can make up, and a port as closed as the other."""
+
+import asyncio
+import contextlib
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import camserve
+from camserve_server import access, config, errors, scraping, server, telemetry, tokens
+from camserve_server.errors import ConfigError
+from camserve_server.methods import METHODS
+from camserve_server.servicer import NAMES
+from camserve_server.telemetry import meters
+from camserve_server.types import Verdict
+from robustness.authority import Authority
+from support import serving
+
+ROOT = Path(__file__).parents[2]
+PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+NETS = """
+import torch
+from torch import nn
+
+
+def tiny():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model that is there at once."""
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / "metric_nets.py").write_text(NETS)
+    sys.path.insert(0, str(folder))
+    yield "tiny=metric_nets:tiny?size=32"
+    sys.path.remove(str(folder))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def start(tiny):
+    """Start a server that is watched; yield it and what reads its metrics."""
+
+    @contextlib.contextmanager
+    def begin(**settings):
+        port = free_port()
+        given = {"models": (tiny,), "device": "cpu", "threads": 1, "metrics_address": str(port), **settings}
+        with serving(**given) as served:
+            yield served, lambda: read(f"http://127.0.0.1:{port}/metrics")
+
+    return begin
+
+
+def read(url):
+    """Return every sample of a scrape, by name and labels."""
+    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 -- ours
+        text = answer.read().decode()
+    families = text_string_to_metric_families(text)
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def total(samples, name, **labels):
+    """Add up the samples of a name that have these labels."""
+    wanted = labels.items()
+    return sum(value for (found, has), value in samples.items() if found == name and wanted <= set(has))
+
+
+def labels_of(samples, name, label):
+    return {dict(has)[label] for found, has in samples if found == name}
+
+
+def settled(scrape, name, count, **labels):
+    """Scrape until a sum is what it should be, for a while: a call is counted just after it is answered."""
+    until = time.monotonic() + 5
+    while total(samples := scrape(), name, **labels) != count and time.monotonic() < until:
+        time.sleep(0.01)
+    assert total(samples, name, **labels) == count
+    return samples
+
+
+COUNT = "camserve_request_duration_seconds_count"
+
+
+def test_after_100_requests_with_7_errors_the_counters_say_100_and_7(start):
+    wrong = [{"model": "nope"}, {"methods": "nope"}, {"layers": ["nope"]}, {"top_k": 6}, {"targets": ["nope"]}]
+    asks = [{}] * 93 + wrong + wrong[:2]
+    with start() as (served, scrape), camserve.Client(served.address) as client, ThreadPoolExecutor(4) as threads:
+
+        def ask(given):
+            with contextlib.suppress(camserve.CamserveError):
+                client.explain(PHOTO, **given)
+
+        list(threads.map(ask, asks))
+        samples = settled(scrape, COUNT, 100, rpc="Explain")
+
+    assert total(samples, COUNT) - total(samples, COUNT, code="OK") == 7
+    assert total(samples, COUNT, code="NOT_FOUND") == 6
+    assert total(samples, COUNT, code="INVALID_ARGUMENT") == 1
+    assert total(samples, COUNT, method="gradcam", model="tiny", code="OK") == 93
+    assert total(samples, "camserve_explanations_total", method="gradcam", model="tiny") == 93
+    assert total(samples, "camserve_rows_total", outcome="answered") == total(samples, "camserve_batch_rows_sum")
+    assert total(samples, "camserve_batch_rows_sum", kind="cam") == 93
+    assert total(samples, "camserve_requests_shed_total") == 0
+
+
+def test_stages_take_no_longer_than_the_requests_and_every_one_is_timed(start):
+    with start() as (served, scrape), camserve.Client(served.address) as client:
+        for _ in range(5):
+            client.explain(PHOTO)
+        samples = settled(scrape, COUNT, 5, code="OK")
+
+    stages = "admission", "decode", "queue", "compute", "render"
+    took = {stage: total(samples, "camserve_stage_duration_seconds_sum", stage=stage) for stage in stages}
+    assert labels_of(samples, "camserve_stage_duration_seconds_count", "stage") == set(stages)
+    assert total(samples, "camserve_stage_duration_seconds_count") == 5 * len(stages)
+    assert min(took.values()) >= 0
+    assert 0 < sum(took.values()) <= total(samples, "camserve_request_duration_seconds_sum")
+    assert took["compute"] <= total(samples, "camserve_batch_duration_seconds_sum") * (1 + 1e-9)
+
+
+def test_each_request_of_a_stream_is_one_and_the_stream_itself_none(start):
+    with start() as (served, scrape), camserve.Client(served.address) as client:
+        assert len(list(client.explain_many([PHOTO] * 6))) == 6
+        samples = settled(scrape, "camserve_streams_total", 1, code="OK")
+
+    assert total(samples, COUNT, rpc="ExplainStream", code="OK") == total(samples, COUNT) == 6
+
+
+def test_no_label_takes_what_a_caller_makes_up(start):
+    """However many names are tried, there are no more series than words of ours."""
+    with start() as (served, scrape), camserve.Client(served.address) as client:
+        client.explain(PHOTO, methods=["gradcam", "saliency"])
+        for number in range(40):
+            for given in ({"model": f"made-up-{number}"}, {"methods": [f"made-up-{number}", "gradcam"]}):
+                with pytest.raises(camserve.NotFound):
+                    client.explain(PHOTO, **given)
+            with pytest.raises(camserve.NotFound):
+                list(client.explain_many([PHOTO], model=f"made-up-{number}"))
+        samples = scrape()
+
+    ours = {name: value for name, value in samples.items() if name[0].startswith("camserve_")}
+    assert not [name for name in ours if "made-up" in str(name)]
+    assert labels_of(ours, COUNT, "model") == {"", "tiny"}
+    assert labels_of(ours, COUNT, "method") <= {"", "several", *METHODS}
+    assert labels_of(ours, COUNT, "rpc") <= set(NAMES)
+    assert labels_of(ours, "camserve_explanations_total", "verdict") <= {verdict.name for verdict in Verdict}
+    assert len({has for name, has in ours if name == COUNT}) <= 6
+
+
+def test_what_is_shed_is_counted_by_why(start):
+    with start(max_queue_rows=4) as (served, scrape), camserve.Client(served.address, retries=0) as client:
+        batcher = served.pipeline.batcher
+        served.do(batcher.pause)
+        with ThreadPoolExecutor(4) as threads:
+            waiting = [threads.submit(client.explain, PHOTO) for _ in range(4)]
+            held = settled(scrape, "camserve_queue_rows", 4)
+            for _ in range(3):
+                with pytest.raises(camserve.ResourceExhausted):
+                    client.explain(PHOTO)
+            served.do(batcher.resume)
+            assert all(one.result(10) for one in waiting)
+        samples = settled(scrape, "camserve_requests_shed_total", 3, reason="queue_full")
+        served.do(batcher.give_up, "none will come")
+        with pytest.raises(camserve.Unavailable):
+            client.explain(PHOTO)
+        after = settled(scrape, "camserve_requests_shed_total", 1, reason="no_engine")
+
+    assert total(held, "camserve_queue_limit_rows") == total(held, "camserve_calls_in_flight") == 4
+    assert total(samples, "camserve_requests_shed_total") == total(samples, COUNT, code="RESOURCE_EXHAUSTED") == 3
+    assert total(after, "camserve_queue_rows") == total(after, "camserve_calls_in_flight") == 0
+
+
+def test_what_nobody_waits_for_is_counted_by_why(start):
+    with start() as (served, scrape):
+        served.do(served.pipeline.batcher.pause)
+        with camserve.Client(served.address, retries=0) as client, pytest.raises(camserve.DeadlineExceeded):
+            client.explain(PHOTO, timeout=0.2)
+
+        async def leave():
+            async with camserve.AsyncClient(served.address, retries=0) as client:
+                asking = asyncio.ensure_future(client.explain(PHOTO))
+                await asyncio.sleep(0.3)
+                asking.cancel()
+                await asyncio.wait([asking])
+
+        asyncio.run(leave())
+        samples = settled(scrape, "camserve_requests_cancelled_total", 1, reason="caller")
+        served.do(served.pipeline.batcher.resume)
+
+    assert total(samples, "camserve_requests_cancelled_total", reason="deadline") == 1
+    assert total(samples, COUNT, code="DEADLINE_EXCEEDED") == total(samples, COUNT, code="CANCELLED") == 1
+
+
+def test_every_reason_that_the_code_gives_is_one_that_is_counted():
+    code = "".join(path.read_text() for path in (ROOT / "service/camserve_server").rglob("*.py"))
+    given = set(re.findall(r'\bshed ?= ?"(\w+)"', code))
+
+    assert given == set(meters.SHED)
+    assert errors.WorkerLost("x").shed == "engine_lost"
+    assert errors.OutOfMemory("x", shed="other").shed == "other"
+    assert errors.NotFound("x").shed == ""
+
+
+def test_models_that_come_and_go_are_counted(start, tmp_path):
+    with (
+        start(admin=True, model_folder=str(tmp_path)) as (served, scrape),
+        camserve.Client(served.address, retries=0) as client,
+    ):
+        client.load_model("tiny")
+        loaded = scrape()
+        (tmp_path / "broken.pth").write_bytes(b"broken")
+        with pytest.raises(camserve.FailedPrecondition):
+            client.load_model("tiny", weights="broken.pth")
+        client.unload_model("tiny")
+        gone = scrape()
+
+    loads = "camserve_model_load_duration_seconds_count"
+    assert (total(loaded, "camserve_model_version"), total(loaded, "camserve_model_ready")) == (2, 1)
+    assert total(gone, loads, model="tiny", outcome="ok") == 2
+    assert total(gone, loads, model="tiny", outcome="failed") == 1
+    assert total(gone, "camserve_model_ready", model="tiny") == 0
+
+
+def documented():
+    """Yield name, type and labels of each metric that docs/metrics.md lists."""
+    page = (ROOT / "docs/metrics.md").read_text()
+    for name, kind, labels in re.findall(r"^\| `(camserve_\w+)` \| (\w+) \|([^|]*)\|", page, re.MULTILINE):
+        yield name, kind, tuple(re.findall(r"`(\w+)`", labels))
+
+
+def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
+    memory = telemetry.Memory(1, 2, 3, 4)
+    now = telemetry.State(
+        ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.Engine("cuda:0", True, memory)]
+    )
+    told = meters.Meters(lambda: now)
+    record = telemetry.Record(
+        "Explain", model="tiny", method="gradcam", seconds={"decode": 1.0}, explained=[("a", "OK")]
+    )
+    told.answered(record, "OK", 1.0)
+    told.answered(telemetry.Record("ExplainStream", stream=True), "OK", 1.0)
+    told.ran(telemetry.Ran("tiny@1", "cam", 1, 0.0, 1.0, []))
+    told.loaded("tiny", 1.0, well=True)
+    told.begun(0, "cpu")
+    own = {"le"}
+    found = set()
+    for family in told.registry.collect():
+        if family.name.startswith("camserve_"):
+            name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+            labels = {label for one in family.samples if not one.name.endswith("_created") for label in one.labels}
+            found.add((name, family.type if family.type != "info" else "gauge", frozenset(labels - own)))
+
+    assert {(name, kind, frozenset(labels)) for name, kind, labels in documented()} == found
+
+
+def test_a_request_costs_less_than_50_microseconds_to_count():
+    """Of many rounds the best: what else the machine does is not its cost."""
+    told = telemetry.telemetry(lambda: telemetry.State(ready=True, in_flight=0), metrics=True, traces=False)
+
+    def request():
+        record = told.begin(telemetry.Record("Explain", "id"), "span", {})
+        record.about("tiny", ["gradcam"])
+        for stage in ("admission", "decode", "queue"):
+            record.stage(stage, 1.0, 2.0)
+        told.ran(telemetry.Ran("tiny@1", "cam", 8, 1.0, 2.0, [record]))
+        record.stage("render", 2.0, 3.0)
+        record.explained.append(("gradcam", "OK"))
+        told.end(record, "OK")
+
+    best = min(_seconds(request, 200) for _ in range(30))
+
+    assert best < 50e-6
+
+
+def _seconds(function, times):
+    began = time.perf_counter()
+    for _ in range(times):
+        function()
+    return (time.perf_counter() - began) / times
+
+
+def test_with_metrics_and_traces_off_nothing_of_them_is_imported_and_no_request_is_recorded(tiny):
+    code = (
+        "import sys; from camserve_server import server; "
+        "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "[]\n"
+
+    with serving(models=(tiny,), device="cpu", threads=1) as served, camserve.Client(served.address) as client:
+        seen = []
+        run = served.pipeline.batcher._engines[0].run
+        served.pipeline.batcher._engines[0].run = lambda *batch: seen.append(telemetry.CURRENT.get()) or run(*batch)
+        client.explain(PHOTO)
+        assert seen == [None]
+        assert served.pipeline.batcher.told is None
+
+
+# ------------------------------------------------------------------------------------------------------------ the port
+
+
+def status(url, token=None, context=None):
+    """Return the code and the words of an answer."""
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})  # noqa: S310
+    try:
+        with urllib.request.urlopen(asked, timeout=10, context=context) as answer:  # noqa: S310 -- ours
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def settings(**given):
+    return config.load(flags=given, environment={})
+
+
+@contextlib.contextmanager
+def scraped(**given):
+    """Serve metrics, and nothing else; yield the address."""
+    port = free_port()
+    now = telemetry.State(ready=True, in_flight=3)
+    with scraping.told(settings(metrics_address=str(port), **given), lambda: now) as told:
+        assert told.meters
+        yield f"127.0.0.1:{port}"
+
+
+def test_a_port_alone_is_on_this_machine_alone():
+    assert settings(metrics_address="9464").metrics_address == "127.0.0.1:9464"
+    assert settings().metrics_address == ""
+    for wrong in ("localhost", "70000", "0.0.0.0:70000", "unix:/x", "a:b:1", "-1"):
+        with pytest.raises(ConfigError, match="write HOST:PORT, or a port alone"):
+            settings(metrics_address=wrong)
+
+
+def test_a_port_for_metrics_that_others_can_reach_wants_what_the_servers_wants():
+    for address in ("0.0.0.0:9464", "[::]:9464", "10.0.0.1:9464"):
+        with pytest.raises(ConfigError, match=rf"{re.escape(address)} can be reached from other machines.*--insecure"):
+            access.check(settings(metrics_address=address))
+        access.check(settings(metrics_address=address, tls_cert="a", tls_key="b", tokens_file="c"))
+        access.check(settings(metrics_address=address, insecure=True))
+
+
+def test_with_tls_and_tokens_metrics_are_for_who_may_observe(tmp_path):
+    authority = Authority()
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    looker, known = tokens.new("prometheus", ["observe"])
+    asker, other = tokens.new("asker", ["explain"])
+    roll = tmp_path / "tokens"
+    roll.write_text(f"{known.line()}\n{other.line()}\n")
+    trusting = ssl.create_default_context(cadata=authority.pem.decode())
+    with scraped(tls_cert=cert, tls_key=key, tokens_file=str(roll)) as address:
+        url = f"https://{address}/metrics"
+        code, text = status(url, looker, trusting)
+        assert (code, "camserve_calls_in_flight 3.0" in text) == (200, True)
+        assert status(url, None, trusting)[0] == status(url, "wrong", trusting)[0] == 401
+        assert status(url, asker, trusting) == (403, "this needs a token with the role observe\n")
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            status(f"http://{address}/metrics", looker)
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            status(url, looker, ssl.create_default_context())
+        assert status(url, looker, trusting)[0] == 200
+
+
+def test_with_mutual_tls_metrics_are_for_who_has_a_certificate(tmp_path):
+    authority = Authority()
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    mine = authority.issue("prometheus").write(tmp_path, "prometheus")
+    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    with scraped(tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "ca.pem")) as address:
+        trusting = ssl.create_default_context(cadata=authority.pem.decode())
+        with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
+            status(f"https://{address}/metrics", context=trusting)
+        trusting.load_cert_chain(*mine)
+        assert status(f"https://{address}/metrics", context=trusting)[0] == 200
+
+
+def test_any_other_path_says_where_the_metrics_are_and_tells_nothing_else():
+    with scraped() as address:
+        assert status(f"http://{address}/") == (404, "the metrics are at /metrics\n")
+        assert status(f"http://{address}/metrics?x=1")[0] == 200
+        with socket.create_connection(address.split(":"), timeout=10) as line:
+            line.sendall(b"DELETE /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            head = line.makefile("rb").read().decode()
+        assert head.startswith("HTTP/1.1 501 ")
+        assert "Python" not in head
+
+
+def test_connections_that_say_nothing_are_closed_and_hold_nobody_up_for_long(monkeypatch):
+    monkeypatch.setattr(scraping, "PATIENCE", 1.5)
+    monkeypatch.setattr(scraping._Handler, "timeout", 1.5)
+    with scraped() as address, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(scraping.AT_ONCE)]
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            status(f"http://{address}/metrics")
+        for line in idle:
+            line.settimeout(5)
+            assert line.recv(1) == b""
+        assert status(f"http://{address}/metrics")[0] == 200
+        idle[0].close()
+
+
+def test_a_port_for_metrics_that_is_taken_is_said_in_a_line(tiny):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with (
+            pytest.raises(ConfigError, match=f"cannot listen on {address}: is the port taken"),
+            server.serve_in_thread(settings(models=(tiny,), isolation="thread", metrics_address=address)),
+        ):
+            pass
+
+
+def test_scraping_a_hundred_times_leaves_no_thread_and_no_file():
+    with scraped() as address:
+        assert status(f"http://{address}/metrics")[0] == 200
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(100):
+            status(f"http://{address}/metrics")
+        time.sleep(0.2)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_prometheus_and_openmetrics_get_their_own_forms():
+    with scraped() as address:
+        for accept, kind in (
+            ("application/openmetrics-text;version=1.0.0", "application/openmetrics-text"),
+            ("text/plain", "text/plain"),
+        ):
+            asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+            with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- ours
+                assert answer.headers["Content-Type"].startswith(kind)
+                assert answer.read().decode().endswith("# EOF\n") == (kind != "text/plain")
