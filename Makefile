@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTO_VENV := .venv-protos
 PROTO_BIN := $(PROTO_VENV)/bin
+TRITON_VENV := .venv-triton
+TRITON_NEEDS := tests/e2e/requirements-triton.txt
 STUBS := clients/python
 SERVER_STUBS := service
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
@@ -12,7 +14,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup demo test soak check bench bench-torchserve bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup demo test soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -24,6 +26,12 @@ $(VENV)/.done: pyproject.toml constraints.txt
 $(PROTO_VENV)/.done:
 	$(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_BIN)/python -m pip install -q --disable-pip-version-check grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
+	touch $@
+
+# Its protobuf is older than ours, hence a venv of its own.
+$(TRITON_VENV)/.done: $(TRITON_NEEDS)
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $(TRITON_NEEDS)
 	touch $@
 
 # The Open Inference Protocol's messages are the server's alone, and their service is registered by hand: see oip/.
@@ -45,7 +53,7 @@ demo: setup  ## start the server, explain a photo of a cat, write the overlay to
 	$(BIN)/python examples/demo.py
 
 # In two halves at once: the methods keep one core at work, most of the others wait for a server.
-test: setup  ## every test, with coverage
+test: setup $(TRITON_VENV)/.done  ## every test, with coverage
 	$(BIN)/python -m coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest tests/methods >.methods.log 2>&1 & methods=$$!; \
 	$(BIN)/python -m coverage run -m pytest --ignore=tests/methods; others=$$?; \
@@ -104,8 +112,11 @@ bench: setup  ## measure, some minutes; FULL=1 measures everything and writes be
 bench-torchserve: setup  ## beside TorchServe, which gets a venv of its own and needs Java; QUICK=1 for the half of it
 	$(BIN)/python -m benchmarks.torchserve $(if $(QUICK),--quick)
 
+bench-triton: setup  ## NVIDIA's perf_analyzer against camserve: PERF_ANALYZER=command; writes docs/triton-and-kserve.md
+	$(BIN)/python -m benchmarks.perf_analyzer --write $(if $(PERF_ANALYZER),--perf-analyzer "$(PERF_ANALYZER)")
+
 bench-gpu: setup  ## on a machine with a GPU, without a network: some minutes; writes benchmarks/GPU.md
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck
+	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

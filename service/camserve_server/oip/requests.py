@@ -146,7 +146,7 @@ class _Given:
 
     def flag(self) -> bool:
         """Return true or false."""
-        if self.value not in (True, False, "true", "false") or isinstance(self.value, float):
+        if not isinstance(self.value, bool) and self.value not in ("true", "false"):
             raise self.bad("true or false")
         return self.value in (True, "true")
 

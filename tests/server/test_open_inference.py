@@ -1,0 +1,613 @@
+"""A ModelInferRequest becomes the requests of our own API that it means, or is refused in its own words."""
+
+import asyncio
+import dataclasses
+import re
+import struct
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+import camserve
+from camserve.v1 import explain_pb2
+from camserve_server import images, oip
+from camserve_server.errors import InvalidArgument, NotFound, ServiceError
+from camserve_server.oip import replies, requests, servicer, tensors
+from camserve_server.oip.statistics import Statistics
+from camserve_server.oip.v2 import inference_pb2
+from camserve_server.servicer import House
+from camserve_server.types import Absent, Limits
+from robustness import hygiene, nets
+from support import PHOTOS, jpeg, serving
+
+PAGE = (Path(__file__).parents[2] / "docs/triton-and-kserve.md").read_text(encoding="utf-8")
+LIMITS = Limits()
+PHOTO = PHOTOS["rocket"].read_bytes()
+PIXELS = np.random.default_rng(3).integers(0, 256, (9, 7, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    labels = tmp_path_factory.mktemp("labels") / "labels.txt"
+    labels.write_text("cat\ndog\nowl\n3\nelk")
+    models = (f"{nets.TINY}&labels={labels}", "parts=coloured:Colours?size=32", "finder=coloured:Finder?size=32")
+    with serving(models=models, device="cpu", threads=1, max_queue_delay_ms=0.25) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def line(served):
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
+def message(*, image=(), raw=None, datatype="BYTES", shape=(1,), **more):
+    """A message with one image; parameters are written as a client would."""
+    given = more.pop("parameters", {})
+    made = inference_pb2.ModelInferRequest(**more)
+    tensor = made.inputs.add(name="image", datatype=datatype, shape=shape)
+    if raw is None:
+        tensor.contents.bytes_contents.extend(image or [PHOTO])
+    else:
+        made.raw_input_contents.append(raw)
+    for name, value in given.items():
+        kind = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}[type(value)]
+        setattr(made.parameters[name], kind, value)
+    return made
+
+
+def asked(served, **how):
+    return requests.read_infer(message(**how), served.pipeline.models, LIMITS)
+
+
+def refusal(act, kind=ServiceError):
+    with pytest.raises(kind) as caught:
+        act()
+    return caught.value
+
+
+def call(line, rpc, request, timeout=30):
+    answer = getattr(inference_pb2, f"{rpc}Response").FromString
+    return line.unary_unary(f"/{oip.NAME}/{rpc}", type(request).SerializeToString, answer)(request, timeout=timeout)
+
+
+# -------------------------------------------------------------------------------------------------- what it means
+
+
+def test_a_message_without_parameters_asks_for_gradcam_of_the_predicted_class_and_all_outputs(served):
+    found = asked(served)
+
+    assert found.question == explain_pb2.ExplainRequest(
+        model="tiny",
+        methods=[explain_pb2.Method(name="gradcam")],
+        rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG, heatmap=True),
+        max_predictions=0,
+    )
+    assert found.outputs == tuple(replies.OUTPUTS)
+    assert found.about(b"photo").image == b"photo"
+
+
+def test_every_parameter_has_its_place_in_the_request(served):
+    given = {
+        "method": "smoothgrad",
+        "samples": 3,
+        "noise": 0.25,
+        "target": "owl",
+        "layer": "0",
+        "augmentation_smoothing": True,
+        "eigen_smoothing": False,
+        "overlay": "png",
+        "colormap": "turbo",
+        "alpha": 0.25,
+        "max_side": 64,
+        "quality": 70,
+        "profile": "captum",
+        "timeout": 1_500_000,
+        "priority": 3,
+        "triton_whatever": "ignored",
+    }
+    found = asked(served, parameters=given, outputs=[{"name": "overlay"}])
+
+    assert found.seconds == 1.5
+    assert found.question == explain_pb2.ExplainRequest(
+        model="tiny",
+        methods=[
+            explain_pb2.Method(
+                name="smoothgrad",
+                parameters={"samples": explain_pb2.Parameter(number=3), "noise": explain_pb2.Parameter(number=0.25)},
+                augmentation_smoothing=True,
+            )
+        ],
+        targets=[explain_pb2.Target(label="owl")],
+        layers=["0"],
+        rendering=explain_pb2.Rendering(
+            overlay=explain_pb2.IMAGE_FORMAT_PNG,
+            colormap="turbo",
+            alpha=0.25,
+            max_side=64,
+            quality=70,
+            profile=explain_pb2.PROFILE_CAPTUM,
+        ),
+        max_predictions=0,
+    )
+
+
+def test_numbers_and_flags_may_be_written_as_texts(served):
+    texts = {"alpha": "0.25", "max_side": "64", "eigen_smoothing": "true", "target": "2", "timeout": "10"}
+    values = {"alpha": 0.25, "max_side": 64, "eigen_smoothing": True, "target": 2, "timeout": 10}
+
+    assert asked(served, parameters=texts) == asked(served, parameters=values)
+
+
+NAMES = {name: explain_pb2.ClassName(label=name) for name in ("cat", "dog")} | {
+    "3": explain_pb2.ClassName(class_index=3)
+}
+TARGETS = {
+    "owl": explain_pb2.Target(label="owl"),
+    "3": explain_pb2.Target(class_index=3),
+    "cat vs dog": explain_pb2.Target(contrast=explain_pb2.Contrast(why=NAMES["cat"], why_not=NAMES["dog"])),
+    "3 vs dog": explain_pb2.Target(contrast=explain_pb2.Contrast(why=NAMES["3"], why_not=NAMES["dog"])),
+    "probability:3": explain_pb2.Target(class_index=3, softmax=True),
+    "probability: cat": explain_pb2.Target(label="cat", softmax=True),
+    "finer:cat": explain_pb2.Target(finer=explain_pb2.Finer(why=NAMES["cat"])),
+}
+
+
+@pytest.mark.parametrize("text", TARGETS)
+def test_a_target_is_written_as_on_the_command_line(served, text):
+    assert list(asked(served, parameters={"target": text}).question.targets) == [TARGETS[text]]
+
+
+def test_a_class_of_a_segmentation_or_of_a_detector_is_what_such_a_model_can_explain(served):
+    segment = asked(served, model_name="parts", parameters={"target": 1}).question.targets
+    found = asked(served, model_name="finder", parameters={"target": "1"}).question.targets
+
+    assert list(segment) == [explain_pb2.Target(segment={"class_name": {"class_index": 1}})]
+    assert list(found) == [explain_pb2.Target(detection={"class_name": {"class_index": 1}})]
+
+
+def test_what_is_not_wanted_is_not_made(served):
+    question = asked(served, outputs=[{"name": "label"}, {"name": "score"}, {"name": "label"}])
+
+    assert question.outputs == ("label", "score")
+    assert question.question.rendering == explain_pb2.Rendering()
+
+
+# ------------------------------------------------------------------------------------------------------- tensors
+
+
+def files_of(**how):
+    return tensors.read_images(message(**how), LIMITS)
+
+
+def test_files_come_raw_after_their_lengths_or_as_contents():
+    raw = tensors.element(b"one") + tensors.element(b"") + tensors.element(b"three")
+
+    assert files_of(raw=raw, shape=(3, 1)) == [b"one", b"", b"three"]
+    assert files_of(image=[b"one", b"two"], shape=(2,)) == [b"one", b"two"]
+
+
+def decoded(file):
+    return images.decode(file, LIMITS)
+
+
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("count", [None, 1, 2])
+def test_pixels_arrive_as_they_were_whatever_their_layout(planes, count):
+    array = PIXELS if count is None else np.stack([PIXELS + np.uint8(place) for place in range(count)])
+    sent = np.ascontiguousarray(np.moveaxis(array, -1, -3)) if planes else array
+    for datatype, values in (("UINT8", sent), ("FP32", (sent / np.float32(255)).astype("<f4"))):
+        found = files_of(raw=values.tobytes(), datatype=datatype, shape=sent.shape)
+
+        assert len(found) == (count or 1)
+        for file, image in zip(found, array.reshape(-1, *PIXELS.shape), strict=True):
+            np.testing.assert_array_equal(decoded(file), image)
+
+
+def typed(datatype, field, values, shape=PIXELS.shape):
+    made = inference_pb2.ModelInferRequest()
+    tensor = made.inputs.add(name="image", datatype=datatype, shape=shape)
+    getattr(tensor.contents, field).extend(values)
+    return made
+
+
+def test_pixels_may_be_sent_one_by_one():
+    whole = typed("UINT8", "uint_contents", PIXELS.ravel().tolist())
+    floats = typed("FP32", "fp32_contents", (PIXELS.ravel() / 255).tolist())
+    for made in (whole, floats):
+        (file,) = tensors.read_images(made, LIMITS)
+        np.testing.assert_array_equal(decoded(file), PIXELS)
+
+
+def test_many_values_are_read_a_part_at_a_time(monkeypatch):
+    monkeypatch.setattr(tensors, "_TOGETHER", 10)
+    (file,) = tensors.read_images(typed("UINT8", "uint_contents", PIXELS.ravel().tolist()), LIMITS)
+
+    np.testing.assert_array_equal(decoded(file), PIXELS)
+
+
+def two_inputs():
+    made = message()
+    made.inputs.add(name="image", datatype="BYTES", shape=[1])
+    return made
+
+
+def named(name):
+    made = message()
+    made.inputs[0].name = name
+    return made
+
+
+def shared():
+    made = message()
+    made.inputs[0].parameters["shared_memory_region"].string_param = "region"
+    return made
+
+
+def both():
+    made = message(raw=tensors.element(PHOTO))
+    made.inputs[0].contents.bytes_contents.append(PHOTO)
+    return made
+
+
+PLAIN = PIXELS.tobytes()
+WRONG = {
+    "no input": (inference_pb2.ModelInferRequest, "inputs", "give one input, image"),
+    "two inputs": (two_inputs, "inputs", "give one input, image"),
+    "another name": (lambda: named("pixels"), "inputs[0].name", 'unknown input "pixels": there is image'),
+    "shared memory": (shared, "inputs[0].parameters", 'takes no parameter "shared_memory_region"'),
+    "both places": (both, "raw_input_contents", "then no input has contents"),
+    "another kind": (
+        lambda: message(datatype="FP64"),
+        "inputs[0].datatype",
+        'BYTES (files), UINT8 or FP32 (pixels), not "FP64"',
+    ),
+    "no shape": (lambda: message(shape=()), "inputs[0].shape", "nothing has the shape []"),
+    "nothing": (lambda: message(shape=(0,)), "inputs[0].shape", "nothing has the shape [0]"),
+    "less than nothing": (lambda: message(shape=(-1, 1)), "inputs[0].shape", "nothing has the shape [-1, 1]"),
+    "files in a square": (lambda: message(shape=(1, 2)), "inputs[0].shape", "[N] or [N,1], not [1, 2]"),
+    "nine files": (lambda: message(shape=(9,)), "inputs[0].shape", "9 images, and 8 is the limit"),
+    "a bare file": (lambda: message(raw=PHOTO), "inputs[0]", "each follows its length"),
+    "too few files": (lambda: message(shape=(2,)), "inputs[0]", "1 files, and the shape says 2"),
+    "a plane": (
+        lambda: message(raw=bytes(63), datatype="UINT8", shape=(9, 7)),
+        "inputs[0].shape",
+        "[N,H,W,3] or [N,3,H,W], or that of one image, and not [9, 7]",
+    ),
+    "four colours": (lambda: message(raw=bytes(24), datatype="UINT8", shape=(2, 3, 4)), "inputs[0].shape", "[2, 3, 4]"),
+    "too few pixels": (
+        lambda: message(raw=PLAIN[1:], datatype="UINT8", shape=PIXELS.shape),
+        "inputs[0]",
+        "188 values do not fill the shape [9, 7, 3]",
+    ),
+    "half a number": (
+        lambda: message(raw=bytes(755), datatype="FP32", shape=PIXELS.shape),
+        "inputs[0]",
+        "188.75 values do not fill",
+    ),
+    "a huge shape": (
+        lambda: message(raw=PLAIN, datatype="UINT8", shape=(2**62, 2**62, 3)),
+        "inputs[0]",
+        "189 values do not fill the shape",
+    ),
+    "beyond a byte": (
+        lambda: typed("UINT8", "uint_contents", [256] * 189),
+        "inputs[0].contents",
+        "UINT8 values are 0 to 255",
+    ),
+    "normalised": (
+        lambda: message(raw=np.full(189, -1.5, "<f4").tobytes(), datatype="FP32", shape=PIXELS.shape),
+        "inputs[0]",
+        "before any mean and standard deviation",
+    ),
+    "not a number": (
+        lambda: message(raw=np.full(189, np.nan, "<f4").tobytes(), datatype="FP32", shape=PIXELS.shape),
+        "inputs[0]",
+        "FP32 pixels are 0 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_tensor_that_is_none_is_refused_by_what_is_wrong_with_it(what):
+    make, field, words = WRONG[what]
+    error = refusal(lambda: tensors.read_images(make(), LIMITS), InvalidArgument)
+
+    assert error.field == field
+    assert words in error.message
+
+
+def test_nine_images_of_pixels_are_too_many_too():
+    error = refusal(lambda: files_of(raw=bytes(9 * 12), datatype="UINT8", shape=(9, 2, 2, 3)), InvalidArgument)
+
+    assert error.message == "9 images, and 8 is the limit"
+
+
+# --------------------------------------------------------------------------------------- what is wrong with the rest
+
+REFUSED = {
+    "grdcam": ({"method": "grdcam"}, 'parameters["method"]', '(did you mean "gradcam"?)'),
+    "no text": ({"method": 3}, 'parameters["method"]', "method is a text"),
+    "alpha": ({"alpha": 1.5}, 'parameters["alpha"]', 'parameters["alpha"] is 0 to 1, not 1.5'),
+    "alpha's kind": ({"alpha": "half"}, 'parameters["alpha"]', "alpha is a number"),
+    "a flag for a number": ({"alpha": True}, 'parameters["alpha"]', "alpha is a number"),
+    "a number for a flag": ({"eigen_smoothing": 1}, 'parameters["eigen_smoothing"]', "true or false"),
+    "a fraction": ({"max_side": 64.5}, 'parameters["max_side"]', "max_side is a whole number"),
+    "below zero": ({"quality": -1}, 'parameters["quality"]', "quality is a whole number, 0 or more"),
+    "no number": ({"quality": float("nan")}, 'parameters["quality"]', "quality is a whole number"),
+    "endless": ({"max_side": float("inf")}, 'parameters["max_side"]', "max_side is a whole number"),
+    "quality": ({"quality": 101}, 'parameters["quality"]', 'parameters["quality"] is 0 to 100'),
+    "overlay": ({"overlay": "jpg"}, 'parameters["overlay"]', 'one of jpeg, png, webp (did you mean "jpeg"?)'),
+    "profile": ({"profile": "captm"}, 'parameters["profile"]', '(did you mean "captum"?)'),
+    "colormap": ({"colormap": "jett"}, 'parameters["colormap"]', "jet"),
+    "target": ({"target": "oul"}, 'parameters["target"]', '(did you mean "owl"?)'),
+    "index": ({"target": 5}, 'parameters["target"]', "there is no class 5"),
+    "huge index": ({"target": "9" * 30}, 'parameters["target"]', "a label, or a class's index"),
+    "negative index": ({"target": -1}, 'parameters["target"]', "target is a whole number"),
+    "same classes": ({"target": "cat vs cat"}, 'parameters["target"]', "two different classes"),
+    "layer": ({"layer": "9"}, 'parameters["layer"]', "unknown layer"),
+    "range": ({"method": "smoothgrad", "samples": 0}, 'parameters["samples"]', 'parameters["samples"] is 1 to'),
+    "choice": (
+        {"method": "gradcam_plus_plus", "variant": "papr"},
+        'parameters["variant"]',
+        '(did you mean "paper"?)',
+    ),
+    "of no method": ({"samples": 3}, "parameters", 'there is no parameter "samples"'),
+    "misspelt": ({"methd": "gradcam"}, "parameters", '(did you mean "method"?)'),
+    "misspelt of its own": ({"method": "smoothgrad", "sampels": 3}, "parameters", '(did you mean "samples"?)'),
+    "timeout": ({"timeout": -5}, 'parameters["timeout"]', "timeout is a whole number"),
+    "eigen": ({"method": "saliency", "eigen_smoothing": True}, 'parameters["eigen_smoothing"]', "principal component"),
+}
+
+
+def field_of(error):
+    assert hygiene.faults(error) == []
+    return hygiene.field_of(error)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_parameter_is_refused_by_its_own_name(line, what):
+    given, field, words = REFUSED[what]
+    with pytest.raises(grpc.RpcError) as caught:
+        call(line, "ModelInfer", message(parameters=given))
+
+    assert field_of(caught.value) == field
+    assert words in caught.value.details()
+    assert caught.value.code().name in ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION")
+
+
+def test_a_parameter_without_a_value_is_refused(served):
+    made = message()
+    made.parameters["alpha"].SetInParent()
+
+    error = refusal(lambda: requests.read_infer(made, served.pipeline.models, LIMITS), InvalidArgument)
+    assert (error.field, error.message) == ('parameters["alpha"]', "alpha is a number")
+
+
+def test_an_output_that_there_is_not_and_one_in_shared_memory_are_refused(served):
+    unknown = refusal(lambda: asked(served, outputs=[{"name": "label"}, {"name": "overlai"}]), NotFound)
+    kept = message(outputs=[{"name": "overlay"}])
+    kept.outputs[0].parameters["shared_memory_region"].string_param = "region"
+
+    assert (unknown.field, "overlay" in unknown.message) == ("outputs[1].name", True)
+    error = refusal(lambda: requests.read_infer(kept, served.pipeline.models, LIMITS), InvalidArgument)
+    assert error.field == "outputs[0].parameters"
+
+
+def test_one_bad_image_of_several_is_said_which(line):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(line, "ModelInfer", message(image=[PHOTO, b"no image", PHOTO], shape=(3,)))
+
+    assert caught.value.details() == "image 2 of 3: not a JPEG, PNG, WebP or BMP file"
+    assert field_of(caught.value) == "inputs[0]"
+
+
+def test_a_version_that_does_not_answer_and_a_model_that_is_unknown_are_not_found(line):
+    for request, field in (
+        (message(model_name="tiny", model_version="2"), "model_version"),
+        (message(model_name="tny"), "model_name"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(line, "ModelInfer", request)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert field_of(caught.value) == field
+    with pytest.raises(grpc.RpcError) as caught:
+        call(line, "ModelMetadata", inference_pb2.ModelMetadataRequest(name="tiny", version="x"))
+    assert field_of(caught.value) == "version"
+
+
+def test_loading_is_refused_where_it_is_off_and_what_it_does_not_know_is_named(line):
+    def load(**given):
+        request = inference_pb2.RepositoryModelLoadRequest(model_name="tiny")
+        for name, value in given.items():
+            request.parameters[name].string_param = value
+        with pytest.raises(grpc.RpcError) as caught:
+            call(line, "RepositoryModelLoad", request)
+        return caught.value.code().name, field_of(caught.value), caught.value.details()
+
+    assert load()[0] == "FAILED_PRECONDITION"
+    assert load(sha256="x")[:2] == ("INVALID_ARGUMENT", 'parameters["sha256"]')
+    assert load(config="{}")[1:] == (
+        "parameters",
+        'a model is loaded with the texts weights and sha256, and no "config"',
+    )
+    for request in (
+        inference_pb2.RepositoryModelUnloadRequest(repository_name="r", model_name="tiny"),
+        inference_pb2.RepositoryIndexRequest(repository_name="r"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(line, type(request).DESCRIPTOR.name.removesuffix("Request"), request)
+        assert field_of(caught.value) == "repository_name"
+    with pytest.raises(grpc.RpcError) as caught:
+        call(line, "RepositoryModelUnload", inference_pb2.RepositoryModelUnloadRequest())
+    assert field_of(caught.value) == "model_name"
+
+
+# --------------------------------------------------------------------------------------------------- what comes back
+
+
+def test_the_answer_is_our_own_apis(served, line):
+    given = {"method": "hirescam", "target": "owl", "overlay": "png", "colormap": "turbo"}
+    found = call(line, "ModelInfer", message(id="mine", parameters=given))
+    with camserve.Client(served.address) as client:
+        ours = client.explain(
+            PHOTO, methods="hirescam", targets="owl", overlay="png", colormap="turbo", heatmap=True
+        ).explanations[0]
+    values = dict(zip([one.name for one in found.outputs], found.raw_output_contents, strict=True))
+
+    assert (found.id, found.model_name, found.model_version) == ("mine", "tiny", "1")
+    assert values["overlay"] == tensors.element(ours.overlay)
+    assert values["heatmap"] == ours.heatmap.astype("<f4").tobytes()
+    assert values["label"] == tensors.element(b"owl")
+    assert struct.unpack("<q", values["class_id"]) == (2,)
+    assert struct.unpack("<f", values["score"]) == (pytest.approx(ours.score, rel=1e-7),)
+    assert values["verdict"] == tensors.element(ours.verdict.encode())
+    assert [list(one.shape) for one in found.outputs] == [
+        [1, 1],
+        [1, *ours.heatmap.shape],
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        [1, 1],
+    ]
+
+
+@pytest.mark.parametrize("model", ["parts", "finder"])
+def test_a_segmentation_and_a_detector_are_explained(line, model):
+    image = np.zeros((64, 64, 3), np.uint8)
+    image[16:40, 16:40] = (255, 0, 0)
+    found = call(line, "ModelInfer", message(image=[jpeg(image)], model_name=model, parameters={"target": 1}))
+
+    assert struct.unpack("<q", found.raw_output_contents[2]) == (1,)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({"timeout": 1000}, 30), ({}, 0.05)])
+def test_a_message_that_takes_too_long_is_late_by_its_own_timeout_and_by_the_calls(line, given, seconds):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(line, "ModelInfer", message(parameters={"method": "rise", "samples": 4000, **given}), timeout=seconds)
+
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_the_configuration_tells_how_long_rows_are_held_back(line):
+    config = call(line, "ModelConfig", inference_pb2.ModelConfigRequest(name="tiny")).config
+
+    assert config.dynamic_batching.max_queue_delay_microseconds == 250
+    assert (config.max_batch_size, config.model_transaction_policy.decoupled) == (LIMITS.images, False)
+
+
+def test_a_fault_of_ours_in_a_stream_is_answered_without_its_words(line, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("secret")
+
+    ask = line.stream_stream(
+        f"/{oip.NAME}/ModelStreamInfer",
+        inference_pb2.ModelInferRequest.SerializeToString,
+        inference_pb2.ModelStreamInferResponse.FromString,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(servicer, "infer_response", broken)
+        (answer,) = ask(iter([message(id="x")]), timeout=30)
+
+    assert answer.error_message.startswith("internal error; the server's log has more under request id ")
+    assert answer.infer_response.id == "x"
+
+
+def test_the_statistics_of_a_version_begin_with_it_and_failures_are_counted(served):
+    model = served.pipeline.models["tiny"]
+    found = Statistics()
+    timing = explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=4)
+    answer = explain_pb2.ExplainResponse(timing=timing)
+    for _ in range(4):
+        found.succeeded(model, 0.5, [answer, answer])
+    found.failed(model, 0.25)
+    told = found.of(model)
+
+    assert (told.inference_count, told.execution_count) == (8, 2)
+    stats = told.inference_stats
+    assert (stats.success.count, stats.success.ns, stats.fail.count, stats.fail.ns) == (4, 2e9, 1, 0.25e9)
+    stages = (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
+    assert [(one.count, one.ns) for one in stages] == [(4, 8e6), (4, 4e6), (4, 12e6), (4, 16e6)]
+    assert found.of(dataclasses.replace(model, version=2)).inference_count == 0
+
+
+def test_statistics_without_a_name_are_of_all_models(line):
+    found = call(line, "ModelStatistics", inference_pb2.ModelStatisticsRequest()).model_stats
+
+    assert [one.name for one in found] == ["tiny", "parts", "finder"]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("loading", ("LOADING", "")),
+        ("failed", ("UNAVAILABLE", "it could not be loaded; the server's log says why")),
+        ("unloading", ("UNLOADING", "it finishes what was accepted")),
+        ("unloaded", ("UNAVAILABLE", "unloaded")),
+    ],
+)
+def test_the_index_says_of_a_model_that_does_not_answer_why(state, said):
+    index = replies.index_of(Absent("net", "timm:net", state))
+
+    assert (index.name, index.version, index.state, index.reason) == ("net", "", *said)
+
+
+def test_a_server_that_is_not_warm_is_live_and_not_ready():
+    class Context:
+        def time_remaining(self):
+            return None
+
+        def invocation_metadata(self):
+            return ()
+
+        def peer(self):
+            return "unix:"
+
+        def set_trailing_metadata(self, _trailers):
+            pass
+
+    async def ask():
+        asked = oip.InferenceServicer(House(1), lambda: False, 0)
+        live = await asked.ServerLive(inference_pb2.ServerLiveRequest(), Context())
+        ready = await asked.ServerReady(inference_pb2.ServerReadyRequest(), Context())
+        model = await asked.ModelReady(inference_pb2.ModelReadyRequest(name="tiny"), Context())
+        return live.live, ready.ready, model.ready
+
+    assert asyncio.run(ask()) == (True, False, False)
+
+
+def test_reflection_tells_of_the_service_by_its_name_on_the_wire():
+    pool = oip.pool_of(["grpc.health.v1.Health"])
+    service = pool.FindServiceByName("inference.GRPCInferenceService")
+
+    assert {rpc.name for rpc in service.methods} == {rpc.name for rpc in oip.SERVICE.methods}
+    assert service.methods_by_name["ModelInfer"].input_type.full_name == "inference.ModelInferRequest"
+    fields = pool.FindMessageTypeByName("inference.ModelInferRequest").fields
+    assert [(one.name, one.number) for one in fields] == [
+        (one.name, one.number) for one in inference_pb2.ModelInferRequest.DESCRIPTOR.fields
+    ]
+    with pytest.raises(KeyError):
+        pool.FindMessageTypeByName("open_inference.v2.ModelInferRequest")
+
+
+# ------------------------------------------------------------------------------------------------------ the document
+
+
+def table(name):
+    text = re.search(rf"<!-- {name}:.*?-->\n(.*?)\n<!-- /{name} -->", PAGE, re.DOTALL).group(1)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()[2:]]
+
+
+def test_the_page_lists_every_parameter():
+    assert [row[0].strip("`") for row in table("parameters")] == list(requests._WRITERS)
+
+
+def test_the_page_lists_every_output_with_its_kind_and_shape():
+    found = [[cell.strip("`") for cell in row[:3]] for row in table("outputs")]
+
+    assert found == [
+        [name, one.datatype, str(["N", *one.dims]).replace("'", "").replace(" ", "")]
+        for name, one in replies.OUTPUTS.items()
+    ]
