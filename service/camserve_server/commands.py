@@ -1,6 +1,7 @@
 """What `camserve-server` can do: serve, and explain files without a network."""
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from camserve_server.errors import ConfigError
 
 if TYPE_CHECKING:
     from camserve_server.tuning import Tuned
+    from camserve_server.types import ModelInfo
 
 BUSY = 0.25  # share of the cores that others may keep at work: threads that compute together wait for the last one
 
@@ -76,6 +78,42 @@ def serve(path: str | None, **flags: Any) -> int:
         if settings.isolation == "process":
             workers.open_nursery()
         return asyncio.run(server.serve_until_signal(settings))
+
+
+@program.command("check-config")
+@click.argument("path", metavar="FILE", required=False)
+@click.option("--load", is_flag=True, help="Load every model too, and show what was found in it.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of such a file, for editors, in place of checking.")
+def check_config(path: str | None, *, load: bool, schema: bool) -> int:
+    """Say all that is wrong with a TOML file of settings; exit with 1 if anything is.
+
+    No model is loaded without --load. The environment and flags, which may add to the file when it is served, are left
+    out. With the first line `#:schema ./camserve.schema.json` in it, and that file written by --schema, editors such as
+    VS Code complete and check settings while they are written.
+    """
+    if schema:
+        click.echo(json.dumps(config.schema(), indent=2))
+        return 0
+    if path is None:
+        raise click.UsageError("name the FILE to check, or ask for its --schema")
+    from camserve_server import checking  # noqa: PLC0415 -- torch takes seconds, which --help need not
+
+    logs.configure("error", "text")
+    seen: list[ModelInfo] = []
+    faults = checking.check(path, seen.append if load else None)
+    for info in seen:
+        click.echo(_shown(info))
+    for fault in faults:
+        click.echo(f"{path}:{fault.line}: {fault.words}" if fault.line else f"{path}: {fault.words}", err=True)
+    summary = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "nothing is wrong"
+    click.echo(f"{path}: {summary}", err=bool(faults))
+    return int(bool(faults))
+
+
+def _shown(info: "ModelInfo") -> str:
+    labels = f'"{info.labels[0]}" to "{info.labels[-1]}"' if info.labels else "without labels"
+    size = "x".join(map(str, info.preprocess.size))
+    return f"{info.name}: {info.source}, {size} pixels, {info.classes} classes, {labels}; layer {info.default_layer}"
 
 
 @program.group()

@@ -195,10 +195,35 @@ def load(
     known = Settings.model_fields
     values |= {name: environment[key] for name in known if (key := ENVIRONMENT + name.upper()) in environment}
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    faults = faults_of(values)
+    if faults:
+        raise ConfigError("; ".join(words for _, words in faults))
+    return Settings.model_validate(values)
+
+
+def faults_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return all that is wrong with settings, each as the setting's name and words for the operator."""
     try:
-        return Settings.model_validate(values)
+        Settings.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(map(_words, error.errors()))) from error
+        return [(str(one["loc"][0]), _words(one)) for one in error.errors()]
+    return []
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a file of settings, by which editors complete and check it as it is written."""
+    made = Settings.model_json_schema()
+    for setting in made["properties"].values():
+        del setting["title"]  # the name once more
+    made["properties"]["models"]["items"]["pattern"] = r"^([\w.-]+=)?([\w.]+:)?[^?]+(\?.*)?$"
+    return (
+        {"$schema": "http://json-schema.org/draft-07/schema#"}
+        | made
+        | {
+            "title": "Settings of camserve-server",
+            "description": "The file of `camserve-server serve --config FILE`.",
+        }
+    )
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -262,11 +262,13 @@ class _Axis:
         photo: length before the resize.
         resized: length after it.
         crop: length of the model's input.
+        floors: as `Preprocess` has it.
     """
 
     photo: int
     resized: int
     crop: int
+    floors: bool = False
 
     @property
     def pad(self) -> int:
@@ -275,8 +277,9 @@ class _Axis:
 
     @property
     def start(self) -> int:
-        """First pixel of the resized photo that is kept; rounds half to even, as torchvision does."""
-        return max(0, round((self.resized - self.crop) / 2))
+        """First pixel of the resized photo that is kept."""
+        spare = max(0, self.resized - self.crop)
+        return spare // 2 if self.floors else round(spare / 2)  # half to even
 
     @property
     def stop(self) -> int:
@@ -310,7 +313,8 @@ def fit(photo: Pixels, preprocess: Preprocess) -> tuple[Pixels, Box]:
         photo's pixels, which then reaches beyond the photo's edges.
     """
     resized = _resized_size((photo.shape[0], photo.shape[1]), preprocess.resize)
-    rows, columns = (_Axis(*lengths) for lengths in zip(photo.shape[:2], resized, preprocess.size, strict=True))
+    lengths = zip(photo.shape[:2], resized, preprocess.size, strict=True)
+    rows, columns = (_Axis(*each, preprocess.floors) for each in lengths)
     seen = _resampler(rows, columns, preprocess)(photo, rows, columns, preprocess.interpolation)
     (top, bottom), (left, right) = rows.edges, columns.edges
     return _padded(seen, rows, columns), Box(left, top, right, bottom)

@@ -29,6 +29,7 @@ from camserve_server.errors import ConfigError
 from camserve_server.fleet import LOADING, Fleet, Well
 from camserve_server.hardware import cores
 from camserve_server.lifecycle import Lifecycle
+from camserve_server.methods import add_plugins
 from camserve_server.models import ModelSpec, parse
 from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
@@ -82,9 +83,10 @@ async def opened(
         told: who hears of batches, models and engines, if somebody does.
 
     Raises:
-        ConfigError: no model can be loaded.
+        ConfigError: no model can be loaded, or a plugin cannot.
     """
     specs = named(settings.models)
+    add_plugins()
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
         async with Fleet(settings, well, told) as fleet:
             lifecycle = Lifecycle(fleet, specs, settings)

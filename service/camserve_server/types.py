@@ -82,6 +82,8 @@ class Preprocess:
         interpolation: "nearest", or antialiased "bilinear" or "bicubic".
         mean: subtracted per channel from RGB values 0 to 1.
         std: divides each channel after that.
+        floors: whether a crop that cannot be quite in the middle always begins half a pixel early, as transformers has
+            it; else half a pixel is rounded to even, as torchvision has it.
     """
 
     size: tuple[int, int]
@@ -89,6 +91,7 @@ class Preprocess:
     interpolation: Literal["nearest", "bilinear", "bicubic"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    floors: bool = False
 
 
 @dataclass(frozen=True, slots=True)

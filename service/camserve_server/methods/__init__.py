@@ -1,7 +1,10 @@
 """Every method by its name. Adding one is a pure function in this folder and a line here."""
 
+import re
 from dataclasses import replace
+from typing import get_args
 
+from camserve_server import plugins
 from camserve_server.methods import attention, baselines, cams, gradients, perturbation, surrogate
 from camserve_server.methods.kinds import (
     Attention,
@@ -221,6 +224,27 @@ METHODS: dict[str, Method] = {
     "edges": Baseline(baselines.edges, "Adebayo et al. 2018, arXiv:1810.03292"),
 }
 
+_BUILT_IN = frozenset(METHODS)
+
+
+def add_plugins() -> None:
+    """Put the methods that other packages bring among the rest; those that are there already stay.
+
+    Raises:
+        ConfigError: one cannot be loaded, is no method, or has a name that is taken.
+    """
+    for name, entry in plugins.found(plugins.METHODS).items():
+        if name in _BUILT_IN or not re.fullmatch("[a-z][a-z0-9_]*", name):
+            raise plugins.refused(
+                entry, "a name is of small letters, digits and underscores, and not one of camserve's"
+            )
+        method = plugins.loaded(entry)
+        if not isinstance(method, get_args(Method)):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Method))
+            raise plugins.refused(entry, f"that is a {type(method).__name__}, and a method is one of {kinds}")
+        METHODS[name] = method
+
+
 __all__ = [
     "METHODS",
     "Attention",
@@ -236,6 +260,7 @@ __all__ = [
     "Saliency",
     "Scene",
     "Windows",
+    "add_plugins",
     "formula",
     "summary",
 ]

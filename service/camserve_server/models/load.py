@@ -137,7 +137,7 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
         labels = _read_labels(spec.labels) if spec.labels else source.labels
         preprocess = _sized(detectors.preprocess_of(module, source.preprocess), spec.size)
         detectors.hand_over(module, preprocess.size)
-        info = _describe(spec, Source(module, preprocess, labels), weights, device)
+        info = _describe(spec, replace(source, module=module, preprocess=preprocess, labels=labels), weights, device)
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
     return LoadedModel(info, module, quickened(module, info, compiling=spec.compile))
@@ -155,7 +155,7 @@ def _mean_float32() -> None:
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
-    trial = tasks.Trial(spec.task, source.labels)
+    trial = tasks.Trial(spec.task or source.task, source.labels)
     layers, classes = probe.probe(source.module, source.preprocess.size, device, trial)
     trunk = layers if trial.trunk is None else {name: one for name, one in layers.items() if name in trial.trunk}
     if spec.labels and len(source.labels) != classes:

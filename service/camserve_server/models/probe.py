@@ -134,14 +134,17 @@ def _watched(model: nn.Module, look: Callable[[Any, Any], tuple[Any, Any]]) -> I
 
 
 def _own(args: Any, output: Any) -> tuple[Tensor | None, Any]:
-    """Give the output of a module that returns what it got a tensor of its own, to differentiate by.
+    """Give an output a tensor of its own, to differentiate by, where others may have the tensor that is returned.
 
-    It would otherwise share the gradient of all else that is done with what it got.
+    A module that returns what it got would otherwise share the gradient of all else that is done with that. One that
+    returns several tensors may have made the others from the first, and what is behind it may take those alone: then
+    the score does not depend on the first where it is captured.
     """
     first = first_tensor(output)
-    if first is None or not any(first is part for part in pytree.tree_leaves(args)):
-        return first, output
     parts, structure = pytree.tree_flatten(output)
+    several = sum(isinstance(part, Tensor) for part in parts) > 1
+    if first is None or not (several or any(first is part for part in pytree.tree_leaves(args))):
+        return first, output
     own = first.clone()
     changed = [own if part is first else part for part in parts]
     return own, pytree.tree_unflatten(changed, structure)

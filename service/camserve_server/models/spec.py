@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 from camserve_server.errors import ConfigError, did_you_mean
@@ -14,7 +15,11 @@ EMBEDDED = "efficientnet_lite0"
 
 OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256", "task", "compile")
 
-_FORM = re.compile(r"(?:(?P<name>[\w.-]+)=)?(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+)(?:\?(?P<options>.*))?")
+_FORM = re.compile(
+    r"(?:(?P<name>[\w.-]+)=)?(?:hf:(?P<folder>[^?]+)|(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+))(?:\?(?P<options>.*))?"
+)
+_NAME = re.compile(r"[\w.-]*\w[\w.-]*")
+_FILES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".torchscript", ".ts", ".onnx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +28,8 @@ class ModelSpec:
 
     Attributes:
         name: in requests.
-        source: "torchvision", "timm", "embedded", or the Python module that holds the factory.
-        arch: the model's name there, or the factory's.
+        source: "torchvision", "timm", "hf", "embedded", that of a plugin, or the Python module that holds the factory.
+        arch: the model's name there, or the factory's; the last part of its folder where the source is "hf".
         weights: "default", "none", or the path of a .safetensors or .pth file. A factory's weights are what it made
             of them; "none" says that they are random, and gives random values to those that are zero.
         precision: that it runs in.
@@ -35,6 +40,7 @@ class ModelSpec:
         sha256: that the weights file must have, or nothing.
         task: what it answers with; None to find out, which cannot tell classes from numbers or embeddings.
         compile: whether what lies before its default layer is compiled when it is loaded.
+        folder: of a model that transformers saved; nothing for other sources.
     """
 
     name: str
@@ -48,6 +54,7 @@ class ModelSpec:
     sha256: str = ""
     task: Task | None = None
     compile: bool = False
+    folder: str = ""
 
     @property
     def origin(self) -> str:
@@ -66,17 +73,18 @@ def parse(text: str) -> ModelSpec:
         'timm:resnet50'
     """
     form = _FORM.fullmatch(text)
+    if not form or not form["folder"]:
+        _refuse_files(text)
     if not form:
         raise ConfigError(f'cannot read the model "{text}": write [NAME=]SOURCE:ARCH[?option=value]')
-    source, arch = form["source"] or "embedded", form["arch"]
-    if source == "embedded" and arch != EMBEDDED:
-        raise ConfigError(f'"{arch}" needs a source: write torchvision:{arch}, timm:{arch} or your.module:{arch}')
+    source, arch = _source(form)
     options = _options(text, form["options"] or "")
     classes = _number(text, "classes", options, least=0)
     if classes and options.get("weights", "default") == "default":
         raise ConfigError(f'model "{text}": classes= needs weights=PATH or weights=none; the default has its own')
     return ModelSpec(
         name=form["name"] or arch,
+        folder=form["folder"] or "",
         source=source,
         arch=arch,
         weights=options.get("weights", "default"),
@@ -88,6 +96,29 @@ def parse(text: str) -> ModelSpec:
         task=_task(text, options.get("task"), source, classes),
         compile=_switch(text, "compile", options),
     )
+
+
+def _source(form: re.Match[str]) -> tuple[str, str]:
+    """Return the source, and the model's name there."""
+    if form["folder"]:
+        arch = Path(form["folder"]).name
+        if not _NAME.fullmatch(arch):
+            raise ConfigError(f'the folder "{form["folder"]}" gives no name to call the model by: write NAME=hf:FOLDER')
+        return "hf", arch
+    source, arch = form["source"] or "embedded", form["arch"]
+    if source == "embedded" and arch != EMBEDDED:
+        raise ConfigError(f'"{arch}" needs a source: write torchvision:{arch}, timm:{arch} or your.module:{arch}')
+    return source, arch
+
+
+def _refuse_files(text: str) -> None:
+    file = text.partition("?")[0].rpartition("=")[2]
+    if file.endswith(_FILES) and (":" not in file or "/" in file):
+        raise ConfigError(
+            f'"{file}" is a file, and a model is named by its network: write SOURCE:ARCH?weights={file}, such as '
+            f"timm:resnet50?weights=… or your.module:factory?weights=…; TorchScript and ONNX files hold a program "
+            "whose layers cannot be listened to, so take the network that they were made from, and its state_dict()"
+        )
 
 
 def _options(text: str, query: str) -> dict[str, str]:

@@ -21,7 +21,8 @@ def task_of(output: Any) -> Task:
     """Tell by its output what a model answers with: boxes, a class for every pixel, or logits of classes.
 
     Boxes come as torchvision's detectors give them, in a list of dictionaries; a class for every pixel as its
-    segmentation models do, in a dictionary with an entry "out".
+    segmentation models do, in a dictionary with an entry "out". Logits may also be an output's attribute `logits`, as
+    transformers has it.
     """
     if isinstance(output, Sequence) and output and all(_has(one, OBJECT) for one in output):
         return "detect"
@@ -40,10 +41,18 @@ def values_of(output: Any, task: Task) -> Tensor:
     """
     if task == "detect":
         return pad_sequence([_objects(one) for one in output], batch_first=True, padding_value=-1.0)
-    tensor = output["out"] if _has(output, ("out",)) else first_tensor(output)
+    tensor = _tensor(output)
     if tensor is None:
         raise FailedPrecondition("the model answers with no tensor of numbers")
-    return cast("Tensor", tensor)
+    return tensor
+
+
+def _tensor(output: Any) -> Tensor | None:
+    """Return the answer among all that an output may hold: what is called so, else its first tensor of numbers."""
+    if _has(output, ("out",)):
+        return cast("Tensor", output["out"])
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else first_tensor(output)
 
 
 def _objects(found: Mapping[str, Tensor]) -> Tensor:
@@ -132,20 +141,24 @@ def _checked(output: Any, task: Task) -> Tensor:
         if not len(output[0]["scores"]):
             raise ConfigError("it finds no object in an image of noise, however unsure, so its layers cannot be told")
     elif task == "segment":
-        if _dims(output, "out") != 4:  # noqa: PLR2004 -- [batch, classes, height, width]
+        if _dims(output) != 4:  # noqa: PLR2004 -- [batch, classes, height, width]
             raise ConfigError(f"it is no segmentation: it answers with {_shown(output)}, not [batch, classes, h, w]")
-    elif isinstance(output, dict | list) or _dims(output) != 2:  # noqa: PLR2004 -- [batch, classes]
+    elif _is_several(output) or _dims(output) != 2:  # noqa: PLR2004 -- [batch, classes]
         raise ConfigError(f"it is no classifier: it answers with {_shown(output)}, not [batch, classes]")
     return values_of(output, task)
 
 
-def _dims(output: Any, entry: str = "") -> int:
-    found = output[entry] if _has(output, (entry,)) else first_tensor(output)
+def _is_several(output: Any) -> bool:
+    return isinstance(output, dict | list) and not isinstance(getattr(output, "logits", None), Tensor)
+
+
+def _dims(output: Any) -> int:
+    found = _tensor(output)
     return found.dim() if isinstance(found, Tensor) else 0
 
 
 def _shown(output: Any) -> str:
-    tensor = first_tensor(output)
+    tensor = _tensor(output)
     return f"a tensor {list(tensor.shape)}" if tensor is not None else "no tensor"
 
 

@@ -15,6 +15,7 @@ import torch
 from camserve_server import logs, process
 from camserve_server.engine import Engine
 from camserve_server.errors import Unavailable
+from camserve_server.methods import add_plugins
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
 from camserve_server.targets import anything
@@ -36,6 +37,7 @@ class Local:
     """
 
     def __init__(self, setup: Setup) -> None:
+        add_plugins()
         self._setup = setup
         self._models: dict[str, LoadedModel] = {}
         self._twins: dict[str, LoadedModel] = {}

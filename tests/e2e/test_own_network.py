@@ -1,0 +1,63 @@
+"""A user's own network, in a file of 20 lines with its labels, is served by one entry of the configuration."""
+
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import camserve
+import camserve_server
+from camserve_server import models
+from camserve_server.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+FILE = (EXAMPLES / "my_network.py").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_the_file_as_it_is_and_it_has_no_more_than_20_lines():
+    shown = re.search(r"```python\n(\"\"\"A network of one's own.*?)```", README, re.DOTALL).group(1)
+
+    assert shown == FILE
+    assert len(FILE.splitlines()) <= 20
+
+
+@pytest.fixture
+def served(monkeypatch):
+    entry = re.search(r"--model (colours=my_network:build)\b", FILE).group(1)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with camserve_server.running(entry) as address, camserve.Client(address) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("colour", "channel"), [("red", 0), ("green", 1), ("blue", 2)])
+def test_its_labels_come_back_and_the_map_points_at_what_it_looks_at(served, colour, channel):
+    photo = np.full((64, 64, 3), 60, np.uint8)
+    photo[30:54, 6:30, channel] = 250
+    result = served.explain(photo, heatmap=True)
+    why = result.explanations[0]
+    top, left = np.unravel_index(why.heatmap.argmax(), why.heatmap.shape)
+
+    assert result.predictions[0].label == colour == why.target.label
+    assert served.model("colours").labels == ("red", "green", "blue")
+    assert 30 <= top < 54
+    assert 6 <= left < 30
+
+
+def test_torchscript_is_refused_with_what_to_do_instead(tmp_path, monkeypatch):
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # that it has no future
+        torch.jit.trace(torch.nn.Conv2d(3, 2, 3), torch.zeros(1, 3, 8, 8)).save(tmp_path / "net.pt")
+    (tmp_path / "scripted_net.py").write_text(
+        "import torch, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        f"def build():\n    return torch.nn.Sequential(torch.jit.load({str(tmp_path / 'net.pt')!r}))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    with pytest.raises(ConfigError, match=r"made TorchScript, .*make the torch.nn.Module that it was made from"):
+        models.load(models.parse("scripted_net:build"))
+    with pytest.raises(ConfigError, match="it is a TorchScript archive, which is a program"):
+        models.load(models.parse(f"torchvision:squeezenet1_1?weights={tmp_path / 'net.pt'}"))

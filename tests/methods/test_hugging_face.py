@@ -1,0 +1,430 @@
+"""Image classifiers of Hugging Face, from folders: as transformers itself has them, and nothing else."""
+
+import json
+import shutil
+import socket
+import sys
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+
+import camserve
+from camserve_server import images, models
+from camserve_server.errors import ConfigError, FailedPrecondition
+from camserve_server.methods import METHODS
+from camserve_server.models import huggingface, parse
+from camserve_server.types import ClassTarget
+from methods.tools import call, explain, gap, inputs, job, maps, noise
+from support import PHOTOS, serving
+
+hf = pytest.importorskip("transformers", reason="transformers is not installed: it comes with camserve[hf]")
+
+LABELS = {index: f"thing {index}" for index in range(5)}
+FEW = {"samples": 4, "steps": 4, "scales": 1, "top_channels": 4, "cells": 3, "k": 0.5}
+SQUARE = {"size": {"height": 64, "width": 64}}
+
+
+def vit(**more):
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(
+            hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=64,
+            patch_size=8, **{"id2label": LABELS, **more},
+        )
+    )  # fmt: skip
+
+
+def resnet():
+    sizes = {"embedding_size": 16, "hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, id2label=LABELS))
+
+
+def convnext():
+    return hf.ConvNextForImageClassification(
+        hf.ConvNextConfig(
+            hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1], layer_scale_init_value=1.0, id2label=LABELS
+        )
+    )
+
+
+def swin():
+    sizes = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}
+    return hf.SwinForImageClassification(hf.SwinConfig(**sizes, window_size=4, id2label=LABELS))
+
+
+def dino():
+    sizes = {"image_size": 64, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return hf.Dinov2ForImageClassification(hf.Dinov2Config(**sizes, id2label=LABELS))
+
+
+KINDS = {"vit": vit, "resnet": resnet, "convnext": convnext, "swin": swin, "dino": dino}
+NO_ATTENTION = {"attention_rollout", "gradient_rollout", "chefer", "legrad"}
+NO_RELU = {"guided_backprop", "deconvnet", "guided_gradcam"}
+REFUSED = {
+    "vit": NO_RELU, "dino": NO_RELU, "resnet": NO_ATTENTION, "convnext": NO_RELU | NO_ATTENTION,
+    "swin": NO_RELU | NO_ATTENTION,
+}  # fmt: skip
+"""Methods that a network has nothing for, as those of timm have not: all others explain it."""
+
+
+def processor(kind):
+    if kind in ("resnet", "convnext"):
+        return hf.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875)
+    if kind == "dino":
+        return hf.BitImageProcessor(size={"shortest_edge": 80}, crop_size={"height": 64, "width": 64})
+    return hf.ViTImageProcessor(**SQUARE)
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """A folder for each kind of network, as save_pretrained makes it; no seed of ours gives its weights."""
+    hf.utils.logging.disable_progress_bar()
+    hf.utils.logging.set_verbosity_error()
+    root = tmp_path_factory.mktemp("zoo")
+    torch.manual_seed(99)
+    for kind, make in KINDS.items():
+        made = make()
+        with torch.no_grad():
+            for weight in made.parameters():
+                weight.add_(torch.randn_like(weight) * 0.05)  # so that no bias and no class token is zero
+        made.save_pretrained(root / kind)
+        processor(kind).save_pretrained(root / kind)
+    return root
+
+
+@pytest.fixture
+def folder(zoo, tmp_path):
+    """A copy of a ViT's folder, to be changed."""
+    return shutil.copytree(zoo / "vit", tmp_path / "vit")
+
+
+def loaded(folder, options=""):
+    return models.load(parse(f"hf:{folder}{options}"))
+
+
+def theirs(folder):
+    return hf.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def changed(folder, file="config.json", **values):
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def complaint(folder, options=""):
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, options)
+    return str(caught.value)
+
+
+# --- as transformers has them ---
+
+
+@pytest.fixture(scope="module")
+def served(zoo):
+    with serving(models=tuple(f"hf:{zoo / kind}" for kind in KINDS), device="cpu") as one:
+        yield one.address
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("photo", ["chelsea", "rocket"])
+def test_predictions_are_those_of_transformers_own_pipeline(kind, photo, zoo, served):
+    pipeline = hf.pipeline("image-classification", model=str(zoo / kind), device="cpu", top_k=5)
+    expected = {one["label"]: one["score"] for one in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
+    with camserve.Client(served) as client:
+        result = client.explain(PHOTOS[photo], model=kind, top_k=5)
+
+    found = {one.label: one.probability for one in result.predictions}
+    assert found.keys() == set(LABELS.values())
+    assert max(abs(found[label] - expected[label]) for label in found) < 2e-6
+    assert all(one.verdict != "ZERO_GRADIENT" and one.overlay for one in result.explanations)
+
+
+def by_hand(net, layer, image):
+    """A layer's feature maps and the gradients of the logit of class 1 there, by autograd alone."""
+    kept = []
+
+    def keep(_module, _args, output):
+        first = output[0] if isinstance(output, tuple | dict) else output
+        kept.append(first)
+        first.retain_grad()
+
+    seen = image.clone().requires_grad_()
+    with net.get_submodule(layer).register_forward_hook(keep):
+        net(seen).logits[0, 1].backward()
+    return kept[-1].detach(), kept[-1].grad, seen.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_maps_are_those_of_gradients_by_hand(kind, zoo):
+    model, image = loaded(zoo / kind), noise(1, 64)
+    layer = model.info.default_layer
+    activations, gradients, at_input = by_hand(theirs(zoo / kind), layer, inputs(model, image))
+    if activations.dim() == 3:  # tokens, the patches last
+        activations, gradients = (one[:, -64:].transpose(1, 2).reshape(1, -1, 8, 8) for one in (activations, gradients))
+    found = maps(model, image, layer)
+    saliency = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).findings[0].heatmap
+
+    assert gap(found["gradcam"], (gradients.mean((2, 3), keepdim=True) * activations).sum(1)[0]) < 1e-5
+    assert gap(found["hirescam"], (gradients * activations).sum(1)[0]) < 1e-5
+    assert gap(saliency, at_input.abs().amax(1)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_method_explains_it_or_says_in_words_what_it_lacks(kind, zoo):
+    model, refused = loaded(zoo / kind), {}
+    for name, method in METHODS.items():
+        asked = call(name, **{one.name: FEW[one.name] for one in method.parameters if one.name in FEW})
+        try:
+            (found,) = explain(model, noise(2, 64), job(model, [asked], [ClassTarget(1)])).findings
+        except FailedPrecondition as error:
+            refused[name] = str(error)
+        else:
+            assert np.isfinite(found.heatmap).all()
+            assert np.ptp(found.heatmap) > 0 or name == "lime"  # sparse: of a net this faint nothing may be left
+
+    assert refused.keys() == REFUSED[kind]
+    assert all(
+        "no ReLU" in words or "needs attention between all of an image's patches" in words for words in refused.values()
+    )
+
+
+def test_a_module_whose_other_outputs_are_made_from_its_first_is_no_layer_to_explain(zoo):
+    """ResNetModel pools its own feature maps: what is behind it has them only pooled, and no gradient for them."""
+    layers = loaded(zoo / "resnet").info.layers
+
+    assert layers["resnet"].reason.startswith("the score does not depend on its grid")
+    assert layers["resnet.encoder"].layout
+
+
+@pytest.mark.parametrize(
+    ("make", "resize"),
+    [
+        (lambda: hf.ViTImageProcessor(**SQUARE), (64, 64)),
+        (lambda: hf.ViTImageProcessor(**SQUARE, resample=3, image_mean=[0.1, 0.2, 0.3]), (64, 64)),
+        (lambda: hf.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.75), 85),
+        (lambda: hf.ConvNextImageProcessor(size={"shortest_edge": 384}), (384, 384)),
+        (lambda: hf.CLIPImageProcessor(size={"shortest_edge": 72}, crop_size={"height": 64, "width": 64}), 72),
+        (lambda: hf.BitImageProcessor(size={"shortest_edge": 90}, crop_size={"height": 64, "width": 64}), 90),
+        (lambda: hf.EfficientNetImageProcessor(**SQUARE, rescale_offset=True, rescale_factor=1 / 127.5), (64, 64)),
+        (lambda: hf.ViTImageProcessor(**SQUARE, do_rescale=False), (64, 64)),
+        (lambda: hf.ViTImageProcessor(**SQUARE, do_normalize=False), (64, 64)),
+    ],
+)
+@pytest.mark.parametrize("photo", ["chelsea", "coffee"])
+def test_the_model_gets_what_the_processor_would_give_it(make, resize, photo):
+    theirs, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
+    preprocess = huggingface.preprocess_of(theirs, "hf:net")
+    expected = theirs(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0].float().numpy()
+    ready = images.fit(pixels, preprocess)[0].astype(np.float32) / 255
+    mean, std = np.array(preprocess.mean, np.float32), np.array(preprocess.std, np.float32)
+
+    assert preprocess.resize == resize
+    assert np.abs(((ready - mean) / std).transpose(2, 0, 1) - expected).max() < 1.01 / 255 / min(std)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hf.MobileViTImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
+        lambda: hf.BitImageProcessor(size={"shortest_edge": 64}, do_center_crop=False),
+        lambda: hf.ViTImageProcessor(do_resize=False),
+    ],
+)
+def test_a_processor_that_does_something_else_is_refused_not_guessed_at(make):
+    """The first swaps red and blue, the second keeps a photo's proportions, the third its size."""
+    with pytest.raises(ConfigError, match="does more than resize, crop to the middle and normalise"):
+        huggingface.preprocess_of(make(), "hf:net")
+
+
+# --- what the folder says ---
+
+
+def test_labels_are_those_of_the_config_and_numbers_are_none(folder):
+    assert loaded(folder).info.labels == tuple(LABELS.values())
+
+    changed(folder, id2label={str(index): f"LABEL_{index}" for index in range(5)}, label2id={})
+    info = loaded(folder).info
+    assert (info.labels, info.classes) == ((), 5)
+
+
+@pytest.mark.parametrize(
+    ("problem", "task"),
+    [("multi_label_classification", "multilabel"), ("regression", "regress"), (None, "classify")],
+)
+def test_the_task_is_what_the_config_says_unless_the_operator_does(folder, problem, task):
+    changed(folder, problem_type=problem)
+
+    assert loaded(folder).info.task == task
+    assert loaded(folder, "?task=embed").info.task == "embed"
+
+
+def test_weights_that_were_saved_in_half_precision_run_in_float32(folder):
+    vit().half().save_pretrained(folder)
+
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+    assert {weight.dtype for weight in loaded(folder).module.parameters()} == {torch.float32}
+
+
+def test_weights_in_several_files_are_read(folder, zoo):
+    net = theirs(folder)
+    (folder / "model.safetensors").unlink()
+    net.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+
+    assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
+
+
+def test_its_network_can_have_random_weights_or_those_of_another_file(folder, tmp_path):
+    random = loaded(folder, "?weights=none&size=32")
+    assert (random.info.weights, random.info.preprocess.size) == ("none", (32, 32))
+    assert random.info.digest == loaded(folder, "?weights=none&size=32").info.digest
+
+    state = theirs(folder).state_dict()
+    safetensors.torch.save_file({**state, "classifier.bias": torch.ones(5)}, tmp_path / "next.safetensors")
+    other = loaded(folder, f"?weights={tmp_path / 'next.safetensors'}")
+    assert other.info.weights == "file"
+    assert other.module.classifier.bias.tolist() == [1] * 5
+
+
+def test_a_folder_is_named_by_its_last_part_and_its_path_stays_with_the_operator(zoo):
+    spec = parse(f"hf:{zoo}/vit?precision=bfloat16")
+    assert (spec.name, spec.origin, spec.folder, spec.precision) == ("vit", "hf:vit", f"{zoo}/vit", "bfloat16")
+    assert parse("birds=hf:./models/a b/vit-1.0/").name == "birds"
+    with pytest.raises(ConfigError, match="write NAME=hf:FOLDER"):
+        parse("hf:models/..")
+
+
+# --- nothing is fetched, nothing is run ---
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """A machine that reaches nothing; whoever tries is found out."""
+    tried = []
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, lambda _socket, address: tried.append(address) or 1 / 0)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_more: tried.append(address) or 1 / 0)
+    return tried
+
+
+def test_no_connection_is_tried_whatever_the_folder_holds(folder, offline):
+    with pytest.raises(ZeroDivisionError):
+        socket.create_connection(("192.0.2.1", 80))  # planted
+    assert offline.pop()
+
+    loaded(folder)
+    changed(folder, attn_implementation="kernels-community/flash-attn", _attn_implementation="kernels-community/vit")
+    loaded(folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/else"}')
+    assert "holds an adapter" in complaint(folder)
+    assert "nothing is fetched from the Hub" in complaint("google/vit-base-patch16-224")
+    assert not offline
+
+
+CODE = """
+import pathlib
+pathlib.Path({mark!r}).touch()
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+class Config(ViTConfig):
+    model_type = {kind!r}
+class Net(ViTForImageClassification):
+    config_class = Config
+class Ready(ViTImageProcessor):
+    pass
+"""
+
+
+@pytest.mark.parametrize("kind", ["vit", "something-new"])
+def test_code_in_the_folder_is_never_run(folder, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask
+    mark = tmp_path / "it ran"
+    (folder / "theirs.py").write_text(CODE.format(mark=str(mark), kind=kind))
+    brought = {"AutoConfig": "theirs.Config", "AutoModelForImageClassification": "theirs.Net"}
+    changed(folder, model_type=kind, auto_map=brought)
+    changed(folder, huggingface.PROCESSOR, auto_map={"AutoImageProcessor": "theirs.Ready"})
+    if kind == "vit":  # one that transformers has itself
+        assert type(loaded(folder).module).__module__.startswith("transformers.")
+    else:
+        assert "cannot read its config.json" in complaint(folder)
+    assert not mark.exists()
+
+
+def test_a_pickle_is_not_read(folder, tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return (tmp_path / "it ran").touch, ()
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"classifier.weight": Planted()}, folder / "pytorch_model.bin")
+
+    assert "pytorch_model.bin is a pickle, which is not read here" in complaint(folder)
+    assert not (tmp_path / "it ran").exists()
+
+
+# --- words ---
+
+
+def no_head(folder):
+    path = folder / "model.safetensors"
+    state = {name: one for name, one in safetensors.torch.load_file(path).items() if "classifier" not in name}
+    safetensors.torch.save_file(state, path, {"format": "pt"})
+
+
+def half_a_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def other_shapes(folder):
+    changed(folder, id2label={"0": "cat", "1": "dog"}, label2id={"cat": 0, "dog": 1})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json that can be read"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
+        (
+            lambda folder: changed(folder, model_type="bert"),
+            'is a "bert", of which transformers has no image classifier',
+        ),
+        (lambda folder: changed(folder, model_type="nonsense"), "cannot read its config.json"),
+        (lambda folder: changed(folder, quantization_config={"quant_method": "bitsandbytes"}), "is quantised"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json is not there"),
+        (
+            lambda folder: (folder / "preprocessor_config.json").write_text("?"),
+            "preprocessor_config.json cannot be used",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "has no model.safetensors: save it with save_pretrained",
+        ),
+        (half_a_file, "cannot be read"),
+        (no_head, "lack classifier.bias, classifier.weight: was it trained as a classifier"),
+        (other_shapes, "classifier"),
+        (lambda folder: changed(folder, "preprocessor_config.json", size={"height": 32, "width": 32}), "32"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_in_words(folder, spoil, words):
+    spoil(folder)
+    told = complaint(folder)
+
+    assert words in told
+    assert "Traceback" not in told
+    assert len(told) < 600
+
+
+def test_without_the_extra_it_says_which_one_is_missing(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    assert 'pip install "camserve[hf]"' in complaint(folder)
+
+
+@pytest.mark.parametrize("name", ["net.pt", "folder/net.torchscript", "it=net.onnx", "net.pt?size=64"])
+def test_a_file_in_a_models_place_is_refused_with_what_to_write_instead(name):
+    with pytest.raises(ConfigError, match=r"is a file, .*SOURCE:ARCH\?weights=.*TorchScript and ONNX"):
+        parse(name)

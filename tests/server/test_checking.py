@@ -1,0 +1,178 @@
+"""check-config: all that is wrong with a file of settings, at once, where it stands."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+
+from camserve_server import commands, config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FAULTY = """\
+addres = "127.0.0.1:50051"
+address = "0.0.0.0:50051"
+threads = -3
+models = [
+  "timm:resnet81?weights=none",
+  "torchvision:resnet18?wieghts=none",
+  "a=torchvision:resnet18?weights=nothing.pth",
+  "efficientnet_lite0",
+  "efficientnet_lite0?size=64",
+  "nosuchthing:build",
+  "hf:google/vit-base-patch16-224",
+  "tim:resnet18",
+  "net.pt",
+]
+device = "gpu"
+tls_cert = "x.pem"
+tokens_file = "tokenz"
+model_folder = "nowhere"
+"""
+FAULTS = (
+    (1, 'unknown setting "addres" (did you mean "address"?)'),
+    (3, "threads = -3: "),
+    (5, 'timm has no model "resnet81" (did you mean'),
+    (6, 'has no option "wieghts" (did you mean "weights"?)'),
+    (7, "weights=nothing.pth: there is no such file"),
+    (9, 'two are called "efficientnet_lite0"'),
+    (10, '"nosuchthing" is no source, and there is no module nosuchthing either'),
+    (11, "nothing is fetched from the Hub here"),
+    (12, '"tim" is no source (did you mean "timm"?)'),
+    (13, '"net.pt" is a file'),
+    (15, 'device "gpu"'),
+    (16, "TLS needs both"),
+    (17, "cannot read tokenz"),
+    (18, "model_folder = nowhere: there is no such folder"),
+)
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Run the command in an empty folder on a file of that text; return its exit code and lines."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAMSERVE_THREADS", "none of its business")
+
+    def run(text, *options):
+        Path("camserve.toml").write_bytes(text.encode() if isinstance(text, str) else text)
+        found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml", *options])
+        return found.exit_code, found.output.splitlines()
+
+    return run
+
+
+def test_every_fault_is_told_at_once_with_its_line(check):
+    code, lines = check(FAULTY)
+
+    assert code == 1
+    assert lines[-1] == f"camserve.toml: {len(FAULTS)} faults"
+    for line, (number, words) in zip(lines, FAULTS, strict=False):
+        assert line.startswith(f"camserve.toml:{number}: ")
+        assert words in line
+
+
+def test_a_sound_file_is_said_to_be_so_and_no_model_is_loaded(check, monkeypatch):
+    monkeypatch.setattr("camserve_server.checking.models.load", lambda *_: pytest.fail("a model was loaded"))
+
+    assert check('models = ["timm:vit_base_patch16_224?weights=none", "torchvision:resnet50"]\nthreads = 2') == (
+        0,
+        ["camserve.toml: nothing is wrong"],
+    )
+
+
+def test_a_users_module_is_not_run_but_found(check, tmp_path):
+    (tmp_path / "my_nets.py").write_text("raise SystemExit('it ran')")
+
+    assert check('models = "my_nets:build"')[0] == 0
+
+
+def test_with_load_each_model_is_shown_as_it_was_found(check):
+    models = '["small=torchvision:squeezenet1_1?weights=none&size=64&classes=7", "efficientnet_lite0?size=64"]'
+    code, lines = check(f'models = {models}\ndevice = "cpu"', "--load")
+
+    assert code == 0
+    assert lines[0].startswith("small: torchvision:squeezenet1_1, 64x64 pixels, 7 classes, without labels; layer ")
+    assert lines[1].startswith(
+        'efficientnet_lite0: embedded:efficientnet_lite0, 64x64 pixels, 1000 classes, "tench" to '
+    )
+    assert lines[2] == "camserve.toml: nothing is wrong"
+
+
+def test_with_load_a_model_that_cannot_be_loaded_is_a_fault_of_its_line(check, tmp_path):
+    (tmp_path / "broken_nets.py").write_text("def build():\n    raise RuntimeError('no weights here')")
+    code, lines = check('models = [\n  "broken_nets:build",\n  "efficientnet_lite0",\n]\ndevice = "cpu"', "--load")
+
+    assert code == 1
+    assert lines[0].startswith("efficientnet_lite0: ")
+    assert lines[1].startswith("camserve.toml:2: models: ")
+    assert lines[1].endswith("RuntimeError: no weights here")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("threads = 1\nthreads: 3", "camserve.toml:2: camserve.toml is no TOML: "),
+        (b"address = '\xff'", "camserve.toml: camserve.toml is no TOML: "),
+        ("address = '0.0.0.0:1'", "camserve.toml:1: 0.0.0.0:1 can be reached from other machines"),
+        ("models = []", "camserve.toml:1: models = []: "),
+        ("models = 3", "camserve.toml:1: models = 3: "),
+        ("[server]\nthreads = 1", 'camserve.toml:1: unknown setting "server"'),
+    ],
+)
+def test_a_file_that_is_something_else_is_told_in_a_line(check, text, words):
+    code, lines = check(text)
+
+    assert (code, lines[-1]) == (1, "camserve.toml: 1 fault")
+    assert lines[0].startswith(words)
+
+
+def test_a_file_that_is_not_there_is_told(check, tmp_path):
+    check("")
+    (tmp_path / "camserve.toml").unlink()
+    found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
+
+    assert (found.exit_code, found.output.splitlines()[0]) == (
+        1, "camserve.toml: cannot read camserve.toml: No such file or directory",
+    )  # fmt: skip
+    assert "name the FILE" in CliRunner().invoke(commands.program, ["check-config"]).output
+
+
+@pytest.fixture
+def schema():
+    found = json.loads(CliRunner().invoke(commands.program, ["check-config", "--schema"]).output)
+    jsonschema.Draft7Validator.check_schema(found)
+    return jsonschema.Draft7Validator(found)
+
+
+def test_the_schema_knows_every_setting_with_its_meaning_and_default(schema):
+    listed = schema.schema["properties"]
+
+    assert list(listed) == list(config.Settings.model_fields)
+    for name, setting in config.Settings.model_fields.items():
+        assert listed[name]["description"] == setting.description
+        default = listed[name]["default"]
+        assert (tuple(default) if isinstance(default, list) else default) == setting.default
+
+
+def test_the_schema_takes_what_the_server_takes_and_refuses_what_it_refuses(schema):
+    taken = {"threads": 3, "models": ["a=timm:resnet18?weights=none", "hf:./models/vit"], "log_level": "debug"}
+    assert schema.is_valid(taken)
+    assert not config.faults_of(taken)
+    for wrong in ({"threads": -1}, {"thread": 1}, {"log_level": "loud"}, {"models": []}, {"models": ["?"]}):
+        assert not schema.is_valid(wrong)
+        assert config.faults_of(wrong) or wrong == {"models": ["?"]}  # a model's name is read later
+
+
+def test_the_example_is_sound_and_names_the_schema_by_which_editors_complete_it(schema, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(EXAMPLES)
+    text = Path("camserve.toml").read_text(encoding="utf-8")
+    found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
+
+    assert (found.exit_code, found.output) == (0, "camserve.toml: nothing is wrong\n")
+    assert text.startswith("#:schema ./camserve.schema.json\n")
+    assert schema.is_valid(tomllib.loads(text))

@@ -1,0 +1,144 @@
+"""Methods and sources of models that other packages bring."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import camserve
+import camserve_server
+from camserve_server import methods, models, plugins
+from camserve_server.errors import ConfigError
+from camserve_server.workers.local import Local
+from camserve_server.workers.messages import Setup
+from support import PHOTOS, serving
+
+SMALL = "small=torchvision:squeezenet1_1?weights=none&size=64"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The example, installed by pip into a folder of its own."""
+    root = tmp_path_factory.mktemp("plugin")
+    source = shutil.copytree(EXAMPLE, root / "source")  # pip leaves things there
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    options = ["--no-build-isolation", "--no-index", "--target", root / "there", source]
+    subprocess.run([*command, *options], check=True, timeout=100)
+    return root / "there"
+
+
+@pytest.fixture
+def table():
+    """The table of methods, as it was afterwards."""
+    kept = dict(methods.METHODS)
+    yield methods.METHODS
+    methods.METHODS.clear()
+    methods.METHODS.update(kept)
+
+
+@pytest.fixture
+def brought(tmp_path, monkeypatch, table):  # noqa: ARG001 -- what is brought is taken away again
+    """Install a package with entry points and a module; it is found by both."""
+    places = iter(range(9))
+
+    def install(entries, code="", name="planted"):
+        folder = tmp_path / str(next(places))
+        about = folder / f"{name}-1.0.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(entries)
+        (folder / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(str(folder))
+        return folder
+
+    yield install
+    for name in ("planted", "second"):
+        sys.modules.pop(name, None)
+
+
+def test_the_examples_method_and_source_work_as_soon_as_it_is_installed(installed, monkeypatch, table):
+    monkeypatch.syspath_prepend(str(installed))
+    with serving(models=("zoo:stripes?weights=none",)) as served, camserve.Client(served.address) as client:
+        listed = {one.name: one for one in client.methods()}
+        result = client.explain(PHOTOS["chelsea"], methods=["signed_layercam", "gradcam"])
+
+    assert "signed_layercam" in table
+    assert listed["signed_layercam"].summary.startswith("Weigh each value by its gradient, those that speak against")
+    assert {one.label for one in result.predictions} <= {"plain", "striped"}
+    assert [one.method for one in result.explanations] == ["signed_layercam", "gradcam"]
+    assert all(one.overlay and one.verdict != "FLAT" for one in result.explanations)
+
+
+def test_an_engine_knows_the_plugins_methods_wherever_it_lives(installed, monkeypatch, table):
+    """It may have a process of its own, which has none of what the server has put in its table."""
+    monkeypatch.syspath_prepend(str(installed))
+    assert "signed_layercam" not in table
+
+    Local(Setup(device="cpu", threads=1, beside=False, log_level="error", log_format="text", path=())).close()
+
+    assert "signed_layercam" in table
+
+
+def test_the_zoo_says_what_it_has(installed, monkeypatch):
+    monkeypatch.syspath_prepend(str(installed))
+    with pytest.raises(
+        ConfigError, match=r'example-plugin 0.1.0 brings "zoo" .*there is no "spots" in the zoo: stripes'
+    ):
+        models.load(models.parse("zoo:spots"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "code", "words"),
+    [
+        ("new = planted:nothing", "", r"the plugin planted 1.0 brings \"new\" .* cannot be loaded: AttributeError"),
+        ("new = absent:it", "", "cannot be loaded: ModuleNotFoundError"),
+        ("new = planted:it", "1 / 0", "cannot be loaded: ZeroDivisionError"),
+        ("new = planted:it", "it = 3", "that is a int, and a method is one of Cam, Saliency, Perturbation"),
+        ("gradcam = planted:it", "it = 3", "not one of camserve's"),
+        ("No-Name = planted:it", "it = 3", "a name is of small letters"),
+    ],
+)
+def test_a_method_that_cannot_be_had_is_told_with_the_package_that_brings_it(brought, entry, code, words):
+    brought(f"[camserve.methods]\n{entry}\n", code)
+    before = set(methods.METHODS)
+
+    with pytest.raises(ConfigError, match=words):
+        methods.add_plugins()
+    assert set(methods.METHODS) == before
+    with pytest.raises(ConfigError, match=words), camserve_server.running(SMALL):
+        pass
+
+
+def test_two_packages_with_one_name_are_both_named(brought):
+    brought("[camserve.sources]\nzoo = planted:it\n")
+    brought("[camserve.sources]\nzoo = second:it\n", name="second")
+
+    with pytest.raises(ConfigError, match=r"(planted 1.0 and second|second 1.0 and planted) 1.0 both bring \"zoo\""):
+        models.load(models.parse("zoo:net"))
+
+
+def test_a_source_that_makes_no_module_is_refused(brought):
+    brought("[camserve.sources]\nzoo = planted:it\n", "def it(spec):\n    return spec.arch")
+
+    with pytest.raises(ConfigError, match="zoo:net made a str, not"):
+        models.load(models.parse("zoo:net"))
+
+
+def test_a_package_found_twice_is_one(brought, monkeypatch):
+    folder = brought("[camserve.sources]\nzoo = planted:it\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+    assert plugins.found(plugins.SOURCES)["zoo"].value == "planted:it"
+
+
+def test_what_lies_in_the_folder_where_a_server_is_started_is_no_plugin(brought, monkeypatch):
+    """Modules are found there, as `python -m` does; but nobody asked for what merely lies there."""
+    folder = brought("[camserve.methods]\nnew = planted:it\n", "raise SystemExit('it ran')")
+    monkeypatch.chdir(folder)
+
+    methods.add_plugins()
+
+    assert "new" not in methods.METHODS
