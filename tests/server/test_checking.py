@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from camserve_server import commands, config
 
+SMALL = "small=torchvision:squeezenet1_1?weights=none&size=64&classes=7"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAULTY = """\
-addres = "127.0.0.1:50051"
+adress = "127.0.0.1:50051"
 address = "0.0.0.0:50051"
 threads = -3
 models = [
@@ -33,7 +34,7 @@ tokens_file = "tokenz"
 model_folder = "nowhere"
 """
 FAULTS = (
-    (1, 'unknown setting "addres" (did you mean "address"?)'),
+    (1, 'unknown setting "adress" (did you mean "address"?)'),
     (3, "threads = -3: "),
     (5, 'timm has no model "resnet81" (did you mean'),
     (6, 'has no option "wieghts" (did you mean "weights"?)'),
@@ -48,6 +49,12 @@ FAULTS = (
     (17, "cannot read tokenz"),
     (18, "model_folder = nowhere: there is no such folder"),
 )
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """Leave the log of whoever runs the tests as it is."""
+    monkeypatch.setattr(commands.logs, "configure", lambda *_: None)
 
 
 @pytest.fixture
@@ -90,24 +97,23 @@ def test_a_users_module_is_not_run_but_found(check, tmp_path):
     assert check('models = "my_nets:build"')[0] == 0
 
 
-def test_with_load_each_model_is_shown_as_it_was_found(check):
-    models = '["small=torchvision:squeezenet1_1?weights=none&size=64&classes=7", "efficientnet_lite0?size=64"]'
-    code, lines = check(f'models = {models}\ndevice = "cpu"', "--load")
+def test_with_load_each_model_is_shown_as_it_was_found(check, tmp_path):
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    more = "second=torchvision:squeezenet1_1?weights=none&size=32&classes=2&labels=labels.txt"
+    code, lines = check(f'models = ["{SMALL}", "{more}"]\ndevice = "cpu"', "--load")
 
     assert code == 0
     assert lines[0].startswith("small: torchvision:squeezenet1_1, 64x64 pixels, 7 classes, without labels; layer ")
-    assert lines[1].startswith(
-        'efficientnet_lite0: embedded:efficientnet_lite0, 64x64 pixels, 1000 classes, "tench" to '
-    )
+    assert lines[1].startswith('second: torchvision:squeezenet1_1, 32x32 pixels, 2 classes, "cat" to "dog"; layer ')
     assert lines[2] == "camserve.toml: nothing is wrong"
 
 
 def test_with_load_a_model_that_cannot_be_loaded_is_a_fault_of_its_line(check, tmp_path):
     (tmp_path / "broken_nets.py").write_text("def build():\n    raise RuntimeError('no weights here')")
-    code, lines = check('models = [\n  "broken_nets:build",\n  "efficientnet_lite0",\n]\ndevice = "cpu"', "--load")
+    code, lines = check('models = [\n  "broken_nets:build",\n  "' + SMALL + '",\n]\ndevice = "cpu"', "--load")
 
     assert code == 1
-    assert lines[0].startswith("efficientnet_lite0: ")
+    assert lines[0].startswith("small: ")
     assert lines[1].startswith("camserve.toml:2: models: ")
     assert lines[1].endswith("RuntimeError: no weights here")
 
