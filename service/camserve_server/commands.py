@@ -261,3 +261,75 @@ def replay(context: click.Context, /, model: str, device: str, **question: Any) 
     with _server_of_ones_own(model, device) as address:
         code: int = context.invoke(client_cli.replay, server=address, **question)
         return code
+
+
+@program.group()
+def ray() -> None:
+    """Serve, or explain a data set, on many machines: on a Ray cluster."""
+
+
+def _engine_options(command: F) -> F:
+    """Give a command the flags that say how many engines there are, and what each has."""
+    options = (
+        click.option("--cluster", metavar="ADDRESS", envvar="RAY_ADDRESS", help="Default: this machine alone."),
+        click.option("--engines", "count", default="1", show_default=True, metavar="N or LEAST-MOST"),
+        click.option("--cpus", type=click.IntRange(min=1), default=1, show_default=True, help="Cores of each engine."),
+        click.option("--gpus", type=float, default=-1, help="GPUs of each engine. Default: one where there are any."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@ray.command("serve")
+@_engine_options
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="In flight for each engine; with more of them an engine is added, up to the most.",
+)
+@_settings_options
+def ray_serve(
+    path: str | None, cluster: str | None, count: str, rows: int, cpus: int, gpus: float, **flags: Any
+) -> int:
+    """Serve by Ray Serve until SIGTERM or Ctrl-C: the same service behind Ray's gRPC proxy.
+
+    The proxy listens on the port of --address, on every interface, without TLS and tokens: it wants --insecure.
+    """
+    from camserve_server.cluster import commands  # noqa: PLC0415 -- as above
+
+    with _told():
+        settings = _load(path, flags)
+        logs.configure(settings.log_level, settings.log_format)
+        with commands.cluster(cluster, commands.engines_of(count, rows, cpus, gpus)) as engines:
+            return commands.serve(settings, engines)
+
+
+def _job_questions() -> list[click.Parameter]:
+    given = ("paths", "output", "resume", "timeout")
+    return [option for option in _questions(client_cli.explain) if option.name not in given]
+
+
+@ray.command("explain", params=_job_questions())
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option("-o", "--output", required=True, metavar="DIR", help="A folder or URI that all machines can write to.")
+@_engine_options
+@_model_options
+def ray_explain(
+    paths: tuple[str, ...], output: str, column: str, cluster: str | None, count: str, **options: Any
+) -> None:
+    """Explain a data set by Ray Data: what `explain --resume` does, by many machines at once.
+
+    PATH is a folder, a glob, a Parquet file or a URI such as s3://BUCKET/PREFIX, which all machines can read. Begun
+    again with the same words it goes on where it was.
+    """
+    from camserve_server.cluster import commands, job  # noqa: PLC0415 -- as above
+
+    cpus, gpus, model, device = (options.pop(name) for name in ("cpus", "gpus", "model", "device"))
+    with _told():
+        settings = commands.settings_for_job((model,), device, cpus)
+        asked = job.Job.new(settings, paths, column, output, options)
+        with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus)) as engines:
+            click.echo(job.explain(asked, engines))

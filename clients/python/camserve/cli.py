@@ -344,12 +344,12 @@ def _run_job(paths: tuple[str, ...], output: Path, connect: Connect, column: str
         store = _dataset.Store(str(output))
         with _checked():
             _dataset.opened(store, question, client.model(wishes["model"] or ""))
-            total = sum(1 for _ in chosen.keys())  # noqa: SIM118 -- they are no dictionary
+            total = sum(1 for _ in chosen)
         if not total:
             raise click.UsageError(f"there are no images in {' '.join(paths)}")
         with _progress.job_bar(total) as told:
             tally = _dataset.run(client, chosen, store, question, told)
-    click.echo(_told(tally, str(output)))
+    click.echo(told_of(tally, str(output)))
     return 0
 
 
@@ -361,7 +361,8 @@ def job_question(wishes: Wishes) -> _dataset.Question:
     return question
 
 
-def _told(tally: _dataset.Tally, output: str) -> str:
+def told_of(tally: _dataset.Tally, output: str) -> str:
+    """Say what became of a job."""
     before = f", {tally.before:,} by earlier runs" if tally.before else ""
     failed = f" {tally.failed:,} failed now: their rows say why." if tally.failed else ""
     return f"{tally.total:,} photos are done{before}: {output}/results has them as Parquet.{failed}"

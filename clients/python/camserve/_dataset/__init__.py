@@ -3,7 +3,7 @@
 from camserve._dataset.job import Question, Tally, ask, opened, publish, run, taken_up
 from camserve._dataset.photos import Photos, files, is_there
 from camserve._dataset.rows import Wanted, schema
-from camserve._dataset.store import Store, locked
+from camserve._dataset.store import Store, arrow, locked
 
 __all__ = [
     "Photos",
@@ -11,6 +11,7 @@ __all__ = [
     "Store",
     "Tally",
     "Wanted",
+    "arrow",
     "ask",
     "files",
     "is_there",

@@ -266,7 +266,7 @@ def run(
     seen, tally, part = taken_up(store), Tally(), _Part(store)
 
     def to_do() -> Generator[Key, None, None]:
-        for key in photos.keys():  # noqa: SIM118 -- they are no dictionary
+        for key in photos:
             if seen.add(key):
                 yield key
             else:

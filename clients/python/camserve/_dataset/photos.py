@@ -43,7 +43,7 @@ class Photos:
         self._group: tuple[int, int, Any] = (0, 0, None)
         self._turn = threading.Lock()
 
-    def keys(self) -> Generator[Key, None, None]:
+    def __iter__(self) -> Generator[Key, None, None]:
         """Yield the key of every photo, folder by folder in the order of their names.
 
         Raises:

@@ -1,0 +1,185 @@
+"""The job over many photos on Ray Data: the same photos, rows and pictures as on one machine, by many at once.
+
+A batch of photos is one part of the results, and the part's name is made of theirs: a batch that Ray does again, since
+its actor was lost, writes the same part again. Photos that are done are left out when the job is begun.
+"""
+
+import logging
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from camserve import Client, Model, _dataset
+from camserve._progress import job_bar
+from camserve.cli import job_question, told_of
+from camserve_server import config, server
+from camserve_server.cluster.application import Engines, ray
+
+RUN = "run"
+"""The file that says which run may write parts: an older one, whose driver was killed, may not be gone yet."""
+
+GRACE = 3.0  # seconds that an older run has to finish the part that it is just writing
+TOGETHER = 64  # photos in a batch, and in a part
+PATIENCE = 600.0  # seconds that one photo may take
+
+Told: TypeAlias = Callable[[_dataset.Tally], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an actor has to know.
+
+    Attributes:
+        settings: of its server.
+        question: what to ask.
+        paths: where the photos are.
+        column: of a Parquet file.
+        output: the job's folder, a path or a URI that all machines can write to.
+        run: which run this is.
+    """
+
+    settings: Mapping[str, Any]
+    question: _dataset.Question
+    paths: tuple[str, ...]
+    column: str
+    output: str
+    run: str
+
+    @staticmethod
+    def new(settings: Mapping[str, Any], paths: Sequence[str], column: str, output: str, wishes: Any) -> "Job":
+        """Return a run of a job; paths of this machine are made absolute, since others begin elsewhere.
+
+        Raises:
+            InvalidArgument: what is asked for makes no sense.
+        """
+        at_home = tuple(path if "://" in path else str(Path(path).absolute()) for path in paths)
+        folder = output if "://" in output else str(Path(output).absolute())
+        question = job_question(cast("Any", {"model": None, **wishes}))
+        return Job(settings, question, at_home, column, folder, uuid.uuid4().hex)
+
+
+class Explainer:
+    """An actor: a server of its own, and the part of the job that takes photos to it.
+
+    Args:
+        job: which it is of.
+        path: where modules are looked for, as in the process that began all this.
+    """
+
+    def __init__(self, job: Job, path: Sequence[str] = ()) -> None:
+        sys.path.extend(each for each in path if each not in sys.path)
+        self._job = job
+        self._open = ExitStack()
+        self._client = self._open.enter_context(_serving(job.settings))
+        self._photos = _dataset.Photos(job.paths, job.column)
+        self._store = _dataset.Store(job.output)
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Explain a batch of photos; return how many were explained, and how many failed.
+
+        Raises:
+            RuntimeError: another run has taken the job over.
+        """
+        keys = list(map(str, batch["image"]))
+        done = list(_dataset.ask(self._client, self._photos, keys, self._store, self._job.question))
+        if _run_of(self._store) != self._job.run:
+            raise RuntimeError("another run of this job was begun: this one ends")
+        _dataset.publish(self._store, done)
+        failed = sum(bool(each[0].get("error")) for each in done)
+        return {"explained": np.array([len(done) - failed]), "failed": np.array([failed])}
+
+
+def _run_of(store: _dataset.Store) -> str:
+    return (store.read(RUN) or b"").decode()
+
+
+def begun(job: Job) -> tuple[list[str], _dataset.Tally]:
+    """Take the job over; return the keys of the photos that are still to be explained, and how many are not.
+
+    Raises:
+        CamserveError: it is another job, or a path is none.
+        ConfigError: the model cannot be loaded.
+    """
+    store, tally = _dataset.Store(job.output), _dataset.Tally()
+    _dataset.opened(store, job.question, _described(job.settings))
+    before = _run_of(store)
+    store.write(RUN, job.run.encode())
+    if before:
+        time.sleep(GRACE)
+    seen, left = _dataset.taken_up(store), list[str]()
+    for key in _dataset.Photos(job.paths, job.column, job.output):
+        if seen.add(key):
+            left.append(key)
+        else:
+            tally.before += 1
+    return left, tally
+
+
+def _described(settings: Mapping[str, Any]) -> Model:
+    """Return the model as a server describes it: that it can be loaded is found out before anything is begun."""
+    with _serving(settings) as client:
+        return client.model()
+
+
+@contextmanager
+def _serving(settings: Mapping[str, Any]) -> Iterator[Client]:
+    """Serve for this process alone inside the block, over a socket in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = config.load(flags={**settings, "address": f"unix:{folder}/camserve"}, environment={})
+        with server.serve_in_thread(chosen) as address, Client(address, timeout=PATIENCE) as client:
+            yield client
+
+
+def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, told: Told) -> None:
+    """Explain photos on the cluster.
+
+    Args:
+        job: which.
+        engines: how many actors, and what each has.
+        left: the photos that are to be explained.
+        tally: to count in what is done.
+        told: called as batches are done.
+
+    Raises:
+        RayTaskError: an actor failed in a way that doing it again does not help.
+    """
+    if not left:
+        return
+    arrow, data = _dataset.arrow(), ray("data")
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its plans and its times would tear the bar apart
+    data.DataContext.get_current().enable_progress_bars = False
+    parts = [arrow.table({"image": left[at : at + TOGETHER]}) for at in range(0, len(left), TOGETHER)]
+    done = data.from_arrow(parts).map_batches(
+        Explainer,
+        fn_constructor_args=(job, tuple(sys.path)),
+        batch_size=None,  # a part is a batch, also when it is done again
+        batch_format="numpy",
+        concurrency=engines.most if engines.least == engines.most else (engines.least, engines.most),
+        num_cpus=engines.cpus,
+        num_gpus=engines.gpus,
+    )
+    for batch in done.iter_batches(batch_size=None, prefetch_batches=0):
+        tally.explained += int(batch["explained"].sum())
+        tally.failed += int(batch["failed"].sum())
+        told(tally)
+
+
+def explain(job: Job, engines: Engines) -> str:
+    """Run a job and draw how far it has come; return what became of it, in words.
+
+    Raises:
+        CamserveError: it is another job, or a path is none.
+    """
+    left, tally = begun(job)
+    with job_bar(len(left) + tally.before) as told:
+        told(tally)
+        run(job, engines, left, tally, told)
+    return told_of(tally, job.output)

@@ -1,0 +1,310 @@
+"""What runs on a Ray cluster, without Ray: doors and engines that call one another, and the job's actors."""
+
+import asyncio
+import sys
+import types
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import grpc
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from grpc_health.v1 import health_pb2
+
+from camserve import _dataset
+from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+from camserve_server import config
+from camserve_server.cluster import application, commands, job
+from camserve_server.cluster.calls import RowsInFlight
+from camserve_server.cluster.door import UNARY, Door
+from camserve_server.cluster.engine import Engine
+from camserve_server.commands import program
+from camserve_server.errors import ConfigError
+from support import PHOTOS
+
+MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+SETTINGS = {"models": (MODEL,), "isolation": "thread", "device": "cpu", "threads": 1, "log_level": "warning"}
+
+
+METHOD = explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb2.Parameter(number=12)})
+
+
+class Lost(Exception):
+    """What Ray raises for an actor that dies."""
+
+
+class Handle:
+    """What Ray's handle of a deployment does, in one process; the first `losses` calls lose their engine."""
+
+    def __init__(self, engine, losses=0):
+        self.engine, self.losses = engine, losses
+
+    def options(self, stream):
+        assert stream
+        return self
+
+    def __getattr__(self, name):
+        def remote(*args):
+            if self.losses:
+                self.losses -= 1
+                return self.lose()
+            return getattr(self.engine, name)(*args)
+
+        return types.SimpleNamespace(remote=remote)
+
+    async def lose(self):
+        raise Lost
+
+
+class Context:
+    """What Ray gives for gRPC's context."""
+
+    def __init__(self, request_id="mine"):
+        self.request_id, self.code, self.details, self.trailers = request_id, None, "", ()
+
+    def invocation_metadata(self):
+        return [("x-request-id", self.request_id)]
+
+    def peer(self):
+        return "ipv4:10.0.0.1:4567"
+
+    def set_code(self, code):
+        self.code = code
+
+    def set_details(self, words):
+        self.details = words
+
+    def set_trailing_metadata(self, trailers):
+        self.trailers = dict(trailers)
+
+
+@asynccontextmanager
+async def opened(losses=0, **options):
+    engine = Engine.__new__(Engine)
+    await engine.__init__(SETTINGS)
+    try:
+        yield Door(Handle(engine, losses), {Lost: "UNAVAILABLE"}, **options), engine
+    finally:
+        await engine.close()
+
+
+def request(**options):
+    return explain_pb2.ExplainRequest(image=PHOTOS["chelsea"].read_bytes(), **options)
+
+
+async def items(*requests):
+    for place, each in enumerate(requests):
+        yield explain_pb2.ExplainStreamRequest(request_id=str(place), request=each)
+
+
+async def test_every_call_of_one_message_is_passed_to_an_engine_and_answered_by_the_servers_own_servicers():
+    services = (explain_pb2, evaluate_pb2, models_pb2)
+    methods = [m for one in services for s in one.DESCRIPTOR.services_by_name.values() for m in s.methods]
+    assert set(UNARY) == {method.name for method in methods if not method.client_streaming}
+    async with opened() as (door, _):
+        context = Context()
+        reply = await door.Explain(request(), grpc_context=context)
+        listed = await door.ListModels(models_pb2.ListModelsRequest(), Context())
+        judged = await door.ListMetrics(evaluate_pb2.ListMetricsRequest(), Context())
+
+    assert (reply.model, reply.request_id, len(reply.explanations)) == ("small", "mine", 1)
+    assert context.trailers["x-request-id"] == "mine"
+    assert context.trailers["x-camserve-engine"]
+    assert [model.name for model in listed.models] == ["small"]
+    assert judged.metrics
+
+
+async def test_an_error_keeps_its_status_its_words_and_its_details():
+    async with opened(longest=10**6) as (door, _):
+        bad, large = Context(), Context()
+        await door.Explain(request(layers=["nothing"]), bad)
+        await door.Explain(explain_pb2.ExplainRequest(image=bytes(10**6)), large)
+
+    assert bad.code is grpc.StatusCode.NOT_FOUND
+    assert 'unknown layer "nothing"' in bad.details
+    assert bad.trailers["grpc-status-details-bin"]
+    assert large.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max_message_mib" in large.details
+
+
+async def test_a_call_whose_engine_is_lost_is_to_be_sent_again_soon_and_one_that_fails_otherwise_is_not():
+    async with opened(losses=1) as (door, engine):
+        lost, after, broken = Context(), Context(), Context()
+        await door.Explain(request(), lost)
+        reply = await door.Explain(request(), after)
+        engine.answer = None
+        await door.Explain(request(), broken)
+
+    assert (lost.code, lost.details) == (grpc.StatusCode.UNAVAILABLE, "the engine that ran this was lost")
+    assert int(lost.trailers["grpc-retry-pushback-ms"]) > 0
+    assert (after.code, reply.model) == (None, "small")
+    assert broken.code is grpc.StatusCode.INTERNAL
+    assert broken.details == "internal error; the log has more under request id mine"
+
+
+async def test_of_a_stream_each_request_is_answered_by_itself_and_one_that_loses_its_engine_alone_is_unavailable():
+    asked = (request(), request(layers=["nothing"]), request(progress=True, methods=[METHOD]), request())
+    async with opened(losses=1) as (door, _):
+        replies = [reply async for reply in door.ExplainStream(items(*asked), Context())]
+
+    ends = {reply.request_id: reply for reply in replies if reply.WhichOneof("outcome") != "progress"}
+    codes = {name: grpc.StatusCode(_code(reply.error.code)) for name, reply in ends.items() if reply.HasField("error")}
+    assert codes == {"0": grpc.StatusCode.UNAVAILABLE, "1": grpc.StatusCode.NOT_FOUND}
+    assert ends["0"].error.retry_after_ms > 0
+    assert {name for name, reply in ends.items() if reply.response.model == "small"} == {"2", "3"}
+    assert {reply.request_id for reply in replies if reply.HasField("progress")} == {"2"}
+
+
+def _code(number):
+    return next(code.value for code in grpc.StatusCode if code.value[0] == number)
+
+
+async def test_of_a_stream_so_many_requests_are_under_way_and_no_more():
+    under_way = most = 0
+
+    class Slow:
+        async def one(self, item, _caller):
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(0.001)
+            under_way -= 1
+            return explain_pb2.ExplainStreamResponse(request_id=item.request_id)
+
+    door = Door(Handle(Slow()), {}, in_flight=3)
+    replies = [
+        r async for r in door.ExplainStream(items(*(explain_pb2.ExplainRequest() for _ in range(20))), Context())
+    ]
+
+    assert (len(replies), most) == (20, 3)
+
+
+async def test_health_is_that_of_the_engines_and_a_watch_hears_of_a_change(monkeypatch):
+    monkeypatch.setattr("camserve_server.cluster.door.LOOK", 0.02)
+    kinds = health_pb2.HealthCheckResponse
+
+    class One:
+        well = True
+
+        async def ready(self):
+            return self.well
+
+    engine = One()
+    door, asked = Door(Handle(engine), {}), health_pb2.HealthCheckRequest()
+    watch = door.Watch(asked, Context())
+    heard = [(await anext(watch)).status]
+    engine.well = False
+    heard.append((await anext(watch)).status)
+    await watch.aclose()
+    gone = await Door(Handle(engine, losses=1), {}).Check(asked, Context())
+
+    assert heard == [kinds.SERVING, kinds.NOT_SERVING]
+    assert gone.status == kinds.NOT_SERVING
+
+
+async def test_an_engine_tells_ray_its_rows_in_flight_and_that_it_is_to_be_replaced():
+    async with opened() as (_, engine):
+        assert engine.record_autoscaling_stats() == {"rows": 0.0}
+        async with engine._house.pipeline.batcher.admit(5):
+            assert engine.record_autoscaling_stats() == {"rows": 5.0}
+        engine.check_health()
+        engine._told(well=False)
+        assert not await engine.ready()
+        with pytest.raises(RuntimeError, match="no explanations"):
+            engine.check_health()
+
+
+@pytest.mark.parametrize(("rows", "engines"), [([], 3), ([0, 0], 0), ([60, 5], 2), ([64, 64], 2), ([300, 1], 5)])
+def test_there_is_an_engine_for_so_many_rows_in_flight(rows, engines):
+    metrics = {"rows": dict(enumerate(rows))} if rows else None
+    context = types.SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=3)
+
+    assert RowsInFlight(64)(context) == (engines, {})
+
+
+@pytest.mark.parametrize(("count", "bounds"), [("2", (2, 2)), ("1-4", (1, 4))])
+def test_engines_are_a_number_or_two(count, bounds):
+    engines = commands.engines_of(count, 64, 1, 0)
+    assert (engines.least, engines.most) == bounds
+
+
+@pytest.mark.parametrize("count", ["", "0", "4-1", "some", "1-", "-2"])
+def test_what_is_no_number_of_engines_is_refused(count):
+    with pytest.raises(ConfigError, match="write a number such as 2"):
+        commands.engines_of(count, 64, 1, 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens_file", "x"), ("tls_cert", "x"), ("admin", True)])
+def test_settings_that_would_not_hold_behind_rays_proxy_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{name} has no meaning behind Ray"):
+        application.check(config.Settings(insecure=True, **{name: value}))
+    with pytest.raises(ConfigError, match="listens on every interface"):
+        application.check(config.Settings())
+
+
+def test_an_engine_has_the_settings_of_the_server_but_for_its_port_and_its_cores():
+    settings = config.Settings(models=(MODEL,), insecure=True, max_batch_rows=4)
+    found = application._settings_of(settings, application.Engines(cpus=3))
+
+    assert config.load(flags=found, environment={}).model_dump() == settings.model_dump() | {
+        "insecure": False,
+        "isolation": "thread",
+        "device": "cpu",
+        "threads": 3,
+    }
+
+
+def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    served = CliRunner().invoke(program, ["ray", "serve", "--insecure"])
+    explained = CliRunner().invoke(program, ["ray", "explain", str(tmp_path), "-o", str(tmp_path / "out")])
+
+    for found in (served, explained):
+        assert found.exit_code == 2
+        assert 'pip install "camserve[server,ray]"' in " ".join(found.output.split())
+
+
+def new_job(folder, **wishes):
+    settings = commands.settings_for_job((MODEL,), "cpu", 1)
+    given = {"methods": ("gradcam",), "overlay": "jpeg", "heatmap": False, "receipts": False, **wishes}
+    return job.Job.new(settings, [str(folder / "photos")], "", str(folder / "out"), given)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    (tmp_path / "photos").mkdir()
+    for name in ("chelsea", "coffee"):
+        (tmp_path / "photos" / f"{name}.png").write_bytes(PHOTOS[name].read_bytes())
+    (tmp_path / "photos" / "bad.png").touch()
+    return tmp_path
+
+
+def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, monkeypatch):
+    monkeypatch.setattr(job, "GRACE", 0.0)
+    one = new_job(photos)
+    left, tally = job.begun(one)
+    actor = job.Explainer(one)
+    said = [actor({"image": left}) for _ in range(2)]
+
+    assert (len(left), tally.before) == (3, 0)
+    assert all((int(each["explained"][0]), int(each["failed"][0])) == (2, 1) for each in said)
+    rows = pq.read_table(photos / "out" / "results").to_pylist()
+    assert Counter(row["image"] for row in rows) == dict.fromkeys(left, 1)
+
+    later = new_job(photos)
+    assert job.begun(later) == ([], _dataset.Tally(before=3))
+    with pytest.raises(RuntimeError, match="another run of this job was begun"):
+        actor({"image": left})
+
+
+def test_a_job_on_a_cluster_and_one_on_a_machine_go_on_with_one_another(photos, monkeypatch):
+    monkeypatch.setattr(job, "GRACE", 0.0)
+    out, model = photos / "out", ["--model", MODEL, "--device", "cpu"]
+    arguments = ["explain", str(photos / "photos"), "-o", str(out), "--resume", *model]
+    done = CliRunner().invoke(program, arguments)
+    assert done.exit_code == 0, done.output
+    wishes = {"layers": (), "targets": (), "fusion": None, "top_k": 1, "colormap": "jet", "alpha": 0.5}
+    again = new_job(photos, **wishes, intensity=False, profile="paper", max_side=None)
+
+    assert job.begun(again) == ([], _dataset.Tally(before=3))
