@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTO_VENV := .venv-protos
+RAY_VENV := .venv-ray
 PROTO_BIN := $(PROTO_VENV)/bin
 TRITON_VENV := .venv-triton
 TRITON_NEEDS := tests/e2e/requirements-triton.txt
@@ -14,7 +15,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup demo test soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup demo test test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -61,6 +62,14 @@ test: setup $(TRITON_VENV)/.done  ## every test, with coverage
 	exit $$(( others + methods ))
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
+
+$(RAY_VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,ray,dev]"
+	touch $@
+
+test-ray: $(RAY_VENV)/.done  ## the tests on a Ray cluster of this machine, which gets a venv of its own: some minutes
+	$(RAY_VENV)/bin/python -m pytest tests/e2e/test_ray.py -s
 
 soak: setup  ## a server at saturation for MINUTES=10: what it answers, and what it has left when it is over
 	cd tests && PYTHONPATH=.. ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
@@ -119,4 +128,4 @@ bench-gpu: setup  ## on a machine with a GPU, without a network: some minutes; w
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck
+	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

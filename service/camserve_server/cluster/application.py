@@ -15,7 +15,7 @@ from camserve_server.errors import ConfigError
 ONGOING = (
     256  # requests that Ray hands to an engine at once: far above a batch, so that ours has something to choose from
 )
-LOOK_BACK = 10.0  # seconds over which rows in flight are averaged, and before engines are added
+LOOK_BACK, PATIENCE = 20.0, 10.0  # seconds over which rows in flight are averaged, and before engines are added
 
 SERVICERS = (
     "camserve.v1.explain_pb2_grpc.add_ExplainServiceServicer_to_server",
@@ -25,7 +25,8 @@ SERVICERS = (
 )
 """What Ray's gRPC proxy is told of our services: `grpc_servicer_functions`."""
 
-_KEPT_BY_RAY = ("tls_cert", "tls_key", "tls_client_ca", "tokens_file", "admin", "model_folder")
+_SECURITY = ("tls_cert", "tls_key", "tls_client_ca", "tokens_file")
+_ONE_ENGINE = ("admin", "model_folder", "metrics_address", "traces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,11 @@ def check(settings: Settings) -> None:
     Raises:
         ConfigError: that.
     """
-    for name in _KEPT_BY_RAY:
+    why = dict.fromkeys(_SECURITY, "its proxy knows no TLS and no tokens")
+    why |= dict.fromkeys(_ONE_ENGINE, "engines come and go, and one of them alone would have it")
+    for name, reason in why.items():
         if getattr(settings, name):
-            raise ConfigError(
-                f"{name} has no meaning behind Ray: its proxy knows no TLS and no tokens, and no one engine"
-            )
+            raise ConfigError(f"{name} has no meaning behind Ray: {reason}")
     if not settings.insecure:
         words = (
             "Ray's proxy listens on every interface, without TLS and tokens: say insecure if only they reach it who may"
@@ -109,7 +110,7 @@ def _engine_class() -> type:
 
 
 def _settings_of(settings: Settings, engines: Engines) -> dict[str, Any]:
-    ours = settings.model_dump(exclude={"address", "insecure", *_KEPT_BY_RAY})
+    ours = settings.model_dump(exclude={"address", "insecure", *_SECURITY, *_ONE_ENGINE})
     device = settings.device if engines.gpus or settings.device != "auto" else "cpu"
     return ours | {"isolation": "thread", "device": device, "threads": settings.threads or engines.cpus}
 
@@ -131,7 +132,7 @@ def _options(settings: Settings, engines: Engines) -> dict[str, Any]:
         "min_replicas": engines.least,
         "max_replicas": engines.most,
         "look_back_period_s": LOOK_BACK,
-        "upscale_delay_s": LOOK_BACK,
+        "upscale_delay_s": PATIENCE,
         "policy": policy,
     }
     return options | {"autoscaling_config": scaling}
