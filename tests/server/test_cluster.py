@@ -235,7 +235,9 @@ def test_what_is_no_number_of_engines_is_refused(count):
         commands.engines_of(count, 64, 1, 0)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tokens_file", "x"), ("tls_cert", "x"), ("admin", True), ("metrics_address", "127.0.0.1:1")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens_file", "x"), ("tls_cert", "x"), ("admin", True), ("metrics_address", "127.0.0.1:1")]
+)
 def test_settings_that_would_not_hold_behind_rays_proxy_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} has no meaning behind Ray"):
         application.check(config.Settings(insecure=True, **{name: value}))
