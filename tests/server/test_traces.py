@@ -1,0 +1,364 @@
+"""What OpenTelemetry is told: a span for each request with its stages, one for each batch, linked to its requests."""
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import numpy as np
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+import camserve
+from camserve.v1 import explain_pb2, explain_pb2_grpc
+from camserve_server import config, logs, server, telemetry
+from camserve_server.errors import ConfigError
+from camserve_server.telemetry import record, traces
+from support import jpeg, serving
+
+PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+STAGES = ["admission", "decode", "queue", "compute", "render"]
+EXPLAIN = "camserve.v1.ExplainService/Explain"
+THEIRS = "0af7651916cd43dd8448eb211c80319c"
+NETS = """
+import torch
+from torch import nn
+
+
+def tiny():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model that is there at once."""
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / "traced_nets.py").write_text(NETS)
+    sys.path.insert(0, str(folder))
+    yield "tiny=traced_nets:tiny?size=32"
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    """Keep the environment of whoever runs the tests out of them, and put the libraries' loggers back."""
+    for name in ("OTEL_TRACES_SAMPLER", "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    logger = logging.getLogger("opentelemetry")
+    before = logger.handlers[:], logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before
+
+
+@pytest.fixture
+def start(tiny, monkeypatch):
+    """Start a server whose spans are kept; yield it and a list that has them once it has stopped."""
+
+    @contextlib.contextmanager
+    def begin(**settings):
+        kept, spans = InMemorySpanExporter(), []
+        monkeypatch.setattr(traces, "_exporter", lambda _name: kept)
+        with serving(models=(tiny,), device="cpu", threads=1, traces=True, **settings) as served:
+            yield served, spans
+        spans += kept.get_finished_spans()
+
+    return begin
+
+
+def named(spans, name):
+    return [span for span in spans if span.name == name]
+
+
+def children(spans, parent):
+    """Return the spans below one, by when they began."""
+    found = [span for span in spans if span.parent and span.parent.span_id == parent.context.span_id]
+    return sorted(found, key=lambda span: (span.start_time, span.end_time))
+
+
+def key(context):
+    return context.trace_id, context.span_id
+
+
+async def all_at_once(served, count):
+    """Ask so many questions, all of which wait when the first batch is formed."""
+    async with camserve.AsyncClient(served.address) as client:
+        served.do(served.pipeline.batcher.pause)
+        asking = [asyncio.ensure_future(client.explain(PHOTO)) for _ in range(count)]
+        while served.pipeline.batcher.admitted < count:  # noqa: ASYNC110 -- what is waited for has no event
+            await asyncio.sleep(0.01)
+        served.do(served.pipeline.batcher.resume)
+        await asyncio.gather(*asking)
+
+
+def test_of_50_requests_at_once_each_has_its_stages_and_every_batch_is_linked_to_all_its_requests(start):
+    with start() as (served, spans):
+        asyncio.run(all_at_once(served, 50))
+        batches_ran = served.pipeline.batcher.stats.batches
+
+    requests, batches = named(spans, EXPLAIN), named(spans, "batch")
+    assert len({span.context.trace_id for span in requests}) == len(requests) == 50
+    assert len(batches) == batches_ran < 50
+    linked = {key(batch.context): {key(link.context) for link in batch.links} for batch in batches}
+    assert sum(map(len, linked.values())) == sum(batch.attributes["camserve.rows"] for batch in batches) == 50
+    assert set().union(*linked.values()) == {key(span.context) for span in requests}
+    for request in requests:
+        stages = children(spans, request)
+        assert [stage.name for stage in stages] == STAGES
+        assert all(stage.context.trace_id == request.context.trace_id for stage in stages)
+        (to_batch,) = stages[3].links
+        assert key(request.context) in linked[key(to_batch.context)]
+        assert sum(len(stage.links) for stage in stages) == 1
+    for batch in batches:
+        assert batch.parent is None
+        assert batch.context.trace_id not in {span.context.trace_id for span in requests}
+        assert batch.attributes["camserve.requests"] == len(batch.links)
+    assert len(spans) == 50 * (1 + len(STAGES)) + len(batches)
+
+
+def test_stages_have_their_real_times(start):
+    with start() as (served, spans), camserve.Client(served.address) as client:
+        before = time.time_ns()
+        answers = [client.explain(PHOTO) for _ in range(5)]
+        after = time.time_ns()
+
+    for answer, request in zip(answers, named(spans, EXPLAIN), strict=True):
+        stages = children(spans, request)
+        assert before <= request.start_time <= stages[0].start_time
+        assert stages[-1].end_time <= request.end_time <= after
+        for one, next_ in itertools.pairwise(stages):
+            assert one.start_time <= one.end_time <= next_.start_time + 1000  # ns: a clock's float has no more digits
+        took = {stage.name: (stage.end_time - stage.start_time) / 1e6 for stage in stages}
+        for stage, said in (
+            ("decode", answer.timing.decode_ms),
+            ("queue", answer.timing.queue_ms),
+            ("compute", answer.timing.compute_ms),
+        ):
+            assert took[stage] == pytest.approx(said, abs=0.5)
+
+
+@contextlib.contextmanager
+def logged():
+    """Read the log as it would be written in JSON."""
+    written, logger = io.StringIO(), logging.getLogger("camserve_server")
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(logs.JsonFormatter())
+    before = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers[:], logger.propagate = [handler], False
+    logger.setLevel("INFO")
+    try:
+        yield lambda: [json.loads(line) for line in written.getvalue().splitlines()]
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+
+
+def explained(address, *metadata):
+    with grpc.insecure_channel(address) as channel:
+        request = explain_pb2.ExplainRequest(image=jpeg(PHOTO))
+        return explain_pb2_grpc.ExplainServiceStub(channel).Explain(request, metadata=metadata, timeout=20)
+
+
+def test_a_request_is_part_of_its_callers_trace_and_its_log_line_says_which(start):
+    with logged() as lines, start() as (served, spans):
+        explained(served.address, ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-01"), ("x-request-id", "mine"))
+        explained(served.address, ("traceparent", "no such thing"), ("x-request-id", "own"))
+
+    of = {span.attributes["camserve.request_id"]: span for span in named(spans, EXPLAIN)}
+    assert f"{of['mine'].context.trace_id:032x}" == THEIRS
+    assert f"{of['mine'].parent.span_id:016x}" == "b7ad6b7169203331"
+    assert (of["mine"].kind, of["own"].parent) == (SpanKind.SERVER, None)
+    said = {line["request_id"]: line["trace_id"] for line in lines() if line["message"] == "Explain"}
+    assert said == {"mine": THEIRS, "own": f"{of['own'].context.trace_id:032x}"}
+
+
+def test_what_its_caller_does_not_record_is_not_recorded_but_the_log_still_names_its_trace(start):
+    with logged() as lines, start() as (served, spans):
+        explained(served.address, ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-00"))
+
+    assert not spans
+    assert [line["trace_id"] for line in lines() if line["message"] == "Explain"] == [THEIRS]
+
+
+def test_the_sampler_is_that_of_the_environment_and_a_batch_is_recorded_if_one_of_its_requests_is(start, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "maps")
+    with start() as (served, spans), futures.ThreadPoolExecutor(4) as threads:
+        served.do(served.pipeline.batcher.pause)
+        sampled = ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-01")
+        asking = [threads.submit(explained, served.address, *more) for more in ([sampled], [], [])]
+        while served.pipeline.batcher.admitted < 3:
+            time.sleep(0.01)
+        time.sleep(0.1)  # they are decoded, and wait for one batch
+        served.do(served.pipeline.batcher.resume)
+        assert all(one.result(20) for one in asking)
+
+    assert len(named(spans, EXPLAIN)) == len(named(spans, "batch")) == 1
+    assert len(named(spans, "batch")[0].links) == 3
+    assert {span.resource.attributes["service.name"] for span in spans} == {"maps"}
+
+
+def test_each_request_of_a_stream_is_below_the_streams_span(start):
+    with start() as (served, spans), camserve.Client(served.address) as client:
+        assert len(list(client.explain_many([PHOTO] * 4))) == 4
+
+    (stream,) = named(spans, "camserve.v1.ExplainService/ExplainStream")
+    items = children(spans, stream)
+    assert [item.name for item in items] == ["ExplainStream item"] * 4
+    assert stream.resource.attributes["service.name"] == "camserve"
+    for item in items:
+        assert [stage.name for stage in children(spans, item)] == STAGES
+        assert (item.kind, item.attributes["camserve.model"]) == (SpanKind.INTERNAL, "tiny")
+
+
+def test_a_span_is_an_error_where_the_server_is_at_fault_and_says_why_it_was_turned_away(start):
+    with start() as (served, spans), camserve.Client(served.address, retries=0) as client:
+        with pytest.raises(camserve.NotFound):
+            client.explain(PHOTO, model="nope")
+        served.do(served.pipeline.batcher.give_up, "none will come")
+        with pytest.raises(camserve.Unavailable):
+            client.explain(PHOTO)
+
+    wrong, lost = named(spans, EXPLAIN)
+    assert (wrong.status.status_code, wrong.attributes["rpc.response.status_code"]) == (StatusCode.UNSET, "NOT_FOUND")
+    assert (lost.status.status_code, lost.status.description) == (StatusCode.ERROR, "no_engine")
+    assert lost.attributes["error.type"] == lost.attributes["rpc.response.status_code"] == "UNAVAILABLE"
+    assert lost.attributes["camserve.reason"] == "no_engine"
+    assert wrong.attributes["rpc.system"] == "grpc"
+
+
+def test_a_request_of_a_thousand_batches_has_a_hundred_spans_and_says_how_many_more_there_were(start):
+    with start(max_batch_rows=1) as (served, spans), camserve.Client(served.address) as client:
+        client.explain(PHOTO, methods=("smoothgrad", {"samples": 128}))
+
+    (request,) = named(spans, EXPLAIN)
+    stages = children(spans, request)
+    parts = 2 * served.pipeline.batcher.stats.batches + 3
+    assert len(stages) == record.MOST_SPANS == 100
+    assert request.attributes["camserve.stages_untold"] == parts - len(stages) > 100
+
+
+def test_without_the_extra_the_setting_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "camserve_server.telemetry.traces")
+
+    with pytest.raises(ConfigError, match=r'pip install "camserve\[otel\]"'):
+        telemetry.telemetry(lambda: None, metrics=False, traces=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin", "nothing is installed that sends traces by zipkin"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "pip install opentelemetry-exporter-otlp-proto-http"),
+    ],
+)
+def test_an_exporter_that_is_not_there_is_said_in_a_line(name, value, words, monkeypatch):
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError, match=words):
+        traces.opened()
+
+
+def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    with logged() as lines, serving(models=(tiny,), device="cpu", threads=1, traces=True) as served:
+        explained(served.address)
+
+    (line,) = (line for line in lines() if line["message"] == "Explain")
+    assert len(line["trace_id"]) == 32
+
+
+def test_a_collector_that_is_not_there_does_not_keep_the_server_from_stopping(tiny, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with logged():
+            chosen = config.load(
+                flags={"models": (tiny,), "isolation": "thread", "address": "127.0.0.1:0", "traces": True},
+                environment={},
+            )
+            with server.serve_in_thread(chosen) as address:
+                explained(address)
+                began = time.monotonic()
+            took = time.monotonic() - began
+
+    assert took < 1.0 + traces.MOMENT + 1.5
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps what it is sent, as a collector would."""
+
+    def __init__(self):
+        self.spans, self.came = [], threading.Event()
+
+    def Export(self, request, _context):  # noqa: N802 -- the RPC's name
+        for part in request.resource_spans:
+            attributes = {one.key: one.value.string_value for one in part.resource.attributes}
+            self.spans += [(attributes, span) for scope in part.scope_spans for span in scope.spans]
+        self.came.set()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def collector():
+    found = Collector()
+    listening = grpc.server(futures.ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, listening)
+    found.port = listening.add_insecure_port("127.0.0.1:0")
+    listening.start()
+    yield found
+    listening.stop(None).wait()
+
+
+def test_spans_come_to_the_collector_that_the_environment_names(collector, tiny, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.port}")
+    with serving(models=(tiny,), device="cpu", threads=1, traces=True) as served:
+        explained(served.address)
+
+    assert collector.came.is_set()  # before the server had stopped
+    assert sorted(span.name for _, span in collector.spans) == sorted(
+        [EXPLAIN, "batch", *STAGES[:4]]
+    )  # it asked for no picture
+    assert {of["service.name"] for of, _ in collector.spans} == {"camserve"}
+    (batch,) = (span for _, span in collector.spans if span.name == "batch")
+    (request,) = (span for _, span in collector.spans if span.name == EXPLAIN)
+    assert [link.span_id for link in batch.links] == [request.span_id]
+
+
+def test_to_trace_a_request_costs_less_than_a_millisecond():
+    """Of many rounds the best: what else the machine does is not its cost."""
+    made = traces.Traces([InMemorySpanExporter()])
+    told = telemetry.Telemetry(None, made)
+
+    def request():
+        telemetry.CURRENT.set(None)
+        one = told.begin(
+            telemetry.Record("Explain", "id"), EXPLAIN, {"traceparent": f"00-{THEIRS}-b7ad6b7169203331-01"}
+        )
+        for stage in ("admission", "decode", "queue"):
+            one.stage(stage, 1.0, 2.0)
+        told.ran(telemetry.Ran("tiny@1", "cam", 8, 1.0, 2.0, [one]))
+        one.stage("render", 2.0, 3.0)
+        told.end(one, "OK")
+
+    best = min(_seconds(request, 50) for _ in range(20))
+    made.close()
+
+    assert best < 1e-3
+
+
+def _seconds(function, times):
+    began = time.perf_counter()
+    for _ in range(times):
+        function()
+    return (time.perf_counter() - began) / times
