@@ -38,6 +38,17 @@ PHOTOS = {
     "flower": SKLEARN / "flower.jpg",
 }
 
+TINY = """
+import torch
+from torch import nn
+
+
+def tiny():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+"""
+"""A user's own module, with a model that is there at once."""
+
 
 @dataclass
 class Served:

@@ -20,22 +20,13 @@ import pytest
 import yaml
 
 import camserve
-from support import alive, children
+from support import TINY, alive, children
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "observability"
 BOARD = json.loads((FOLDER / "grafana/dashboards/camserve.json").read_text())
 RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
-NETS = """
-import torch
-from torch import nn
-
-
-def tiny():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-"""
 
 real = pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus is not installed")
 tool = pytest.mark.skipif(
@@ -146,7 +137,7 @@ def until(condition, seconds=30):
 def watched(tmp_path_factory):
     """A server in processes of its own, and a Prometheus that scrapes it every second; yield what asks each of them."""
     folder = tmp_path_factory.mktemp("watched")
-    (folder / "watched_nets.py").write_text(NETS)
+    (folder / "watched_nets.py").write_text(TINY)
     address, metrics, port = (f"127.0.0.1:{free_port()}" for _ in range(3))
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

@@ -21,33 +21,16 @@ import camserve
 from camserve_server import access, config, errors, scraping, server, telemetry, tokens
 from camserve_server.errors import ConfigError
 from camserve_server.methods import METHODS
+from camserve_server.models import parse
 from camserve_server.servicer import NAMES
 from camserve_server.telemetry import meters
 from camserve_server.types import Verdict
+from camserve_server.workers import Local, Setup
 from robustness.authority import Authority
-from support import serving
+from support import GPU, serving
 
 ROOT = Path(__file__).parents[2]
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
-NETS = """
-import torch
-from torch import nn
-
-
-def tiny():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-"""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A model that is there at once."""
-    folder = tmp_path_factory.mktemp("nets")
-    (folder / "metric_nets.py").write_text(NETS)
-    sys.path.insert(0, str(folder))
-    yield "tiny=metric_nets:tiny?size=32"
-    sys.path.remove(str(folder))
 
 
 def free_port():
@@ -237,6 +220,20 @@ def test_models_that_come_and_go_are_counted(start, tmp_path):
     assert total(gone, loads, model="tiny", outcome="ok") == 2
     assert total(gone, loads, model="tiny", outcome="failed") == 1
     assert total(gone, "camserve_model_ready", model="tiny") == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_an_engine_tells_how_much_memory_it_has_of_its_gpu_too(device, tiny):
+    engine = Local(Setup(device, 1))
+    before = engine.memory()
+    engine.load("tiny@1", parse(tiny))
+    after = engine.memory()
+
+    assert before.resident > 2**20
+    if device == "cpu":
+        assert (after.allocated, after.reserved, after.total) == (0, 0, 0)
+    else:
+        assert 0 < after.allocated <= after.reserved <= after.total
 
 
 def documented():

@@ -30,25 +30,6 @@ PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 STAGES = ["admission", "decode", "queue", "compute", "render"]
 EXPLAIN = "camserve.v1.ExplainService/Explain"
 THEIRS = "0af7651916cd43dd8448eb211c80319c"
-NETS = """
-import torch
-from torch import nn
-
-
-def tiny():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-"""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A model that is there at once."""
-    folder = tmp_path_factory.mktemp("nets")
-    (folder / "traced_nets.py").write_text(NETS)
-    sys.path.insert(0, str(folder))
-    yield "tiny=traced_nets:tiny?size=32"
-    sys.path.remove(str(folder))
 
 
 @pytest.fixture(autouse=True)

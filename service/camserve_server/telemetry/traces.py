@@ -110,8 +110,9 @@ class Traces:
         sending = threading.Thread(target=self._flush, name="traces", daemon=True)
         sending.start()
         sending.join(MOMENT)
-        for exporter in self._exporters:
-            exporter.shutdown()  # it gives up trying, if it still does
+        if sending.is_alive():
+            for exporter in self._exporters:
+                exporter.shutdown()  # it gives up trying
 
     def _flush(self) -> None:
         for processor in self._processors:
