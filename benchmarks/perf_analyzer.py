@@ -19,13 +19,13 @@ from pathlib import Path
 import click
 
 from benchmarks.photos import photos
-from benchmarks.results import machine, versions
+from benchmarks.results import machine
 from benchmarks.serving import serving
 from camserve_server.oip.tensors import element
 
 MODEL = "efficientnet_lite0"
 PAGE = Path(__file__).parents[1] / "docs" / "triton-and-kserve.md"
-MARKED = re.compile(r"(<!-- perf_analyzer:.*?-->\n).*?(\n<!-- /perf_analyzer -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- perf_analyzer:[^\n]*-->\n).*?(<!-- /perf_analyzer -->)", re.DOTALL)
 
 COLUMNS: Mapping[str, str] = {
     "Concurrency": "requests under way",
@@ -66,7 +66,7 @@ def command(program: str, address: str, folder: Path, callers: Sequence[int], *,
         *("-m", MODEL, "-i", "grpc", "-u", address, "--async"),
         *("--input-data", str(question(folder)), "--request-parameter", "method:gradcam:string"),
         *("--concurrency-range", f"{least}:{most}:{step}", "--measurement-interval", "4000"),
-        *("--stability-percentage", "15", "--max-trials", "5", "-f", str(folder / "report.csv")),
+        *("--stability-percentage", "30", "--max-trials", "8", "-f", str(folder / "report.csv")),
         *(("--streaming",) if streaming else ()),
     ]
 
@@ -101,7 +101,7 @@ def _cell(column: str, value: str) -> str:
 
 def page_with(page: str, text: str) -> str:
     """Return a page with the text between its marks."""
-    return MARKED.sub(lambda found: found[1] + text + found[2], page)
+    return MARKED.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
 @click.command()
@@ -113,7 +113,7 @@ def main(program: str, most: int, *, write: bool) -> None:
     with serving([MODEL]) as server:
         calls = measured(program, server.address, (1, most, max(1, most - 1)), streaming=False)
         streams = measured(program, server.address, (most, most, 1), streaming=True)
-    text = f"{machine()}. {versions()}.\n\nSingle calls:\n\n{table(calls)}\n\nOver streams:\n\n{table(streams)}"
+    text = f"{machine()}.\n\nSingle calls:\n\n{table(calls)}\n\nOver streams:\n\n{table(streams)}"
     print(text)
     if write:
         PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")

@@ -18,7 +18,10 @@ import time
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 ACKNOWLEDGED, END_OF_HEADERS = 1, 4
 CANCEL = struct.pack(">I", 8)
-RPCS = ("ExplainService/Explain", "ExplainService/ExplainStream")
+RPCS = (
+    *("camserve.v1.ExplainService/Explain", "camserve.v1.ExplainService/ExplainStream"),
+    *("inference.GRPCInferenceService/ModelInfer", "inference.GRPCInferenceService/ModelStreamInfer"),
+)
 STREAMS = 100  # on a connection, of which a server takes no more
 AT_ONCE = 50  # streams opened and taken back in one write
 
@@ -33,7 +36,7 @@ def plain(name, value):
 
 
 def opening(rpc):
-    path = f"/camserve.v1.{rpc}".encode()
+    path = f"/{rpc}".encode()
     more = ((b":path", path), (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers"))
     return b"\x83\x86" + b"".join(plain(*each) for each in more)  # POST, http
 
@@ -69,7 +72,7 @@ class Connection:
         """Open so many calls in one write."""
         frames = bytearray()
         for stream in itertools.islice(self.streams, count):
-            frames += frame(HEADERS, END_OF_HEADERS, stream, OPENINGS[stream // 2 % 2])
+            frames += frame(HEADERS, END_OF_HEADERS, stream, OPENINGS[stream // 2 % len(OPENINGS)])
             if cancel:
                 frames += frame(RESET, 0, stream, CANCEL)
         self.socket.sendall(frames)

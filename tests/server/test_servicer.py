@@ -745,7 +745,14 @@ async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and
     assert error.message == "the stream was idle for 0.3 s"
 
 
-@pytest.mark.parametrize("rpc", ["camserve.v1.ExplainService/Explain", "grpc.health.v1.Health/Watch"])
+@pytest.mark.parametrize(
+    "rpc",
+    [
+        "camserve.v1.ExplainService/Explain",
+        "inference.GRPCInferenceService/ModelInfer",
+        "grpc.health.v1.Health/Watch",
+    ],
+)
 async def test_a_call_whose_message_does_not_come_is_ended_after_a_while(rpc, serving):
     async with serving(idle_seconds=0.3) as running:
         call = running.channel.stream_stream(f"/{rpc}")()

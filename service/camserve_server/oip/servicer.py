@@ -142,7 +142,9 @@ class InferenceServicer:
     ) -> inference_pb2.ModelStatisticsResponse:
         """Say how many inferences there were, of one model or of all that answer."""
         async with answering(self._house, context, "ModelStatistics"):
-            models = [self._model(request)] if request.name else self._house.open().models.values()
+            pipeline = self._house.open()
+            wire.check_sizes(request, pipeline.limits)
+            models = [self._model(request)] if request.name else pipeline.models.values()
             found = [self._statistics.of(model) for model in models if isinstance(model, ModelInfo)]
             return inference_pb2.ModelStatisticsResponse(model_stats=found)
 

@@ -1,0 +1,61 @@
+"""What `make bench-triton` asks perf_analyzer for, and what it makes of the report; the program itself runs only then."""
+
+import base64
+import json
+import sys
+
+import click
+import pytest
+from benchmarks import perf_analyzer
+from benchmarks.photos import photos
+
+REPORT = """Concurrency,Inferences/Second,Client Send,Network+Server Send/Recv,Server Queue,Server Compute Input,\
+Server Compute Infer,Server Compute Output,Client Recv,p50 latency,p90 latency,p95 latency,p99 latency
+16,80.25,12,3000,41000,900,150000,1200,9,190000,210000,215000,220500
+1,22.5,12,900,60,800,40000,1100,9,43210,45000,46000,51000
+"""
+HOLLOW = "before\n<!-- perf_analyzer: how -->\n<!-- /perf_analyzer -->\nafter\n"
+
+
+def program(text, code=0):
+    """A command that writes this where perf_analyzer would write its report."""
+    script = f"import sys; open(sys.argv[sys.argv.index('-f') + 1], 'w').write({text!r}); sys.exit({code})"
+    return f'{sys.executable} -c "{script}"'
+
+
+def test_the_photos_are_elements_of_a_tensor_of_bytes(tmp_path):
+    data = json.loads(perf_analyzer.question(tmp_path).read_text())["data"]
+    first = base64.b64decode(data[0]["image"]["b64"])
+
+    assert len(data) == len(photos())
+    assert (int.from_bytes(first[:4], "little"), first[4:]) == (len(photos()[0]), photos()[0])
+
+
+def test_the_report_becomes_a_table_in_milliseconds_fewest_callers_first():
+    rows = perf_analyzer.measured(program(REPORT), "127.0.0.1:1", (1, 16, 15), streaming=False)
+    lines = perf_analyzer.table(rows).splitlines()
+
+    assert lines[0].startswith("| requests under way | explanations/s | median |")
+    assert lines[2:] == [
+        "| 1 | 22.5 | 43.2 ms | 51.0 ms | 0.1 ms | 0.8 ms | 40.0 ms | 1.1 ms |",
+        "| 16 | 80.2 | 190.0 ms | 220.5 ms | 41.0 ms | 0.9 ms | 150.0 ms | 1.2 ms |",
+    ]
+
+
+def test_streams_are_asked_for_where_they_are_meant(tmp_path):
+    asked = [perf_analyzer.command("tool", "host:1", tmp_path, (4, 4, 1), streaming=way) for way in (False, True)]
+
+    assert asked[1] == [*asked[0], "--streaming"]
+
+
+def test_a_program_that_fails_is_told_of():
+    with pytest.raises(click.ClickException, match="exited with 3"):
+        perf_analyzer.measured(program(REPORT, 3), "127.0.0.1:1", (1, 1, 1), streaming=False)
+
+
+def test_the_page_is_written_between_its_marks_again_and_again():
+    once = perf_analyzer.page_with(HOLLOW, "| 1 |")
+
+    assert once == HOLLOW.replace("-->\n<!-- /", "-->\n| 1 |\n<!-- /")
+    assert perf_analyzer.page_with(once, "| 1 |") == once
+    assert perf_analyzer.MARKED.search(perf_analyzer.PAGE.read_text(encoding="utf-8"))
