@@ -7,7 +7,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health
@@ -17,6 +17,7 @@ from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server import kept, logs, oip, tokens
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, PermissionDenied, ServiceError
+from camserve_server.interceptor import Handler
 from camserve_server.servicer import Context, House, answering
 from camserve_server.tokens import Token, Tokens
 
@@ -147,8 +148,6 @@ def _certificates(paths: Sequence[str], contents: kept.Contents) -> grpc.ServerC
         raise ConfigError("the files changed while they were read")
     return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
 
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # gRPC's own class takes no [] at run time
 
 
 class Guard(grpc.aio.ServerInterceptor):

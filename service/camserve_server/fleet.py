@@ -62,6 +62,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._up: set[int] = set()
         self._failures = 0
+        self._dropping: set[asyncio.Task[None]] = set()
         self._told = True
         self._giving_up: asyncio.TimerHandle | None = None
         self._engines = [self._made(place, devices) for place in range(len(devices))]
@@ -93,7 +94,7 @@ class Fleet:
             self._up.add(place)
             return Local(setup)
         come, go = (partial(self._loop.call_soon_threadsafe, told, place) for told in (self._came, self._went))
-        return Worker(setup, batch_seconds=settings.max_batch_seconds, up=come, down=go)
+        return Worker(setup, batch_seconds=settings.max_batch_seconds, up=come, down=go, lost=self._hear_of_loss)
 
     def _threads(self, devices: Sequence[str]) -> int:
         """Return how many threads each engine computes with."""
@@ -182,8 +183,22 @@ class Fleet:
             self._giving_up = self._loop.call_later(BORNE, self.batcher.give_up, why)
         self._tell()
 
+    def _hear_of_loss(self, key: str) -> None:
+        self._loop.call_soon_threadsafe(self._lost, key)
+
+    def _lost(self, key: str) -> None:
+        """List a model as failed that an engine no longer has; others let it go when its last request is answered."""
+        if model := self.registry.lose(key):
+            self._dropping.add(task := asyncio.create_task(self._dropped(model)))
+            task.add_done_callback(self._dropping.discard)
+        self._tell()
+
+    async def _dropped(self, model: ModelInfo) -> None:
+        await self.registry.let_go(model)
+        await self.drop(model.key)
+
     def _tell(self) -> None:
-        well = bool(self._up) and self._failures < DOUBTS
+        well = bool(self._up) and self._failures < DOUBTS and not self.registry.is_bereft()
         if well != self._told:
             self._told = well
             self._well(well)
@@ -195,7 +210,7 @@ class Fleet:
             await asyncio.sleep(CANARY)
             if self.registry.first() and self._up and self.batcher.stats.answered == answered:
                 self._failures = 0 if await self._sings() else self._failures + 1
-                self._tell()
+            self._tell()
             answered = self.batcher.stats.answered
 
     async def _sings(self) -> bool:

@@ -5,20 +5,19 @@ A call that was opened, and whose message never comes, costs little; but gRPC it
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import grpc
 
 from camserve_server.config import Settings
 from camserve_server.errors import DeadlineExceeded, InvalidArgument, ServiceError
+from camserve_server.interceptor import Handler, Interceptor
 from camserve_server.servicer import Context, House, answering
 
 HANDSHAKE = 10.0  # seconds that a new connection may take for TLS and the first frames of HTTP/2
 SILENCE = 60.0  # seconds without a sign of life after which a caller is asked for one
 ANSWER = 20.0  # seconds that it has for it
 MOMENT = 0.1  # seconds after which gRPC, which first says that no message will come, has told that a call is taken back
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # gRPC's own class takes no [] at run time
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:
@@ -41,7 +40,7 @@ def _ms(seconds: float) -> int:
     return round(1e3 * seconds)
 
 
-class Patience(grpc.aio.ServerInterceptor):
+class Patience(Interceptor):
     """Ends calls of one message whose message does not come; streams have a patience of their own.
 
     Args:
@@ -50,25 +49,12 @@ class Patience(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, seconds: float, house: House) -> None:
+        super().__init__()
         self._seconds, self._house = seconds, house
-        self._made: dict[str, Handler] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Return the RPC's own handler, which waits no longer than that."""
-        method = handler_call_details.method
-        if method in self._made:
-            return self._made[method]
-        handler = await continuation(handler_call_details)
-        if handler is not None:  # callers choose the names of RPCs that there are not, so there is no end of them
-            handler = self._made[method] = self._patient(method.rpartition("/")[2], handler)
-        return handler
-
-    def _patient(self, rpc: str, handler: Any) -> Handler:
+    def wrapped(self, method: str, handler: Any) -> Handler:
         """Return a handler that takes its one message as the first of a stream: only streams can be waited for."""
+        rpc = method.rpartition("/")[2]
         ends = handler.request_deserializer, handler.response_serializer
         if handler.unary_unary:
             return grpc.stream_unary_rpc_method_handler(self._one(rpc, handler.unary_unary), *ends)

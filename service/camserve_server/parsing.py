@@ -1,7 +1,7 @@
 """Messages that cannot be parsed: refused in words of ours; gRPC's own would name the Python class that failed."""
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -10,13 +10,13 @@ from google.protobuf.message import DecodeError
 
 from camserve_server import oip
 from camserve_server.errors import InvalidArgument
+from camserve_server.interceptor import Handler, Interceptor
 from camserve_server.servicer import Context, House, answering
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # gRPC's own class takes no [] at run time
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
 
 
-class Parser(grpc.aio.ServerInterceptor):
+class Parser(Interceptor):
     """Parses the messages of every RPC, health's and reflection's too.
 
     Args:
@@ -24,22 +24,12 @@ class Parser(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, house: House) -> None:
+        super().__init__()
         self._house = house
-        self._made: dict[str, Handler] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    def wrapped(self, method: str, handler: Any) -> Handler:
         """Return the RPC's own handler, which refuses what is no message of its."""
-        method = handler_call_details.method
-        if method in self._made:
-            return self._made[method]
-        handler = await continuation(handler_call_details)
-        if handler is not None:  # callers choose the names of RPCs that there are not, so there is no end of them
-            handler = self._made[method] = _Parsing(self._house, method, handler).handler()
-        return handler
+        return _Parsing(self._house, method, handler).handler()
 
 
 class _Parsing:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from camserve_server.types import KnownModel, ModelInfo
+from camserve_server.types import Absent, KnownModel, ModelInfo
 
 
 class Registry:
@@ -37,6 +37,18 @@ class Registry:
             if not self._holders[model.key]:
                 del self._holders[model.key]
                 self._waiting.pop(model.key, asyncio.Event()).set()
+
+    def is_bereft(self) -> bool:
+        """Tell whether every model has failed, so that nothing will be answered until one is loaded again."""
+        states = [one.state if isinstance(one, Absent) else "" for one in self.models.values()]
+        return bool(states) and set(states) == {"failed"}
+
+    def lose(self, key: str) -> ModelInfo | None:
+        """Take a version for failed; return it, or None where it is not among the models any more."""
+        found = next((one for one in self.models.values() if isinstance(one, ModelInfo) and one.key == key), None)
+        if found:
+            self.models[found.name] = Absent(found.name, found.source, "failed", found.version)
+        return found
 
     async def let_go(self, model: ModelInfo) -> None:
         """Wait until nobody holds a version; nobody new does, since it is no longer among the models."""

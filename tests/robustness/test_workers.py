@@ -26,6 +26,7 @@ from camserve_server.models import parse
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, Pass, Row
 from camserve_server.workers import Local, Setup, Worker
+from camserve_server.workers import worker as worker_module
 from robustness import hygiene
 from support import alive, children
 
@@ -69,6 +70,15 @@ def tiny():
 def fatal():
     os.abort()
 '''
+DEADLY = """
+
+def once():
+    with open(HERE / "loads", "a") as file:
+        file.write("x")
+    if os.path.getsize(HERE / "loads") > 1:
+        os.abort()
+    return Tiny()
+"""
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 SIZE = "?size=32"
 
@@ -196,18 +206,52 @@ def test_a_model_that_ends_the_process_as_it_loads_cannot_be_loaded_and_the_othe
 
 
 def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(tmp_path):
-    told = Told()
+    told, lost = Told(), []
     (tmp_path / "changing_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
-    one = Worker(setup(tmp_path), up=told.came, down=told.went)
+    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
     try:
         info = one.load("tiny", parse(f"tiny=changing_nets:tiny{SIZE}"))
         os.kill(one.process_id, signal.SIGKILL)
         until(told.down.is_set)
         until(told.up.is_set)
-        with pytest.raises(Exception, match="the model tiny was lost"):
+        with pytest.raises(Unavailable, match="the model tiny was lost"):
             one.run(*asked(info))
+        assert lost == ["tiny"]
     finally:
         one.close()
+
+
+def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the_others_are_served(tmp_path):
+    told, lost = Told(), []
+    (tmp_path / "deadly_nets.py").write_text(NETS + DEADLY)
+    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    try:
+        one.load("once", parse(f"once=deadly_nets:once{SIZE}"))
+        info = one.load("tiny", parse(f"tiny=deadly_nets:tiny{SIZE}"))
+        os.kill(one.process_id, signal.SIGKILL)
+        until(told.down.is_set)
+        until(told.up.is_set)
+
+        assert len(one.run(*asked(info))) == 3
+        assert lost == ["once"]
+        assert len((tmp_path / "loads").read_text()) == 1 + worker_module.DEADLY
+    finally:
+        one.close()
+
+
+def test_a_lost_model_is_listed_as_failed_and_health_says_so_if_it_was_the_last(tmp_path):
+    (tmp_path / "worker_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
+    other = ("--model", "efficientnet_lite0")
+    for more in ((), other):
+        with served(tmp_path, *more) as (process, client, _):
+            client.explain(IMAGE, model="tiny", overlay=None)
+            os.kill(worker_of(process), signal.SIGKILL)
+            until(lambda: client.models()[0].state is camserve.ModelState.FAILED)
+            until(lambda: healthy(client) is bool(more))  # noqa: B023
+            with pytest.raises(camserve.Unavailable, match="model tiny could not be loaded"):
+                client.explain(IMAGE, model="tiny", overlay=None)
+            if more:
+                client.explain(IMAGE, model="efficientnet_lite0", overlay=None)
 
 
 def test_a_worker_goes_with_its_server_even_if_that_is_killed():

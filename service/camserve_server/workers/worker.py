@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 STARTING = 300.0  # seconds until a process must say that it is ready: a cold disk may be slow to give torch
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries to start one, if it never came so far as to be ready
+DEADLY = 3  # processes that may end while they load a model again, one after the other, before it is given up
 LOADING = 1800.0  # seconds that a model may take: weights may come over a slow network
 
 Told = Callable[[], object]
@@ -154,15 +156,23 @@ class Worker:
         batch_seconds: that one batch may take; with one that takes longer the process is taken for hung.
         up: told when it takes batches, with every model that it was given.
         down: told when it no longer does.
+        lost: told of a model that it was given, and that a process which took another's place could not load again.
     """
 
     def __init__(
-        self, setup: Setup, *, batch_seconds: float = 60.0, up: Told = lambda: None, down: Told = lambda: None
+        self,
+        setup: Setup,
+        *,
+        batch_seconds: float = 60.0,
+        up: Told = lambda: None,
+        down: Told = lambda: None,
+        lost: Callable[[str], object] = lambda _name: None,
     ) -> None:
         self._setup = setup
         self._batch_seconds = batch_seconds
-        self._tell_up, self._tell_down = up, down
+        self._tell_up, self._tell_down, self._tell_lost = up, down, lost
         self._models: dict[str, tuple[ModelSpec, str]] = {}
+        self._deadly = Counter[str]()
         self._changing = threading.Lock()
         self._turning = threading.Lock()
         self._newest: _Life
@@ -249,13 +259,39 @@ class Worker:
         """Give a process the models that were given to the one before, and then let rows come."""
         with self._changing, suppress(WorkerLost):
             life.ready.result()
-            for name, (spec, digest) in self._models.items():
-                _load_again(life, name, spec, digest)
+            for name in list(self._models):
+                if not self._loaded_again(life, name):
+                    del self._models[name]
+                    self._tell_lost(name)
             with self._turning:
                 if not life.over:
                     self._up = life
                     self._tell_up()
         life.filled.set()
+
+    def _loaded_again(self, life: _Life, name: str) -> bool:
+        """Give a process a model that the one before had; return whether it has it now.
+
+        Raises:
+            WorkerLost: the process ended meanwhile, and the model may or may not be why.
+        """
+        spec, digest = self._models[name]
+        if self._deadly[name] >= DEADLY:
+            log.error("model %s was lost: %d processes ended while they loaded it again", name, DEADLY)
+            return False
+        self._deadly[name] += 1
+        try:
+            info = cast("ModelInfo", life.ask("load", name, spec, seconds=LOADING).result())
+        except ConfigError as error:
+            log.error("a model was lost: %s", error)  # noqa: TRY400 -- the operator's words, not a traceback
+            return False
+        finally:
+            if not life.over:
+                del self._deadly[name]
+        if info.digest != digest:
+            log.error("model %s was lost: its weights are not those it had before", name)
+            life.ask("drop", name, seconds=LOADING).result()
+        return info.digest == digest
 
     def _down(self) -> None:
         self._born.clear()  # what is asked next, is asked of the next one
@@ -263,14 +299,3 @@ class Worker:
             was, self._up = self._up, None
             if was:
                 self._tell_down()
-
-
-def _load_again(life: _Life, name: str, spec: ModelSpec, digest: str) -> None:
-    try:
-        info = cast("ModelInfo", life.ask("load", name, spec, seconds=LOADING).result())
-    except ConfigError as error:
-        log.error("a model was lost: %s", error)  # noqa: TRY400 -- the operator's words, not a traceback
-        return
-    if info.digest != digest:
-        log.error("model %s was lost: its weights are not those it had before", name)
-        life.ask("drop", name, seconds=LOADING).result()
