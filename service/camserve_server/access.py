@@ -149,7 +149,6 @@ def _certificates(paths: Sequence[str], contents: kept.Contents) -> grpc.ServerC
     return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
 
 
-
 class Guard(grpc.aio.ServerInterceptor):
     """Lets those calls through whose token is for them.
 

@@ -7,7 +7,6 @@ import platform
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ class Local:
         self._models: dict[str, LoadedModel] = {}
         self._twins: dict[str, LoadedModel] = {}
         self._halves = self._engine_of(self._models), self._engine_of(self._twins)
-        self._single = threading.Lock()
+        self._turns = threading.Lock(), threading.Lock()
 
     def _engine_of(self, models: dict[str, LoadedModel]) -> Engine:
         return Engine(models, device=self._setup.device, beside=self._setup.beside)
@@ -78,13 +77,11 @@ class Local:
         if pass_.model not in self._models:
             words = f"the model {pass_.model} was lost: it could not be loaded again"
             raise Unavailable(words, retry_after=5.0, shed="model_failed")
-        if half is None:
-            self._take(self._setup.threads)
-            return self._halves[0].run(pass_, rows)
-        twin = pass_.model in self._twins
-        with nullcontext() if twin else self._single:
-            self._take(max(1, (self._setup.threads + 1 - half) // 2))
-            return self._halves[half if twin else 0].run(pass_, rows)
+        place = half if half and pass_.model in self._twins else 0
+        threads = self._setup.threads if half is None else max(1, (self._setup.threads + 1 - half) // 2)
+        with self._turns[place]:
+            self._take(threads)
+            return self._halves[place].run(pass_, rows)
 
     def _take(self, threads: int) -> None:
         """Have torch compute with so many threads in this one."""
