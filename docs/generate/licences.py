@@ -59,7 +59,7 @@ def normal(name: str) -> str:
 
 def rows() -> Iterator[str]:
     """Make the table."""
-    client, server = needed(""), needed("server")
+    client, server = needed(""), needed("server") | needed("otel")  # what the container has
     yield "| package | version | part of | licence |"
     yield "|---|---|---|---|"
     for name, version in sorted(pinned().items(), key=lambda one: normal(one[0])):

@@ -13,21 +13,23 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
-from camserve_server import access, config, errors, scraping, server, telemetry, tokens
+from camserve_server import access, config, errors, oip, scraping, server, telemetry, tokens
 from camserve_server.errors import ConfigError
 from camserve_server.methods import METHODS
 from camserve_server.models import parse
+from camserve_server.oip.v2 import inference_pb2
 from camserve_server.servicer import NAMES
 from camserve_server.telemetry import meters
 from camserve_server.types import Verdict
 from camserve_server.workers import Local, Setup
 from robustness.authority import Authority
-from support import GPU, serving
+from support import GPU, jpeg, serving
 
 ROOT = Path(__file__).parents[2]
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
@@ -125,6 +127,32 @@ def test_each_request_of_a_stream_is_one_and_the_stream_itself_none(start):
         samples = settled(scrape, "camserve_streams_total", 1, code="OK")
 
     assert total(samples, COUNT, rpc="ExplainStream", code="OK") == total(samples, COUNT) == 6
+
+
+def test_an_inference_of_another_protocol_is_a_request_as_any_other(start):
+    asked = inference_pb2.ModelInferRequest(model_name="tiny")
+    asked.inputs.add(name="image", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([jpeg(PHOTO)] * 2)
+    unknown = inference_pb2.ModelInferRequest(model_name="made-up")
+    with start() as (served, scrape), grpc.insecure_channel(served.address) as line:
+        stub = line.unary_unary, line.stream_stream
+        one, many = (
+            call(f"/{oip.NAME}/{rpc}", type(asked).SerializeToString, answer.FromString)
+            for call, rpc, answer in zip(
+                stub,
+                ("ModelInfer", "ModelStreamInfer"),
+                (inference_pb2.ModelInferResponse, inference_pb2.ModelStreamInferResponse),
+                strict=True,
+            )
+        )
+        one(asked, timeout=20)
+        assert len(list(many(iter([asked, unknown, asked]), timeout=20))) == 3
+        samples = settled(scrape, "camserve_streams_total", 1, rpc="ModelStreamInfer", code="OK")
+
+    assert total(samples, COUNT, rpc="ModelInfer", method="gradcam", model="tiny", code="OK") == 1
+    assert total(samples, COUNT, rpc="ModelStreamInfer", method="gradcam", model="tiny", code="OK") == 2
+    assert total(samples, COUNT, rpc="ModelStreamInfer", model="", code="NOT_FOUND") == 1
+    assert total(samples, "camserve_explanations_total", method="gradcam") == 3 * 2
+    assert labels_of(samples, COUNT, "rpc") <= set(oip.NAMES)
 
 
 def test_no_label_takes_what_a_caller_makes_up(start):

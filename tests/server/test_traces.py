@@ -6,10 +6,12 @@ import io
 import itertools
 import json
 import logging
+import re
 import socket
 import sys
 import threading
 import time
+import urllib.request
 from concurrent import futures
 
 import grpc
@@ -227,6 +229,20 @@ def test_a_request_of_a_thousand_batches_has_a_hundred_spans_and_says_how_many_m
     parts = 2 * served.pipeline.batcher.stats.batches + 3
     assert len(stages) == record.MOST_SPANS == 100
     assert request.attributes["camserve.stages_untold"] == parts - len(stages) > 100
+
+
+def test_a_request_whose_trace_is_kept_is_an_exemplar_of_its_histogram(start):
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    with start(metrics_address=str(port)) as (served, spans):
+        explained(served.address)
+        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=accept)
+        with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- ours
+            text = answer.read().decode()
+
+    (found,) = set(re.findall(r'# {trace_id="(\w+)"}', text))
+    assert found == f"{named(spans, EXPLAIN)[0].context.trace_id:032x}"
 
 
 def test_without_the_extra_the_setting_says_what_to_install(monkeypatch):

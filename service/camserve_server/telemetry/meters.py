@@ -127,7 +127,9 @@ class Meters:
         if record.stream:
             self._streams.labels(record.rpc, code).inc()
             return
-        self._requests.labels(record.rpc, record.method, record.model, code).observe(seconds)
+        requests = self._requests.labels(record.rpc, record.method, record.model, code)
+        # Of a trace that is kept: who sees a slow request in a histogram can look at it.
+        requests.observe(seconds, {"trace_id": record.trace_id} if record.stages is not None else None)
         for stage, took in record.seconds.items():
             self._stages.labels(stage).observe(took)
         for method, verdict in record.explained:
