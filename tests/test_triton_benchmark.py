@@ -1,4 +1,4 @@
-"""What `make bench-triton` asks perf_analyzer for, and what it makes of the report; the program itself runs only then."""
+"""What `make bench-triton` asks perf_analyzer for, and what it makes of its report; the program runs only there."""
 
 import base64
 import json
