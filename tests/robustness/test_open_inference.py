@@ -204,6 +204,16 @@ def test_a_shape_that_nothing_fills_costs_nothing(line):
             assert seconds_of(line, "ModelInfer", request, first) <= QUICK
 
 
+def test_pixels_have_the_limits_of_a_photo(line):
+    request = inference_pb2.ModelInferRequest(raw_input_contents=[bytes(3 * 20_000)])
+    request.inputs.add(name="image", datatype="UINT8", shape=[1, 20_000, 3])
+    with pytest.raises(grpc.RpcError) as caught:
+        line.unary_unary(fields.METHODS["ModelInfer"])(request.SerializeToString(), timeout=10)
+
+    assert f"{LIMITS.side:,} on a side are accepted" in caught.value.details()
+    assert hygiene.field_of(caught.value) == "inputs[0]"
+
+
 def test_a_stream_that_nobody_uses_is_ended_and_a_message_that_is_none_too():
     with (
         serving(models=(nets.TINY,), device="cpu", threads=1, idle_seconds=0.3) as served,
