@@ -130,11 +130,16 @@ def is_local(address: str) -> bool:
 
     >>> is_local("localhost:1"), is_local("[::1]:1"), is_local("unix:/run/camserve"), is_local("10.0.0.1:1")
     (True, True, True, False)
+    >>> is_local("ipv4:127.0.0.1:1,127.0.0.1:2"), is_local("ipv4:127.0.0.1:1,10.0.0.1:1")
+    (True, False)
     """
     if address.startswith(("unix:", "unix-abstract:")):
         return True
-    host = address.removeprefix("dns:///").removeprefix("ipv4:").removeprefix("ipv6:")
-    host = host.rpartition(":")[0].strip("[]")
+    named = address.removeprefix("dns:///").removeprefix("ipv4:").removeprefix("ipv6:")
+    return all(_is_loopback(one.rpartition(":")[0].strip("[]")) for one in named.split(","))
+
+
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -62,7 +62,8 @@ class Client:
     """A connection to a camserve server; may be shared between threads.
 
     Args:
-        address: HOST:PORT.
+        address: HOST:PORT; or several servers that are asked in turn, ``dns:///NAME:PORT`` for all
+            addresses of a name, ``ipv4:HOST:PORT,HOST:PORT`` for those.
         timeout: Seconds that a call may take, retries and pauses included; ``math.inf`` for no
             limit.
         retries: How often a call is sent again when the server is unavailable or its queue is full;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -30,6 +31,9 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
+# Servers in turn; one that drains, or is not warm yet, says so by its health and is left out.
+_IN_TURN: Final = json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}})
+_SEVERAL: Final = ("dns:", "ipv4:", "ipv6:")
 HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
 
 
@@ -90,7 +94,17 @@ def settings(address: str, given: Given, options: AccessOptions) -> Settings:
     metadata = {**(given.metadata or {}), **access.metadata()}
     if credentials is None:
         check_clear(address, metadata)
-    return Settings(address, given.timeout, retry, metadata, credentials, CHANNEL_OPTIONS + access.channel_options)
+    options = CHANNEL_OPTIONS + access.channel_options + balancing(address)
+    return Settings(address, given.timeout, retry, metadata, credentials, options)
+
+
+def balancing(address: str) -> tuple[tuple[str, str], ...]:
+    """Return what a channel must know to take several servers in turn, where an address may name several.
+
+    >>> [bool(balancing(one)) for one in ("localhost:1", "dns:///camserve:50051", "ipv4:10.0.0.1:1,10.0.0.2:1")]
+    [False, True, True]
+    """
+    return (("grpc.service_config", _IN_TURN),) if address.startswith(_SEVERAL) else ()
 
 
 def new_request_id() -> str:
