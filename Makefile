@@ -15,7 +15,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup demo test test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -50,11 +50,17 @@ endef
 protos: $(PROTO_VENV)/.done  ## generate the stubs from protos/
 	$(call generate,$(STUBS),$(SERVER_STUBS))
 
+node: clients/node/node_modules  ## what the client in Node needs, where there is npm
+
+clients/node/node_modules: clients/node/package-lock.json
+	@if command -v npm >/dev/null; then npm ci --prefix clients/node --no-audit --no-fund --silent && touch $@; \
+	else echo "no npm: the client in Node is not tested"; fi
+
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
 # In two halves at once: the methods keep one core at work, most of the others wait for a server.
-test: setup $(TRITON_VENV)/.done  ## every test, with coverage
+test: setup node $(TRITON_VENV)/.done  ## every test, with coverage
 	$(BIN)/python -m coverage erase
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest tests/methods >.methods.log 2>&1 & methods=$$!; \
 	$(BIN)/python -m coverage run -m pytest --ignore=tests/methods; others=$$?; \
@@ -128,4 +134,4 @@ bench-gpu: setup  ## on a machine with a GPU, without a network: some minutes; w
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck
+	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) clients/node/node_modules out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

@@ -1,0 +1,160 @@
+"""The manifests are what Kubernetes takes, and agree with the server that they start."""
+
+import copy
+import re
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from camserve_server import access, config, server
+from camserve_server.telemetry import meters
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+VERSIONS = ("1.32", kubernetes_validate.latest_version())
+"""The oldest in which a pause before a stop needs no program in the container, and the newest that is known here."""
+
+
+def read(path):
+    (found,) = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    return found
+
+
+KUSTOMIZATION = read(FOLDER / "kustomization.yaml")
+MANIFESTS = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml")) if path.stem != "kustomization"}
+KSERVE = read(ROOT / "deploy" / "kserve" / "inferenceservice.yaml")
+POD = MANIFESTS["deployment"]["spec"]["template"]
+SCALING = ("minReplicas", "maxReplicas", "timeout")  # KServe's own; the rest of a predictor is a pod's
+PREDICTOR = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "predictor"},
+    "spec": {key: value for key, value in KSERVE["spec"]["predictor"].items() if key not in SCALING},
+}
+SETTINGS = tomllib.loads(MANIFESTS["configmap"]["data"]["camserve.toml"])
+EVERYWHERE = pytest.mark.parametrize("pod", [POD["spec"], PREDICTOR["spec"]], ids=["deployment", "kserve"])
+
+
+def container(pod):
+    (found,) = pod["containers"]
+    return found
+
+
+def ports(pod):
+    return {one["name"]: one["containerPort"] for one in container(pod)["ports"]}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", [*MANIFESTS, "kserve"])
+def test_every_manifest_is_what_the_schema_of_kubernetes_asks_for(name, version):
+    kubernetes_validate.validate(PREDICTOR if name == "kserve" else MANIFESTS[name], version, strict=True)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda pod: container(pod)["readinessProbe"]["grpc"].update(port="grpc"),  # it takes no name
+        lambda pod: pod.update(terminationGracePeriodSecond=30),
+        lambda pod: container(pod)["lifecycle"]["preStop"].update(sleep=5),
+    ],
+)
+def test_a_mistake_is_found(plant):
+    wrong = copy.deepcopy(MANIFESTS["deployment"])
+    plant(wrong["spec"]["template"]["spec"])
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_all_of_them_are_applied_together():
+    assert sorted(KUSTOMIZATION["resources"]) == sorted(f"{name}.yaml" for name in MANIFESTS)
+    assert KUSTOMIZATION["images"][0]["name"] == container(POD["spec"])["image"].partition(":")[0]
+
+
+def test_the_settings_are_those_of_the_server_and_it_would_start_with_them():
+    assert not config.faults_of(SETTINGS)
+    dockerfile = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
+    address = re.search(r"CAMSERVE_ADDRESS=(\S+)", dockerfile)[1]
+    settings = config.Settings.model_validate({**SETTINGS, "address": address})
+    access.check(settings)
+
+    assert config.ADDRESS.fullmatch(address)["port"] == str(ports(POD["spec"])["grpc"])
+    assert config.ADDRESS.fullmatch(settings.metrics_address)["port"] == str(ports(POD["spec"])["metrics"])
+
+
+def test_kserves_environment_is_of_settings_that_there_are():
+    named = {one["name"]: one["value"] for one in container(PREDICTOR["spec"])["env"]}
+
+    assert {name.removeprefix(config.ENVIRONMENT).lower() for name in named} <= set(config.Settings.model_fields)
+    assert config.load(environment=named).insecure
+
+
+@EVERYWHERE
+def test_a_pod_has_the_time_that_its_server_may_take_to_stop(pod):
+    """The pause before SIGTERM, then the drain, then what `serve_until_signal` waits for at most."""
+    kserve = {one["name"]: one["value"] for one in container(pod).get("env", ())}
+    settings = config.load(environment=kserve) if kserve else config.Settings.model_validate(SETTINGS)
+    pause = container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    longest = pause + settings.drain_seconds + 3 * server.LONGEST_QUIET
+
+    assert pause >= 1
+    assert longest < pod["terminationGracePeriodSeconds"]
+
+
+@EVERYWHERE
+def test_probes_ask_for_a_health_that_the_server_has_on_its_port(pod):
+    probes = {name: container(pod)[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
+    (port,) = {one["grpc"]["port"] for one in probes.values()}
+
+    assert port in ports(pod).values()
+    assert probes["liveness"]["grpc"]["service"] == server.LIVE
+    assert all(probes[name]["grpc"].get("service", "") in server.SERVICES for name in ("startup", "readiness"))
+
+
+@EVERYWHERE
+def test_a_pod_is_restarted_only_after_the_server_could_have_helped_itself(pod):
+    """A hung engine is found, and started anew, within `max_batch_seconds`; the event loop runs on meanwhile."""
+    startup, liveness = container(pod)["startupProbe"], container(pod)["livenessProbe"]
+
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 300
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= config.Settings().max_batch_seconds
+
+
+@EVERYWHERE
+def test_a_pod_may_do_no_more_than_the_container_needs(pod):
+    context = container(pod)["securityContext"]
+    user = re.search(r"^USER (\d+)", (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+    assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["runAsUser"]) == (True, int(user))
+    assert (context["readOnlyRootFilesystem"], context["allowPrivilegeEscalation"]) == (True, False)
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert not pod["automountServiceAccountToken"]
+    assert {one["mountPath"] for one in container(pod)["volumeMounts"]} >= {"/tmp", "/models"}  # noqa: S108 -- all that it writes to
+
+
+def test_everything_means_the_same_pods_and_the_same_ports():
+    labels = POD["metadata"]["labels"]
+    named = {name: one["port"] for one in MANIFESTS["service"]["spec"]["ports"] for name in (one["name"],)}
+    opened = {port["port"] for rule in MANIFESTS["networkpolicy"]["spec"]["ingress"] for port in rule["ports"]}
+
+    assert MANIFESTS["deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert MANIFESTS["service"]["spec"]["selector"] == labels
+    assert MANIFESTS["service"]["spec"]["clusterIP"] == "None"  # for clients that choose among the pods
+    assert MANIFESTS["pdb"]["spec"]["selector"]["matchLabels"] == labels
+    assert MANIFESTS["networkpolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    assert MANIFESTS["hpa"]["spec"]["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
+    assert named == ports(POD["spec"])
+    assert opened == set(named.values())
+
+
+def test_it_grows_by_a_metric_that_the_server_has():
+    (metric,) = MANIFESTS["hpa"]["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"]
+
+    assert f'"{name}"' in Path(meters.__file__).read_text(encoding="utf-8")
+    assert f"`{name}`" in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert (
+        int(metric["pods"]["target"]["averageValue"]) < config.Settings().max_queue_rows / 8
+    )  # long before it is full
