@@ -378,6 +378,12 @@ def half_a_file(folder):
     path.write_bytes(path.read_bytes()[:5000])
 
 
+def not_finite(folder):
+    path = folder / "model.safetensors"
+    state = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({**state, "classifier.bias": torch.full((5,), torch.nan)}, path, {"format": "pt"})
+
+
 def other_shapes(folder):
     changed(folder, id2label={"0": "cat", "1": "dog"}, label2id={"cat": 0, "dog": 1})
 
@@ -405,6 +411,7 @@ def other_shapes(folder):
         ),
         (half_a_file, "cannot be read"),
         (no_head, "lack classifier.bias, classifier.weight: was it trained as a classifier"),
+        (not_finite, "the weights of hf:vit cannot be used: classifier.bias is not finite"),
         (other_shapes, "classifier"),
         (lambda folder: changed(folder, "preprocessor_config.json", size={"height": 32, "width": 32}), "32"),
     ],

@@ -182,6 +182,8 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
     if spec.weights in ("default", "none"):
         if spec.sha256:
             raise ConfigError(f"model {spec.name}: sha256= is of a weights file, and weights={spec.weights} is none")
+        if spec.source == "hf":
+            _check_saved(spec, module)
         # A user's own factory brings its own weights; there is nothing else to call the default.
         return spec.weights
     path = Path(spec.weights)
@@ -197,6 +199,13 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
             f"model {spec.name}: the weights in {path.name} do not fit {spec.origin}: {_shorten(error)}"
         ) from error
     return "file"
+
+
+def _check_saved(spec: ModelSpec, module: nn.Module) -> None:
+    try:
+        _check_finite(module)
+    except Damaged as error:
+        raise ConfigError(f"the weights of {spec.origin} cannot be used: {error}") from error
 
 
 def _check_finite(module: nn.Module) -> None:
