@@ -94,8 +94,8 @@ def settings(address: str, given: Given, options: AccessOptions) -> Settings:
     metadata = {**(given.metadata or {}), **access.metadata()}
     if credentials is None:
         check_clear(address, metadata)
-    options = CHANNEL_OPTIONS + access.channel_options + balancing(address)
-    return Settings(address, given.timeout, retry, metadata, credentials, options)
+    channel = CHANNEL_OPTIONS + access.channel_options + balancing(address)
+    return Settings(address, given.timeout, retry, metadata, credentials, channel)
 
 
 def balancing(address: str) -> tuple[tuple[str, str], ...]:
