@@ -94,7 +94,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {folder}: nothing is fetched from the Hub here; fetch it with "
-            f"`hf download {folder} --local-dir FOLDER` or save it with save_pretrained(FOLDER), and write hf:FOLDER"
+            f"`hf download OWNER/NAME --local-dir {folder}`, or save it there with save_pretrained"
         )
     path = folder / "config.json"
     try:
