@@ -154,6 +154,39 @@ def test_the_jobs_own_pictures_are_no_photos_even_beside_them(run, photos):
     assert len(rows(photos)) == len(rows(photos / "out")) == 7
 
 
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [(("--method", "gradcm"), "unknown method"), (("--layer", "x"), "unknown layer"), (("--target", "77"), "77")],
+)
+def test_what_would_be_wrong_with_every_photo_ends_the_job_and_marks_none(wish, words, run, photos, tmp_path):
+    wrong = run(photos, options=("--model", "tiny", *wish))
+    right = run(photos)
+
+    assert wrong.exit_code != 0
+    assert words in wrong.output
+    assert not list((tmp_path / "out" / "results").glob("*.parquet")) or right.exit_code == 0
+    assert (right.exit_code, right.output.count("7 photos are done:")) == (0, 1), right.output
+
+
+def test_a_target_that_one_photo_does_not_have_is_that_photos_error():
+    own = [
+        camserve.FailedPrecondition("no dog here", fields={"targets": ""}),
+        camserve.InvalidArgument("too large", fields={"image": ""}),
+        camserve.InvalidArgument("outside", fields={"targets[0].detection.box": ""}),
+        camserve.InvalidArgument("pictures too large", fields={"rendering.max_side": ""}),
+        *(kind("x") for kind in (camserve.Unavailable, camserve.Internal, camserve.DeadlineExceeded)),
+    ]
+    questions = [
+        camserve.FailedPrecondition("a layer that cannot be explained"),
+        camserve.InvalidArgument("no such class", fields={"targets[0].class_index": ""}),
+        camserve.InvalidArgument("opacity", fields={"image": "", "rendering.alpha": ""}),
+        *(kind("x") for kind in (camserve.NotFound, camserve.Unauthenticated, camserve.PermissionDenied)),
+    ]
+
+    assert all(map(job._is_photos_own, own))
+    assert not any(map(job._is_photos_own, questions))
+
+
 def test_a_job_goes_on_only_with_the_same_words(run, photos, tmp_path):
     run(photos)
     refused = run(photos, options=("--model", "tiny", "--method", "layercam", "--alpha", "0.3"))

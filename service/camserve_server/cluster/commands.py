@@ -53,7 +53,11 @@ def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody was asked whether he wants to tell
     try:
         ray_.init(
-            address=address, namespace=NAME, log_to_driver=False, include_dashboard=False if not address else None
+            address=address,
+            namespace=NAME,
+            logging_level="error",
+            log_to_driver=False,
+            include_dashboard=False if not address else None,
         )
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"no cluster at {address}: {error}") from error
@@ -93,11 +97,17 @@ def serve(settings: Settings, engines: Engines) -> int:
         log.info("serving", extra=logs.fields(port=port, engines=engines.least, models=",".join(settings.models)))
         stop.wait()
     except RuntimeError as error:
-        raise ConfigError("the application could not be started: Ray's log says why") from error
+        raise ConfigError(_reason(f"{error} {serve_.status()}")) from error
     finally:
         log.info("draining")
         serve_.shutdown()
     return 0
+
+
+def _reason(said: str) -> str:
+    """Find among all that Ray says what an engine said when it could not begin."""
+    found = re.search(r"ConfigError: (.*?)(\\n|\n|$)", said)
+    return found[1] if found else "the application could not be started: Ray's log says why"
 
 
 def _until_known(address: str, stop: Event) -> None:

@@ -17,11 +17,12 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from camserve import Client, Model, _dataset
+from camserve import CamserveError, Client, Model, _dataset
 from camserve._progress import job_bar
 from camserve.cli import job_question, told_of
 from camserve_server import config, server
 from camserve_server.cluster.application import Engines, ray
+from camserve_server.errors import ConfigError
 
 RUN = "run"
 """The file that says which run may write parts: an older one, whose driver was killed, may not be gone yet."""
@@ -149,7 +150,8 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
         told: called as batches are done.
 
     Raises:
-        RayTaskError: an actor failed in a way that doing it again does not help.
+        CamserveError: what was asked makes no sense, whatever the photo.
+        ConfigError: another run of the job was begun, or an actor failed in a way that doing it again does not help.
     """
     if not left:
         return
@@ -166,10 +168,14 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
         num_cpus=engines.cpus,
         num_gpus=engines.gpus,
     )
-    for batch in done.iter_batches(batch_size=None, prefetch_batches=0):
-        tally.explained += int(batch["explained"].sum())
-        tally.failed += int(batch["failed"].sum())
-        told(tally)
+    try:
+        for batch in done.iter_batches(batch_size=None, prefetch_batches=0):
+            tally.explained += int(batch["explained"].sum())
+            tally.failed += int(batch["failed"].sum())
+            told(tally)
+    except ray("exceptions").RayTaskError as error:
+        cause = error.cause
+        raise (cause if isinstance(cause, CamserveError) else ConfigError(f"the job was ended: {cause}")) from error
 
 
 def explain(job: Job, engines: Engines) -> str:

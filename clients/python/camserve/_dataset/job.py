@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import grpc
 import numpy as np
 from google.protobuf import json_format
 
@@ -41,6 +43,22 @@ SHORTEST_PART = 1.0
 TOGETHER = 1 << 16  # marks that are sorted in together
 THREADS = 8  # that read photos and write pictures
 _STEM = 60
+
+_QUESTIONS = frozenset(
+    {
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+_PHOTOS = {
+    # What is not to be read or too large, and a box of which this photo has no part.
+    grpc.StatusCode.INVALID_ARGUMENT: re.compile(r"image|rendering\.max_side|targets\[\d+\]\..*(box|region)"),
+    # What the model does not find in this photo.
+    grpc.StatusCode.FAILED_PRECONDITION: re.compile(r"targets.*|top_k"),
+}
+"""The fields at fault where an error is of the photo, by the code; all other codes say nothing of the question."""
 
 Rows: TypeAlias = "list[dict[str, Any]]"
 
@@ -125,16 +143,22 @@ def opened(store: Store, question: Question, model: Model) -> None:
     card = {"format": FORMAT, "model": model.name, "weights": model.digest, **question.said()}
     written = store.read(CARD)
     if written is None:
-        store.write(CARD, json.dumps(card, indent=2, ensure_ascii=False).encode(), lasting=True)
+        store.write(CARD, _packed(card), lasting=True)
         return
     try:
         before = dict(json.loads(written))
     except ValueError as error:
         raise FailedPrecondition(f"{store.place}/{CARD} is no job: choose another folder") from error
     other = sorted(name for name in card.keys() | before.keys() if card.get(name) != before.get(name))
-    if other:
+    if other and not store.names(RESULTS, ".parquet"):
+        store.write(CARD, _packed(card), lasting=True)  # nothing came of the other
+    elif other:
         words = f"{store.place} has a job with other {', '.join(other)}: say the same as then, or choose another folder"
         raise FailedPrecondition(words)
+
+
+def _packed(card: dict[str, Any]) -> bytes:
+    return json.dumps(card, indent=2, ensure_ascii=False).encode()
 
 
 def taken_up(store: Store) -> Seen:
@@ -166,7 +190,8 @@ def ask(
     """Explain photos and write their pictures; yield the rows of each when its pictures are there, in order.
 
     Raises:
-        CamserveError: The server is lost; that of a photo becomes its row.
+        CamserveError: The server is lost, or the question is wrong whatever the photo; what is wrong with
+            a photo becomes its row.
         OSError: A picture cannot be written.
     """
     under_way: deque[tuple[Key, CamserveError | None]] = deque()
@@ -177,6 +202,8 @@ def ask(
         with closing(client.explain_many(images, on_error="return", **question.options)) as outcomes:
             for outcome in outcomes:
                 key, trouble = under_way.popleft()
+                if trouble is None and isinstance(outcome, CamserveError) and not _is_photos_own(outcome):
+                    raise outcome
                 writing.append(pool.submit(_written, store, key, trouble or outcome, question, digest))
                 while len(writing) > THREADS or (writing and writing[0].done()):
                     yield writing.popleft().result()
@@ -207,6 +234,15 @@ def _read_ahead(
             yield first()
     while ahead:
         yield first()
+
+
+def _is_photos_own(error: CamserveError) -> bool:
+    """Say whether another photo might do better: if none could, no photo is to be marked as done."""
+    if error.code in _QUESTIONS:
+        return False
+    if error.code not in _PHOTOS:
+        return True
+    return bool(error.fields) and all(_PHOTOS[error.code].fullmatch(field) for field in error.fields)
 
 
 def _written(store: Store, key: Key, outcome: Outcome, question: Question, digest: str) -> Rows:
