@@ -363,7 +363,7 @@ def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
             nonlocal answered
             for _ in images:
                 answered += 1
-                yield camserve.InvalidArgument("no")
+                yield camserve.InvalidArgument("no", fields={"image": "no"})
 
     question = _dataset.Question({}, _dataset.Wanted("jpeg", heatmaps=False, receipts=False))
     keys = (str(n) for n in range(3000))

@@ -257,6 +257,13 @@ def test_an_engine_has_the_settings_of_the_server_but_for_its_port_and_its_cores
     }
 
 
+def test_of_an_engine_that_cannot_begin_its_own_words_are_told():
+    said = "ray::engine.__init__()\n  File x, line 1\ncamserve_server.errors.ConfigError: no model x\nThe error"
+
+    assert commands.reason(["", said]) == "no model x"
+    assert "Ray's log says why" in commands.reason([])
+
+
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     served = CliRunner().invoke(program, ["ray", "serve", "--insecure"])
@@ -296,8 +303,15 @@ def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, mon
 
     later = new_job(photos)
     assert job.begun(later) == ([], _dataset.Tally(before=3))
-    with pytest.raises(RuntimeError, match="another run of this job was begun"):
-        actor({"image": left})
+    assert "another run of this job was begun" in actor({"image": left})["wrong"][0]
+
+
+def test_what_would_be_wrong_with_every_photo_is_told_by_the_actor_and_marks_none(photos):
+    one = new_job(photos, methods=("gradcm",))
+    said = job.Explainer(one)({"image": [str(photos / "photos" / "chelsea.png")]})
+
+    assert 'unknown method "gradcm"' in said["wrong"][0]
+    assert not (photos / "out" / "results").exists()
 
 
 def test_a_job_on_a_cluster_and_one_on_a_machine_go_on_with_one_another(photos, monkeypatch):

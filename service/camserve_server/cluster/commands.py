@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event
 from typing import Any
@@ -97,16 +97,18 @@ def serve(settings: Settings, engines: Engines) -> int:
         log.info("serving", extra=logs.fields(port=port, engines=engines.least, models=",".join(settings.models)))
         stop.wait()
     except RuntimeError as error:
-        raise ConfigError(_reason(f"{error} {serve_.status()}")) from error
+        applications = serve_.status().applications.values()
+        messages = (each.message for one in applications for each in one.deployments.values())
+        raise ConfigError(reason(messages)) from error
     finally:
         log.info("draining")
         serve_.shutdown()
     return 0
 
 
-def _reason(said: str) -> str:
-    """Find among all that Ray says what an engine said when it could not begin."""
-    found = re.search(r"ConfigError: (.*?)(\\n|\n|$)", said)
+def reason(messages: Iterable[str]) -> str:
+    """Find in what Ray says of its deployments, tracebacks and all, what an engine said when it could not begin."""
+    found = re.search(r"\bConfigError: (.+)", "\n".join(messages))
     return found[1] if found else "the application could not be started: Ray's log says why"
 
 

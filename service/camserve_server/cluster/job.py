@@ -17,12 +17,11 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from camserve import CamserveError, Client, Model, _dataset
+from camserve import CamserveError, Client, FailedPrecondition, Model, _dataset
 from camserve._progress import job_bar
 from camserve.cli import job_question, told_of
 from camserve_server import config, server
 from camserve_server.cluster.application import Engines, ray
-from camserve_server.errors import ConfigError
 
 RUN = "run"
 """The file that says which run may write parts: an older one, whose driver was killed, may not be gone yet."""
@@ -84,18 +83,26 @@ class Explainer:
         self._store = _dataset.Store(job.output)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Explain a batch of photos; return how many were explained, and how many failed.
+        """Explain a batch of photos.
 
-        Raises:
-            RuntimeError: another run has taken the job over.
+        Returns:
+            How many were explained, how many failed, and what ends the job, if anything: Ray would do again what is
+            raised, or hide it in a traceback.
         """
         keys = list(map(str, batch["image"]))
-        done = list(_dataset.ask(self._client, self._photos, keys, self._store, self._job.question))
+        try:
+            done = list(_dataset.ask(self._client, self._photos, keys, self._store, self._job.question))
+        except CamserveError as error:
+            return _said(wrong=str(error))
         if _run_of(self._store) != self._job.run:
-            raise RuntimeError("another run of this job was begun: this one ends")
+            return _said(wrong="another run of this job was begun: this one ends")
         _dataset.publish(self._store, done)
         failed = sum(bool(each[0].get("error")) for each in done)
-        return {"explained": np.array([len(done) - failed]), "failed": np.array([failed])}
+        return _said(len(done) - failed, failed)
+
+
+def _said(explained: int = 0, failed: int = 0, wrong: str = "") -> dict[str, Any]:
+    return {"explained": np.array([explained]), "failed": np.array([failed]), "wrong": np.array([wrong])}
 
 
 def _run_of(store: _dataset.Store) -> str:
@@ -150,8 +157,7 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
         told: called as batches are done.
 
     Raises:
-        CamserveError: what was asked makes no sense, whatever the photo.
-        ConfigError: another run of the job was begun, or an actor failed in a way that doing it again does not help.
+        FailedPrecondition: what was asked makes no sense, whatever the photo; or another run of the job was begun.
     """
     if not left:
         return
@@ -168,14 +174,12 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
         num_cpus=engines.cpus,
         num_gpus=engines.gpus,
     )
-    try:
-        for batch in done.iter_batches(batch_size=None, prefetch_batches=0):
-            tally.explained += int(batch["explained"].sum())
-            tally.failed += int(batch["failed"].sum())
-            told(tally)
-    except ray("exceptions").RayTaskError as error:
-        cause = error.cause
-        raise (cause if isinstance(cause, CamserveError) else ConfigError(f"the job was ended: {cause}")) from error
+    for batch in done.iter_batches(batch_size=None, prefetch_batches=0):
+        if wrong := [str(each) for each in batch["wrong"] if each]:
+            raise FailedPrecondition(wrong[0])
+        tally.explained += int(batch["explained"].sum())
+        tally.failed += int(batch["failed"].sum())
+        told(tally)
 
 
 def explain(job: Job, engines: Engines) -> str:
