@@ -4,6 +4,8 @@ import pytest
 
 from support import serving
 
+collect_ignore = ["with_tritonclient.py"]  # it runs in a venv of its own
+
 
 @pytest.fixture(scope="session")
 def served():
