@@ -225,7 +225,7 @@ class Batcher:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop after the batches that run; whatever still waits is answered with Unavailable."""
+        """Stop; whatever waits, or runs, is answered with Unavailable."""
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
@@ -350,6 +350,7 @@ class Batcher:
                 await event.wait()
             await self._company()
             if not all(event.is_set() for event in needed):
+                self._arrived.set()  # which waiting for company has cleared, and another engine waits for
                 continue
             if batch := self._form():
                 self._arrived.set()  # there may be more, for whichever engine is free next
@@ -466,6 +467,10 @@ class Batcher:
         rows = [ticket.rows[index] for ticket, index in batch]
         try:
             results = await engine.ask(batch[0][0].pass_, rows, half)
+        except asyncio.CancelledError:
+            for ticket, _ in batch:
+                ticket.fail(Unavailable("the server is shutting down"))
+            raise
         finally:
             self._tell(batch, began, half)
         if len(results) != len(rows):

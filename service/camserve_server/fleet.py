@@ -21,7 +21,7 @@ import torch
 
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
-from camserve_server.errors import ConfigError, Internal, ServiceError
+from camserve_server.errors import ConfigError, Internal
 from camserve_server.hardware import cores, devices_named
 from camserve_server.models import ModelSpec
 from camserve_server.registry import Registry
@@ -62,6 +62,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._up: set[int] = set()
         self._failures = 0
+        self._lost_early: set[str] = set()  # before they were among the models
         self._dropping: set[asyncio.Task[None]] = set()
         self._told = True
         self._giving_up: asyncio.TimerHandle | None = None
@@ -136,10 +137,15 @@ class Fleet:
             loading = (_in_a_thread(engine.load, key, spec) for engine in self._engines)
             found = await asyncio.gather(*loading, return_exceptions=True)
             try:
-                return _together([_sound(one) for one in found])
+                return self._kept(key, _together([_sound(one) for one in found]))
             except Exception:
                 await self.drop(key)
                 raise
+
+    def _kept(self, key: str, info: ModelInfo) -> ModelInfo:
+        if key in self._lost_early:
+            raise ConfigError(f"model {info.name}: an engine lost it while another one loaded it")
+        return info
 
     @contextmanager
     def _timed(self, model: str) -> Iterator[None]:
@@ -162,6 +168,7 @@ class Fleet:
     async def drop(self, key: str) -> None:
         """Forget a model that no row means any more, and give its memory back."""
         self.batcher.forget(key)
+        self._lost_early.discard(key)
         await asyncio.gather(*(_in_a_thread(engine.drop, key) for engine in self._engines))
 
     def _came(self, place: int) -> None:
@@ -188,7 +195,10 @@ class Fleet:
 
     def _lost(self, key: str) -> None:
         """List a model as failed that an engine no longer has; others let it go when its last request is answered."""
-        if model := self.registry.lose(key):
+        model = self.registry.lose(key)
+        if model is None:
+            self._lost_early.add(key)
+        else:
             self._dropping.add(task := asyncio.create_task(self._dropped(model)))
             task.add_done_callback(self._dropping.discard)
         self._tell()
@@ -225,10 +235,11 @@ class Fleet:
             with self.registry.held(info):
                 async with asyncio.timeout(2 * self._settings.max_batch_seconds):
                     await self.batcher.submit(pass_, [row], lambda _, result: found.append(result))
-            if not math.isfinite(found[0].score):
-                raise Internal("its score is not finite")
-        except (ServiceError, TimeoutError, RuntimeError) as error:
-            log.warning("a canary failed: %s", str(error) or "it took too long")
+        except Exception as error:  # noqa: BLE001 -- whatever the model raises
+            log.warning("a canary failed: %s", str(error) or type(error).__name__)
+            return False
+        if not math.isfinite(found[0].score):
+            log.warning("a canary failed: its score is not finite")
             return False
         return True
 

@@ -3,13 +3,15 @@
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from camserve_server import models
-from camserve_server.models import parse
-from camserve_server.types import ClassTarget, Randomised, Row
+from camserve_server.models import parse, randomise
+from camserve_server.types import ClassTarget, Pass, Randomised, Row
+from camserve_server.workers import Local, Setup
 from methods.tools import CAMS, Toy, call, noise, run
 
 MODELS = (
@@ -98,6 +100,25 @@ def test_weights_that_are_random_in_one_are_not_in_the_other(both):
     assert np.array_equal(during[0], expected, equal_nan=True)
     assert not np.array_equal(changed.result(), expected, equal_nan=True)
     assert np.array_equal(answers(twin, "cam"), expected, equal_nan=True)
+
+
+def test_while_the_twin_is_random_the_quicker_copy_of_the_model_is_not_and_only_the_twin_is_made_so(both):
+    """What oneDNN is given in both copies are the model's own parameters: so these must not be exchanged."""
+    model, twin = both
+    expected = answers(model, "cam"), answers(twin, "cam")
+    with randomise.randomised(twin, Randomised(100)):
+        assert np.array_equal(answers(model, "cam"), expected[0], equal_nan=True)
+
+    local = Local(Setup("cpu", 2, halves=True))
+    local._models["it"], local._twins["it"] = model, twin
+    seen = []
+    for place, engine in enumerate(local._halves):
+        engine.run = lambda _pass, _rows, place=place: seen.append(place)
+    plain = Pass("it", "cam", (64, 64))
+    for pass_ in (plain, replace(plain, randomised=Randomised(1))):
+        for half in (None, 0, 1):
+            local.run(pass_, [], half)
+    assert seen == [0, 0, 1, 1, 1, 1]
 
 
 def closed():

@@ -239,6 +239,23 @@ def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the
         one.close()
 
 
+def test_a_model_that_raises_as_it_is_loaded_again_is_lost_and_another_can_be_loaded(tmp_path):
+    told, lost = Told(), []
+    (tmp_path / "raising_nets.py").write_text(NETS + DEADLY.replace("os.abort()", "raise MemoryError"))
+    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    try:
+        one.load("once", parse(f"once=raising_nets:once{SIZE}"))
+        os.kill(one.process_id, signal.SIGKILL)
+        until(told.down.is_set)
+        until(told.up.is_set)
+
+        assert lost == ["once"]
+        info = one.load("tiny", parse(f"tiny=raising_nets:tiny{SIZE}"))
+        assert len(one.run(*asked(info))) == 3
+    finally:
+        one.close()
+
+
 def test_a_lost_model_is_listed_as_failed_and_health_says_so_if_it_was_the_last(tmp_path):
     (tmp_path / "worker_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
     other = ("--model", "efficientnet_lite0")

@@ -681,3 +681,31 @@ async def test_no_batch_has_the_whole_engine_while_another_runs():
 
     assert {half for half, _ in seen} == {None, 0, 1}
     assert all(running == 0 for half, running in seen if half is None)
+
+
+async def test_a_row_that_came_as_the_second_half_waited_for_company_is_not_forgotten():
+    engine = Halves()
+    engine.free.clear()
+    async with Batcher(engine, max_batch_rows=2, max_delay=0.3, halves=True) as batcher:
+        first = [asyncio.create_task(ask(batcher, [i])) for i in range(4)]
+        await asyncio.sleep(0.05)
+        engine.free.set()  # the second half has had its batch by then, and waits for company for what comes now
+        engine.free.clear()
+        late = asyncio.create_task(ask(batcher, [9]))
+        await asyncio.sleep(0.1)
+        engine.free.set()
+        async with asyncio.timeout(5):
+            assert await asyncio.gather(*first, late) == [[0.0], [1.0], [2.0], [3.0], [9.0]]
+
+
+async def test_a_batcher_that_stops_answers_what_runs_too():
+    engine = Engine()
+    engine.free.clear()
+    async with Batcher(engine) as batcher:
+        asked = [asyncio.create_task(ask(batcher, [i])) for i in range(3)]
+        await settle()
+        asyncio.get_running_loop().call_later(0.05, engine.free.set)
+    async with asyncio.timeout(5):
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+
+    assert all(isinstance(one, Unavailable) for one in answers)

@@ -100,9 +100,13 @@ class LoadedModel:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return another tensor with the same memory: its values can be exchanged for others without the first one's."""
-    same = tensor.detach()
-    return nn.Parameter(same, requires_grad=False) if isinstance(tensor, nn.Parameter) else same
+    """Return another parameter with the same memory, which can be given other values; of a buffer a copy.
+
+    A module may write to its buffers as it runs. They are small.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), requires_grad=False)
+    return tensor.detach().clone()
 
 
 def _done(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tensor]:

@@ -77,8 +77,10 @@ class Local:
         if pass_.model not in self._models:
             words = f"the model {pass_.model} was lost: it could not be loaded again"
             raise Unavailable(words, retry_after=5.0, shed="model_failed")
-        place = half if half and pass_.model in self._twins else 0
-        threads = self._setup.threads if half is None else max(1, (self._setup.threads + 1 - half) // 2)
+        twin = pass_.model in self._twins
+        # What is oneDNN's or compiled in the twin computes with the model's own parameters: those stay as they are.
+        place = 1 if twin and (half or pass_.randomised) else 0
+        threads = max(1, (self._setup.threads + 1 - half) // 2) if twin and half is not None else self._setup.threads
         with self._turns[place]:
             self._take(threads)
             return self._halves[place].run(pass_, rows)

@@ -132,7 +132,8 @@ class _Life:
         with self._lock:
             asked = [self._asked.pop(number) for number in list(self._asked)]
             self._socket.close()
-        self._connection.close()
+        with self._sending:
+            self._connection.close()
         if not self.ready.done():
             self.ready.set_exception(_lost())
         for one in asked:
@@ -209,7 +210,8 @@ class Worker:
 
     def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `Port.run`."""
-        answer = self._living().ask("run", pass_, rows, half, seconds=self._batch_seconds)
+        seconds = self._batch_seconds * (1 if half is None else 2)  # with half of the cores
+        answer = self._living().ask("run", pass_, rows, half, seconds=seconds)
         return cast("list[RowResult]", answer.result())
 
     def memory(self) -> Memory | None:
@@ -267,7 +269,7 @@ class Worker:
                 if not life.over:
                     self._up = life
                     self._tell_up()
-        life.filled.set()
+        life.filled.set()  # whatever a model raises is caught above: else nobody could load one any more
 
     def _loaded_again(self, life: _Life, name: str) -> bool:
         """Give a process a model that the one before had; return whether it has it now.
@@ -282,8 +284,13 @@ class Worker:
         self._deadly[name] += 1
         try:
             info = cast("ModelInfo", life.ask("load", name, spec, seconds=LOADING).result())
+        except WorkerLost:
+            raise
         except ConfigError as error:
             log.error("a model was lost: %s", error)  # noqa: TRY400 -- the operator's words, not a traceback
+            return False
+        except Exception:  # what a model or a device says: with the others the engine can still work
+            log.exception("model %s was lost", name)
             return False
         finally:
             if not life.over:
