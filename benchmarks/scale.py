@@ -24,7 +24,7 @@ class Scale:
         served: models and precisions that a server is measured with.
         batches: for the engine.
         stretch: seconds of one stretch of load.
-        overload: seconds of load beyond the capacity.
+        overload: seconds of load beyond the capacity, and before that at it, in each round.
         rest: seconds after which a server's memory is looked at again.
         smoothgrad: copies of the image, for the cost of rows.
         sizes: sides of the input, for its cost.
@@ -69,7 +69,7 @@ FULL = Scale(
     served=((RESNET, "float32"), (RESNET, "bfloat16"), (MOBILENET, "float32")),
     batches=(1, 8, 32),
     stretch=5.0,
-    overload=40.0,
+    overload=10.0,
     rest=30.0,
     smoothgrad=(4, 16, 64),
     sizes=(384, 512),
@@ -81,7 +81,7 @@ QUICK = replace(
     served=((RESNET, "float32"),),
     batches=(8,),
     stretch=3.0,
-    overload=12.0,
+    overload=6.0,
     rest=2.0,
     smoothgrad=(4,),
     sizes=(384,),

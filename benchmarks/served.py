@@ -22,7 +22,7 @@ from benchmarks.serving import Process, serving
 from benchmarks.timing import repeated, timed
 
 QUEUE = 64  # rows: two seconds of resnet50 on two cores, so that beyond capacity it fills
-LOADS = (0.5, 0.8, 1.2)  # of capacity
+BELOW, BEYOND = (0.5, 0.8), 1.2  # of capacity
 CLOSED = (1, 8, 32)
 FLOW = "stream"
 
@@ -30,6 +30,11 @@ _NOTE = (
     f"`of engine` is the share of the speed that the engine alone has with batches of {BATCH}, in turn. The CPU is "
     "that of one request. On these cores the client takes its share of what there is. The server sets limits on malloc "
     "itself, as it always does; the engine alone runs with the same by environment."
+)
+
+_QUEUED = (
+    f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`). Beyond capacity a burst fills it first, and each "
+    "figure is the median of {scale.rounds} rounds of {scale.overload:g} s."
 )
 
 Say = Callable[[str], None]
@@ -75,10 +80,9 @@ def measure(scale: Scale, *, say: Say = print) -> Part:
             found = _rounds(scale, model, spec, server, say)
             closed_rows += _closed_rows(name, found)
             _hold(part, model, precision, found)
-            # An overload is what the bars are about, and takes its time, so only the first model has all of it.
-            whole = not open_rows
-            open_rows += _beyond(part, name, server, scale.overload if whole else scale.stretch, say)
-    part.tables += [_closed_table(closed_rows, scale), _open_table(open_rows)]
+            open_rows += _below(name, server, scale.stretch, say)
+            open_rows.append(_beyond(part, name, server, scale, say))
+    part.tables += [_closed_table(closed_rows, scale), _open_table(open_rows, scale)]
     return part
 
 
@@ -189,65 +193,80 @@ def watched(server: Process, every: float = 0.2) -> Iterator[list[float]]:
         watcher.join()
 
 
-def _beyond(part: Part, name: str, server: Process, seconds: float, say: Say) -> list[tuple[str, ...]]:
-    """Load the server below and beyond its capacity, which is measured before, between and after."""
-    rows, capacities = [], [_capacity(server, seconds / 4)]
-    for place, share in enumerate(LOADS):
-        rate = share * capacities[-1]
-        with watched(server) as memory:
+def _below(name: str, server: Process, seconds: float, say: Say) -> Iterator[tuple[str, ...]]:
+    """Load the server below its capacity, which is measured before each."""
+    for place, share in enumerate(BELOW):
+        rate = share * _capacity(server, seconds)
+        stretch = load.opened(server.address, rate, seconds, seed=place)
+        row = _open_row(name, share, [rate], [stretch], [stretch.good(0.0)])
+        say(f"served: {', '.join(row)}")
+        yield row
+
+
+def _beyond(part: Part, name: str, server: Process, scale: Scale, say: Say) -> tuple[str, ...]:
+    """Load the server beyond its capacity, which is measured before, in turn."""
+    capacities, stretches, good = list[float](), list[Stretch](), list[float]()
+    with watched(server) as memory:
+        for seed in range(scale.rounds):
+            capacities.append(_capacity(server, scale.overload))
             # The queue is filled at once, so that all of the stretch shows what becomes of it.
-            stretch = load.opened(server.address, rate, seconds, burst=QUEUE if share > 1 else 0, seed=place)
-        capacities.append(_capacity(server, seconds / 4))
-        capacity = statistics.mean(capacities[-2:])
-        warm = min(seconds / 4, QUEUE / capacity) if share > 1 else 0.0
-        rows.append(_open_row(name, share, rate, stretch, warm))
-        say(f"served: {', '.join(rows[-1])}; capacity {capacities[-2]:.1f} before, {capacities[-1]:.1f} after")
-        if share > 1:
-            _hold_overload(part, name, stretch, capacity, stretch.good(warm), memory)
-    return rows
+            stretch = load.opened(server.address, BEYOND * capacities[-1], scale.overload, burst=QUEUE, seed=seed)
+            stretches.append(stretch)
+            good.append(stretch.good(min(scale.overload / 4, QUEUE / capacities[-1])))
+            say(f"served: {name}, {BEYOND:.0%} of {capacities[-1]:.1f}/s: {good[-1]:.1f}/s")
+    _hold_overload(part, f"{name}, {BEYOND:.0%}", stretches, capacities, good)
+    third = max(1, len(memory) // 3)
+    grown = statistics.median(memory[-third:]) / statistics.median(memory[:third])
+    part.at_most(f"{name}, {BEYOND:.0%}: memory in the last third / in the first", 1.05, grown)
+    return _open_row(name, BEYOND, [BEYOND * one for one in capacities], stretches, good)
 
 
 def _capacity(server: Process, seconds: float) -> float:
     return load.closed(server.address, CLOSED[-1], max(seconds, 0.2)).rate(CLOSED[-1])
 
 
-def _open_row(name: str, share: float, rate: float, stretch: Stretch, warm: float) -> tuple[str, ...]:
-    refused = stretch.latency(99, ok=False)
+def _open_row(
+    name: str, share: float, rates: list[float], stretches: list[Stretch], good: list[float]
+) -> tuple[str, ...]:
+    refused = _median_latency(stretches, 99, ok=False)
     return (
         name,
         f"{share:.0%}",
-        f"{rate:.1f}",
-        f"{stretch.good(warm):.1f}",
-        f"{1e3 * stretch.latency(50):.0f}",
-        f"{1e3 * stretch.latency(99):.0f}",
-        f"{stretch.shed:.1%}",
+        f"{statistics.median(rates):.1f}",
+        f"{statistics.median(good):.1f}",
+        f"{1e3 * _median_latency(stretches, 50):.0f}",
+        f"{1e3 * _median_latency(stretches, 99):.0f}",
+        f"{statistics.median(one.shed for one in stretches):.1%}",
         "–" if np.isnan(refused) else f"{1e3 * refused:.0f}",
     )
 
 
-def _open_table(rows: list[tuple[str, ...]]) -> Table:
+def _median_latency(stretches: list[Stretch], share: float, *, ok: bool = True) -> float:
+    return statistics.median(one.latency(share, ok=ok) for one in stretches)
+
+
+def _open_table(rows: list[tuple[str, ...]], scale: Scale) -> Table:
     return Table(
-        "Open loop: requests come at random (Poisson), at a share of the capacity that a closed loop of 32 showed",
+        "Open loop: requests come at random (Poisson), at a share of what a closed loop of 32 showed before",
         ("model", "load", "sent/s", "explained/s", "p50 ms", "p99 ms", "refused", "refusals' p99 ms"),
         rows,
-        (f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`); beyond capacity a burst fills it first.",),
+        (_QUEUED.format(scale=scale),),
     )
 
 
-def _hold_overload(part: Part, name: str, stretch: Stretch, capacity: float, good: float, memory: list[float]) -> None:
-    codes = {one.code for one in stretch.answers if not one.ok}
-    third = max(1, len(memory) // 3)
-    grown = statistics.median(memory[-third:]) / statistics.median(memory[:third])
-    part.at_least(f"{name}, 120 %: explained / capacity", 0.95, good / capacity)
-    part.at_most(
-        f"{name}, 120 %: p99 of accepted, queue limit / rate", QUEUE / max(good, 1e-9), stretch.latency(99), " s"
+def _hold_overload(part: Part, name: str, stretches: list[Stretch], capacities: list[float], good: list[float]) -> None:
+    codes = {one.code for stretch in stretches for one in stretch.answers if not one.ok}
+    kept = statistics.median(a / b for a, b in zip(good, capacities, strict=True))
+    late = statistics.median(
+        one.latency(99) / (QUEUE / max(rate, 1e-9)) for one, rate in zip(stretches, good, strict=True)
     )
-    part.at_most(f"{name}, 120 %: memory in the last third / in the first", 1.05, grown)
+    part.at_least(f"{name}: explained / capacity", 0.95, kept)
+    part.at_most(f"{name}: p99 of accepted / (queue limit / rate)", 1.0, late)
     if codes:
-        part.at_most(f"{name}, 120 %: p99 of a refusal", 0.1, stretch.latency(99, ok=False), " s")
+        part.at_most(f"{name}: p99 of a refusal", 0.1, _median_latency(stretches, 99, ok=False), " s")
     right = codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED}
     words = ", ".join(sorted(code.name for code in codes)) or "none was refused"
-    part.bars.append(Bar(f"{name}, 120 %: the status of what is refused", "RESOURCE_EXHAUSTED", words, met=right))
+    part.bars.append(Bar(f"{name}: the status of what is refused", "RESOURCE_EXHAUSTED", words, met=right))
 
 
 def checked(address: str) -> None:

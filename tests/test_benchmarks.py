@@ -60,7 +60,7 @@ def test_a_server_is_loaded_below_and_beyond_its_capacity():
     assert [row[1] for row in closed.rows] == ["1", "8", "32", "32, one stream"]
     assert all(float(row[2]) > 0 for row in closed.rows)
     assert [row[1] for row in opened.rows] == ["50%", "80%", "120%"]
-    assert any("120 %" in bar.what for bar in part.bars)
+    assert any("120%" in bar.what for bar in part.bars)
 
 
 def test_every_stage_of_a_request_has_its_time():
