@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
 import camserve
 from camserve.v1 import explain_pb2
@@ -240,9 +241,9 @@ def named(name):
     return made
 
 
-def shared():
+def shared(name="shared_memory_region"):
     made = message()
-    made.inputs[0].parameters["shared_memory_region"].string_param = "region"
+    made.inputs[0].parameters[name].string_param = "region"
     return made
 
 
@@ -258,6 +259,7 @@ WRONG = {
     "two inputs": (two_inputs, "inputs", "give one input, image"),
     "another name": (lambda: named("pixels"), "inputs[0].name", 'unknown input "pixels": there is image'),
     "shared memory": (shared, "inputs[0].parameters", 'takes no parameter "shared_memory_region"'),
+    "shared size": (lambda: shared("shared_memory_byte_size"), "inputs[0].parameters", "there is no shared memory"),
     "both places": (both, "raw_input_contents", "then no input has contents"),
     "another kind": (
         lambda: message(datatype="FP64"),
@@ -394,6 +396,48 @@ def test_an_output_that_there_is_not_and_one_in_shared_memory_are_refused(served
     assert (unknown.field, "overlay" in unknown.message) == ("outputs[1].name", True)
     error = refusal(lambda: requests.read_infer(kept, served.pipeline.models, LIMITS), InvalidArgument)
     assert error.field == "outputs[0].parameters"
+    assert "there is no shared memory" in error.message
+
+
+def test_an_output_that_is_to_be_a_classification_is_refused_in_words(served):
+    made = message(outputs=[{"name": "score"}])
+    made.outputs[0].parameters["classification"].int64_param = 3
+
+    error = refusal(lambda: requests.read_infer(made, served.pipeline.models, LIMITS), InvalidArgument)
+    assert error.field == "outputs[0].parameters"
+    assert "class_id, label and score are outputs" in error.message
+
+
+BY_KSERVE = """
+model_name: "tiny"
+parameters { key: "binary_data_output" value { bool_param: true } }
+inputs {
+  name: "image" datatype: "UINT8" shape: [1, 2, 2, 3]
+  parameters { key: "binary_data_size" value { int64_param: 12 } }
+}
+outputs { name: "label" parameters { key: "binary_data" value { bool_param: true } } }
+raw_input_contents: "\\000\\001\\002\\003\\004\\005\\006\\007\\010\\011\\012\\013"
+"""
+"""What kserve 0.21 makes of an InferInput with set_data_from_numpy and a RequestedOutput with binary_data."""
+
+
+def test_the_message_of_kserves_own_sdk_is_answered(line):
+    found = call(line, "ModelInfer", text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()))
+
+    assert [one.name for one in found.outputs] == ["label"]
+    (file,) = tensors.read_images(text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()), LIMITS)
+    np.testing.assert_array_equal(decoded(file), np.arange(12).reshape(2, 2, 3))
+
+
+def test_the_score_of_a_probability_is_the_probability(line):
+    def score(target):
+        made = message(parameters={"target": target}, outputs=[{"name": "score"}])
+        return struct.unpack("<f", call(line, "ModelInfer", made).raw_output_contents[0])[0]
+
+    logits = np.array([score(index) for index in range(5)])
+    expected = np.exp(logits[1]) / np.exp(logits).sum()
+    assert abs(score("probability:dog") - expected) < 1e-6
+    assert abs(score("dog vs cat") - (logits[1] - logits[0])) < 1e-6
 
 
 def test_one_bad_image_of_several_is_said_which(line):
@@ -531,6 +575,21 @@ def test_the_statistics_of_a_version_begin_with_it_and_failures_are_counted(serv
     stages = (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
     assert [(one.count, one.ns) for one in stages] == [(4, 8e6), (4, 4e6), (4, 12e6), (4, 16e6)]
     assert found.of(dataclasses.replace(model, version=2)).inference_count == 0
+
+
+def test_what_an_old_version_still_answers_does_not_reset_the_statistics_of_the_new(served):
+    old = dataclasses.replace(served.pipeline.models["tiny"], version=1)
+    new = dataclasses.replace(old, version=2)
+    found, answer = Statistics(), explain_pb2.ExplainResponse(timing=explain_pb2.Timing(batch_rows=1))
+    found.succeeded(old, 0.5, [answer])
+    for _ in range(3):  # a reload: the two end in turn
+        found.succeeded(new, 0.5, [answer])
+        found.succeeded(old, 0.5, [answer])
+        found.failed(old, 0.5)
+
+    assert (found.of(new).version, found.of(new).inference_count) == ("2", 3)
+    assert found.of(new).inference_stats.fail.count == 0
+    assert (found.of(old).version, found.of(old).inference_count) == ("1", 0)
 
 
 def test_statistics_without_a_name_are_of_all_models(line):

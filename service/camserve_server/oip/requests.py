@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 Value: TypeAlias = bool | int | float | str
 
-RESERVED = "triton_"
-"""How the names of parameters begin by which clients speak of the protocol itself: ours to ignore."""
+RESERVED = ("triton_", "binary_data")
+"""How the names of parameters begin by which clients speak of a protocol itself: ours to ignore."""
 
 FINAL = "triton_final_response"
 ASKS_FOR_FINAL = "triton_enable_empty_final_response"

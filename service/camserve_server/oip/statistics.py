@@ -14,12 +14,12 @@ class _Tally:
     """Of one version of a model.
 
     Attributes:
-        key: of the version.
+        version: its number.
         told: what is answered.
         batches: their parts, added up.
     """
 
-    key: str
+    version: int
     told: inference_pb2.ModelStatistics = field(default_factory=inference_pb2.ModelStatistics)
     batches: float = 0.0
 
@@ -31,8 +31,9 @@ class Statistics:
         self._tallies: dict[str, _Tally] = {}
 
     def of(self, model: ModelInfo) -> inference_pb2.ModelStatistics:
-        """Return those of a model, since its version was loaded."""
-        return self._tally(model).told
+        """Return those of a model, since its version was loaded; none of a version that was replaced."""
+        tally = self._tally(model)
+        return tally.told if tally else _told(model)
 
     def succeeded(self, model: ModelInfo, seconds: float, answers: Sequence[explain_pb2.ExplainResponse]) -> None:
         """Count a message that was answered.
@@ -43,6 +44,8 @@ class Statistics:
             answers: one for each image.
         """
         tally, timings = self._tally(model), [answer.timing for answer in answers]
+        if tally is None:
+            return
         tally.batches += sum(1 / max(1, timing.batch_rows) for timing in timings)
         told, stats = tally.told, tally.told.inference_stats
         told.last_inference = round(1e3 * time.time())
@@ -59,14 +62,19 @@ class Statistics:
 
     def failed(self, model: ModelInfo, seconds: float) -> None:
         """Count a message that was not answered, after so many seconds."""
-        _add(self._tally(model).told.inference_stats.fail, seconds)
+        if tally := self._tally(model):
+            _add(tally.told.inference_stats.fail, seconds)
 
-    def _tally(self, model: ModelInfo) -> _Tally:
+    def _tally(self, model: ModelInfo) -> _Tally | None:
+        """Return that of a version; None if a newer one has been seen: what this one accepted may end after it came."""
         tally = self._tallies.get(model.name)
-        if tally is None or tally.key != model.key:
-            told = inference_pb2.ModelStatistics(name=model.name, version=str(model.version))
-            tally = self._tallies[model.name] = _Tally(model.key, told)
-        return tally
+        if tally is None or tally.version < model.version:
+            tally = self._tallies[model.name] = _Tally(model.version, _told(model))
+        return tally if tally.version == model.version else None
+
+
+def _told(model: ModelInfo) -> inference_pb2.ModelStatistics:
+    return inference_pb2.ModelStatistics(name=model.name, version=str(model.version))
 
 
 def _add(duration: inference_pb2.StatisticDuration, seconds: float) -> None:

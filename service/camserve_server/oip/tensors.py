@@ -64,12 +64,19 @@ def _check_inputs(request: inference_pb2.ModelInferRequest) -> None:
 def check_plain(parameters: Mapping[str, Any], field: str) -> None:
     """Refuse a tensor that is asked to be anything but its values.
 
+    What else its parameters say is of no consequence in gRPC, such as "binary_data_size", which KServe's SDK writes
+    for both of its protocols, and is ignored.
+
     Raises:
-        InvalidArgument: it has a parameter, such as one for shared memory.
+        InvalidArgument: it is to be in shared memory, or the classes of another.
     """
     for name in parameters:
-        words = f'a tensor takes no parameter "{short(name)}": send and read its values, there is no shared memory'
-        raise InvalidArgument(words, field=field)
+        if name.startswith("shared_memory_"):
+            words = f'a tensor takes no parameter "{short(name)}": send and read its values, there is no shared memory'
+            raise InvalidArgument(words, field=field)
+        if name == "classification":
+            words = 'there is no "classification" of an output: class_id, label and score are outputs of their own'
+            raise InvalidArgument(words, field=field)
 
 
 def _values_of(request: inference_pb2.ModelInferRequest, tensor: Input) -> Values:
