@@ -528,9 +528,9 @@ def test_the_installed_command_interrupts_cleanly(server: Any) -> None:
     code = "from camserve.cli import main; main()"
     command = [sys.executable, "-c", code, "models", "--server", server.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
-        assert server.called.wait(10)
+        assert server.called.wait(30)
         running.send_signal(2)
-        _, errors = running.communicate(timeout=10)
+        _, errors = running.communicate(timeout=30)
 
     assert running.returncode == 130
     assert errors.decode().strip() == "error: interrupted"
