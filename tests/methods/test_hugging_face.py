@@ -324,6 +324,59 @@ def test_no_connection_is_tried_whatever_the_folder_holds(folder, offline):
     assert not offline
 
 
+@pytest.fixture
+def timm_folder(tmp_path):
+    """A folder as timm's own models on the Hub are, which say how they want their input in config.json."""
+    wants = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"}
+    config = hf.TimmWrapperConfig(
+        architecture="test_vit", num_labels=5, pretrained_cfg={"input_size": [3, 64, 64], **wants},
+        model_args={"img_size": 64},
+    )  # fmt: skip
+    hf.TimmWrapperForImageClassification(config).save_pretrained(tmp_path / "net")
+    return tmp_path / "net"
+
+
+def test_timms_own_models_are_loaded_from_their_folders(timm_folder, offline):
+    found = loaded(timm_folder)
+
+    assert found.info.preprocess.size == (64, 64)
+    images = torch.rand(2, 3, 64, 64)
+    torch.testing.assert_close(found.module(images).logits, theirs(timm_folder)(images).logits)
+    assert not offline
+
+
+@pytest.mark.parametrize("options", ["", "?weights=none"])
+@pytest.mark.parametrize(
+    "architecture", ["hf-hub:owner/name", "hf_hub:owner/name", "local-dir:/elsewhere", "owner/name", 7]
+)
+def test_an_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, architecture, options):
+    changed(timm_folder, architecture=architecture)
+
+    assert f"its architecture is '{architecture}', from elsewhere" in complaint(timm_folder, options)
+    with pytest.raises(ConfigError, match=r"timm:NAME\?weights=FILE"):
+        huggingface.check(parse(f"hf:{timm_folder}{options}"))
+    assert not offline
+
+
+def test_what_is_refused_would_have_been_fetched(timm_folder, offline, monkeypatch):
+    """What the refusal is for: without it, timm asks the Hub."""
+    monkeypatch.setattr(huggingface, "_check_timm", lambda *_: None)
+    changed(timm_folder, architecture="hf-hub:owner/name")
+    with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever a client makes of a machine without a network
+        loaded(timm_folder, "?weights=none")
+    assert offline
+
+
+@pytest.mark.parametrize("name", ["checkpoint_path", "pretrained", "pretrained_cfg", "cache_dir"])
+def test_arguments_of_timm_that_are_not_known_are_refused(timm_folder, offline, name):
+    changed(timm_folder, model_args={"img_size": 64, name: "/elsewhere/net.pth"})
+
+    assert f"its model_args has '{name}'" in complaint(timm_folder)
+    changed(timm_folder, model_args=name)
+    assert f"its model_args has '{name}'" in complaint(timm_folder, "?weights=none")
+    assert not offline
+
+
 CODE = """
 import pathlib
 pathlib.Path({mark!r}).touch()

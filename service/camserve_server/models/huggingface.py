@@ -35,6 +35,14 @@ TASKS: Mapping[str, Task] = {
 }
 """What transformers calls a classifier's task, and what it is called here."""
 
+_PLAIN = re.compile(r"[\w.-]*")  # of a network in timm itself; "hf-hub:OWNER/NAME" is one of the Hub
+_ARGUMENTS = (
+    "act_layer", "class_token", "depth", "depths", "drop_path_rate", "drop_rate", "dynamic_img_pad", "dynamic_img_size",
+    "embed_dim", "fc_norm", "global_pool", "img_size", "init_values", "mlp_ratio", "norm_layer", "num_heads",
+    "patch_size", "pos_embed", "pre_norm", "qkv_bias", "reg_tokens", "strict_img_size", "window_size",
+)  # fmt: skip
+"""Which of a network's own arguments a folder of timm may give: they say how it is built, and none names a file."""
+
 _GENERIC = re.compile(r"LABEL_\d+")  # what transformers calls a class of which nobody said what it is
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 Picture: TypeAlias = "np.ndarray[Any, Any]"  # uint8 [h,w,3]
@@ -109,7 +117,29 @@ def _config_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder.name} holds an adapter: save the whole model, after merge_and_unload()")
     if config.get("quantization_config"):
         raise ConfigError(f"{folder.name} is quantised, and gradients want plain weights: save it as it was before")
+    _check_timm(config, folder.name)
     return config
+
+
+def _check_timm(config: Mapping[str, Any], name: str) -> None:
+    """Refuse what timm would fetch, or read from elsewhere: its function that makes a network can do both.
+
+    Raises:
+        ConfigError: its architecture is no plain name of one, or it is to be made by arguments that are not known.
+    """
+    architecture = config.get("architecture", "")
+    if not isinstance(architecture, str) or not _PLAIN.fullmatch(architecture):
+        raise ConfigError(
+            f"{name}: its architecture is {str(architecture)[:100]!r}, from elsewhere, and nothing is fetched here: "
+            "name one of timm's own in its config.json, or load it as timm:NAME?weights=FILE"
+        )
+    arguments = config.get("model_args") or {}
+    for argument in arguments if isinstance(arguments, dict) else [arguments]:
+        if argument not in _ARGUMENTS:
+            raise ConfigError(
+                f"{name}: its model_args has {str(argument)[:100]!r}, which is not known not to fetch anything; it may "
+                f"have {', '.join(_ARGUMENTS)}. Or load it as timm:NAME?weights=FILE"
+            )
 
 
 def _transformers() -> Any:
