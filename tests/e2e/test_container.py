@@ -146,6 +146,22 @@ def test_compose_keeps_the_models_in_a_volume(service):
     assert ENVIRONMENT["HF_HOME"].startswith(path)
 
 
+@pytest.mark.parametrize(("name", "path"), [("prometheus", "/-/healthy"), ("grafana", "/api/health")])
+def test_compose_waits_until_what_watches_the_server_answers_on_its_own_port(name, path):
+    service = COMPOSE["services"][name]
+    (port,) = (one.rpartition(":")[2] for one in service["ports"])
+
+    assert service["healthcheck"]["test"] == ["CMD", "wget", "-q", "--spider", f"http://127.0.0.1:{port}{path}"]
+
+
+def test_compose_starts_nothing_before_what_it_needs_is_healthy():
+    for service in COMPOSE["services"].values():
+        needed = service.get("depends_on", {})
+        assert all(needed[name] == {"condition": "service_healthy"} for name in needed)
+        assert all("healthcheck" in COMPOSE["services"][name] or name in OURS for name in needed)
+    assert "prometheus" in COMPOSE["services"]["grafana"]["depends_on"]
+
+
 def test_compose_reserves_a_gpu_only_for_the_service_that_is_asked_for():
     cpu, gpu = COMPOSE["services"]["camserve"], COMPOSE["services"]["gpu"]
     (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]

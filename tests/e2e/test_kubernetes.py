@@ -2,6 +2,8 @@
 
 import copy
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -34,7 +36,7 @@ PREDICTOR = {
     "metadata": {"name": "predictor"},
     "spec": {key: value for key, value in KSERVE["spec"]["predictor"].items() if key not in SCALING},
 }
-SETTINGS = tomllib.loads(MANIFESTS["configmap"]["data"]["camserve.toml"])
+SETTINGS = tomllib.loads((FOLDER / "camserve.toml").read_text(encoding="utf-8"))
 EVERYWHERE = pytest.mark.parametrize("pod", [POD["spec"], PREDICTOR["spec"]], ids=["deployment", "kserve"])
 
 
@@ -147,6 +149,44 @@ def test_everything_means_the_same_pods_and_the_same_ports():
     assert MANIFESTS["hpa"]["spec"]["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
     assert named == ports(POD["spec"])
     assert opened == set(named.values())
+
+
+def test_pods_read_the_settings_that_are_generated_with_their_hash():
+    (made,) = KUSTOMIZATION["configMapGenerator"]
+    (volume,) = (one["configMap"]["name"] for one in POD["spec"]["volumes"] if "configMap" in one)
+    (mount,) = (one["mountPath"] for one in container(POD["spec"])["volumeMounts"] if one["name"] == "settings")
+
+    assert made["name"] == volume
+    assert not {"disableNameSuffixHash"} & {*made["options"], *KUSTOMIZATION.get("generatorOptions", ())}
+    assert container(POD["spec"])["args"][-1] in [f"{mount}/{name}" for name in made["files"]]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl here")
+def test_a_change_of_the_settings_is_a_change_of_the_pods(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "changed")
+    with (tmp_path / "changed" / "camserve.toml").open("a") as settings:
+        settings.write("max_queue_rows = 100\n")
+    names = []
+    for folder in (FOLDER, tmp_path / "changed"):
+        command = ["kubectl", "kustomize", str(folder)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        found = {one["kind"]: one for one in yaml.safe_load_all(shown)}
+        volumes = found["Deployment"]["spec"]["template"]["spec"]["volumes"]
+        names.append(next(one["configMap"]["name"] for one in volumes if "configMap" in one))
+        assert found["ConfigMap"]["metadata"]["name"] == names[-1]
+        assert found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "camserve"
+        for one in found.values():
+            kubernetes_validate.validate(one, VERSIONS[0], strict=True)
+
+    assert names[0] != names[1]
+
+
+def test_the_server_may_ask_the_dns_of_the_cluster_and_of_the_node():
+    (rule,) = MANIFESTS["networkpolicy"]["spec"]["egress"]
+
+    assert {(one["protocol"], one["port"]) for one in rule["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert [one["ipBlock"]["cidr"] for one in rule["to"] if "ipBlock" in one] == ["169.254.20.10/32"]
+    assert [one for one in rule["to"] if "namespaceSelector" in one]
 
 
 def test_it_grows_by_a_metric_that_the_server_has():
