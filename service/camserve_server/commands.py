@@ -319,7 +319,7 @@ def _job_questions() -> list[click.Parameter]:
 @_model_options
 def ray_explain(
     paths: tuple[str, ...], output: str, column: str, cluster: str | None, count: str, **options: Any
-) -> None:
+) -> int:
     """Explain a data set by Ray Data: what `explain --resume` does, by many machines at once.
 
     PATH is a folder, a glob, a Parquet file or a URI such as s3://BUCKET/PREFIX, which all machines can read. Begun
@@ -332,4 +332,6 @@ def ray_explain(
         settings = commands.settings_for_job((model,), device, cpus)
         asked = job.Job.new(settings, paths, column, output, options)
         with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus)) as engines:
-            click.echo(job.explain(asked, engines))
+            tally = job.explain(asked, engines)
+            click.echo(client_cli.told_of(tally, asked.output))
+            return client_cli.FAILED if tally.left else 0

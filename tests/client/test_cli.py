@@ -433,7 +433,8 @@ def test_brackets_in_a_label_are_no_markup(run: Any, server: Any, photos: Any, t
         ("../../etc/passwd", "etc_passwd"),
         ("кошка", "кошка"),
         ("///", "_"),
-        ("x" * 300, "x" * 60),
+        ("x" * 300, "x" * 50),
+        ("猫" * 300, "猫" * 16),
         ("", "7"),
     ],
 )
@@ -441,6 +442,16 @@ def test_labels_become_parts_of_names(tmp_path: Any, label: str, part: str) -> N
     explanation = answered(label)
 
     assert _files.stem_of(tmp_path / "cat.jpg", explanation, with_layer=False) == f"cat.m.{part}"
+
+
+def test_the_longest_names_of_a_photo_and_its_parts_are_still_a_files_name(tmp_path: Any) -> None:
+    photo = tmp_path / f"{'猫' * 83}.jpg"
+    photo.touch()
+
+    stem = _files.stem_of(photo, answered("猫" * 300, against="犬" * 300), with_layer=True)
+
+    (tmp_path / f".{stem}-99.intensity.npy").touch()
+    assert stem.startswith("猫" * 40)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +28,7 @@ from camserve.cli import main
 from support import serving
 
 NETS = """
+import os
 import time
 from collections import OrderedDict
 
@@ -49,6 +52,17 @@ def tiny(slow=False):
 
 def slow():
     return tiny(slow=True)
+
+
+class Fatal(nn.Module):
+    def forward(self, x):
+        if x[:, 0].mean((1, 2)).max() > 0.9:
+            os._exit(7)
+        return x
+
+
+def fatal():
+    return nn.Sequential(OrderedDict(first=Fatal(), net=tiny()))
 """
 
 
@@ -174,7 +188,11 @@ def test_a_target_that_one_photo_does_not_have_is_that_photos_error():
         camserve.InvalidArgument("too large", fields={"image": ""}),
         camserve.InvalidArgument("outside", fields={"targets[0].detection.box": ""}),
         camserve.InvalidArgument("pictures too large", fields={"rendering.max_side": ""}),
-        *(kind("x") for kind in (camserve.Unavailable, camserve.Internal, camserve.DeadlineExceeded)),
+        camserve.ResourceExhausted("the message is larger than max_message_mib: 99 bytes"),
+    ]
+    servers = [
+        kind("x")
+        for kind in (camserve.Unavailable, camserve.Internal, camserve.DeadlineExceeded, camserve.ResourceExhausted)
     ]
     questions = [
         camserve.FailedPrecondition("a layer that cannot be explained"),
@@ -184,7 +202,169 @@ def test_a_target_that_one_photo_does_not_have_is_that_photos_error():
     ]
 
     assert all(map(job._is_photos_own, own))
-    assert not any(map(job._is_photos_own, questions))
+    assert not any(map(job._is_photos_own, [*servers, *questions]))
+    assert all(map(job._is_questions, questions))
+    assert not any(map(job._is_questions, [*servers, *own]))
+
+
+QUESTION = _dataset.Question({"heatmap": False}, _dataset.Wanted("jpeg", heatmaps=False, receipts=False))
+
+
+class Photos(list):
+    """Keys of photos of one byte each."""
+
+    def read(self, key):
+        return key[:1].encode()
+
+
+class Client:
+    """Fails as it is told, by the photo's byte; says how many it was asked about together."""
+
+    def __init__(self, **errors):
+        self.errors, self.asked = errors, []
+
+    def model(self, _name):
+        return type("Model", (), {"digest": ""})
+
+    def explain_many(self, images, *, in_flight, **_options):
+        for image in images:
+            self.asked.append((image.decode(), in_flight))
+            yield self.errors.get(image.decode(), camserve.InvalidArgument("none", fields={"image": "none"}))
+
+
+def test_a_photo_at_which_the_server_fails_is_asked_about_alone_and_left_undone_for_the_next_run(tmp_path):
+    store, photos = _dataset.Store(str(tmp_path)), Photos(["a1", "x1", "b1", "y1", "c1"])
+    failing = Client(x=camserve.Unavailable("gone"), y=camserve.Internal("a fault"))
+    first = _dataset.run(failing, photos, store, QUESTION)
+    again = Client(y=camserve.Internal("a fault"))
+    second = _dataset.run(again, photos, store, QUESTION)
+
+    assert (first.failed, first.left, first.why) == (3, 2, "a fault")
+    assert failing.asked[5:] == [("x", 1), ("y", 1)]
+    assert (second.before, second.failed, second.left) == (3, 1, 1)
+    assert Counter(row["image"] for row in rows(tmp_path)) == dict.fromkeys(["a1", "b1", "c1", "x1"], 1)
+
+
+def test_a_server_that_fails_at_all_photos_ends_the_job_and_one_that_fails_at_every_other_does_not(tmp_path):
+    many = Photos(f"{'xa'[n % 2]}{n}" for n in range(8 * job.TRIED))
+    wrong = {kind: Client(x=kind("no"), a=kind("no")) for kind in (camserve.Unavailable, camserve.Internal)}
+
+    with pytest.raises(camserve.Unavailable):
+        _dataset.run(wrong[camserve.Unavailable], many, _dataset.Store(str(tmp_path / "gone")), QUESTION)
+    assert len(wrong[camserve.Unavailable].asked) < 3 * job.TRIED
+    assert not (tmp_path / "gone" / "results").exists()
+    faulty = _dataset.run(wrong[camserve.Internal], many, _dataset.Store(str(tmp_path / "faulty")), QUESTION)
+    assert (faulty.total, faulty.left) == (0, len(many))
+    other = _dataset.run(Client(x=camserve.Unavailable("no")), many, _dataset.Store(str(tmp_path / "other")), QUESTION)
+    assert (other.total, other.left) == (len(many) // 2, len(many) // 2)
+
+
+def test_a_photo_that_kills_its_engine_is_left_and_its_neighbours_are_done(address, tmp_path):
+    """By a server whose engine is a process: the batch that it is in is lost with it, whoever else is in there."""
+    del address  # which has the models' folder in the path
+    (tmp_path / "photos").mkdir()
+    for number in range(6):
+        colour = (255, 255, 255) if number == 2 else (number, 0, 0)
+        Image.new("RGB", (16, 12), colour).save(tmp_path / "photos" / f"{number}.png")
+    store, photos = _dataset.Store(str(tmp_path / "out")), _dataset.Photos([str(tmp_path / "photos")])
+    settings = {"models": ("dataset_nets:fatal?size=32",), "device": "cpu", "threads": 1, "isolation": "process"}
+    with serving(**settings) as one, camserve.Client(one.address, retries=1) as client:
+        tally = _dataset.run(client, photos, store, QUESTION)
+
+    assert (tally.explained, tally.failed, tally.left) == (5, 0, 1), tally
+    assert {Path(row["image"]).name for row in rows(tmp_path / "out")} == {f"{n}.png" for n in (0, 1, 3, 4, 5)}
+
+
+def test_what_is_left_is_said_and_the_exit_code_says_so_too(run, photos, monkeypatch):
+    monkeypatch.setattr(job, "_is_photos_own", lambda _error: False)
+    monkeypatch.setattr(job, "_is_questions", lambda _error: False)
+    done = run(photos)
+
+    assert done.exit_code == 1
+    assert "5 photos are done" in done.output
+    assert "2 are left for the next run, as of the last: " in done.output
+
+
+def test_photos_of_many_small_tables_come_out_under_their_own_names(tmp_path):
+    """While other threads read photos, the next tables are listed."""
+    for table in range(60):
+        cells = [f"{table}#{row}".encode() for row in range(3)]
+        pq.write_table(pa.table({"image": cells}), tmp_path / f"{table}.parquet")
+    photos, under_way = _dataset.Photos([f"{tmp_path}/{table}.parquet" for table in range(60)]), deque()
+    with ThreadPoolExecutor(job.THREADS) as pool:
+        read = [image.decode() for image in job._read_ahead(pool, photos, photos, under_way)]
+
+    assert [f"{tmp_path}/{data.replace('#', '.parquet#')}" for data in read] == [key for key, _ in under_way]
+    assert len(read) == 180
+
+
+def test_a_table_in_an_object_store_names_photos_there(tmp_path):
+    """Beside it, above it, from the store's root, or anywhere by a URI."""
+    fsspec = pytest.importorskip("fsspec")
+    (tmp_path / "4").write_bytes(b"4")
+    names = ["1.png", "../2.png", "/elsewhere/3.png", f"file://{tmp_path}/4"]
+    for place, path in enumerate(("set/deep/1.png", "set/2.png", "elsewhere/3.png"), 1):
+        with fsspec.open(f"memory://{path}", "wb") as file:
+            file.write(str(place).encode())
+    with fsspec.open("memory://set/deep/table.parquet", "wb") as file:
+        pq.write_table(pa.table({"image": names}), file)
+    photos = _dataset.Photos(["memory://set/deep/table.parquet"])
+
+    assert [photos.read(key) for key in photos] == [b"1", b"2", b"3", b"4"]
+
+
+@pytest.mark.parametrize(
+    ("table", "path", "key"),
+    [
+        ("s3://b/set/t.parquet", "x/1.png", "s3://b/set/x/1.png"),
+        ("s3://b/set/t.parquet", "../1.png", "s3://b/1.png"),
+        ("s3://b/set/t.parquet", "/1.png", "s3://b/1.png"),
+        ("s3://b/set/t.parquet", "s3://c/1.png", "s3://c/1.png"),
+        ("memory:///set/t.parquet", "/1.png", "memory:///1.png"),
+        ("/set/t.parquet", "../1.png", "/1.png"),
+        ("/set/t.parquet", "/other/1.png", "/other/1.png"),
+    ],
+)
+def test_a_path_in_a_table_stays_in_the_tables_store(table, path, key):
+    assert _dataset.photos._beside(table, path) == key
+
+
+def test_two_buckets_are_two_file_systems(monkeypatch):
+    monkeypatch.setattr(_dataset.photos, "filesystem", lambda uri: (uri[:7], uri[5:]))
+    photos = _dataset.Photos(["s3://a/x", "s3://b/y"])
+
+    assert [photos._home(f"s3://{bucket}/z.png") for bucket in "abc"] == ["s3://a/", "s3://b/", "s3://c/"]
+
+
+def test_a_store_that_fails_says_nothing_of_the_photo(monkeypatch, tmp_path):
+    photos, found = _dataset.Photos([str(tmp_path)]), {}
+    for error in (OSError("timeout"), FileNotFoundError("none")):
+        store = Mock(**{"open_input_stream.side_effect": error})
+        monkeypatch.setattr(photos, "_home", Mock(return_value=store))
+        with pytest.raises(camserve.CamserveError) as raised:
+            photos.read("s3://b/1.png")
+        found[type(error)] = job._is_photos_own(raised.value)
+
+    assert found == {OSError: False, FileNotFoundError: True}
+
+
+def test_a_long_name_in_any_script_is_a_photo_as_others(run, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / f"{'🐈' * 62}.png").write_bytes(encoded())
+    done = run(tmp_path / "photos", options=("--model", "tiny", "--heatmaps", "--receipts"))
+
+    assert done.exit_code == 0, done.output
+    assert [row["error"] for row in rows(tmp_path / "out")] == [None]
+
+
+@pytest.mark.parametrize("options", [(), ("--resume",)])
+def test_a_uri_to_write_to_is_refused_in_words(options, photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(main, ["explain", str(photos), "-o", "s3://bucket/why", *options])
+
+    assert refused.exit_code == 2
+    assert "s3://bucket/why is a URI: name a folder of this machine" in " ".join(refused.output.split())
+    assert not (tmp_path / "s3:").exists()
 
 
 def test_a_job_goes_on_only_with_the_same_words(run, photos, tmp_path):

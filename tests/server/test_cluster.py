@@ -1,12 +1,14 @@
 """What runs on a Ray cluster, without Ray: doors and engines that call one another, and the job's actors."""
 
 import asyncio
+import os
 import sys
 import types
 from collections import Counter
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import grpc
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
@@ -180,6 +182,30 @@ async def test_of_a_stream_so_many_requests_are_under_way_and_no_more():
     assert (len(replies), most) == (20, 3)
 
 
+async def test_a_caller_that_takes_no_answers_is_not_read_on_and_on():
+    class Quick:
+        async def one(self, item, _caller):
+            return explain_pb2.ExplainStreamResponse(request_id=item.request_id)
+
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while sent < 100:
+            sent += 1
+            yield explain_pb2.ExplainStreamRequest(request_id=str(sent))
+
+    answers = Door(Handle(Quick()), {}, in_flight=3).ExplainStream(endless(), Context())
+    await anext(answers)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    read = sent
+    rest = [reply async for reply in answers]
+
+    assert read <= 4
+    assert (len(rest), sent) == (99, 100)
+
+
 async def test_health_is_that_of_the_engines_and_a_watch_hears_of_a_change(monkeypatch):
     monkeypatch.setattr("camserve_server.cluster.door.LOOK", 0.02)
     kinds = health_pb2.HealthCheckResponse
@@ -289,12 +315,25 @@ def photos(tmp_path):
     return tmp_path
 
 
-def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, monkeypatch):
+@pytest.fixture
+def acting():
+    """Make actors, whose servers end with the test."""
+    with ExitStack() as opened:
+
+        def made(one):
+            actor = job.Explainer(one)
+            opened.callback(actor._open.close)
+            return actor
+
+        yield made
+
+
+def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, monkeypatch, acting):
     monkeypatch.setattr(job, "GRACE", 0.0)
     one = new_job(photos)
     left, tally = job.begun(one)
-    actor = job.Explainer(one)
-    said = [actor({"image": left}) for _ in range(2)]
+    actor = acting(one)
+    said = [actor({"image": list(map(job._bytes, left))}) for _ in range(2)]
 
     assert (len(left), tally.before) == (3, 0)
     assert all((int(each["explained"][0]), int(each["failed"][0])) == (2, 1) for each in said)
@@ -303,12 +342,42 @@ def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, mon
 
     later = new_job(photos)
     assert job.begun(later) == ([], _dataset.Tally(before=3))
-    assert "another run of this job was begun" in actor({"image": left})["wrong"][0]
+    assert "another run of this job was begun" in actor({"image": list(map(job._bytes, left))})["wrong"][0]
 
 
-def test_what_would_be_wrong_with_every_photo_is_told_by_the_actor_and_marks_none(photos):
+def test_an_actor_leaves_a_photo_at_which_its_server_fails_and_does_the_same_part_again(photos, monkeypatch, acting):
+    monkeypatch.setattr(job, "GRACE", 0.0)
+    one = new_job(photos)
+    left, _ = job.begun(one)
+    actor = acting(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(_dataset.job, "_is_photos_own", lambda _error: False)
+        patch.setattr(_dataset.job, "_is_questions", lambda _error: False)
+        first = actor({"image": list(map(job._bytes, left))})
+    second = actor({"image": list(map(job._bytes, left))})
+
+    assert [int(first[name][0]) for name in ("explained", "failed", "left")] == [2, 0, 1]
+    assert first["why"][0]
+    assert [int(second[name][0]) for name in ("explained", "failed", "left")] == [2, 1, 0]
+    rows = pq.read_table(photos / "out" / "results").to_pylist()
+    assert Counter(row["image"] for row in rows) == dict.fromkeys(left, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
+def test_an_actor_is_told_of_a_name_that_is_no_text_by_its_bytes(photos, acting):
+    name = bytes(photos / "photos") + b"/\xff.png"
+    (photos / "photos" / "coffee.png").rename(os.fsdecode(name))
+    one = new_job(photos)
+    left, _ = job.begun(one)
+    said = acting(one)({"image": pa.array(map(job._bytes, left), pa.binary()).to_pylist()})
+
+    assert name in map(job._bytes, left)
+    assert [int(said[each][0]) for each in ("explained", "failed", "left")] == [2, 1, 0]
+
+
+def test_what_would_be_wrong_with_every_photo_is_told_by_the_actor_and_marks_none(photos, acting):
     one = new_job(photos, methods=("gradcm",))
-    said = job.Explainer(one)({"image": [str(photos / "photos" / "chelsea.png")]})
+    said = acting(one)({"image": [bytes(photos / "photos" / "chelsea.png")]})
 
     assert 'unknown method "gradcm"' in said["wrong"][0]
     assert not (photos / "out" / "results").exists()

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
 
-_LONGEST_PART = 60
+# In bytes, as file systems count; what is written first or beside has up to 20 more.
+_LONGEST_NAME = 235
+_LONGEST_PART = 50
 
 
 def images_in(paths: Iterable[Path], output: Path) -> list[Path]:
@@ -80,7 +82,8 @@ def stem_of(image: Path, explanation: Explanation, *, with_layer: bool) -> str:
     against = explanation.contrast
     target = explanation.target.name + (f"-not-{against.name}" if against else "")
     layer = (explanation.layer,) if with_layer and explanation.layer else ()
-    return ".".join((image.stem, *map(_plain, (_method_of(explanation), *layer, target))))
+    behind = "".join(f".{_plain(part)}" for part in (_method_of(explanation), *layer, target))
+    return cut(image.stem, _LONGEST_NAME - len(behind.encode())) + behind
 
 
 def _method_of(explanation: Explanation) -> str:
@@ -88,4 +91,10 @@ def _method_of(explanation: Explanation) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[^\w-]+", "_", text)[:_LONGEST_PART].strip("_") or "_"
+    return cut(re.sub(r"[^\w-]+", "_", text), _LONGEST_PART).strip("_") or "_"
+
+
+def cut(text: str, longest: int) -> str:
+    """Return as many of the first characters of a text as have so many bytes."""
+    data = text.encode("utf-8", "surrogateescape")
+    return text if len(data) <= longest else data[:longest].decode("utf-8", "ignore")

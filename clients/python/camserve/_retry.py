@@ -59,10 +59,13 @@ class Retry:
 
 
 def _worth(error: CamserveError) -> bool:
-    # gRPC refuses a large message with the code of a full queue; only its words tell them apart.
-    too_large = "larger than max" in error.message
     forbidden = error.retry_after is not None and error.retry_after < 0
-    return error.code in RETRYABLE and not too_large and not forbidden
+    return error.code in RETRYABLE and not too_large(error) and not forbidden
+
+
+def too_large(error: CamserveError) -> bool:
+    """Say whether a message was refused for its size, by gRPC or by us: with the code of a full queue."""
+    return "larger than max" in error.message  # only its words tell
 
 
 class Tries:

@@ -224,13 +224,24 @@ class _Place(click.ParamType[str]):
         return str(value)
 
 
+class _Folder(click.Path):
+    """A folder of this machine."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse a URI, of which a path would be made."""
+        if "://" in str(value):
+            words = "name a folder of this machine; `camserve-server ray explain` writes to object stores"
+            self.fail(f"{value} is a URI: {words}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @main.command()
 @click.argument("paths", nargs=-1, required=True, type=_Place(), metavar="PATH...")
 @click.option(
     "-o",
     "--output",
     required=True,
-    type=click.Path(file_okay=False, path_type=Path),
+    type=_Folder(file_okay=False, path_type=Path),
     metavar="DIR",
     help="Folder for the overlays; made where it is missing.",
 )
@@ -350,7 +361,7 @@ def _run_job(paths: tuple[str, ...], output: Path, connect: Connect, column: str
         with _progress.job_bar(total) as told:
             tally = _dataset.run(client, chosen, store, question, told)
     click.echo(told_of(tally, str(output)))
-    return 0
+    return FAILED if tally.left else 0
 
 
 def job_question(wishes: Wishes) -> _dataset.Question:
@@ -365,7 +376,9 @@ def told_of(tally: _dataset.Tally, output: str) -> str:
     """Say what became of a job."""
     before = f", {tally.before:,} by earlier runs" if tally.before else ""
     failed = f" {tally.failed:,} failed now: their rows say why." if tally.failed else ""
-    return f"{tally.total:,} photos are done{before}: {output}/results has them as Parquet.{failed}"
+    done = f"{tally.total:,} photos are done{before}: {output}/results has them as Parquet.{failed}"
+    left = f"\n{tally.left:,} are left for the next run, as of the last: {tally.why}" if tally.left else ""
+    return done + left
 
 
 def _question(wishes: Wishes) -> camserve.ExplainOptions:

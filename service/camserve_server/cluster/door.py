@@ -25,6 +25,9 @@ UNARY = (
 )
 """The calls of one message; Ray goes by these names alone, whatever the service."""
 
+_News = asyncio.Queue[explain_pb2.ExplainStreamResponse | asyncio.Semaphore | None]
+"""What comes of a stream: replies, its semaphore whenever a request has ended, None at the end."""
+
 LOOK = 2.0  # seconds that an engine may take to say that it is well, and between two looks
 AGAIN = 250  # milliseconds after which a call that lost its engine, or found no room, is to be sent again
 
@@ -81,12 +84,12 @@ class Door:
     ) -> AsyncIterator[explain_pb2.ExplainStreamResponse]:
         """Have engines answer the requests of a stream, each by whichever has least to do."""
         peer = _caller(grpc_context).peer
-        news = asyncio.Queue[explain_pb2.ExplainStreamResponse | None]()
+        news = _News()
         free = asyncio.Semaphore(self._in_flight)
 
         async def answered(item: explain_pb2.ExplainStreamRequest) -> None:
             await self._answered(item, Caller(item.request_id, peer), news)
-            free.release()
+            news.put_nowait(free)
 
         async def listen() -> None:
             async with asyncio.TaskGroup() as group:
@@ -99,7 +102,10 @@ class Door:
         listening.add_done_callback(lambda _: news.put_nowait(None))
         try:
             while (reply := await news.get()) is not None:
-                yield reply
+                if isinstance(reply, asyncio.Semaphore):  # not before: who only sends is not read on and on
+                    reply.release()
+                else:
+                    yield reply
             await listening
         finally:
             listening.cancel()
@@ -108,7 +114,7 @@ class Door:
         self,
         item: explain_pb2.ExplainStreamRequest,
         caller: Caller,
-        news: "asyncio.Queue[explain_pb2.ExplainStreamResponse | None]",
+        news: _News,
     ) -> None:
         """Put all that comes of one request of a stream among the news."""
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from camserve import CamserveError, Client, FailedPrecondition, Model, _dataset
 from camserve._progress import job_bar
-from camserve.cli import job_question, told_of
+from camserve.cli import job_question
 from camserve_server import config, server
 from camserve_server.cluster.application import Engines, ray
 
@@ -29,6 +29,8 @@ RUN = "run"
 GRACE = 3.0  # seconds that an older run has to finish the part that it is just writing
 TOGETHER = 64  # photos in a batch, and in a part
 PATIENCE = 600.0  # seconds that one photo may take
+
+_COUNTED = ("explained", "failed", "left")
 
 Told: TypeAlias = Callable[[_dataset.Tally], object]
 
@@ -86,23 +88,35 @@ class Explainer:
         """Explain a batch of photos.
 
         Returns:
-            How many were explained, how many failed, and what ends the job, if anything: Ray would do again what is
-            raised, or hide it in a traceback.
+            How many were explained, failed and were left, and what ends the job, if anything: Ray would do again what
+            is raised, or hide it in a traceback.
         """
-        keys = list(map(str, batch["image"]))
+        keys, tally, done = list(map(_text, batch["image"])), _dataset.Tally(), list[_dataset.Rows]()
         try:
-            done = list(_dataset.ask(self._client, self._photos, keys, self._store, self._job.question))
+            for found in _dataset.ask(self._client, self._photos, keys, self._store, self._job.question):
+                tally.add(found)
+                if not isinstance(found, CamserveError):
+                    done.append(found)
         except CamserveError as error:
-            return _said(wrong=str(error))
+            return _said(_dataset.Tally(), str(error))
         if _run_of(self._store) != self._job.run:
-            return _said(wrong="another run of this job was begun: this one ends")
-        _dataset.publish(self._store, done)
-        failed = sum(bool(each[0].get("error")) for each in done)
-        return _said(len(done) - failed, failed)
+            return _said(_dataset.Tally(), "another run of this job was begun: this one ends")
+        _dataset.publish(self._store, done, keys)
+        return _said(tally)
 
 
-def _said(explained: int = 0, failed: int = 0, wrong: str = "") -> dict[str, Any]:
-    return {"explained": np.array([explained]), "failed": np.array([failed]), "wrong": np.array([wrong])}
+def _said(tally: _dataset.Tally, wrong: str = "") -> dict[str, Any]:
+    counted = {name: np.array([getattr(tally, name)]) for name in _COUNTED}
+    return counted | {"why": np.array([tally.why]), "wrong": np.array([wrong])}
+
+
+def _bytes(key: str) -> bytes:
+    """Return a key as Arrow and Ray can hold it: a file's name need be no text."""
+    return key.encode("utf-8", "surrogateescape")
+
+
+def _text(key: bytes) -> str:
+    return bytes(key).decode("utf-8", "surrogateescape")
 
 
 def _run_of(store: _dataset.Store) -> str:
@@ -164,7 +178,8 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
     arrow, data = _dataset.arrow(), ray("data")
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # its plans and its times would tear the bar apart
     data.DataContext.get_current().enable_progress_bars = False
-    parts = [arrow.table({"image": left[at : at + TOGETHER]}) for at in range(0, len(left), TOGETHER)]
+    names = arrow.array(map(_bytes, left), arrow.binary())
+    parts = [arrow.table({"image": names[at : at + TOGETHER]}) for at in range(0, len(left), TOGETHER)]
     done = data.from_arrow(parts).map_batches(
         Explainer,
         fn_constructor_args=(job, tuple(sys.path)),
@@ -177,13 +192,14 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
     for batch in done.iter_batches(batch_size=None, prefetch_batches=0):
         if wrong := [str(each) for each in batch["wrong"] if each]:
             raise FailedPrecondition(wrong[0])
-        tally.explained += int(batch["explained"].sum())
-        tally.failed += int(batch["failed"].sum())
+        for name in _COUNTED:
+            setattr(tally, name, getattr(tally, name) + int(batch[name].sum()))
+        tally.why = next((str(each) for each in batch["why"] if each), tally.why)
         told(tally)
 
 
-def explain(job: Job, engines: Engines) -> str:
-    """Run a job and draw how far it has come; return what became of it, in words.
+def explain(job: Job, engines: Engines) -> _dataset.Tally:
+    """Run a job and draw how far it has come; return what became of it.
 
     Raises:
         CamserveError: it is another job, or a path is none.
@@ -192,4 +208,4 @@ def explain(job: Job, engines: Engines) -> str:
     with job_bar(len(left) + tally.before) as told:
         told(tally)
         run(job, engines, left, tally, told)
-    return told_of(tally, job.output)
+    return tally

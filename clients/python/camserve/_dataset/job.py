@@ -11,6 +11,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,10 +19,12 @@ import grpc
 import numpy as np
 from google.protobuf import json_format
 
-from camserve import _wire
+from camserve import _files, _wire
 from camserve._dataset import rows
 from camserve._dataset.store import arrow
 from camserve._errors import CamserveError, FailedPrecondition
+from camserve._retry import RETRYABLE, too_large
+from camserve._settings import IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -42,7 +45,8 @@ LONGEST_PART = 20.0  # seconds of work that a process that is killed may lose
 SHORTEST_PART = 1.0
 TOGETHER = 1 << 16  # marks that are sorted in together
 THREADS = 8  # that read photos and write pictures
-_STEM = 60
+TRIED = 32  # photos at which the server failed, before each of them is asked about alone
+_STEM = 60  # bytes
 
 _QUESTIONS = frozenset(
     {
@@ -58,9 +62,11 @@ _PHOTOS = {
     # What the model does not find in this photo.
     grpc.StatusCode.FAILED_PRECONDITION: re.compile(r"targets.*|top_k"),
 }
-"""The fields at fault where an error is of the photo, by the code; all other codes say nothing of the question."""
+"""The fields at fault where an error is of the photo, by the code."""
 
 Rows: TypeAlias = "list[dict[str, Any]]"
+Found: TypeAlias = "Rows | CamserveError"
+"""What comes of a photo: its rows, or the error that it is left undone for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +97,28 @@ class Tally:
         before: Done by an earlier run.
         explained: By this one.
         failed: Of which this one wrote an error.
+        left: That it could not do, and that the next will try again.
+        why: What the server said of the last of these.
     """
 
     before: int = 0
     explained: int = 0
     failed: int = 0
+    left: int = 0
+    why: str = ""
 
     @property
     def total(self) -> int:
         """All that are done."""
         return self.before + self.explained + self.failed
+
+    def add(self, found: Found) -> None:
+        """Count what came of a photo."""
+        if isinstance(found, CamserveError):
+            self.left, self.why = self.left + 1, str(found)
+        else:
+            self.failed += bool(found[0].get("error"))
+            self.explained += not found[0].get("error")
 
 
 class Seen:
@@ -170,14 +188,20 @@ def taken_up(store: Store) -> Seen:
     return seen
 
 
-def publish(store: Store, done: Sequence[Rows]) -> None:
+def publish(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ()) -> None:
     """Write the rows of photos as one file: all of them are done from then on, or none.
 
     The name is made of theirs, so that whoever does the same photos again writes the same file again.
+
+    Args:
+        store: The job's folder.
+        done: The rows.
+        batch: The photos to make the name of, where some may be left. Default: those that have rows.
     """
     if not done:
         return
-    name = hashlib.blake2b("\n".join(sorted(each[0]["image"] for each in done)).encode(), digest_size=12).hexdigest()
+    names = sorted(map(_shown, batch)) or sorted(each[0]["image"] for each in done)
+    name = hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
     table = arrow("").Table.from_pylist([row for each in done for row in each], schema=rows.schema())
     file = io.BytesIO()
     arrow("parquet").write_table(table, file, compression="zstd")
@@ -186,28 +210,95 @@ def publish(store: Store, done: Sequence[Rows]) -> None:
 
 def ask(
     client: Client, photos: Photos, keys: Iterable[Key], store: Store, question: Question
-) -> Generator[Rows, None, None]:
-    """Explain photos and write their pictures; yield the rows of each when its pictures are there, in order.
+) -> Generator[Found, None, None]:
+    """Explain photos and write their pictures; yield the rows of each when its pictures are there.
+
+    A photo at which the server failed may have been another's neighbour only: it is asked about again, alone.
+    If it fails then too, its error is yielded, and it is not done.
 
     Raises:
         CamserveError: The server is lost, or the question is wrong whatever the photo; what is wrong with
             a photo becomes its row.
         OSError: A picture cannot be written.
     """
-    under_way: deque[tuple[Key, CamserveError | None]] = deque()
-    writing: deque[Future[Rows]] = deque()
     digest = client.model(question.options.get("model") or "").digest
+    waiting = iter(keys)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="photo") as pool:
-        images = _read_ahead(pool, photos, keys, under_way)
-        with closing(client.explain_many(images, on_error="return", **question.options)) as outcomes:
+        asking = _Asking(pool, client, photos, store, question, digest)
+        for key in waiting:
+            again: list[Key] = []
+            lost = True
+            for each, found in asking.about(_until_many(chain([key], waiting), again)):
+                lost = lost and _is_lost(found)
+                if isinstance(found, CamserveError):
+                    again.append(each)
+                else:
+                    yield found
+            yield from _alone(asking, again, lost=lost)
+
+
+def _is_lost(found: Found) -> bool:
+    return isinstance(found, CamserveError) and found.code in RETRYABLE
+
+
+def _until_many(keys: Iterable[Key], again: list[Key]) -> Generator[Key, None, None]:
+    for key in keys:
+        yield key
+        if len(again) >= TRIED:
+            return
+
+
+def _alone(asking: _Asking, keys: Sequence[Key], *, lost: bool) -> Generator[Found, None, None]:
+    """Ask about one photo at a time; if neither this nor another gets through, ``lost``, the server is to blame."""
+    for count, (_, found) in enumerate(asking.about(keys, in_flight=1), 1):
+        lost = lost and _is_lost(found)
+        if lost and count >= TRIED and isinstance(found, CamserveError):
+            raise found
+        yield found
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """What it takes to ask a server about photos, and to write what it says."""
+
+    pool: ThreadPoolExecutor
+    client: Client
+    photos: Photos
+    store: Store
+    question: Question
+    digest: str
+
+    def about(self, keys: Iterable[Key], in_flight: int = IN_FLIGHT) -> Generator[tuple[Key, Found], None, None]:
+        """Yield photos, in order, each with its rows when its pictures are there, or what the server failed with."""
+        under_way: deque[tuple[Key, CamserveError | None]] = deque()
+        writing: deque[tuple[Key, Future[Found]]] = deque()
+        images = _read_ahead(self.pool, self.photos, keys, under_way)
+        answers = self.client.explain_many(images, on_error="return", in_flight=in_flight, **self.question.options)
+        with closing(answers) as outcomes:
             for outcome in outcomes:
                 key, trouble = under_way.popleft()
-                if trouble is None and isinstance(outcome, CamserveError) and not _is_photos_own(outcome):
+                if trouble is None and isinstance(outcome, CamserveError) and _is_questions(outcome):
                     raise outcome
-                writing.append(pool.submit(_written, store, key, trouble or outcome, question, digest))
-                while len(writing) > THREADS or (writing and writing[0].done()):
-                    yield writing.popleft().result()
-        yield from (each.result() for each in writing)
+                writing.append((key, self.pool.submit(self._written, key, trouble or outcome)))
+                while len(writing) > THREADS or (writing and writing[0][1].done()):
+                    done, found = writing.popleft()
+                    yield done, found.result()
+        yield from ((each, found.result()) for each, found in writing)
+
+    def _written(self, key: Key, outcome: Outcome) -> Found:
+        """Write the pictures of a photo; return its rows."""
+        name = _shown(key)
+        if isinstance(outcome, CamserveError):
+            return [rows.failed(name, outcome)] if _is_photos_own(outcome) else outcome
+        stem = _files.cut(PurePosixPath(name).stem, _STEM)
+        found: Rows = []
+        for place, (overlay, files) in enumerate(
+            rows.pictures(stem, _mark(key).hex()[:16], outcome, self.question.wanted)
+        ):
+            for path, data in files.items():
+                self.store.write(path, data)
+            found.append(rows.explained(name, place, outcome, self.digest, overlay))
+        return found
 
 
 def _read_ahead(
@@ -236,27 +327,17 @@ def _read_ahead(
         yield first()
 
 
+def _is_questions(error: CamserveError) -> bool:
+    """Say whether no other photo would do better: then none is to be marked as done."""
+    return error.code in _QUESTIONS or (error.code in _PHOTOS and not _is_photos_own(error))
+
+
 def _is_photos_own(error: CamserveError) -> bool:
-    """Say whether another photo might do better: if none could, no photo is to be marked as done."""
-    if error.code in _QUESTIONS:
-        return False
-    if error.code not in _PHOTOS:
-        return True
-    return bool(error.fields) and all(_PHOTOS[error.code].fullmatch(field) for field in error.fields)
-
-
-def _written(store: Store, key: Key, outcome: Outcome, question: Question, digest: str) -> Rows:
-    """Write the pictures of a photo; return its rows."""
-    name = _shown(key)
-    if isinstance(outcome, CamserveError):
-        return [rows.failed(name, outcome)]
-    stem = PurePosixPath(name).stem[:_STEM]
-    found: Rows = []
-    for place, (overlay, files) in enumerate(rows.pictures(stem, _mark(key).hex()[:16], outcome, question.wanted)):
-        for path, data in files.items():
-            store.write(path, data)
-        found.append(rows.explained(name, place, outcome, digest, overlay))
-    return found
+    """Say whether the photo is at fault, whenever and by whomever it is tried again."""
+    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return too_large(error)
+    wrong = _PHOTOS.get(error.code)
+    return bool(wrong and error.fields) and all(wrong.fullmatch(field) for field in error.fields if wrong)
 
 
 @dataclass(slots=True)
@@ -310,9 +391,9 @@ def run(
 
     try:
         for found in ask(client, photos, to_do(), store, question):
-            part.add(found)
-            tally.failed += bool(found[0].get("error"))
-            tally.explained += not found[0].get("error")
+            if not isinstance(found, CamserveError):
+                part.add(found)
+            tally.add(found)
             told(tally)
     finally:
         part.close()

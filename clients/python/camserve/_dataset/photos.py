@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from camserve._dataset.store import arrow, filesystem
-from camserve._errors import InvalidArgument
+from camserve._errors import CamserveError, InvalidArgument
 from camserve._files import SUFFIXES
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ Key: TypeAlias = str
 _ROW = re.compile(r"(?P<table>.+\.parquet)#(?P<row>\d+)", re.DOTALL)
 _CARD = "job.json"
 _ROWS_AT_ONCE = 4096  # of a column of paths
+_LOCAL = frozenset({"", "file://"})  # no network between
 
 
 class Photos:
@@ -38,10 +39,13 @@ class Photos:
         self._paths = tuple(paths)
         self._column = column
         self._without = filesystem(without)[1] if without else ""
-        self._roots = {_scheme(path): filesystem(path)[0] for path in self._paths}
+        self._roots: dict[str, Any] = {}
+        for path in self._paths:
+            fs, inside = filesystem(path)
+            self._roots[_root(_scheme(path) + inside)] = fs
         self._table: tuple[str, Any, str] = ("", None, "")
         self._group: tuple[int, int, Any] = (0, 0, None)
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # of the two above
 
     def __iter__(self) -> Generator[Key, None, None]:
         """Yield the key of every photo, folder by folder in the order of their names.
@@ -99,39 +103,48 @@ class Photos:
         return folder == self._without or (ours and folder.endswith("/overlays"))
 
     def _listed(self, table: str) -> Generator[Key, None, None]:
-        file, column = self._opened(table)
+        file, column = self._opened(table)  # its own: threads that read are at other tables
         if not _is_text(file.schema_arrow.field(column).type):
             yield from (f"{table}#{row}" for row in range(file.metadata.num_rows))
             return
-        folder = table.rpartition("/")[0]
         for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[column]):
-            yield from (_beside(folder, each or "") for each in batch.column(0).to_pylist())
+            yield from (_beside(table, each or "") for each in batch.column(0).to_pylist())
 
     def read(self, key: Key) -> bytes:
         """Return the file of a photo; from any thread.
 
         Raises:
             InvalidArgument: It cannot be read.
+            CamserveError: A store failed, which may do better another time.
         """
         try:
             row = _ROW.fullmatch(key)
             return self._cell(row["table"], int(row["row"])) if row else self._file(key)
         except (OSError, ValueError) as error:  # ValueError: Arrow's, or a path with a NUL
             reason = getattr(error, "strerror", None) or str(error)
-            raise InvalidArgument(f"cannot read {key!r}: {reason}") from error
+            words = f"cannot read {key!r}: {reason}"
+            if isinstance(error, OSError) and _scheme(key) not in _LOCAL and not isinstance(error, FileNotFoundError):
+                raise CamserveError(words) from error
+            raise InvalidArgument(words, fields={"image": reason}) from error
 
     def _file(self, key: Key) -> bytes:
         scheme = _scheme(key)
         if not scheme:
             return Path(key).read_bytes()
-        fs = self._roots.get(scheme) or self._roots.setdefault(scheme, filesystem(key)[0])
-        with fs.open_input_stream(key.removeprefix(scheme), compression=None) as stream:
+        with self._home(key).open_input_stream(key.removeprefix(scheme), compression=None) as stream:
             data: bytes = stream.read()
             return data
 
+    def _home(self, key: Key) -> Any:
+        """Return the file system of a photo or table; two buckets may be in two regions."""
+        root = _root(key)
+        return self._roots.get(root) or self._roots.setdefault(root, filesystem(key)[0])
+
     def _cell(self, table: str, row: int) -> bytes:
         with self._turn:
-            file, column = self._opened(table)
+            if self._table[0] != table:
+                self._table, self._group = (table, *self._opened(table)), (0, 0, None)
+            _, file, column = self._table
             first, behind, cells = self._group
             if cells is None or not first <= row < behind:
                 first, behind, cells = self._group = _group_with(file, column, row)
@@ -139,16 +152,12 @@ class Photos:
         return data or b""
 
     def _opened(self, table: str) -> tuple[Any, str]:
-        name, file, column = self._table
-        if name != table:
-            fs, path = self._roots[_scheme(table)], table.removeprefix(_scheme(table))
-            try:
-                file = arrow("parquet").ParquetFile(fs.open_input_file(path))
-            except (OSError, ValueError) as error:
-                raise InvalidArgument(f"{table} is no Parquet file: {error}") from error
-            column = _chosen(table, file.schema_arrow, self._column)
-            self._table, self._group = (table, file, column), (0, 0, None)
-        return file, column
+        """Open a table; return it and the name of the column that has the photos."""
+        try:
+            file = arrow("parquet").ParquetFile(self._home(table).open_input_file(table.removeprefix(_scheme(table))))
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(f"{table} is no Parquet file: {error}") from error
+        return file, _chosen(table, file.schema_arrow, self._column)
 
 
 def _group_with(file: Any, column: str, row: int) -> tuple[int, int, Any]:
@@ -199,8 +208,22 @@ def _scheme(place: str) -> str:
     return head + mark if mark else ""
 
 
-def _beside(folder: str, path: str) -> Key:
-    return path if "://" in path or path.startswith("/") else posixpath.normpath(f"{folder}/{path}")
+def _root(key: Key) -> str:
+    """Return what all paths of a key's file system begin with: the scheme, and the bucket where there are any."""
+    scheme = _scheme(key)
+    inside = key.removeprefix(scheme)
+    return scheme if not scheme or inside.startswith("/") else scheme + inside.partition("/")[0]
+
+
+def _beside(table: str, path: str) -> Key:
+    """Return the key of a photo that a table names: a URI, or a path in the table's own file system."""
+    if "://" in path:
+        return path
+    if path.startswith("/"):
+        return _root(table) + path
+    scheme = _scheme(table)
+    folder = table.removeprefix(scheme).rpartition("/")[0]
+    return scheme + posixpath.normpath(f"{folder}/{path}")
 
 
 def is_there(path: str) -> bool:
