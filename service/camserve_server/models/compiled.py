@@ -38,6 +38,8 @@ SLOWER = 1.05
 _OPTIONS: dict[str, Any] = {
     # The modules are of a copy that nobody changes; to look at all their parameters first would take its time.
     "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+    # On as many cores as the batch that runs has, and not on as many as there were when it was compiled.
+    "cpp.dynamic_threads": True,
 }
 
 
