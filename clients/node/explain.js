@@ -42,12 +42,13 @@ export function connect(server, { ca, token } = {}) {
 }
 
 /** Makes a request of a photo's bytes: what is not said is left to the server. */
-export function request(image, { model, methods = ["gradcam"], target } = {}) {
+export function request(image, { model, methods = ["gradcam"], target, like } = {}) {
+  const targets = like ? [{ similarity: { image: like } }] : target ? [{ label: target }] : [];
   return {
     model,
     image,
     methods: methods.map((name) => ({ name })),
-    targets: target ? [{ label: target }] : [],
+    targets,
     rendering: { overlay: "IMAGE_FORMAT_JPEG" },
   };
 }
@@ -74,23 +75,74 @@ export async function* explainMany(client, requests, seconds = 300) {
     }
     stream.end();
   })();
-  sending.catch(() => stream.cancel());
-  for await (const reply of stream) {
-    yield { number: Number(reply.request_id), response: reply.response, error: reply.error };
+  let broken; // what the requests themselves failed by: the stream knows only that it was cancelled
+  sending.catch((error) => {
+    broken = error;
+    stream.cancel();
+  });
+  try {
+    for await (const reply of stream) {
+      yield { number: Number(reply.request_id), response: reply.response, error: reply.error };
+    }
+    await sending;
+  } catch (error) {
+    throw broken ?? error;
+  } finally {
+    stream.cancel(); // for who leaves the loop early; of no consequence at its end
   }
-  await sending;
 }
 
-async function* requestsFor(photos, options) {
-  for (const photo of photos) yield request(await readFile(photo), options);
+/** Gives each photo a name for its picture: its own, with a number where another has it, in upper or lower case. */
+export function namesOf(photos) {
+  const taken = new Set();
+  return photos.map((photo) => {
+    const stem = basename(photo, extname(photo));
+    let name = stem;
+    for (let number = 2; taken.has(name.toLowerCase()); number++) name = `${stem}-${number}`;
+    taken.add(name.toLowerCase());
+    return name;
+  });
 }
 
-async function save(photo, response, folder) {
+/** Says what was predicted; of a model that predicts a number, which has no probability, its score. */
+function told({ label, class_index: index, probability, score }) {
+  return `${(probability || score).toFixed(2)} ${label || `class ${index}`}`;
+}
+
+async function save(photo, name, response, folder) {
   const [why] = response.explanations;
-  const path = join(folder, `${basename(photo, extname(photo))}.${why.method}.jpg`);
+  const path = join(folder, `${name}.${why.method}.jpg`);
   await writeFile(path, why.overlay.data);
-  const [best] = response.predictions;
-  console.log(`${photo}: ${best.probability.toFixed(2)} ${best.label}; ${why.target.label} by ${why.layer}: ${path}`);
+  const [best] = response.predictions; // there is none of an embedding
+  const target = why.target?.label || (why.target ? `class ${why.target.class_index}` : "all of it");
+  console.log(`${photo}: ${best ? `${told(best)}; ` : ""}${target} by ${why.layer || "pixels"}: ${path}`);
+}
+
+/** Explains several photos over one stream; returns how many could not be. */
+async function saveAll(client, photos, options, folder) {
+  const [names, sent] = [namesOf(photos), []];
+  let failed = 0;
+  const fail = (place, error) => {
+    failed += 1;
+    console.error(`${photos[place]}: ${error.message}`);
+  };
+  async function* requests() {
+    for (const place of photos.keys()) {
+      try {
+        const asked = request(await readFile(photos[place]), options);
+        sent.push(place);
+        yield asked;
+      } catch (error) {
+        fail(place, error); // one that cannot be read harms no other
+      }
+    }
+  }
+  for await (const { number, response, error } of explainMany(client, requests())) {
+    const place = sent[number];
+    if (response) await save(photos[place], names[place], response, folder);
+    else fail(place, error);
+  }
+  return failed;
 }
 
 async function main() {
@@ -101,6 +153,7 @@ async function main() {
       out: { type: "string", short: "o", default: "out" },
       method: { type: "string", default: "gradcam" },
       target: { type: "string" },
+      like: { type: "string" }, // a photo: how alike the others are to it is explained, as of an embedding
       model: { type: "string" },
       ca: { type: "string" },
       token: { type: "string", default: process.env.CAMSERVE_TOKEN },
@@ -109,22 +162,16 @@ async function main() {
   if (!photos.length) throw new Error("name a photo: node explain.js cat.jpg --out out");
   await mkdir(values.out, { recursive: true });
   const client = connect(values.server, { ca: values.ca && (await readFile(values.ca)), token: values.token });
-  const options = { model: values.model, methods: [values.method], target: values.target };
-  let failed = 0;
+  const like = values.like && (await readFile(values.like));
+  const options = { model: values.model, methods: [values.method], target: values.target, like };
   try {
-    if (photos.length === 1) {
-      await save(photos[0], await explain(client, request(await readFile(photos[0]), options)), values.out);
-      return 0;
-    }
-    for await (const { number, response, error } of explainMany(client, requestsFor(photos, options))) {
-      if (response) await save(photos[number], response, values.out);
-      else console.error(`${photos[number]}: ${error.message}`);
-      failed += response ? 0 : 1;
-    }
+    if (photos.length > 1) return (await saveAll(client, photos, options, values.out)) ? 1 : 0;
+    const response = await explain(client, request(await readFile(photos[0]), options));
+    await save(photos[0], ...namesOf(photos), response, values.out);
+    return 0;
   } finally {
     client.close();
   }
-  return failed ? 1 : 0;
 }
 
 if (process.argv[1] === fileURLToPath(import.meta.url)) {

@@ -60,6 +60,70 @@ def test_several_photos_go_over_one_stream_and_one_that_is_none_harms_no_other(n
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coffee.saliency.jpg", "rocket.saliency.jpg"]
 
 
+def test_a_photo_that_cannot_be_read_harms_no_other(node, tmp_path):
+    found = node(PHOTOS["coffee"], "nothing.jpg", PHOTOS["rocket"], "--method", "saliency")
+
+    assert found.returncode == 1
+    assert found.stderr.startswith("nothing.jpg: ENOENT: no such file")
+    assert found.stderr.count("\n") == 1
+    said = {line.split(": ")[0]: line.rpartition(": ")[2] for line in found.stdout.splitlines()}
+    assert said == {str(PHOTOS[name]): str(tmp_path / "out" / f"{name}.saliency.jpg") for name in ("coffee", "rocket")}
+
+
+def test_photos_of_one_name_get_pictures_of_their_own(node, tmp_path):
+    photos = ["a/1.jpg", "b/1.jpg", "c/1-2.jpg", "d/1.JPG"]
+    for path, name in zip(photos, ["coffee", "rocket", "chelsea", "coffee"], strict=True):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_bytes(PHOTOS[name].read_bytes())
+    found = node(*photos, "--method", "saliency")
+
+    assert (found.returncode, found.stderr) == (0, "")
+    said = {line.split(": ")[0]: Path(line.rpartition(": ")[2]).name for line in found.stdout.splitlines()}
+    assert said == {
+        "a/1.jpg": "1.saliency.jpg",
+        "b/1.jpg": "1-2.saliency.jpg",
+        "c/1-2.jpg": "1-2-2.saliency.jpg",
+        "d/1.JPG": "1-3.saliency.jpg",
+    }
+    for path, name in said.items():
+        with Image.open(tmp_path / path) as photo, Image.open(tmp_path / "out" / name) as picture:
+            assert photo.size == picture.size
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_without_predictions_is_explained_too(node, tmp_path, count):
+    photos = [PHOTOS["coffee"], PHOTOS["rocket"]][:count]
+    with camserve_server.running("pooled=coloured:Pooled?size=64&task=embed") as address:
+        found = node(*photos, "--like", PHOTOS["chelsea"], "--server", address)
+
+    assert (found.returncode, found.stderr) == (0, "")
+    lines = found.stdout.splitlines()
+    assert len(lines) == len(list((tmp_path / "out").iterdir())) == count
+    assert all(": similarity by " in line for line in lines)
+
+
+WITH_A_REASON = """
+import { connect, explainMany } from "%s";
+async function* requests() { throw new Error("the disk is gone"); }
+const client = connect(process.argv[2]);
+try {
+  for await (const one of explainMany(client, requests())) console.log(one);
+} catch (error) {
+  console.log(error.message);
+} finally {
+  client.close();
+}
+"""
+
+
+def test_requests_that_fail_end_the_stream_by_their_own_reason(served, tmp_path):
+    (tmp_path / "use.mjs").write_text(WITH_A_REASON % (CLIENT / "explain.js").as_uri())
+    command = [NODE, tmp_path / "use.mjs", served]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (found.returncode, found.stderr, found.stdout) == (0, "", "the disk is gone\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
