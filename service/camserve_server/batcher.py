@@ -488,7 +488,10 @@ class Batcher:
             pass_, ended = batch[0][0].pass_, asyncio.get_running_loop().time()
             records = [ticket.record for ticket in dict(batch) if ticket.record]
             share = 1.0 if half is None else 0.5
-            self.told.ran(Ran(pass_.model, pass_.kind, len(batch), began, ended, records, share))
+            try:
+                self.told.ran(Ran(pass_.model, pass_.kind, len(batch), began, ended, records, share))
+            except Exception:  # whoever listens, the rows are computed
+                log.exception("nobody could be told of a batch")
 
     async def _isolate(self, engine: _Engine, batch: list[_Place], half: Half | None, error: Exception) -> None:
         if len(batch) == 1:

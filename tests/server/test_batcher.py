@@ -709,3 +709,17 @@ async def test_a_batcher_that_stops_answers_what_runs_too():
         answers = await asyncio.gather(*asked, return_exceptions=True)
 
     assert all(isinstance(one, Unavailable) for one in answers)
+
+
+async def test_whoever_hears_of_batches_cannot_make_one_fail(caplog):
+    class Deaf:
+        def ran(self, _ran):
+            raise RuntimeError("no room for another series")
+
+    engine = Engine()
+    async with Batcher(engine) as batcher:
+        batcher.told = Deaf()
+        assert await ask(batcher, [1, 2, 3]) == [1.0, 2.0, 3.0]
+
+    assert len(engine.batches) == 1
+    assert "nobody could be told of a batch" in caplog.text
