@@ -1,0 +1,66 @@
+"""The client in Java, which has nothing but what protoc makes of the .proto files."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import camserve
+import camserve_server
+from support import PHOTOS
+
+ROOT = Path(__file__).parents[2]
+JARS = Path("/usr/share/java")
+"""Where Debian's packages put them."""
+
+NEEDED = ("grpc-*", "protobuf", "guava", "netty-*", "perfmark-api", "geronimo-annotation-1.3-spec")
+FOUND = [sorted(JARS.glob(f"{name}.jar")) for name in NEEDED]
+TOOLS = ("java", "javac", "protoc", "grpc_java_plugin")
+
+pytestmark = [
+    pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"not all of {', '.join(TOOLS)} are here"),
+    pytest.mark.skipif(not all(FOUND), reason="grpc-java is not installed: clients/java/README.md says what is needed"),
+]
+
+
+def run(*command, check=True, folder=None):
+    words = [str(one) for one in command]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=check)
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    """The client, built as its page says."""
+    build = tmp_path_factory.mktemp("build")
+    plugin = f"--plugin=protoc-gen-grpc-java={shutil.which('grpc_java_plugin')}"
+    made = (f"--java_out={build}", f"--grpc-java_out={build}", "camserve/v1/explain.proto")
+    run("protoc", "-I", ROOT / "protos", plugin, *made)
+    path = ":".join(str(one) for one in [build, *(jar for jars in FOUND for jar in jars)])
+    sources = [*build.rglob("*.java"), ROOT / "clients" / "java" / "ExplainPhotos.java"]
+    run("javac", "-nowarn", "-cp", path, "-d", build, *sources)
+    return path
+
+
+def test_the_client_in_java_gets_the_overlay_that_our_own_client_gets_and_says_what_failed(classes, tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        shutil.copy(PHOTOS["chelsea"], tmp_path / folder / "cat.jpg")
+    (tmp_path / "broken.jpg").write_bytes(b"no photo")
+    photos = ("a/cat.jpg", "broken.jpg", "nothing.jpg", "b/cat.jpg")
+    with camserve_server.running("efficientnet_lite0") as address:
+        with camserve.Client(address) as client:
+            ours = client.explain(PHOTOS["chelsea"]).explanations[0]
+        found = run("java", "-cp", classes, "ExplainPhotos", address, "out", *photos, check=False, folder=tmp_path)
+
+    assert found.returncode == 1
+    assert found.stdout.splitlines() == [
+        f"{photo}: 0.38 Egyptian cat by {ours.layer}: out/{name}.gradcam.jpg"
+        for photo, name in (("a/cat.jpg", "cat"), ("b/cat.jpg", "cat-2"))
+    ]
+    assert found.stderr.splitlines() == [
+        "broken.jpg: not a JPEG, PNG, WebP or BMP file",
+        "nothing.jpg: no such file",
+    ]
+    for name in ("cat", "cat-2"):
+        assert (tmp_path / "out" / f"{name}.gradcam.jpg").read_bytes() == ours.overlay
