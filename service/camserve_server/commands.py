@@ -223,7 +223,7 @@ def _model_options(command: F) -> F:
 
 
 @contextmanager
-def _server_of_ones_own(model: str, device: str) -> Iterator[str]:
+def _server_of_ones_own(model: str, device: str, isolation: str = "thread") -> Iterator[str]:
     """Serve one model inside the block; yield the address."""
     from camserve_server import server  # noqa: PLC0415 -- as above
 
@@ -232,7 +232,8 @@ def _server_of_ones_own(model: str, device: str) -> Iterator[str]:
         flags = {
             "models": (model,),
             "device": device,
-            "isolation": "thread",
+            "isolation": isolation,
+            "log_level": "warning",
             "address": f"unix:{folder}/camserve",
             "drain_seconds": 1,
             "max_message_mib": 1024,
@@ -248,7 +249,8 @@ def _server_of_ones_own(model: str, device: str) -> Iterator[str]:
 @click.pass_context
 def explain(context: click.Context, /, model: str, device: str, **question: Any) -> int:
     """Explain photos without a server."""
-    with _server_of_ones_own(model, device) as address:
+    # A photo that brings its engine down is not to take a job along.
+    with _server_of_ones_own(model, device, "process" if question["resume"] else "thread") as address:
         code: int = context.invoke(client_cli.explain, server=address, model=None, **question)
         return code
 
