@@ -15,7 +15,7 @@ def server():
 
 def test_more_callers_than_there_is_room_for_are_served_as_many_as_ever_and_the_rest_refused_at_once(server):
     for _ in range(2):
-        report = soak.saturation(server, 6, 1, rounds=2)
+        report = soak.saturation(server, 6, 1, rounds=3)
         if not report.broken:
             break
 
