@@ -65,13 +65,19 @@ export function explain(client, asked, seconds = 30) {
 /** Explains many over one stream; yields { number, response } or { number, error } as they are ready. */
 export async function* explainMany(client, requests, seconds = 300) {
   const stream = client.explainStream({ deadline: Date.now() + 1000 * seconds });
+  let [over, wake] = [false, () => {}];
+  stream.on("drain", () => wake());
+  stream.on("status", () => { // however it ends: what is not asked yet is not wanted any more
+    over = true;
+    wake();
+  });
   const sending = (async () => {
     let number = 0;
     for await (const asked of requests) {
+      if (over) break; // which closes the requests
       // The server reads ahead only as far as it has room: wait where it has none.
-      if (!stream.write({ request_id: String(number++), request: asked })) {
-        await new Promise((resolve) => stream.once("drain", resolve));
-      }
+      const room = stream.write({ request_id: String(number++), request: asked });
+      if (!room && !over) await new Promise((resolve) => (wake = resolve));
     }
     stream.end();
   })();

@@ -1,6 +1,7 @@
 """The client in Node, which has nothing but the .proto files."""
 
 import io
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -122,6 +123,42 @@ def test_requests_that_fail_end_the_stream_by_their_own_reason(served, tmp_path)
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert (found.returncode, found.stderr, found.stdout) == (0, "", "the disk is gone\n")
+
+
+LEFT_EARLY = """
+import { readFile } from "node:fs/promises";
+import { connect, explainMany, request } from "%s";
+const image = await readFile(process.argv[3]);
+let [made, closed] = [0, false];
+async function* requests() {
+  try {
+    while (made < 1000) yield request(image, { methods: ["edges"] }), made++;
+  } finally {
+    closed = true;
+  }
+}
+const client = connect(process.argv[2]);
+let [got, ahead] = [0, 0];
+for await (const { response } of explainMany(client, requests())) {
+  got += response.explanations.length;
+  ahead = Math.max(ahead, made - got);
+  if (got === 20) break;
+}
+for (let waited = 0; !closed && waited < 10000; waited += 10) await new Promise((resolve) => setTimeout(resolve, 10));
+console.log(JSON.stringify({ got, ahead, closed }));
+client.close();
+"""
+
+
+def test_photos_are_read_only_as_far_as_there_is_room_and_no_more_once_nobody_wants_them(served, tmp_path):
+    (tmp_path / "use.mjs").write_text(LEFT_EARLY % (CLIENT / "explain.js").as_uri())
+    command = [NODE, tmp_path / "use.mjs", served, PHOTOS["rocket"]]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = json.loads(found.stdout)
+
+    assert (found.returncode, found.stderr) == (0, "")
+    assert (told["got"], told["closed"]) == (20, True)
+    assert told["ahead"] <= 200  # of a thousand: what the server takes, what lies on the way, and sixteen here
 
 
 @pytest.mark.parametrize(
