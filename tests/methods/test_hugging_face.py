@@ -451,6 +451,11 @@ def other_shapes(folder):
             lambda folder: changed(folder, model_type="bert"),
             'is a "bert", of which transformers has no image classifier',
         ),
+        (
+            lambda folder: changed(folder, architectures=["SegformerForSemanticSegmentation"]),
+            "was saved as SegformerForSemanticSegmentation, and hf: is for image classifiers",
+        ),
+        (lambda folder: changed(folder, architectures=["ViTModel"]), "your.module:factory"),
         (lambda folder: changed(folder, model_type="nonsense"), "cannot read its config.json"),
         (lambda folder: changed(folder, quantization_config={"quant_method": "bitsandbytes"}), "is quantised"),
         (lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json is not there"),

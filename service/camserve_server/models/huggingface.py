@@ -35,6 +35,8 @@ TASKS: Mapping[str, Task] = {
 }
 """What transformers calls a classifier's task, and what it is called here."""
 
+CLASSIFIER = "ForImageClassification"  # in the name of each of transformers' own image classifiers
+
 _PLAIN = re.compile(r"[\w.-]*")  # of a network in timm itself; "hf-hub:OWNER/NAME" is one of the Hub
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "depths", "drop_path_rate", "drop_rate", "dynamic_img_pad", "dynamic_img_size",
@@ -64,6 +66,7 @@ def load(spec: ModelSpec) -> tuple[nn.Module, Preprocess, tuple[str, ...], Task 
     """
     folder = Path(spec.folder)
     theirs = _config_of(folder)
+    _check_kind(theirs, spec)
     hub = _transformers()
     try:
         config = hub.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -87,6 +90,7 @@ def check(spec: ModelSpec) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(MISSING)
     theirs = _config_of(folder)
+    _check_kind(theirs, spec)
     if not (folder / PROCESSOR).exists() and "pretrained_cfg" not in theirs:
         raise ConfigError(f"{spec.origin} has no {PROCESSOR}: AutoImageProcessor's save_pretrained writes it")
     if spec.weights == "default":
@@ -119,6 +123,21 @@ def _config_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder.name} is quantised, and gradients want plain weights: save it as it was before")
     _check_timm(config, folder.name)
     return config
+
+
+def _check_kind(config: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Refuse what was saved as something else: its weights have no classifier, and are no use for one.
+
+    Raises:
+        ConfigError: it was trained for segmentation, detection, text, or for nothing yet.
+    """
+    saved = config.get("architectures")
+    named = [str(one)[:100] for one in saved] if isinstance(saved, list) else []
+    if spec.weights == "default" and named and not any(CLASSIFIER in one for one in named):
+        raise ConfigError(
+            f"{spec.origin} was saved as {named[0]}, and hf: is for image classifiers (…{CLASSIFIER}): serve another "
+            "from a function of yours, your.module:factory, which says what it answers with"
+        )
 
 
 def _check_timm(config: Mapping[str, Any], name: str) -> None:
