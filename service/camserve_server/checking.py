@@ -13,6 +13,8 @@ from camserve_server.methods import add_plugins
 from camserve_server.models import ModelSpec
 from camserve_server.types import ModelInfo
 
+LOCAL = str(Settings.model_fields["address"].default)  # where only this machine can call
+
 Told = Callable[[ModelInfo], object]
 """Is told of each model that was loaded."""
 
@@ -107,8 +109,9 @@ def _faults_of_all(settings: Settings) -> Iterator[tuple[str, str]]:
 
     looks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("device", lambda: hardware.devices_named(settings.device)),
-        ("address", lambda: access.check(settings)),
-        ("tls_cert", lambda: access.credentials(settings)),
+        ("address", lambda: access.check(settings.model_copy(update={"metrics_address": None}))),
+        ("metrics_address", lambda: access.check(settings.model_copy(update={"address": LOCAL}))),
+        ("tls_cert" if settings.tls_cert else "tls_key", lambda: access.credentials(settings)),
         ("tokens_file", lambda: settings.tokens_file and access.known(settings.tokens_file)),
         ("model_folder", folder),
         ("", add_plugins),

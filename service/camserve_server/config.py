@@ -244,4 +244,5 @@ def _words(error: Any) -> str:
     name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
         return f'unknown setting "{name}"{did_you_mean(name, Settings.model_fields)}'
-    return f"{name} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    said = "name at least one" if error["type"] == "too_short" else f"{error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{name} = {error['input']!r}: {said}"

@@ -82,6 +82,16 @@ def test_every_fault_is_told_at_once_with_its_line(check):
         assert words in line
 
 
+def test_a_fault_is_told_at_the_line_of_the_setting_that_has_it(check):
+    _, lines = check(
+        'threads = 1\nmetrics_address = "0.0.0.0:9464"\naddress = "127.0.0.1:0"\ntls_key = "x.pem"\nmodels = []\n'
+    )
+
+    assert [line.split(":")[1] for line in lines[:-1]] == ["2", "4", "5"]
+    assert lines[0].startswith("camserve.toml:2: 0.0.0.0:9464 can be reached from other machines")
+    assert lines[2] == "camserve.toml:5: models = []: name at least one"
+
+
 def test_a_sound_file_is_said_to_be_so_and_no_model_is_loaded(check, monkeypatch):
     monkeypatch.setattr("camserve_server.checking.models.load", lambda *_: pytest.fail("a model was loaded"))
 

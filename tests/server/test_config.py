@@ -147,7 +147,7 @@ OUT_OF_RANGE = [
     ("drain_seconds", math.inf, "less than or equal to 3600"),
     ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
     ("log_format", "xml", "'text' or 'json'"),
-    ("models", [], "at least 1 item"),
+    ("models", [], "name at least one"),
     ("threads", "many", "valid integer"),
     ("threads", 1.5, "valid integer"),
     ("drain_seconds", "soon", "valid number"),
