@@ -198,3 +198,26 @@ def test_it_grows_by_a_metric_that_the_server_has():
     assert (
         int(metric["pods"]["target"]["averageValue"]) < config.Settings().max_queue_rows / 8
     )  # long before it is full
+
+
+def test_the_pages_scrape_finds_the_pods_and_its_rule_brings_the_metric_that_it_grows_by():
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    scrape, rules = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    (job,), (rule,) = scrape["scrape_configs"], rules["rules"]
+    by = {one.get("target_label", one.get("regex")): one["source_labels"] for one in job["relabel_configs"]}
+    (metric,) = MANIFESTS["hpa"]["spec"]["metrics"]
+
+    assert by["camserve"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_name"]
+    assert POD["metadata"]["labels"]["app.kubernetes.io/name"] == "camserve"
+    assert by["metrics"] == ["__meta_kubernetes_pod_container_port_name"]
+    assert "metrics" in ports(POD["spec"])
+    assert rule["seriesQuery"].partition("{")[0] == metric["pods"]["metric"]["name"]
+    assert (
+        set(re.findall(r'(\w+)!=""', rule["seriesQuery"]))
+        == set(rule["resources"]["overrides"])
+        == set(by)
+        - {
+            "camserve",
+            "metrics",
+        }
+    )
