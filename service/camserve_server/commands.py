@@ -300,11 +300,12 @@ def ray_serve(
 
     The proxy listens on the port of --address, on every interface, without TLS and tokens: it wants --insecure.
     """
-    from camserve_server.cluster import commands  # noqa: PLC0415 -- as above
+    from camserve_server.cluster import application, commands  # noqa: PLC0415 -- as above
 
     with _told():
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
+        application.check(settings)
         with commands.cluster(cluster, commands.engines_of(count, rows, cpus, gpus)) as engines:
             return commands.serve(settings, engines)
 

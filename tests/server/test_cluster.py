@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import socket
 import sys
 import types
 from collections import Counter
 from contextlib import ExitStack, asynccontextmanager
+from threading import Event
+from unittest.mock import Mock
 
 import grpc
 import pyarrow as pa
@@ -17,7 +20,7 @@ from grpc_health.v1 import health_pb2
 from camserve import _dataset
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server import config
-from camserve_server.cluster import application, commands, job
+from camserve_server.cluster import application, commands, job, proxy
 from camserve_server.cluster.calls import RowsInFlight
 from camserve_server.cluster.door import UNARY, Door
 from camserve_server.cluster.engine import Engine
@@ -393,3 +396,132 @@ def test_a_job_on_a_cluster_and_one_on_a_machine_go_on_with_one_another(photos, 
     again = new_job(photos, **wishes, intensity=False, profile="paper", max_side=None)
 
     assert job.begun(again) == ([], _dataset.Tally(before=3))
+
+
+class Server:
+    """What Ray's gRPC server does with a service: it has a handler of its own for each method."""
+
+    def __init__(self, made):
+        self.service_handler_factory, self.handlers = made, {}
+
+    def add_generic_rpc_handlers(self, handlers):
+        pass
+
+    def add_registered_method_handlers(self, service, methods):
+        for name in methods:
+            self.handlers[service, name] = self.service_handler_factory(service_method=name)
+
+
+class Told:
+    """What gRPC gives Ray's proxy for a context."""
+
+    def __init__(self, code, words):
+        self.status, self.trailers = (code, words), ()
+
+    def code(self):
+        return self.status[0]
+
+    def details(self):
+        return self.status[1]
+
+    def trailing_metadata(self):
+        return self.trailers
+
+    def set_code(self, code):
+        self.status = (code, self.status[1])
+
+    def set_details(self, words):
+        self.status = (self.status[0], words)
+
+    def set_trailing_metadata(self, trailers):
+        self.trailers = trailers
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "ends"),
+    [
+        (grpc.StatusCode.INTERNAL, "The actor died unexpectedly before finishing this task.", "UNAVAILABLE"),
+        (grpc.StatusCode.INTERNAL, "internal error; the log has more", "INTERNAL"),
+        (grpc.StatusCode.NOT_FOUND, "The actor of that name", "NOT_FOUND"),
+    ],
+)
+async def test_in_rays_proxy_a_call_and_a_stream_whose_door_is_lost_are_to_be_sent_again_and_others_end_as_they_did(
+    code, words, ends
+):
+    async def one(request, _context):
+        return request
+
+    async def several(request, _context):
+        yield request
+
+    for handler in (one, several):
+        server = Server(lambda handler=handler, **_: handler)
+        proxy.add_services_to_server(Mock(), server)
+        served = server.handlers["camserve.v1.ExplainService", "Explain"]
+        context = Told(code, words)
+        answer = served("asked", context)
+        replies = [await answer] if handler is one else [each async for each in answer]
+
+        assert replies == ["asked"]
+        assert context.code().name == ends
+        assert (dict(context.trailers).get("grpc-retry-pushback-ms") is not None) == (ends == "UNAVAILABLE")
+        assert server.service_handler_factory(service_method="other") is handler
+
+
+def test_the_proxy_is_told_of_all_services_and_their_calls():
+    async def one(request, _context):
+        return request
+
+    server = Server(lambda **_: one)
+    (path,) = application.SERVICERS
+    assert path == f"{proxy.__name__}.{proxy.add_services_to_server.__name__}"
+    proxy.add_services_to_server(Mock(), server)
+
+    assert {name for _, name in server.handlers} == {*UNARY, "ExplainStream", "Check", "Watch", "List"}
+
+
+@pytest.mark.parametrize("address", ["unix:/tmp/one", "0.0.0.0:0", "localhost"])
+def test_rays_proxy_wants_a_port(address):
+    assert commands._port("0.0.0.0:50051") == 50051
+    with pytest.raises(ConfigError, match="wants a port"):
+        commands._port(address)
+
+
+def test_a_cluster_at_which_nothing_listens_is_told_at_once():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"no cluster at {address}"):
+            commands._reached(address)
+
+
+def test_a_model_that_is_none_by_its_name_is_refused_before_anything_is_begun():
+    with pytest.raises(ConfigError, match="needs a source"):
+        application.check(config.Settings(insecure=True, models=("resnet50",)))
+
+
+class Serve:
+    """What Ray says of an application, one state after another."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+
+    def status(self):
+        state, *messages = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        engines = {place: types.SimpleNamespace(message=words) for place, words in enumerate(messages)}
+        one = types.SimpleNamespace(status=state, message="", deployments=engines)
+        return types.SimpleNamespace(applications={commands.NAME: one})
+
+
+def test_while_the_application_starts_its_state_is_heeded_and_so_is_a_stop(monkeypatch, caplog):
+    monkeypatch.setattr(commands, "PATIENCE", 0.0)
+    starting, stop = ("DEPLOYING", "", "no node has 8 CPUs"), Event()
+    commands._until_running(Serve(starting, starting, ("RUNNING",)), stop)
+    assert [record.getMessage() for record in caplog.records] == ["waiting for the cluster: no node has 8 CPUs"]
+
+    with pytest.raises(ConfigError, match=r"^no model x$"):
+        commands._until_running(Serve(("DEPLOYING", "Retrying 5 times.\nerrors.ConfigError: no model x")), stop)
+    with pytest.raises(ConfigError, match="Ray's log says why"):
+        commands._until_running(Serve(("DEPLOY_FAILED", "")), stop)
+    stop.set()
+    commands._until_running(Serve(starting), stop)

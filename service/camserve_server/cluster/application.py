@@ -17,12 +17,9 @@ ONGOING = (
 )
 LOOK_BACK, PATIENCE = 20.0, 10.0  # seconds over which rows in flight are averaged, and before engines are added
 
-SERVICERS = (
-    "camserve.v1.explain_pb2_grpc.add_ExplainServiceServicer_to_server",
-    "camserve.v1.evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server",
-    "camserve.v1.models_pb2_grpc.add_ModelServiceServicer_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
-)
+DOORS = 2  # where there may be more than one engine: if one dies, the other goes on
+
+SERVICERS = ("camserve_server.cluster.proxy.add_services_to_server",)
 """What Ray's gRPC proxy is told of our services: `grpc_servicer_functions`."""
 
 _SECURITY = ("tls_cert", "tls_key", "tls_client_ca", "tokens_file")
@@ -61,7 +58,7 @@ def ray(module: str = "") -> Any:
 
 
 def check(settings: Settings) -> None:
-    """Refuse what would not be so behind Ray's proxy.
+    """Refuse what would not be so behind Ray's proxy, and models of which the name alone says that they are none.
 
     Raises:
         ConfigError: that.
@@ -76,6 +73,10 @@ def check(settings: Settings) -> None:
             "Ray's proxy listens on every interface, without TLS and tokens: say insecure if only they reach it who may"
         )
         raise ConfigError(words)
+    from camserve_server.models.spec import parse  # noqa: PLC0415 -- it needs torch, which a door need not
+
+    for model in settings.models:
+        parse(model)
 
 
 def application(settings: Settings, engines: Engines) -> Any:
@@ -95,6 +96,7 @@ def application(settings: Settings, engines: Engines) -> Any:
     engine = serve.deployment(_engine_class()).options(**_options(settings, engines))
     door = serve.deployment(Door).options(
         name="door",
+        num_replicas=min(DOORS, engines.most),
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=settings.drain_seconds,
         ray_actor_options={"num_cpus": 0},

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+AGAIN = 250  # milliseconds after which a call that lost its engine, or found no room, is to be sent again
+
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 

@@ -4,9 +4,10 @@ import logging
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
@@ -19,7 +20,10 @@ from camserve_server.errors import ConfigError
 log = logging.getLogger(__name__)
 
 NAME = "camserve"
+PATIENCE = 15.0  # seconds after which is said what is waited for
 LONGEST_START = 60.0  # seconds from when Ray says that it is ready until its proxy knows where calls go
+
+_CANNOT = re.compile(r"\bConfigError: (.+)")
 
 
 def engines_of(count: str, rows: int, cpus: int, gpus: float) -> Engines:
@@ -50,6 +54,7 @@ def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
         ConfigError: there is no such cluster, or Ray is not installed.
     """
     ray_ = ray()
+    _reached(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody was asked whether he wants to tell
     try:
         ray_.init(
@@ -72,6 +77,20 @@ def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
         ray_.shutdown()
 
 
+def _reached(address: str | None) -> None:
+    """Find out whether anything listens at HOST:PORT: Ray itself would try for minutes.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    form = re.fullmatch(r"([\w.-]+):(\d{1,5})", address or "")
+    if form:
+        try:
+            socket.create_connection((form[1], int(form[2])), timeout=5).close()
+        except OSError as error:
+            raise ConfigError(f"no cluster at {address}: {error}") from error
+
+
 def serve(settings: Settings, engines: Engines) -> int:
     """Serve on the cluster until SIGTERM or Ctrl-C.
 
@@ -79,48 +98,96 @@ def serve(settings: Settings, engines: Engines) -> int:
         The exit code: 0 after a stop that was asked for.
 
     Raises:
-        ConfigError: a setting has no meaning on a cluster, or the models cannot be loaded.
+        ConfigError: a setting has no meaning on a cluster, the models cannot be loaded, or the cluster's Ray Serve has
+            its proxy elsewhere.
     """
     stop, serve_ = Event(), ray("serve")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    port = int(settings.address.rpartition(":")[2])
+    port = _port(settings.address)
     app = application(settings, engines)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    others = bool(serve_.status().proxies)
     serve_.start(
         http_options={"host": "127.0.0.1", "port": 0},
         grpc_options={"port": port, "grpc_servicer_functions": list(SERVICERS)},
         logging_config={"log_level": "WARNING"},
     )
     try:
-        serve_.run(app, name=NAME, route_prefix=f"/{NAME}")
+        # It waits for nothing, so that a stop is heeded and a model that there is none of is told at once.
+        serve_.run_many(
+            [serve_.RunTarget(app, name=NAME, route_prefix=f"/{NAME}")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        _until_running(serve_, stop)
         _until_known(f"127.0.0.1:{port}", stop)
-        log.info("serving", extra=logs.fields(port=port, engines=engines.least, models=",".join(settings.models)))
+        if not stop.is_set():
+            log.info("serving", extra=logs.fields(port=port, engines=engines.least, models=",".join(settings.models)))
         stop.wait()
-    except RuntimeError as error:
-        applications = serve_.status().applications.values()
-        messages = (each.message for one in applications for each in one.deployments.values())
-        raise ConfigError(reason(messages)) from error
     finally:
         log.info("draining")
-        serve_.shutdown()
+        serve_.delete(NAME) if others else serve_.shutdown()
     return 0
+
+
+def _port(address: str) -> int:
+    """Return the port of an address.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    form = re.search(r":([1-9]\d{0,4})$", address, re.ASCII)
+    if not form:
+        raise ConfigError(f"address = {address}: Ray's proxy wants a port, as in 0.0.0.0:50051")
+    return int(form[1])
+
+
+def _until_running(serve_: Any, stop: Event) -> None:
+    """Wait until all is in place; log what it waits for, once.
+
+    Raises:
+        ConfigError: an engine said that it cannot begin, which it would say again; or Ray gave up.
+    """
+    late, said = time.monotonic() + PATIENCE, ""
+    while not stop.wait(0.2):
+        one = serve_.status().applications[NAME]
+        if one.status == "RUNNING":
+            return
+        words = "\n".join(each.message for each in one.deployments.values() if each.message)
+        if one.status == "DEPLOY_FAILED" or _CANNOT.search(words):
+            raise ConfigError(reason([words, one.message]))
+        if words and words != said and time.monotonic() > late:
+            log.warning("waiting for the cluster: %s", words)
+            said = words
 
 
 def reason(messages: Iterable[str]) -> str:
     """Find in what Ray says of its deployments, tracebacks and all, what an engine said when it could not begin."""
-    found = re.search(r"\bConfigError: (.+)", "\n".join(messages))
+    found = _CANNOT.search("\n".join(messages))
     return found[1] if found else "the application could not be started: Ray's log says why"
 
 
 def _until_known(address: str, stop: Event) -> None:
-    """Wait until the proxy, which learns it some time later, passes calls on."""
+    """Wait until the proxy, which learns it some time later, passes calls on.
+
+    Raises:
+        ConfigError: it does not.
+    """
     late = time.monotonic() + LONGEST_START
-    with Client(address) as client:
-        while not stop.is_set() and time.monotonic() < late:
-            with suppress(CamserveError):
+    with Client(address, metadata={"application": NAME}) as client:
+        while not stop.is_set():
+            try:
                 client.health()
+            except CamserveError as error:
+                if time.monotonic() > late:
+                    words = (
+                        "Ray's proxy does not answer for it; did Ray Serve run already, with another port or services?"
+                    )
+                    raise ConfigError(f"{address}: {words} ({error.message})") from error
+                stop.wait(0.1)
+            else:
                 return
-            time.sleep(0.1)
 
 
 def settings_for_job(models: tuple[str, ...], device: str, cpus: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
 
 from camserve.v1 import explain_pb2
-from camserve_server.cluster.calls import Answer, Caller
+from camserve_server.cluster.calls import AGAIN, Answer, Caller
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ _News = asyncio.Queue[explain_pb2.ExplainStreamResponse | asyncio.Semaphore | No
 """What comes of a stream: replies, its semaphore whenever a request has ended, None at the end."""
 
 LOOK = 2.0  # seconds that an engine may take to say that it is well, and between two looks
-AGAIN = 250  # milliseconds after which a call that lost its engine, or found no room, is to be sent again
 
 
 class Door:
