@@ -15,7 +15,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup node demo test test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test .parts .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -59,15 +59,21 @@ clients/node/node_modules: clients/node/package-lock.json
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
-# In two halves at once: the methods keep one core at work, most of the others wait for a server.
+# In two halves at once that take about as long: the first computes, the second also waits, for servers as users start them.
+# Make starts them, for what a shell starts in the background is deaf to Ctrl-C, and so is all that it starts in turn.
+WHOLE := tests/e2e tests/robustness
+
 test: setup node $(TRITON_VENV)/.done  ## every test, with coverage
 	$(BIN)/python -m coverage erase
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest tests/methods >.methods.log 2>&1 & methods=$$!; \
-	$(BIN)/python -m coverage run -m pytest --ignore=tests/methods; others=$$?; \
-	wait $$methods; methods=$$?; cat .methods.log; rm .methods.log; \
-	exit $$(( others + methods ))
+	$(MAKE) --no-print-directory -k -j2 .parts .whole; code=$$?; cat .parts.log; rm .parts.log; exit $$code
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
+
+.parts:
+	@OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest $(WHOLE:%=--ignore=%) >.parts.log 2>&1
+
+.whole:
+	@$(BIN)/python -m coverage run -m pytest $(WHOLE)
 
 $(RAY_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY_VENV)

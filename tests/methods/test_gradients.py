@@ -274,7 +274,7 @@ def test_fifty_steps_of_integrated_gradients_add_up_to_one_percent_on_every_phot
 ):
     calls = [call("integrated_gradients", steps=50, baseline=one) for one in ("zero", "mean", "blur")]
     asked = job(lite0, calls, [RankTarget(0)])
-    for method, found in zip(calls, explain(lite0, photos[photo], asked).findings, strict=True):
+    for method, found in zip(calls, explain(lite0, photos[photo], asked, chunk=8).findings, strict=True):
         with torch.no_grad():
             image = inputs(lite0, photos[photo])
             start = baselines(image)[method.parameters["baseline"]]

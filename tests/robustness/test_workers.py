@@ -25,7 +25,7 @@ from camserve_server.errors import ConfigError, Unavailable, WorkerLost
 from camserve_server.models import parse
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, Pass, Row
-from camserve_server.workers import Local, Setup, Worker
+from camserve_server.workers import Local, Setup, Worker, nursery
 from camserve_server.workers import worker as worker_module
 from robustness import hygiene
 from support import alive, children
@@ -121,6 +121,34 @@ def worker(folder):
         one.close()
 
 
+NURSERY = """
+import socket, sys
+from camserve_server import server
+from camserve_server.workers import local, nursery
+
+nursery._nurse(socket.socket(fileno=int(sys.argv[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def nurse():
+    """A nursery as a server has it, made by another process: this one has threads, and must not fork."""
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", NURSERY, str(theirs.fileno())]
+    with line, subprocess.Popen(command, pass_fds=(theirs.fileno(),)) as process:
+        theirs.close()
+        one = object.__new__(nursery._Nursery)
+        one._line, one._lock = line, threading.Lock()
+        yield one
+        process.kill()
+
+
+@pytest.fixture
+def forked(nurse, monkeypatch):
+    """The engines of this test are there at once. Else each imports torch for itself, which takes seconds."""
+    monkeypatch.setattr(nursery, "_here", [nurse])
+
+
 def asked(info, kind="cam"):
     layers = (info.default_layer,) if kind == "cam" else ()
     method = MethodCall("gradcam" if kind == "cam" else "saliency")
@@ -147,6 +175,7 @@ def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, f
         assert all((a[0] == b[0]).all() for a, b in zip(mine.maps, its.maps, strict=True))
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_batches_at_once_each_on_a_half_are_answered_as_one_alone_is_to_the_bit(folder):
     one = Worker(setup(folder, halves=True, threads=2))
     try:
@@ -205,6 +234,7 @@ def test_a_model_that_ends_the_process_as_it_loads_cannot_be_loaded_and_the_othe
     assert len(process.run(*asked(info))) == 3
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(tmp_path):
     told, lost = Told(), []
     (tmp_path / "changing_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
@@ -221,6 +251,7 @@ def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(
         one.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the_others_are_served(tmp_path):
     told, lost = Told(), []
     (tmp_path / "deadly_nets.py").write_text(NETS + DEADLY)
@@ -239,6 +270,7 @@ def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the
         one.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_raises_as_it_is_loaded_again_is_lost_and_another_can_be_loaded(tmp_path):
     told, lost = Told(), []
     (tmp_path / "raising_nets.py").write_text(NETS + DEADLY.replace("os.abort()", "raise MemoryError"))
@@ -320,15 +352,15 @@ def live(address):
 
 
 def worker_of(process):
-    (nursery,) = children(process.pid)
-    (one,) = children(nursery)
+    (its_nursery,) = children(process.pid)
+    (one,) = children(its_nursery)
     return one
 
 
 def test_a_server_that_loses_its_nursery_starts_engines_all_the_same(folder):
     with served(folder) as (process, client, _):
-        (nursery,) = children(process.pid)
-        os.kill(nursery, signal.SIGKILL)
+        (its_nursery,) = children(process.pid)
+        os.kill(its_nursery, signal.SIGKILL)
         until(lambda: not healthy(client), 8)
         until(lambda: healthy(client))
         client.explain(IMAGE, overlay=None)
