@@ -3,10 +3,10 @@
 In such a pass nobody looks before that layer, and nothing there is differentiated. So the copy may compute that part
 in another way: with each batch norm folded into the convolution before it, on a CPU by oneDNN's own functions, with
 weights in half precision, converted once, and compiled where that is asked for. Behind the layer all is as it was, in
-float32, with the same parameters, but for two things. `nn.MultiheadAttention`, which goes back through transposed
-copies of all it holds, is called in a way that does not. And of a model in half precision, linear maps over all tokens
-are in half precision there too: in float32 the last block of a transformer, back and forth, takes as long as half of
-the twelve.
+float32, with the same parameters, but for three things. `nn.MultiheadAttention`, which goes back through transposed
+copies of all it holds, is called in a way that does not. Where the answer is made of the class token alone, what other
+tokens have no part in is left out: of a transformer's last block, five sixths. And of a model in half precision, linear
+maps over all tokens are in half precision there too.
 
 What lies before the layer is found by running the model once and watching which functions take which parameters; no
 graph of the model is needed, and any that runs will do. The copy is tried before it is used: one that fails, or says
@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -32,6 +32,7 @@ from camserve_server.hooks import output_of
 from camserve_server.models import onednn
 from camserve_server.models.compiled import ROWS, compiled, missing, too_far
 from camserve_server.models.onednn import Direct, Site
+from camserve_server.models.prefix import on_prefix, padded, partial_to
 from camserve_server.models.uses import Uses, hooked, used
 from camserve_server.types import ModelInfo
 
@@ -105,9 +106,12 @@ def _quickened(module: nn.Module, info: ModelInfo, *, compiling: bool) -> Quick 
         uses, expected = used(module, info.default_layer, image)
         pairs = _pairs(module, uses)
         sites = onednn.sites(module, uses, dict(pairs)) if onednn.usable(info.device, dtype) else []
-        if dtype == torch.float32 and not (pairs or sites or _tail(module, uses) or compiling):
+        tail = _tail(module, uses)
+        short = partial_to(module, info, image, tail)
+        if dtype == torch.float32 and not (pairs or sites or tail or short or compiling):
             return None
         quick = _copied(module, uses, pairs, dtype)
+        _hasten(quick, tail, _spread(module, uses) if dtype != torch.float32 else [], short)
         if dtype != torch.float32:
             quick.get_submodule(info.default_layer).register_forward_hook(_in_full)
 
@@ -122,7 +126,7 @@ def _quickened(module: nn.Module, info: ModelInfo, *, compiling: bool) -> Quick 
     parts = _compiled(quick, info, dtype, direct) if compiling else ()
     if not parts:
         direct.settle()
-    return Quick(quick, _behind(info), dtype, len(pairs), parts, nothing if parts else direct)
+    return Quick(quick, _behind(info, short), dtype, len(pairs), parts, nothing if parts else direct)
 
 
 def _direct(quick: nn.Module, module: nn.Module, sites: Sequence[Site], off: Callable[[], str]) -> Direct | None:
@@ -165,10 +169,12 @@ def _images(info: ModelInfo, rows: int) -> Tensor:
     return noise.to(info.device).contiguous(memory_format=torch.channels_last)
 
 
-def _behind(info: ModelInfo) -> frozenset[str]:
-    """Return the layers that finish with the default one or after it."""
+def _behind(info: ModelInfo, short: Collection[str]) -> frozenset[str]:
+    """Return the layers that finish with the default one or after it, and before anything that is left out."""
     names = list(info.layers)
-    return frozenset(names[names.index(info.default_layer) :])
+    start = names.index(info.default_layer)
+    stops = (place for place, name in enumerate(names) if any(f"{name}.".startswith(f"{one}.") for one in short))
+    return frozenset(names[start : min(stops, default=None)])
 
 
 def _in_full(_layer: nn.Module, _args: Any, output: Any) -> Any:
@@ -230,11 +236,11 @@ def _behind_norm(norm: nn.Module) -> nn.Module:
 
 def _copied(module: nn.Module, uses: Uses, pairs: Collection[Pair], dtype: torch.dtype) -> nn.Module:
     """Copy a model; what is used only before the layer is converted, the rest shared with the model."""
-    tail, linear = _tail(module, uses), _spread(module, uses) if dtype != torch.float32 else []
+    halved = (*_tail(module, uses), *_spread(module, uses)) if dtype != torch.float32 else ()
     memo: dict[int, Any] = {}
     for one in (*module.parameters(), *module.buffers()):
         memo[id(one)] = _converted(one, dtype) if uses.only_before(one) and one.is_floating_point() else one
-    for name in (*tail, *linear):
+    for name in halved:
         memo |= {id(one): _converted(one, dtype) for one in module.get_submodule(name).parameters()}
     folded = [(name, norm, *_fused(*_both(module, (name, norm)))) for name, norm in pairs]
     for name, _, weight, _ in folded:
@@ -243,11 +249,21 @@ def _copied(module: nn.Module, uses: Uses, pairs: Collection[Pair], dtype: torch
     for name, norm, _, bias in folded:
         quick.get_submodule(name).bias = _parameter(bias, dtype)
         quick.set_submodule(norm, _behind_norm(quick.get_submodule(norm)))
-    for names, forward in ((tail, _attend), (linear, _map)):
-        for name in names:
-            part: Any = quick.get_submodule(name)
-            part.forward = functools.partial(forward, part, part.forward)
     return quick.eval().requires_grad_(requires_grad=False)
+
+
+def _hasten(quick: nn.Module, tail: Sequence[str], linear: Sequence[str], short: Mapping[str, int]) -> None:
+    """Have modules behind the layer called otherwise: attentions, linear maps, and what is run on the prefix alone."""
+    for name in tail:
+        attention: Any = quick.get_submodule(name)
+        attention.forward = functools.partial(_attend, attention, attention.forward, asking=short.get(name))
+    for name in linear:
+        part: Any = quick.get_submodule(name)
+        part.forward = functools.partial(_map, part, part.forward)
+    for name, prefix in short.items():
+        if name not in tail:
+            one: Any = quick.get_submodule(name)
+            one.forward = functools.partial(on_prefix, one.forward, prefix)
 
 
 def _both(module: nn.Module, pair: Pair) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
@@ -301,21 +317,32 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
+    asking: int | None = None,
     **more: Any,
 ) -> Any:
     """Attend to oneself without a mask, images first; anything else as the module would.
 
-    Torch's own way puts the tokens first, and going back through that copies all three projections.
+    Torch's own way puts the tokens first, and going back through that copies all three projections. Where only the
+    first tokens are asking, what the others get is 0.
     """
     asked = {name: one for name, one in more.items() if one is not None and name != "average_attn_weights"}
     given = query.to(attention.in_proj_weight.dtype)
     if not (query is key is value) or query.dim() != 3 or asked != {"need_weights": False}:  # noqa: PLR2004 -- [B,N,C]
         mixed, weights = otherwise(given, key.to(given.dtype), value.to(given.dtype), **more)
         return mixed.to(query.dtype), weights
-    projected = functional.linear(given, attention.in_proj_weight, attention.in_proj_bias)
-    heads = projected.view(*query.shape[:2], 3, attention.num_heads, attention.head_dim).permute(2, 0, 3, 1, 4)
-    mixed = _mixed(heads[0], heads[1], heads[2])
-    return attention.out_proj(mixed.transpose(1, 2).flatten(2)).to(query.dtype), None
+    alone = [] if asking is None else _heads(attention, given[:, :asking], 0, 1)
+    mixed = _mixed(*alone, *_heads(attention, given, len(alone), 3))
+    return padded(attention.out_proj(mixed.transpose(1, 2).flatten(2)).to(query.dtype), query.shape[1]), None
+
+
+def _heads(attention: nn.MultiheadAttention, tokens: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Return projections of tokens, [B,heads,N,c] each: from one up to another of queries, keys and values."""
+    rows = slice(start * attention.embed_dim, stop * attention.embed_dim)
+    bias = cast("Tensor | None", attention.in_proj_bias)
+    projected = functional.linear(tokens, attention.in_proj_weight[rows], None if bias is None else bias[rows])
+    heads = projected.view(*tokens.shape[:2], -1, attention.num_heads, attention.head_dim)
+    return list(heads.permute(2, 0, 3, 1, 4))
 
 
 def _mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

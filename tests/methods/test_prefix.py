@@ -1,0 +1,184 @@
+"""Of a transformer that answers by its class token, nothing else is computed behind the last attention."""
+
+from functools import partial
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torchvision.models import VisionTransformer
+
+from camserve_server.models.prefix import partial_to
+from camserve_server.types import ClassTarget, Pass, Row
+from methods.tools import CAMS, call, gap, inputs, noise, plain, run
+
+EXACT = 1e-5  # of the largest value, in float32
+GRID = 16
+
+
+def vision_transformer():
+    torch.manual_seed(0)
+    return VisionTransformer(64, 16, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
+
+
+def of_timm(name, **more):
+    torch.manual_seed(0)
+    return timm.create_model(name, img_size=64, **more)
+
+
+class Tokens(nn.Module):
+    """A class token and sixteen others; `last` is what happens to them behind the attention of the only block."""
+
+    def __init__(self, last=lambda net, tokens: tokens + net.mlp(tokens), answer=lambda tokens: tokens[:, 0]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Conv2d(3, 16, 16, 16)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.mixing = nn.Linear(GRID + 1, GRID + 1)
+        self.head = nn.Linear(16, 5)
+        self.last, self.answer = last, answer
+
+    def forward(self, image):
+        tokens = self.embed(image).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1)
+        seen = self.norm(tokens)
+        tokens = seen + self.attention(seen, seen, seen, need_weights=False)[0]
+        return self.head(self.answer(self.last(self, tokens)))
+
+
+class Mixing(nn.Module):
+    """Lets tokens see one another, a little."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.map, self.share = nn.Linear(16, 16), share
+
+    def forward(self, tokens):
+        return self.map(tokens) + self.share * tokens.mean(1, keepdim=True)
+
+
+def by_hand(net, tokens):
+    """Divide by a norm, which zeros make NaN: no score looks at it, and still a gradient of nothing times it is NaN."""
+    found = net.mlp(tokens)
+    return tokens * (found / found.pow(2).sum(-1, keepdim=True).sqrt())
+
+
+def left_out(model):
+    image = inputs(model, noise(0, 64))
+    attentions = [name for name, one in model.module.named_modules() if type(one) is nn.MultiheadAttention]
+    return partial_to(model.module, model.info, image, attentions[-1:])
+
+
+def answers(model, kind="cam"):
+    rows = [Row(noise(seed, 64), ClassTarget(3), tuple(map(call, CAMS))) for seed in range(3)]
+    layers = [] if kind == "score" else [model.info.default_layer]
+    results = run(model, rows, layers, kind)
+    return [one for result in results for one in (result.logits, *(result.maps[0] if layers else ()))]
+
+
+def widths(model):
+    """How many tokens the modules of the quicker copy are given, by name."""
+    seen = {}
+
+    def note(name, args):
+        seen[name] = args[0].shape[1]
+
+    for name, one in model.quick.module.named_modules():
+        if isinstance(one, nn.Linear):
+            one.register_forward_pre_hook(lambda _module, args, name=name: note(name, args))
+    answers(model)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (vision_transformer, {"self_attention", "ln_2", "mlp", "encoder.ln"}),
+        (partial(of_timm, "vit_tiny_patch16_224"), {"attn.proj", "norm2", "mlp", "norm"}),
+        (partial(of_timm, "deit_tiny_distilled_patch16_224"), {"attn.proj", "norm2", "mlp", "norm"}),
+        (Tokens, {"attention", "mlp"}),
+    ],
+)
+def test_the_answers_are_those_of_the_model(make, names, plant):
+    model = plant(make, size=64, weights="none")
+    prefix = 2 if "distilled" in str(make) else 1
+    found = left_out(model)
+    block = model.info.default_layer.rpartition(".")[0]
+    assert {name.removeprefix(f"{block}.") for name in found} == names
+    assert set(found.values()) == {prefix}
+    for kind in ("cam", "score"):
+        assert max(map(gap, answers(model, kind), answers(plain(model), kind))) < EXACT
+
+
+def test_the_class_token_alone_goes_through_the_last_block(plant):
+    seen = widths(plant(vision_transformer, size=64, weights="none"))
+    last = {name: tokens for name, tokens in seen.items() if "encoder_layer_2.mlp" in name}
+    assert len(last) == 2
+    assert set(last.values()) == {1}
+    assert {tokens for name, tokens in seen.items() if "encoder_layer_1.mlp" in name} == {GRID + 1}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(of_timm, "vit_tiny_patch16_224", global_pool="avg"),
+        partial(Tokens, answer=lambda tokens: tokens.mean(1)),
+        partial(Tokens, answer=lambda tokens: tokens[:, 0] + 1e-6 * tokens[:, 1:].mean(1)),
+        partial(Tokens, lambda net, tokens: tokens + net.mixing(net.mlp(tokens).mT).mT),
+    ],
+)
+def test_where_other_tokens_matter_nothing_is_left_out(make, plant):
+    model = plant(make, size=64, weights="none")
+    assert model.info.layers[model.info.default_layer].layout.prefix == 1
+    assert left_out(model) == {}
+    assert max(map(gap, answers(model), answers(plain(model)))) < EXACT
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-9])
+def test_what_lets_tokens_see_one_another_sees_all_of_them(share, plant):
+    def make():
+        net = Tokens()
+        net.mlp = Mixing(share)
+        return net
+
+    model = plant(make, size=64, weights="none")
+    assert set(left_out(model)) == {"mlp.map"}
+    assert max(map(gap, answers(model), answers(plain(model)))) < EXACT
+
+
+def test_where_zeros_would_spoil_a_gradient_nothing_is_left_out(plant):
+    model = plant(partial(Tokens, by_hand), size=64, weights="none")
+    assert left_out(model) == {}
+    assert max(map(gap, answers(model), answers(plain(model)))) < EXACT
+
+
+def test_a_module_with_a_hook_of_its_own_is_called_as_it_was(plant):
+    def make():
+        net = Tokens()
+        net.mlp.register_forward_hook(lambda _module, _args, output: output)
+        return net
+
+    assert "mlp" not in left_out(plant(make, size=64, weights="none"))
+
+
+def test_a_layer_that_would_be_seen_in_part_is_that_of_the_model(plant):
+    model = plant(vision_transformer, size=64, weights="none")
+    block = "encoder.layers.encoder_layer_2"
+    served = {name: model.serving(Pass(model.info.name, "cam", (64, 64), (name,))) for name in model.info.layers}
+    assert served[f"{block}.ln_1"].module is model.quick.module
+    for name in ("self_attention", "ln_2", "mlp", "mlp.0"):
+        assert served[f"{block}.{name}"] is model
+    assert served[block] is model
+
+
+def test_it_can_be_differentiated_twice(plant):
+    model = plant(vision_transformer, size=64, weights="none")
+    rows = [Row(noise(seed, 64), ClassTarget(3), (call("shapleycam"),)) for seed in range(2)]
+    layers = [model.info.default_layer]
+    for ours, theirs in zip(
+        run(model, rows, layers, "curvature"), run(plain(model), rows, layers, "curvature"), strict=True
+    ):
+        assert gap(ours.maps[0][0], theirs.maps[0][0]) < EXACT
