@@ -203,7 +203,7 @@ class Batcher:
         at_once = 2 if halves else 1
         self._engines = [_Engine(run, ThreadPoolExecutor(at_once, thread_name_prefix="engine")) for run in runs]
         self._max_batch = max_batch_rows
-        self.limit = self._max_queue = max_queue_rows
+        self.limit = max_queue_rows
         # Two batches, one that runs and one that gathers, are what keeps an engine busy.
         self._door = Admission(max_queue_rows, 2 * max_batch_rows, self._refused)
         self._max_delay = max_delay
@@ -286,9 +286,9 @@ class Batcher:
             InvalidArgument: there never will be.
         """
         self._check_there()
-        if rows > self._max_queue:
-            raise InvalidArgument(f"the request costs {rows} rows, and {self._max_queue} is the limit")
-        places = min(max(rows, -(-size // PLACE)), self._max_queue)
+        if rows > self.limit:
+            raise InvalidArgument(f"the request costs {rows} rows, and {self.limit} is the limit")
+        places = min(max(rows, -(-size // PLACE)), self.limit)
         async with self._door.admit(places, wait=wait):
             yield
 
