@@ -61,7 +61,7 @@ demo: setup  ## start the server, explain a photo of a cat, write the overlay to
 
 # In two halves at once that take about as long: the first computes, the second also waits, for servers as users start them.
 # Make starts them, for what a shell starts in the background is deaf to Ctrl-C, and so is all that it starts in turn.
-WHOLE := tests/e2e tests/robustness
+WHOLE := tests/e2e tests/robustness tests/test_benchmarks.py tests/test_gpu_benchmark.py
 
 test: setup node $(TRITON_VENV)/.done  ## every test, with coverage
 	$(BIN)/python -m coverage erase

@@ -68,7 +68,7 @@ def broken(count):
 @pytest.fixture(scope="module")
 def client():
     small = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
-    with serving(models=(small,)) as served, camserve.Client(served.address, retries=0) as one:
+    with serving(models=(small,), threads=1) as served, camserve.Client(served.address, retries=0) as one:
         for path in PHOTOS.values():
             one.explain(path)
         yield one
