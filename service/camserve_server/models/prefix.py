@@ -45,12 +45,14 @@ def partial_to(module: nn.Module, info: ModelInfo, image: Tensor, attentions: Co
         return {}
     prefix, length = layout.prefix, layout.prefix + layout.height * layout.width
     expected, gradient = _answers(module, info.default_layer, image)
+    with torch.no_grad():
+        plain = _said(module, image)  # attention without a graph has other kernels, which round in another way
     found: dict[str, int] = {}
     for name, given in _called(module, info.default_layer, image, length).items():
         if any(name.startswith(outer + ".") for outer in found):
             continue
         alone = name in attentions or _treats_each_alone(module.get_submodule(name), given, prefix)
-        if alone and _is_last(module, name, image, prefix):
+        if alone and _is_last(module, name, image, prefix, plain):
             found[name] = prefix
     with _changed(module, found, lambda tokens: padded(tokens[:, :prefix], length)):
         answer, back = _answers(module, info.default_layer, image)
@@ -119,12 +121,10 @@ def _treats_each_alone(one: nn.Module, given: Tensor, prefix: int) -> bool:
         return same and torch.allclose(apart, first, atol=APART)
 
 
-def _is_last(module: nn.Module, name: str, image: Tensor, prefix: int) -> bool:
-    """Tell whether nothing else of what a module returns has a part in the answer."""
-    with torch.no_grad():
-        expected = _said(module, image)
-        with _changed(module, [name], lambda tokens: _without(tokens, prefix)):
-            return torch.equal(_said(module, image), expected)
+def _is_last(module: nn.Module, name: str, image: Tensor, prefix: int, expected: Tensor) -> bool:
+    """Tell whether nothing else of what a module returns has a part in the answer that is expected without a graph."""
+    with torch.no_grad(), _changed(module, [name], lambda tokens: _without(tokens, prefix)):
+        return torch.equal(_said(module, image), expected)
 
 
 def _without(tokens: Tensor, prefix: int) -> Tensor:
