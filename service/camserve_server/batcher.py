@@ -3,9 +3,10 @@
 Rows that have their `Pass` in common share a batch, whatever their methods and targets. No timer holds a batch back
 unless one is asked for: while the engine works on one batch, the next one gathers.
 
-An engine may run two batches at once, each with half of its cores, and does so while the rows that wait are enough for
-both: a core that other work of the server has interrupted is then waited for by one batch of two. With fewer rows, one
-batch has all cores and is done in half the time.
+An engine may run two batches at once, each with half of its cores, and does so as soon as there is another request to
+work on: they are done as soon as they would be one after the other on all cores, a core that other work of the server
+has interrupted is waited for by one batch of two, and what comes later finds a half that is free sooner. What is alone
+has all cores.
 
 Passes take turns: what is due first is the pass that was served longest ago, or a deadline that is near. A pass in
 which only long requests wait (of more rows than a batch) goes behind those with short ones, unless it has waited for a
@@ -21,7 +22,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -118,6 +119,11 @@ class _Ticket:
     def waiting(self) -> int:
         return 0 if self.done.done() else len(self.rows) - self.taken
 
+    @property
+    def inputs(self) -> int:
+        """How many inputs its rows that wait have between them."""
+        return len({row.input for row in self.rows[self.taken : self.taken + self.waiting]})
+
     def take(self, room: int) -> "list[_Place]":
         """Give rows into a batch that has room for so many inputs; rows that share one cost no more than it does."""
         first, last, seen = self.taken, self.taken + self.waiting, set[Hashable]()
@@ -213,6 +219,7 @@ class Batcher:
         self._served: dict[Pass, float] = {}
         self._row_seconds = 0.01
         self._short_came = -math.inf
+        self._inside = 0
         self._arrived = asyncio.Event()
         self._gone = ""
         self._loops: list[asyncio.Task[None]] = []
@@ -257,7 +264,7 @@ class Batcher:
         return Unavailable(self._gone, retry_after=LONGEST_RETRY, shed="no_engine")
 
     def _fail_waiting(self, error: Unavailable) -> None:
-        for ticket in itertools.chain.from_iterable(self._queues.values()):
+        for ticket in self._all_waiting():
             ticket.fail(error)
         self._door.turn_away(error)
 
@@ -290,7 +297,11 @@ class Batcher:
             raise InvalidArgument(f"the request costs {rows} rows, and {self.limit} is the limit")
         places = min(max(rows, -(-size // PLACE)), self.limit)
         async with self._door.admit(places, wait=wait):
-            yield
+            self._inside += 1
+            try:
+                yield
+            finally:
+                self._inside -= 1
 
     def _refused(self, words: str) -> ResourceExhausted:
         self.stats.refused += 1
@@ -327,7 +338,7 @@ class Batcher:
         """Pull batches for an engine, and share it where enough rows wait for a second batch."""
         while True:
             batch = await self._pulled(engine)
-            if self._halves and (engine.second or self._crowded()):
+            if self._halves and (engine.second or not self._is_alone(batch)):
                 engine.halved.set()
                 await self._execute(engine, batch, 0)
                 engine.halved.clear()
@@ -352,15 +363,33 @@ class Batcher:
             if not all(event.is_set() for event in needed):
                 self._arrived.set()  # which waiting for company has cleared, and another engine waits for
                 continue
-            if batch := self._form():
+            both = self._halves and not may and not engine.second
+            if batch := self._form(self._first_share() if both else self._max_batch):
                 self._arrived.set()  # there may be more, for whichever engine is free next
                 return batch
             self._arrived.clear()
 
-    def _crowded(self) -> bool:
-        """Tell whether another batch could be filled; with long requests only where no short one would wait longer."""
-        tickets, brisk = itertools.chain.from_iterable(self._queues.values()), self._is_brisk()
-        return sum(one.waiting for one in tickets if not (brisk and self._is_long(one))) >= self._max_batch
+    def _is_alone(self, batch: list[_Place]) -> bool:
+        """Tell whether a batch may have all of an engine: no other request is there that has rows, or soon may have."""
+        if self._is_mixed(dict(batch)):
+            return self._inputs_waiting() < self._max_batch
+        return not self._inputs_waiting() and self._inside <= len(dict(batch))
+
+    def _first_share(self) -> int:
+        """Return how many inputs the first of two batches takes that begin together."""
+        return self._max_batch if self._is_mixed() else min(self._max_batch, -(-self._inputs_waiting() // 2))
+
+    def _is_mixed(self, more: Iterable[_Ticket] = ()) -> bool:
+        """Tell whether short requests come while long ones wait; those shall not take a half that a short one needs."""
+        return self._is_brisk() and any(map(self._is_long, (*self._all_waiting(), *more)))
+
+    def _inputs_waiting(self) -> int:
+        """Count the inputs that wait; of long requests only where no short one would wait longer."""
+        brisk = self._is_brisk()
+        return sum(one.inputs for one in self._all_waiting() if not (brisk and self._is_long(one)))
+
+    def _all_waiting(self) -> Iterator[_Ticket]:
+        return itertools.chain.from_iterable(self._queues.values())
 
     def _is_brisk(self) -> bool:
         return asyncio.get_running_loop().time() - self._short_came < BRISK
@@ -411,12 +440,14 @@ class Batcher:
                 del self._queues[pass_]
                 self._served.pop(pass_, None)  # callers choose the layers, so there is no end of passes
 
-    def _form(self) -> list[_Place]:
+    def _form(self, most: int) -> list[_Place]:
+        """Take a batch of at most so many inputs from those that wait."""
         pass_ = self._next_pass()
         if pass_ is None:
             return []
         now = asyncio.get_running_loop().time()
-        queue, room = self._queues[pass_], self._caps.get((pass_.model, pass_.kind), self._max_batch)
+        queue = self._queues[pass_]
+        room = min(most, self._caps.get((pass_.model, pass_.kind), self._max_batch))
         # A batch too small to be shared goes to the oldest whole, every fourth time.
         reserved = room // OLDEST_SHARE or int(self.stats.batches % OLDEST_SHARE == 1)
         batch = queue[0].take(reserved)

@@ -16,6 +16,8 @@ from methods.tools import call, gap, noise, run
 
 EXACT = 1e-5  # of the largest value, in float32
 
+function = onednn._function
+
 pytestmark = pytest.mark.skipif(not onednn.usable("cpu", torch.float32), reason="torch has no oneDNN here")
 
 JOINED_TO = {
@@ -257,6 +259,31 @@ def test_weights_that_are_the_models_are_not_held_twice_and_those_of_the_copy_ne
         assert quick.get_submodule(name).weight is model.module.get_submodule(name).weight
 
 
+@pytest.mark.parametrize(("threads", "rows", "own"), [(2, 1, True), (2, 3, False), (1, 1, False), (1, 3, False)])
+def test_a_single_row_has_an_order_of_its_own_where_several_threads_share_it(threads, rows, own, plant, monkeypatch):
+    given, before = [], torch.get_num_threads()
+
+    def watched(name):
+        def asked(image, weight, *rest):
+            given.append(id(weight))
+            return function(name)(image, weight, *rest)
+
+        return asked if name == "_convolution_pointwise" else function(name)
+
+    monkeypatch.setattr(onednn, "_function", watched)
+    model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
+    one, several = model.quick.direct.weights["conv"]
+    try:
+        torch.set_num_threads(threads)
+        given.clear()
+        run(model, rows_of(rows), ["layer"])
+        right = distance(model, rows) < EXACT
+    finally:
+        torch.set_num_threads(before)
+    assert right
+    assert (id(one) in given, id(several) in given) == (own, not own)
+
+
 # --- where it does not work ---
 
 
@@ -269,9 +296,6 @@ def failing(_name):
 
 def wrong(name):
     return lambda *args: function(name)(*args) * 1.001
-
-
-function = onednn._function
 
 
 @pytest.mark.parametrize(

@@ -625,19 +625,44 @@ async def _filled(engine, sizes, **options):
     return engine
 
 
-async def test_rows_that_fill_two_batches_run_in_two_at_once_each_on_a_half():
+async def test_rows_that_wait_run_in_two_batches_at_once_each_on_a_half():
     engine = await _filled(Halves(), [1] * 32)
 
     assert engine.most == 2
     assert sorted(engine.halves[:2]) == [(0, 8), (1, 8)]
 
 
-@pytest.mark.parametrize("count", [1, 8, 15])
-async def test_rows_that_do_not_fill_two_batches_have_the_whole_engine(count):
-    engine = await _filled(Halves(), [1] * count)
+@pytest.mark.parametrize(("sizes", "first"), [([1] * 2, [1, 1]), ([1] * 7, [3, 4]), ([9], [4, 5]), ([5, 8], [6, 7])])
+async def test_fewer_rows_are_shared_evenly_by_two_batches_at_once(sizes, first):
+    engine = await _filled(Halves(), sizes)
 
-    assert engine.most == 1
-    assert {half for half, _ in engine.halves} == {None}
+    assert engine.most == 2
+    assert sorted(rows for _, rows in engine.halves) == first
+
+
+async def test_a_row_that_is_alone_has_the_whole_engine():
+    engine = await _filled(Halves(), [1])
+
+    assert engine.halves == [(None, 1)]
+
+
+async def test_a_row_leaves_a_half_to_a_request_that_may_soon_have_one():
+    engine = Halves()
+    async with Batcher(engine, halves=True) as batcher, batcher.admit(1):
+        await ask(batcher, [1])
+        async with batcher.admit(1):
+            await ask(batcher, [2])
+
+    assert [half for half, _ in engine.halves] == [None, 0]
+
+
+async def test_the_targets_of_one_image_are_not_shared_between_halves_as_each_would_run_the_image():
+    engine = Halves()
+    image = np.zeros((1, 1, 3), np.uint8)
+    async with Batcher(engine, halves=True) as batcher:
+        await batcher.submit(CAM, [Row(image, ClassTarget(index)) for index in range(6)], lambda _index, _result: None)
+
+    assert engine.halves == [(None, 6)]
 
 
 async def test_while_short_requests_come_a_long_one_does_not_halve_the_engine():

@@ -123,7 +123,8 @@ class Direct:
     Attributes:
         sites: which of its modules.
         weights: by their names, what oneDNN is given for one row, and for several. What suits these, convolutions of
-            one row take twice as long with, on one of the cores.
+            one row take twice as long with, on one of the cores. A single thread takes it for one row too: with what
+            suits several threads, it would take twice as long.
     """
 
     def __init__(self, module: nn.Module, found: Sequence[Site], shared: set[int]) -> None:
@@ -179,7 +180,8 @@ def _forward(
         function = _function("_convolution_pointwise")
 
     def forward(given: Tensor) -> Tensor:
-        found: Tensor = function(given, weights[given.shape[0] > 1], *rest)
+        several = given.shape[0] > 1 or torch.get_num_threads() == 1
+        found: Tensor = function(given, weights[several], *rest)
         if activating is not None:
             setattr(found, ACTIVATED, activating)
         return found
