@@ -9,7 +9,6 @@ older system: docs/triton-and-kserve.md.
 import base64
 import csv
 import json
-import re
 import shlex
 import subprocess
 import tempfile
@@ -19,13 +18,12 @@ from pathlib import Path
 import click
 
 from benchmarks.photos import photos
-from benchmarks.results import machine
+from benchmarks.results import machine, page_with
 from benchmarks.serving import serving
 from camserve_server.oip.tensors import element
 
 MODEL = "efficientnet_lite0"
 PAGE = Path(__file__).parents[1] / "docs" / "triton-and-kserve.md"
-MARKED = re.compile(r"(<!-- perf_analyzer:[^\n]*-->\n).*?(<!-- /perf_analyzer -->)", re.DOTALL)
 
 COLUMNS: Mapping[str, str] = {
     "Concurrency": "requests under way",
@@ -99,11 +97,6 @@ def _cell(column: str, value: str) -> str:
     return f"{float(value):.1f}" if column in UNTIMED else f"{float(value) / 1e3:.1f} ms"
 
 
-def page_with(page: str, text: str) -> str:
-    """Return a page with the text between its marks."""
-    return MARKED.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
-
-
 @click.command()
 @click.option("--perf-analyzer", "program", default="perf_analyzer", help="The program, or what starts it.")
 @click.option("--most", default=16, help="Requests under way at most.")
@@ -116,7 +109,7 @@ def main(program: str, most: int, *, write: bool) -> None:
     text = f"{machine()}.\n\nSingle calls:\n\n{table(calls)}\n\nOver streams:\n\n{table(streams)}"
     print(text)
     if write:
-        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), "perf_analyzer", text), encoding="utf-8")
 
 
 if __name__ == "__main__":

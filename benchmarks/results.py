@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -148,3 +149,9 @@ def _page(kept: dict[str, dict[str, list[dict[str, object]]]]) -> str:
 
 def _table(kept: dict[str, object]) -> Table:
     return Table(**kept)  # type: ignore[arg-type]  # as it was written
+
+
+def page_with(page: str, mark: str, text: str) -> str:
+    """Return a page with a text between its comments `mark:` and `/mark`."""
+    marked = re.compile(rf"(<!-- {mark}:[^\n]*-->\n).*?(<!-- /{mark} -->)", re.DOTALL)
+    return marked.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)

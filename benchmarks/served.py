@@ -34,7 +34,9 @@ _NOTE = (
 
 _QUEUED = (
     f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`). Beyond capacity a burst fills it first, and each "
-    "figure is the median of {scale.rounds} rounds of {scale.overload:g} s."
+    "figure is the median of {scale.rounds} rounds of {scale.overload:g} s. While it is full, what is accepted takes "
+    "limit / rate on average (Little's law), and the slowest hundredth takes longer. To refuse costs processor time on "
+    "these cores too, the server's and the client's: that is what explanations lose to it."
 )
 
 Say = Callable[[str], None]

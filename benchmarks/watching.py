@@ -5,7 +5,6 @@ python -m benchmarks.watching [--write]
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -20,7 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from torch import nn
 
 import camserve
-from benchmarks.results import machine
+from benchmarks.results import machine, page_with
 from benchmarks.serving import serving
 from benchmarks.timing import in_turn
 from camserve_server.telemetry import CURRENT, Ran, Record, State, Telemetry
@@ -28,7 +27,6 @@ from camserve_server.telemetry.meters import Meters
 from camserve_server.telemetry.traces import Traces
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-MARKED = re.compile(r"(<!-- watching:[^\n]*-->\n).*?(<!-- /watching -->)", re.DOTALL)
 
 MODEL = "small=benchmarks.watching:small?size=32"
 ONE = ("--threads", "1")  # of torch: threads that wait for one another cost time too
@@ -142,11 +140,6 @@ def table(alone: Mapping[str, float], served: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def page_with(page: str, text: str) -> str:
-    """Return a page with the text between its marks."""
-    return MARKED.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
-
-
 @click.command()
 @click.option("--rounds", default=15, help="How often everything is measured in turn.")
 @click.option("--requests", default=100, help="Requests of a round.")
@@ -157,7 +150,7 @@ def main(rounds: int, requests: int, *, write: bool) -> None:
     text = f"{machine()}:\n\n{found}"
     print(text)
     if write:
-        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), "watching", text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Server Compute Infer,Server Compute Output,Client Recv,p50 latency,p90 latency,p
 16,80.25,12,3000,41000,900,150000,1200,9,190000,210000,215000,220500
 1,22.5,12,900,60,800,40000,1100,9,43210,45000,46000,51000
 """
-HOLLOW = "before\n<!-- perf_analyzer: how -->\n<!-- /perf_analyzer -->\nafter\n"
 
 
 def program(text, code=0):
@@ -51,11 +50,3 @@ def test_streams_are_asked_for_where_they_are_meant(tmp_path):
 def test_a_program_that_fails_is_told_of():
     with pytest.raises(click.ClickException, match="exited with 3"):
         perf_analyzer.measured(program(REPORT, 3), "127.0.0.1:1", (1, 1, 1), streaming=False)
-
-
-def test_the_page_is_written_between_its_marks_again_and_again():
-    once = perf_analyzer.page_with(HOLLOW, "| 1 |")
-
-    assert once == HOLLOW.replace("-->\n<!-- /", "-->\n| 1 |\n<!-- /")
-    assert perf_analyzer.page_with(once, "| 1 |") == once
-    assert perf_analyzer.MARKED.search(perf_analyzer.PAGE.read_text(encoding="utf-8"))

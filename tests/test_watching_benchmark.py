@@ -1,10 +1,11 @@
 """What `python -m benchmarks.watching` makes of what it finds; it starts three servers only there."""
 
-from benchmarks import watching
+import pytest
+from benchmarks import perf_analyzer, watching
+from benchmarks.results import page_with
 
 ALONE = {watching.COUNTED: 19.6, watching.UNKEPT: 33.0, watching.TRACED: 150.4}
 SERVED = {watching.ALONE: 2.0, watching.COUNTED: 2.031, watching.TRACED: 2.5}
-HOLLOW = "before\n<!-- watching: how -->\n<!-- /watching -->\nafter\n"
 
 
 def test_counting_costs_less_than_tracing_what_is_kept():
@@ -23,8 +24,14 @@ def test_what_is_found_becomes_a_table_from_nothing_to_all():
     ]
 
 
-def test_the_page_is_written_between_its_marks_again_and_again():
-    once = watching.page_with(HOLLOW, "| 1 |")
+@pytest.mark.parametrize(("mark", "page"), [("watching", watching.PAGE), ("perf_analyzer", perf_analyzer.PAGE)])
+def test_a_page_is_written_between_its_marks_again_and_again(mark, page):
+    before = page.read_text(encoding="utf-8")
+    once = page_with(before, mark, "| 1 |")
+    head, _, tail = once.partition("| 1 |")
 
-    assert once == HOLLOW.replace("-->\n<!-- /", "-->\n| 1 |\n<!-- /")
-    assert watching.page_with(once, "| 1 |") == once
+    assert head.endswith("-->\n")
+    assert tail.startswith(f"\n<!-- /{mark} -->")
+    assert before.startswith(head)
+    assert before.endswith(tail)
+    assert page_with(once, mark, "| 1 |") == once

@@ -165,14 +165,14 @@ class _Engine:
         threads: that wait for it, or compute; one for each batch that may run at once.
         resumed: cleared while it is paused.
         halved: set while its first half runs a batch, and the second may run another.
-        second: whether that one does.
+        inputs: that each half works on; those of a batch that has all of it are its first half's.
     """
 
     run: Run
     threads: ThreadPoolExecutor
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
     halved: asyncio.Event = field(default_factory=asyncio.Event)
-    second: bool = False
+    inputs: list[int] = field(default_factory=lambda: [0, 0])
 
     async def ask(self, pass_: Pass, rows: Sequence[Row], half: Half | None) -> list[RowResult]:
         """Run a batch on all of it, or on a half."""
@@ -335,26 +335,26 @@ class Batcher:
         return ticket.spent
 
     async def _serve(self, engine: _Engine) -> None:
-        """Pull batches for an engine, and share it where enough rows wait for a second batch."""
+        """Pull batches for an engine, and share it with a second batch unless one is alone."""
         while True:
-            batch = await self._pulled(engine)
-            if self._halves and (engine.second or not self._is_alone(batch)):
+            batch = await self._pulled(engine, 0)
+            if self._halves and (engine.inputs[1] or not self._is_alone(batch)):
                 engine.halved.set()
                 await self._execute(engine, batch, 0)
                 engine.halved.clear()
             else:
                 await self._execute(engine, batch, None)
+            engine.inputs[0] = 0
 
     async def _serve_second(self, engine: _Engine) -> None:
         """Pull batches for the second half of an engine, whenever the first half runs one."""
         while True:
-            batch = await self._pulled(engine, engine.halved)
-            engine.second = True
+            batch = await self._pulled(engine, 1, engine.halved)
             await self._execute(engine, batch, 1)
-            engine.second = False
+            engine.inputs[1] = 0
 
-    async def _pulled(self, engine: _Engine, *may: asyncio.Event) -> list[_Place]:
-        """Wait until an engine may run a batch, and there is one."""
+    async def _pulled(self, engine: _Engine, half: Half, *may: asyncio.Event) -> list[_Place]:
+        """Wait until an engine, or half of it, may run a batch, and there is one."""
         needed = (*may, engine.resumed)
         while True:
             for event in (*needed, self._arrived):
@@ -363,8 +363,8 @@ class Batcher:
             if not all(event.is_set() for event in needed):
                 self._arrived.set()  # which waiting for company has cleared, and another engine waits for
                 continue
-            both = self._halves and not may and not engine.second
-            if batch := self._form(self._first_share() if both else self._max_batch):
+            if batch := self._form(self._share(engine.inputs[1 - half]) if self._halves else self._max_batch):
+                engine.inputs[half] = _inputs(batch)
                 self._arrived.set()  # there may be more, for whichever engine is free next
                 return batch
             self._arrived.clear()
@@ -375,9 +375,9 @@ class Batcher:
             return self._inputs_waiting() < self._max_batch
         return not self._inputs_waiting() and self._inside <= len(dict(batch))
 
-    def _first_share(self) -> int:
-        """Return how many inputs the first of two batches takes that begin together."""
-        return self._max_batch if self._is_mixed() else min(self._max_batch, -(-self._inputs_waiting() // 2))
+    def _share(self, other: int) -> int:
+        """Return how many inputs half of an engine takes: as many as the other has, which works on so many, or will."""
+        return self._max_batch if self._is_mixed() else min(self._max_batch, -(-(self._inputs_waiting() + other) // 2))
 
     def _is_mixed(self, more: Iterable[_Ticket] = ()) -> bool:
         """Tell whether short requests come while long ones wait; those shall not take a half that a short one needs."""

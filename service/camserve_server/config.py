@@ -108,7 +108,7 @@ class Settings(BaseModel):
         description="How long calls that are under way then may take, before they are cut off.",
     )
     stream_in_flight: int = Field(
-        default=16, ge=1, le=1024, description="Requests of one ExplainStream under way at most; the rest wait unread."
+        default=32, ge=1, le=1024, description="Requests of one ExplainStream under way at most; the rest wait unread."
     )
     tls_cert: str = Field(
         default="", description="PEM file of the certificate, and of those that vouch for it; with `tls_key`, for TLS."

@@ -656,6 +656,33 @@ async def test_a_row_leaves_a_half_to_a_request_that_may_soon_have_one():
     assert [half for half, _ in engine.halves] == [None, 0]
 
 
+async def test_the_half_that_is_free_first_leaves_as_much_to_the_other():
+    halves, free, begun = [], (threading.Event(), threading.Event()), threading.Semaphore(0)
+
+    def engine(pass_, rows, half):
+        halves.append((half, len(rows)))
+        begun.release()
+        assert free[half].wait(10)
+        return Engine()(pass_, rows)
+
+    async with Batcher(engine, max_batch_rows=8, halves=True) as batcher:
+        batcher.pause()
+        asked = [asyncio.create_task(ask(batcher, [i])) for i in range(2)]
+        await settle()
+        batcher.resume()
+        for _ in range(2):
+            assert await asyncio.to_thread(begun.acquire, timeout=10)
+        asked += [asyncio.create_task(ask(batcher, [i])) for i in range(7)]
+        await settle()
+        free[1].set()
+        assert await asyncio.to_thread(begun.acquire, timeout=10)
+        free[0].set()
+        await asyncio.gather(*asked)
+
+    assert sorted(halves[:2]) == [(0, 1), (1, 1)]
+    assert halves[2] == (1, 4)
+
+
 async def test_the_targets_of_one_image_are_not_shared_between_halves_as_each_would_run_the_image():
     engine = Halves()
     image = np.zeros((1, 1, 3), np.uint8)

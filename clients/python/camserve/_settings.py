@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOCAL: Final = "localhost:50051"
 TIMEOUT: Final = 30.0
-IN_FLIGHT: Final = 16
+IN_FLIGHT: Final = 32
 
 _MAX_MESSAGE: Final = 64 * 2**20
 CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
