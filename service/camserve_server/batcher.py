@@ -3,10 +3,10 @@
 Rows that have their `Pass` in common share a batch, whatever their methods and targets. No timer holds a batch back
 unless one is asked for: while the engine works on one batch, the next one gathers.
 
-An engine may run two batches at once, each with half of its cores, and does so as soon as there is another request to
-work on: they are done as soon as they would be one after the other on all cores, a core that other work of the server
-has interrupted is waited for by one batch of two, and what comes later finds a half that is free sooner. What is alone
-has all cores.
+An engine may run two batches at once, each with half of its cores, and does so as soon as two requests wait: they are
+done as soon as they would be one after the other on all cores, a core that other work of the server has interrupted is
+waited for by one batch of two, and what comes later finds a half that is free sooner. One that waits alone has all
+cores.
 
 Passes take turns: what is due first is the pass that was served longest ago, or a deadline that is near. A pass in
 which only long requests wait (of more rows than a batch) goes behind those with short ones, unless it has waited for a
@@ -219,7 +219,6 @@ class Batcher:
         self._served: dict[Pass, float] = {}
         self._row_seconds = 0.01
         self._short_came = -math.inf
-        self._inside = 0
         self._arrived = asyncio.Event()
         self._gone = ""
         self._loops: list[asyncio.Task[None]] = []
@@ -297,11 +296,7 @@ class Batcher:
             raise InvalidArgument(f"the request costs {rows} rows, and {self.limit} is the limit")
         places = min(max(rows, -(-size // PLACE)), self.limit)
         async with self._door.admit(places, wait=wait):
-            self._inside += 1
-            try:
-                yield
-            finally:
-                self._inside -= 1
+            yield
 
     def _refused(self, words: str) -> ResourceExhausted:
         self.stats.refused += 1
@@ -370,10 +365,8 @@ class Batcher:
             self._arrived.clear()
 
     def _is_alone(self, batch: list[_Place]) -> bool:
-        """Tell whether a batch may have all of an engine: no other request is there that has rows, or soon may have."""
-        if self._is_mixed(dict(batch)):
-            return self._inputs_waiting() < self._max_batch
-        return not self._inputs_waiting() and self._inside <= len(dict(batch))
+        """Tell whether a batch may have all of an engine, as nothing else waits."""
+        return self._inputs_waiting() < (self._max_batch if self._is_mixed(dict(batch)) else 1)
 
     def _share(self, other: int) -> int:
         """Return how many inputs half of an engine takes: as many as the other has, which works on so many, or will."""

@@ -646,16 +646,6 @@ async def test_a_row_that_is_alone_has_the_whole_engine():
     assert engine.halves == [(None, 1)]
 
 
-async def test_a_row_leaves_a_half_to_a_request_that_may_soon_have_one():
-    engine = Halves()
-    async with Batcher(engine, halves=True) as batcher, batcher.admit(1):
-        await ask(batcher, [1])
-        async with batcher.admit(1):
-            await ask(batcher, [2])
-
-    assert [half for half, _ in engine.halves] == [None, 0]
-
-
 async def test_the_half_that_is_free_first_leaves_as_much_to_the_other():
     halves, free, begun = [], (threading.Event(), threading.Event()), threading.Semaphore(0)
 
