@@ -377,9 +377,13 @@ class Batcher:
         return self._is_brisk() and any(map(self._is_long, (*self._all_waiting(), *more)))
 
     def _inputs_waiting(self) -> int:
-        """Count the inputs that wait; of long requests only where no short one would wait longer."""
-        brisk = self._is_brisk()
-        return sum(one.inputs for one in self._all_waiting() if not (brisk and self._is_long(one)))
+        """Count the inputs that wait, as far as two batches; of long requests where no short one would wait longer."""
+        brisk, found = self._is_brisk(), 0
+        for one in self._all_waiting():
+            found += 0 if brisk and self._is_long(one) else one.inputs
+            if found >= 2 * self._max_batch:  # a queue may be long, and this is asked for every batch
+                break
+        return found
 
     def _all_waiting(self) -> Iterator[_Ticket]:
         return itertools.chain.from_iterable(self._queues.values())
