@@ -365,16 +365,22 @@ class Batcher:
             self._arrived.clear()
 
     def _is_alone(self, batch: list[_Place]) -> bool:
-        """Tell whether a batch may have all of an engine, as nothing else waits."""
-        return self._inputs_waiting() < (self._max_batch if self._is_mixed(dict(batch)) else 1)
+        """Tell whether a batch may have all of an engine, as nothing else waits that may have a half."""
+        return self._inputs_waiting() < (self._max_batch if self._halves_are_full(dict(batch)) else 1)
 
     def _share(self, other: int) -> int:
         """Return how many inputs half of an engine takes: as many as the other has, which works on so many, or will."""
-        return self._max_batch if self._is_mixed() else min(self._max_batch, -(-(self._inputs_waiting() + other) // 2))
+        share = self._max_batch if self._halves_are_full() else -(-(self._inputs_waiting() + other) // 2)
+        return min(self._max_batch, share)
 
-    def _is_mixed(self, more: Iterable[_Ticket] = ()) -> bool:
-        """Tell whether short requests come while long ones wait; those shall not take a half that a short one needs."""
-        return self._is_brisk() and any(map(self._is_long, (*self._all_waiting(), *more)))
+    def _halves_are_full(self, more: Iterable[_Ticket] = ()) -> bool:
+        """Tell whether only full batches share an engine.
+
+        Rows are held back until a batch is full; or short requests come while long ones wait, and these shall not take
+        a half that a short one would wait for.
+        """
+        mixed = self._is_brisk() and any(map(self._is_long, itertools.chain(self._all_waiting(), more)))
+        return self._max_delay > 0 or mixed
 
     def _inputs_waiting(self) -> int:
         """Count the inputs that wait, as far as two batches; of long requests where no short one would wait longer."""

@@ -646,6 +646,12 @@ async def test_a_row_that_is_alone_has_the_whole_engine():
     assert engine.halves == [(None, 1)]
 
 
+async def test_a_full_batch_that_was_held_back_for_company_is_not_shared():
+    engine = await _filled(Halves(), [1] * 8, max_delay=5.0)
+
+    assert engine.halves == [(None, 8)]
+
+
 async def test_the_half_that_is_free_first_leaves_as_much_to_the_other():
     halves, free, begun = [], (threading.Event(), threading.Event()), threading.Semaphore(0)
 
