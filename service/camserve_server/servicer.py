@@ -210,10 +210,14 @@ async def conversing(
     """
     house.open()
     free, writing, pulse = asyncio.Semaphore(house.stream_in_flight), asyncio.Lock(), _Pulse(house.idle)
+    handler = cast("asyncio.Task[None]", asyncio.current_task())
 
     async def write(reply: Any) -> None:
         async with writing:
-            await context.write(reply)
+            try:
+                await context.write(reply)
+            except grpc.aio.InternalError:  # the caller has gone: a write may know it before gRPC cancels us
+                handler.cancel()
 
     async def answered(item: Q) -> None:
         await answer(item, write)

@@ -683,6 +683,38 @@ async def test_a_stream_that_is_cancelled_frees_the_queue(serving):
     assert running.batcher.stats.rows == 1
 
 
+async def test_who_leaves_a_stream_that_is_being_answered_is_no_fault_of_ours(running, logged):
+    for _ in range(20):
+        call = running.stream(item(f"r{k}") for k in range(200))
+        await call.read()
+        call.cancel()
+    await until(lambda: running.batcher.admitted == 0)
+    ended = [entry for entry in logged() if entry["message"] == "ExplainStream"]
+
+    assert [entry for entry in logged() if "exception" in entry] == []
+    assert [entry["code"] for entry in ended] == ["CANCELLED"] * 20
+
+
+async def test_a_stream_ends_as_cancelled_once_an_answer_finds_nobody():
+    """However late gRPC tells that the call is over."""
+
+    class Gone:
+        async def write(self, reply):
+            raise grpc.aio.InternalError("the stream is closed")
+
+    async def requests():
+        yield "one"
+        await asyncio.Event().wait()
+
+    async def answer(asked, write):
+        await write(asked)
+
+    house = servicer.House(stream_in_flight=4, pipeline=object())
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10):
+            await servicer.conversing(house, Gone(), requests(), answer)
+
+
 async def test_a_long_method_says_on_a_stream_how_far_it_has_come_and_the_answer_comes_last(running):
     call = running.stream([item("r", methods=[smooth(400)], progress=True)])
     replies = [reply async for reply in call]
