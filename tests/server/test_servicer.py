@@ -699,7 +699,7 @@ async def test_a_stream_ends_as_cancelled_once_an_answer_finds_nobody():
     """However late gRPC tells that the call is over."""
 
     class Gone:
-        async def write(self, reply):
+        async def write(self, _):
             raise grpc.aio.InternalError("the stream is closed")
 
     async def requests():
