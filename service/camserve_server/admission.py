@@ -8,6 +8,7 @@ after it last asked.
 """
 
 import asyncio
+import functools
 import ipaddress
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -46,6 +47,7 @@ class Shelf:
             self.free += size * fits
 
 
+@functools.lru_cache(4096)  # a connection's is asked for with every call
 def address_of(peer: str) -> str:
     """Return whose address a gRPC peer has, without its port; of IPv6 the network, in which one caller has them all.
 

@@ -39,6 +39,7 @@ from camserve_server.errors import (
     WorkerLost,
 )
 from camserve_server.telemetry import CURRENT, Ran, Record, Told
+from camserve_server.threads import in_thread
 from camserve_server.types import Half, Kind, Pass, Row, RowResult
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ class _Engine:
     async def ask(self, pass_: Pass, rows: Sequence[Row], half: Half | None) -> list[RowResult]:
         """Run a batch on all of it, or on a half."""
         more = () if half is None else (half,)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, _contained, self.run, pass_, rows, *more)
+        return await in_thread(self.threads, _contained, self.run, pass_, rows, *more)
 
 
 class Batcher:

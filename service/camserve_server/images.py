@@ -341,7 +341,7 @@ def _resampler(rows: _Axis, columns: _Axis, preprocess: Preprocess) -> _Resample
 
 def _resize_whole(photo: Pixels, rows: _Axis, columns: _Axis, interpolation: str) -> Pixels:
     tensor = torch.from_numpy(np.require(photo, requirements=["C", "W"])).permute(2, 0, 1)
-    resized = functional.resize(
+    resized = functional.resize_image(
         tensor,
         [rows.resized, columns.resized],
         interpolation=InterpolationMode(interpolation),

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ParamSpec, TypeAlias, TypeVar
 
 from camserve.v1 import evaluate_pb2, explain_pb2
@@ -22,6 +21,7 @@ from camserve_server.lifecycle import Lifecycle
 from camserve_server.methods import METHODS
 from camserve_server.targets import carried, whole
 from camserve_server.telemetry import CURRENT
+from camserve_server.threads import in_thread
 from camserve_server.types import (
     Box,
     DetectionTarget,
@@ -235,7 +235,7 @@ class Pipeline:
         return done[0]
 
     async def _in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, partial(function, *args, **kwargs))
+        return await in_thread(self.threads, function, *args, **kwargs)
 
 
 def _advanced(steps: Generator[None, None, T]) -> tuple[T] | None:

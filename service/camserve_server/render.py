@@ -1,5 +1,6 @@
 """Pictures of maps: a raw map to intensities, to colours, onto the photo, and into a file."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def draw(photo: Pixels, heat: Map, seen: Box, rendering: Rendering) -> tuple[Pic
     Raises:
         InvalidArgument: the colour map is unknown, or the picture is too large for its format.
     """
-    colours = colormap(rendering.colormap)
+    colours = _in_bgr(rendering.colormap)
     if not (rendering.overlay or rendering.heatmap_image):
         return None, None
     overlay = _shrunk(photo, rendering.max_side)
@@ -189,6 +190,11 @@ def draw(photo: Pixels, heat: Map, seen: Box, rendering: Rendering) -> tuple[Pic
         _encode(overlay, rendering.overlay, rendering.quality, _PNG_OVERLAY),
         _encode(alone, rendering.heatmap_image, rendering.quality, _PNG_HEATMAP),
     )
+
+
+@functools.cache
+def _in_bgr(name: str) -> Pixels:
+    return cv2.cvtColor(colormap(name)[None], cv2.COLOR_RGB2BGR).reshape(256, 1, 3).astype(np.uint8)
 
 
 def _toned(heat: Map, profile: Profile) -> Map:
@@ -227,6 +233,7 @@ class _Span:
     weight: NDArray[np.float32]
 
 
+@functools.lru_cache(64)  # photos of one camera have one size, and all explanations of a photo have
 def _span(first: float, last: float, pixels: int, cells: int) -> _Span:
     start, stop = _inside(first, last, pixels)
     centres = np.arange(start, stop) + 0.5
@@ -250,11 +257,10 @@ def _painted(
     columns = _span(box.left, box.right, size[1], heat.shape[1])
     wide = np.ascontiguousarray(_blend(heat.T, columns, slice(None)).T)
     across = slice(columns.start, columns.start + len(columns.low))
-    bgr = cv2.cvtColor(colours[None], cv2.COLOR_RGB2BGR).reshape(256, 1, 3)
     step = max(1, _BAND // len(columns.low))
     for begin in range(0, len(rows.low), step):
         band = _blend(wide, rows, slice(begin, begin + step))
-        painted = cv2.applyColorMap(cv2.convertScaleAbs(band, alpha=255), bgr)
+        painted = cv2.applyColorMap(cv2.convertScaleAbs(band, alpha=255), colours)
         down = slice(rows.start + begin, rows.start + begin + len(band))
         yield (down, across), painted.astype(np.uint8, copy=False)
 

@@ -4,12 +4,9 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher -> engine (meas
 -> tiles (picture, in a thread) -> wire -> bytes
 """
 
-import asyncio
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 
@@ -18,10 +15,8 @@ from camserve_server import images, render, tiles, wire
 from camserve_server.batcher import Spent
 from camserve_server.errors import InvalidArgument
 from camserve_server.pipeline import Pipeline
+from camserve_server.threads import in_thread
 from camserve_server.types import Box, Limits, Map, ModelInfo, Pass, Picture, Pixels, Preprocess, Row, RowResult
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,7 @@ async def features(
     pass_ = Pass(order.model.key, "features", order.model.preprocess.size, (order.layer,))
     look = await _looked(pipeline, order, pass_, deadline)
     began = time.perf_counter()
-    channels, picture = await _in_thread(pipeline, _drawn, order, look, colours)
+    channels, picture = await in_thread(pipeline.threads, _drawn, order, look, colours)
     seconds = look.seconds(time.perf_counter() - began)
     reply = wire.features_response(order, look.told(order.model), look.result, channels, picture, seconds)
     reply.photo.CopyFrom(wire.photo_of(look.view.size, look.view.seen))
@@ -104,7 +99,7 @@ async def _looked(pipeline: Pipeline, order: wire.Inspection | wire.Extraction, 
     found: list[RowResult] = []
     async with pipeline.admitted(order.model, 1, size=len(order.image) + _kept_of(order)):
         began = time.perf_counter()
-        view = await _in_thread(pipeline, _see, order.image, order.model.preprocess, pipeline.limits)
+        view = await in_thread(pipeline.threads, _see, order.image, order.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
         rows = [Row(view.image, order.target, features=pass_.kind == "features")]
         spent = await pipeline.batcher.submit(pass_, rows, lambda _index, result: found.append(result), deadline)
@@ -120,10 +115,6 @@ def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> _View:
     photo = images.decode(data, limits)
     image, seen = images.fit(photo, preprocess)
     return _View((photo.shape[0], photo.shape[1]), image, seen)
-
-
-async def _in_thread(pipeline: Pipeline, function: Callable[[*Ts], T], *args: *Ts) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pipeline.threads, function, *args)
 
 
 def _drawn(order: wire.Extraction, look: _Look, colours: Pixels) -> tuple[list[wire.Channel], Picture | None]:

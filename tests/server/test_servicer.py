@@ -632,6 +632,13 @@ async def test_what_the_client_library_says_that_is_no_request_is_an_error_of_th
     assert replies["good"].HasField("response")
 
 
+@pytest.mark.usefixtures("running")
+async def test_the_event_loop_waits_for_a_call_of_any_method_and_not_of_each():
+    tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+
+    assert [name for name in tasks if "_request" in name] == ["AioServer._request_call"]
+
+
 async def test_the_log_of_a_stream_has_the_fault_with_the_id_of_its_request(running, logged):
     running.batcher._engines[0].run = explode
     _ = [reply async for reply in running.stream([item("one"), item("two")])]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +15,7 @@ from camserve_server.oip.tensors import read_images
 from camserve_server.oip.v2 import inference_pb2
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import Call, Context, House, answering, attempted, conversing, loaded, unloaded
+from camserve_server.threads import in_thread
 from camserve_server.types import ModelInfo
 from camserve_server.wire.checks import short
 
@@ -200,8 +200,7 @@ async def _explained(
 ) -> list[explain_pb2.ExplainResponse]:
     """Explain the images of a message, all at once; if one fails, so does the message."""
     if any(tensor.datatype != "BYTES" for tensor in request.inputs):
-        reading = partial(read_images, request, pipeline.limits)
-        images = await asyncio.get_running_loop().run_in_executor(pipeline.threads, reading)
+        images = await in_thread(pipeline.threads, read_images, request, pipeline.limits)
     else:
         images = read_images(request, pipeline.limits)
 
