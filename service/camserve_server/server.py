@@ -262,8 +262,8 @@ def _build(
             *floods.options(settings),
         ),
     )
-    # gRPC waits for a call of each registered method, and for all of them anew whenever one has come: with ours that was an
-    # eighth of what the event loop does for a request. Methods that are not registered it waits for together.
+    # gRPC waits for a call of each registered method, and for all of them anew whenever one has come: with ours that
+    # was an eighth of what the event loop does for a request. Those that are not registered it waits for together.
     server.add_registered_method_handlers = lambda *_: None  # type: ignore[method-assign]
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), server)
     evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(house), server)
