@@ -35,8 +35,9 @@ _NOTE = (
 _QUEUED = (
     f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`). Beyond capacity a burst fills it first, and each "
     "figure is the median of {scale.rounds} rounds of {scale.overload:g} s. While it is full, what is accepted takes "
-    "limit / rate on average (Little's law), and the slowest hundredth takes longer. To refuse costs processor time on "
-    "these cores too, the server's and the client's: that is what explanations lose to it."
+    "limit / rate on average (Little's law), and the slowest hundredth takes longer. Requests that come one at a "
+    "time cost more processor time than those that a closed loop sends together: that is what explanations lose here, "
+    "as many of them with a queue that refuses nothing."
 )
 
 Say = Callable[[str], None]
