@@ -15,7 +15,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup node demo test .parts .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow .parts .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -63,17 +63,20 @@ demo: setup  ## start the server, explain a photo of a cat, write the overlay to
 # Make starts them, for what a shell starts in the background is deaf to Ctrl-C, and so is all that it starts in turn.
 WHOLE := tests/e2e tests/robustness tests/test_benchmarks.py tests/test_gpu_benchmark.py
 
-test: setup node $(TRITON_VENV)/.done  ## every test, with coverage
+test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones, with coverage
 	$(BIN)/python -m coverage erase
 	$(MAKE) --no-print-directory -k -j2 .parts .whole; code=$$?; cat .parts.log; rm .parts.log; exit $$code
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 
 .parts:
-	@OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest $(WHOLE:%=--ignore=%) >.parts.log 2>&1
+	@OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not slow" $(WHOLE:%=--ignore=%) >.parts.log 2>&1
 
 .whole:
-	@$(BIN)/python -m coverage run -m pytest $(WHOLE)
+	@$(BIN)/python -m coverage run -m pytest -m "not slow" $(WHOLE)
+
+test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
+	$(BIN)/python -m pytest -m slow
 
 $(RAY_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY_VENV)
