@@ -105,6 +105,22 @@ class Admission:
         Raises:
             Exception: the refusal.
         """
+        release = await self.hold(places, wait=wait)
+        try:
+            yield
+        finally:
+            release()
+
+    async def hold(self, places: int, *, wait: bool) -> Callable[[], None]:
+        """Take room; return the function that gives it back, which is to be called once.
+
+        Args:
+            places: how much; never more than there is.
+            wait: for it, even without a right to it.
+
+        Raises:
+            Exception: the refusal.
+        """
         caller = CALLER.get()
         share = self._present(caller)
         if self._may_pass(caller, places, share, wait=wait):
@@ -113,10 +129,7 @@ class Admission:
             await self._turn(caller, places)
         else:
             raise self._refusal(self._words(share))
-        try:
-            yield
-        finally:
-            self._leave(caller, places)
+        return functools.partial(self._leave, caller, places)
 
     def turn_away(self, error: Exception) -> None:
         """Let nobody wait any longer: all who do are told why."""
@@ -173,7 +186,9 @@ class Admission:
         try:
             await turn.come
         except asyncio.CancelledError:
-            if turn.come.done() and not turn.come.cancelled():
+            # Both happened in one turn of the event loop. One that was let in gives its room back; one that was turned
+            # away, which has an exception, never had any.
+            if turn.come.done() and not turn.come.cancelled() and turn.come.exception() is None:
                 self._leave(caller, places)
             elif turn in self._lines.get(caller, ()):
                 self._out_of_line(caller, turn)

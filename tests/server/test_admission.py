@@ -237,6 +237,35 @@ async def test_who_gives_up_in_the_line_makes_way(door):
     assert not door._door._lines
 
 
+@pytest.mark.parametrize("first", ["decided", "cancelled"])
+@pytest.mark.parametrize("decision", ["let in", "turned away"])
+async def test_a_waiter_decided_on_and_cancelled_in_one_turn_holds_nothing(door, decision, first):
+    for _ in range(8):
+        door.come("greedy")
+    await settle()
+    waiter = door.come("modest", 2, wait=True)
+    await settle()
+
+    def decide():
+        if decision == "turned away":
+            door._door.turn_away(ResourceExhausted("closed"))
+        else:
+            for leave in door._leave["greedy"][:2]:
+                leave.set()
+
+    steps = [decide, waiter.cancel]
+    for step in steps if first == "decided" else reversed(steps):
+        step()
+        if decision == "let in" and step is decide:
+            await asyncio.sleep(0)  # those who leave do so now: the waiter has its room, and was not yet resumed
+    await settle()
+
+    assert waiter.cancelled()
+    assert door.taken == sum(map(door.holds, door.inside))
+    assert not door._door._lines
+    assert not door._door._waiting
+
+
 async def by_chance(door, steps=3000):
     """Let callers come, give up and leave; return the most that were inside, and what is left when all have gone."""
     chance, highest, tasks = random.Random(5), 0, []
