@@ -18,11 +18,15 @@ import java.io.IOException;
 import java.nio.file.Files;
 import java.nio.file.NoSuchFileException;
 import java.nio.file.Path;
+import java.nio.file.StandardCopyOption;
+import java.nio.file.StandardOpenOption;
 import java.util.HashSet;
 import java.util.List;
 import java.util.Locale;
 import java.util.Set;
+import java.util.UUID;
 import java.util.concurrent.TimeUnit;
+import java.util.regex.Pattern;
 
 /** One call for each photo, with a deadline. */
 public final class ExplainPhotos {
@@ -43,9 +47,14 @@ public final class ExplainPhotos {
       System.err.println("error: say a server, a folder for the pictures, and photos: localhost:50051 out cat.jpg");
       System.exit(1);
     }
-    // TLS is useTransportSecurity(); a token then goes in the metadata, as "authorization: Bearer ...".
+    // TLS is useTransportSecurity(); a token then goes in the metadata, as "authorization: Bearer ...". Without TLS no
+    // proxy is used: it would read, and could change, what passes through it.
     ManagedChannel channel =
-        ManagedChannelBuilder.forTarget(arguments[0]).usePlaintext().maxInboundMessageSize(MESSAGE).build();
+        ManagedChannelBuilder.forTarget(arguments[0])
+            .usePlaintext()
+            .proxyDetector(address -> null)
+            .maxInboundMessageSize(MESSAGE)
+            .build();
     Path out = Files.createDirectories(Path.of(arguments[1]));
     boolean all = true;
     try {
@@ -64,12 +73,12 @@ public final class ExplainPhotos {
     try {
       ByteString image = ByteString.copyFrom(Files.readAllBytes(photo));
       ExplainResponse response = service.withDeadlineAfter(SECONDS, TimeUnit.SECONDS).explain(request(image));
-      System.out.println(photo + ": " + save(photo, response));
+      System.out.println(printable(photo + ": " + save(photo, response)));
       return true;
     } catch (StatusRuntimeException error) {
-      System.err.println(photo + ": " + error.getStatus().getDescription());
+      System.err.println(printable(photo + ": " + error.getStatus().getDescription()));
     } catch (NoSuchFileException error) {
-      System.err.println(photo + ": no such file");
+      System.err.println(printable(photo + ": no such file"));
     }
     return false;
   }
@@ -84,11 +93,21 @@ public final class ExplainPhotos {
 
   private String save(Path photo, ExplainResponse response) throws IOException {
     Explanation why = response.getExplanations(0);
-    Path path = out.resolve(nameOf(photo) + "." + why.getMethod() + ".jpg");
-    Files.write(path, why.getOverlay().getData().toByteArray());
+    Path path = out.resolve(nameOf(photo) + "." + why.getMethod().replaceAll("[^\\w-]+", "_") + ".jpg");
+    // Written beside its place and moved there: a link that lies in its place is replaced, and not followed.
+    Path beside = out.resolve("." + UUID.randomUUID());
+    Files.write(beside, why.getOverlay().getData().toByteArray(), StandardOpenOption.CREATE_NEW);
+    Files.move(beside, path, StandardCopyOption.ATOMIC_MOVE, StandardCopyOption.REPLACE_EXISTING);
     Prediction target = why.getTarget();
-    return String.format(
-        Locale.ROOT, "%.2f %s by %s: %s", target.getProbability(), target.getLabel(), why.getLayer(), path);
+    String label = target.getLabel().isEmpty() ? "class " + target.getClassIndex() : target.getLabel();
+    return String.format(Locale.ROOT, "%.2f %s by %s: %s", target.getProbability(), label, why.getLayer(), path);
+  }
+
+  /** Writes a server's words, or a file's name, so that a terminal shows them and obeys none of them. */
+  private static String printable(String text) {
+    return Pattern.compile("[\\p{Cc}\\p{Zl}\\p{Zp}\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
+        .matcher(text)
+        .replaceAll(match -> String.format("\\\\u{%x}", match.group().codePointAt(0)));
   }
 
   /** Returns the photo's name, with a number where another photo has it, in upper or lower case. */

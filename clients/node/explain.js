@@ -5,8 +5,9 @@
 //     node explain.js cat.jpg dog.jpg --out out --method gradcam --target "Egyptian cat"
 //
 // One photo is one call; several go over one stream, whose answers come as they are ready.
-import { mkdir, readFile, writeFile } from "node:fs/promises";
-import { basename, extname, join } from "node:path";
+import { randomUUID } from "node:crypto";
+import { mkdir, readFile, rename, writeFile } from "node:fs/promises";
+import { basename, dirname, extname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 import { parseArgs } from "node:util";
 
@@ -37,6 +38,7 @@ export function connect(server, { ca, token } = {}) {
   if (token && !ca) throw new Error("a token goes over TLS only: say --ca");
   return new ExplainService(server, token ? grpc.credentials.combineChannelCredentials(credentials, bearer) : credentials, {
     "grpc.max_receive_message_length": MESSAGE,
+    "grpc.enable_http_proxy": ca ? 1 : 0, // without TLS a proxy would read, and could change, what passes through it
     "grpc.service_config": JSON.stringify({ loadBalancingConfig: [{ round_robin: {} }] }),
   });
 }
@@ -110,6 +112,20 @@ export function namesOf(photos) {
   });
 }
 
+/** Writes a server's words, or a file's name, so that a terminal shows them and obeys none of them. */
+export function printable(text) {
+  return text.replace(/[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu, (character) =>
+    `\\u{${character.codePointAt(0).toString(16)}}`,
+  );
+}
+
+/** Writes a file beside its place and moves it there: a link that lies in its place is replaced, and not followed. */
+async function put(path, data) {
+  const beside = join(dirname(path), `.${randomUUID()}`);
+  await writeFile(beside, data, { flag: "wx" });
+  await rename(beside, path);
+}
+
 /** Says what was predicted; of a model that predicts a number, which has no probability, its score. */
 function told({ label, class_index: index, probability, score }) {
   return `${(probability || score).toFixed(2)} ${label || `class ${index}`}`;
@@ -117,11 +133,12 @@ function told({ label, class_index: index, probability, score }) {
 
 async function save(photo, name, response, folder) {
   const [why] = response.explanations;
-  const path = join(folder, `${name}.${why.method}.jpg`);
-  await writeFile(path, why.overlay.data);
+  const path = join(folder, `${name}.${why.method.replace(/[^\w-]+/g, "_")}.jpg`);
+  await put(path, why.overlay.data);
   const [best] = response.predictions; // there is none of an embedding
   const target = why.target?.label || (why.target ? `class ${why.target.class_index}` : "all of it");
-  console.log(`${photo}: ${best ? `${told(best)}; ` : ""}${target} by ${why.layer || "pixels"}: ${path}`);
+  const line = `${photo}: ${best ? `${told(best)}; ` : ""}${target} by ${why.layer || "pixels"}: ${path}`;
+  console.log(printable(line));
 }
 
 /** Explains several photos over one stream; returns how many could not be. */
@@ -130,7 +147,7 @@ async function saveAll(client, photos, options, folder) {
   let failed = 0;
   const fail = (place, error) => {
     failed += 1;
-    console.error(`${photos[place]}: ${error.message}`);
+    console.error(printable(`${photos[place]}: ${error.message}`));
   };
   async function* requests() {
     for (const place of photos.keys()) {
@@ -184,7 +201,7 @@ if (process.argv[1] === fileURLToPath(import.meta.url)) {
   main().then(
     (code) => (process.exitCode = code),
     (error) => {
-      console.error(`error: ${error.details ?? error.message}`); // a gRPC status has its words in details
+      console.error(printable(`error: ${error.details ?? error.message}`)); // a gRPC status has its words in details
       process.exitCode = 1;
     },
   );

@@ -15,6 +15,7 @@ import click
 
 from camserve import _tables as client_tables
 from camserve import cli as client_cli
+from camserve._terminal import echo
 from camserve_server import config, logs, tokens
 from camserve_server.errors import ConfigError
 
@@ -92,7 +93,7 @@ def check_config(path: str | None, *, load: bool, schema: bool) -> int:
     VS Code complete and check settings while they are written.
     """
     if schema:
-        click.echo(json.dumps(config.schema(), indent=2))
+        echo(json.dumps(config.schema(), indent=2))
         return 0
     if path is None:
         raise click.UsageError("name the FILE to check, or ask for its --schema")
@@ -102,11 +103,11 @@ def check_config(path: str | None, *, load: bool, schema: bool) -> int:
     seen: list[ModelInfo] = []
     faults = checking.check(path, seen.append if load else None)
     for info in seen:
-        click.echo(_shown(info))
+        echo(_shown(info))
     for fault in faults:
-        click.echo(f"{path}:{fault.line}: {fault.words}" if fault.line else f"{path}: {fault.words}", err=True)
+        echo(f"{path}:{fault.line}: {fault.words}" if fault.line else f"{path}: {fault.words}", err=True)
     summary = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "nothing is wrong"
-    click.echo(f"{path}: {summary}", err=bool(faults))
+    echo(f"{path}: {summary}", err=bool(faults))
     return int(bool(faults))
 
 
@@ -143,8 +144,8 @@ def new_token(name: str, roles: tuple[str, ...], expires: datetime | None) -> No
     """
     with _told():
         secret, known = tokens.new(name, roles, expires.date() if expires else None)
-    click.echo(f"token: {secret}")
-    click.echo(f"line:  {known.line()}")
+    echo(f"token: {secret}")
+    echo(f"line:  {known.line()}")
 
 
 @program.command()
@@ -185,10 +186,10 @@ def tune(
 
 
 def _announce(models: Iterable[str], seconds: float) -> None:
-    click.echo(f"measuring {', '.join(models)}: {seconds:g} seconds at most, once loaded", err=True)
+    echo(f"measuring {', '.join(models)}: {seconds:g} seconds at most, once loaded", err=True)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY * (os.cpu_count() or 1):
-        click.echo(f"this machine is at work (load {load:.1f}): what is measured now says little of it idle", err=True)
+        echo(f"this machine is at work (load {load:.1f}): what is measured now says little of it idle", err=True)
 
 
 def _tell(tuned: "Tuned", path: Path | None) -> None:
@@ -196,12 +197,12 @@ def _tell(tuned: "Tuned", path: Path | None) -> None:
     from camserve_server import tuning  # noqa: PLC0415 -- as above
 
     client_tables.show(tuning.HEADINGS, tuned.rows())
-    click.echo("\n" + "\n".join(tuned.words()) + "\n")
+    echo("\n" + "\n".join(tuned.words()) + "\n")
     if path:
         tuning.write(path, tuned.settings(), tuned.words())
-        click.echo(f"written: {path}")
+        echo(f"written: {path}")
     else:
-        click.echo(tuning.toml(tuned.settings()), nl=False)
+        echo(tuning.toml(tuned.settings()).rstrip("\n"))
 
 
 # What `camserve explain` and `camserve replay` ask a server, their namesakes here ask one that lives no longer than the
@@ -336,5 +337,5 @@ def ray_explain(
         asked = job.Job.new(settings, paths, column, output, options)
         with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus)) as engines:
             tally = job.explain(asked, engines)
-            click.echo(client_cli.told_of(tally, asked.output))
+            echo(client_cli.told_of(tally, asked.output))
             return client_cli.FAILED if tally.left else 0

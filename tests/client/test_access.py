@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import socketserver
+import threading
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -11,6 +13,9 @@ from click.testing import CliRunner
 import camserve
 from camserve import cli
 from robustness.authority import Authority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FAR = "why.example:50051"
 
@@ -150,3 +155,50 @@ def test_a_token_in_the_clear_is_one_line_of_the_command() -> None:
     assert done.stderr.startswith(f"error: a token would go to {FAR} in the clear")
     assert done.stderr.count("\n") == 1
     assert "abc" not in done.stderr
+
+
+class _Proxy(socketserver.ThreadingTCPServer):
+    """A proxy that keeps what it was sent, and closes the connection."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+        heard = self.heard
+
+        class Keep(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                heard.append(self.request.recv(1 << 16))
+
+        super().__init__(("127.0.0.1", 0), Keep)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Proxy]:
+    """Name a proxy in every variable that there is for it."""
+    with _Proxy() as proxy:
+        for name in ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy"):
+            for variable in (name, name.upper()):
+                monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.server_address[1]}")
+        for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield proxy
+        proxy.shutdown()
+
+
+@pytest.mark.parametrize("prefix", ["", "dns:///", "ipv4:"])
+async def test_without_tls_nothing_goes_through_a_proxy(connect: Any, server: Any, proxy: Any, prefix: str) -> None:
+    client = connect(prefix + server.address, token="abc", timeout=10)
+
+    assert [model.name for model in await client.models()] == ["tiny", "large"]
+    assert proxy.heard == []
+
+
+async def test_over_tls_a_proxy_is_used_and_never_sees_the_token(connect: Any, proxy: Any) -> None:
+    client = connect(FAR, token="secret", tls=True, retries=0)
+    with pytest.raises(camserve.Unavailable):
+        await client.models()
+
+    assert proxy.heard[0].startswith(f"CONNECT {FAR} HTTP/1.1".encode())
+    assert not any(b"secret" in each for each in proxy.heard)

@@ -11,6 +11,8 @@ from PIL import Image
 
 import camserve
 import camserve_server
+from camserve.v1.explain_pb2 import ExplainStreamResponse
+from client import hostile
 from support import PHOTOS
 
 CLIENT = Path(__file__).parents[2] / "clients" / "node"
@@ -101,6 +103,35 @@ def test_a_model_without_predictions_is_explained_too(node, tmp_path, count):
     lines = found.stdout.splitlines()
     assert len(lines) == len(list((tmp_path / "out").iterdir())) == count
     assert all(": similarity by " in line for line in lines)
+
+
+def test_without_tls_no_proxy_is_used(node, monkeypatch):
+    for variable in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")  # where nothing listens
+    found = node(PHOTOS["rocket"], "--method", "edges")
+
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_hostile_server_cannot_choose_a_file_or_drive_the_terminal(node, tmp_path, count):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "rocket._victim_2J_.jpg").symlink_to(victim)
+    answer = hostile.explained("/../../victim\x1b[2J\n")
+    photos = [PHOTOS["rocket"], PHOTOS["coffee"]][:count]
+    with hostile.serving() as server:
+        server.replies["Explain"] = answer.SerializeToString()
+        server.stream(lambda each: [ExplainStreamResponse(request_id=each.request_id, response=answer)])
+        found = node(*photos, "--server", server.address)
+
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.count("\n") == count
+    assert "\x1b" not in found.stdout
+    assert victim.read_text() == "precious"
+    names = {path.name for path in tmp_path.rglob("*")} - {"out", "victim"}
+    assert names == {f"{name}._victim_2J_.jpg" for name in ("rocket", "coffee")[:count]}
 
 
 WITH_A_REASON = """

@@ -27,6 +27,8 @@ from google.rpc import (  # pyright: ignore[reportMissingTypeStubs]  # they lie 
     status_pb2,
 )
 
+from camserve._terminal import printable
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
 
@@ -72,7 +74,7 @@ class CamserveError(Exception):
         unsaid = [f"{k}: {v}" for k, v in self.fields.items() if v not in self.message]
         fields = f" ({'; '.join(unsaid)})" if unsaid else ""
         request = f" [request {self.request_id}]" if self.request_id else ""
-        return f"{self.message}{fields}{request}"
+        return printable(f"{self.message}{fields}{request}")  # a traceback shows it on a terminal
 
 
 class InvalidArgument(CamserveError):

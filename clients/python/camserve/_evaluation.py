@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from camserve import _board
 from camserve._errors import InvalidArgument
 from camserve._picture import FORMATS, encode
+from camserve._terminal import printable
 
 if TYPE_CHECKING:
     import os
@@ -159,7 +160,7 @@ class Evaluation:
 
     def table(self) -> str:
         """Write the table as text; ↑ is better for higher numbers, * marks the best of each column."""
-        cells = [list(line) for line in self.cells()]
+        cells = [list(map(printable, line)) for line in self.cells()]
         for row, column in self.best:
             cells[row + 1][column + 1] += " *"
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -95,6 +95,8 @@ def settings(address: str, given: Given, options: AccessOptions) -> Settings:
     if credentials is None:
         check_clear(address, metadata)
     channel = CHANNEL_OPTIONS + access.channel_options + balancing(address)
+    if credentials is None:
+        channel += (("grpc.enable_http_proxy", 0),)  # a proxy would read, and could change, what is not encrypted
     return Settings(address, given.timeout, retry, metadata, credentials, channel)
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from camserve import _xray
 from camserve._result import Verdict
+from camserve._terminal import brief, printable_json
 from camserve._values import ModelState
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _STYLES = {Verdict.OK: "green", Verdict.UNSPECIFIED: "", Verdict.NON_FINITE: "re
 
 def as_json(values: object) -> str:
     """Write values as JSON."""
-    return json.dumps(values, default=_plain, indent=2, ensure_ascii=False)
+    return printable_json(json.dumps(values, default=_plain, indent=2, ensure_ascii=False))
 
 
 def _plain(value: object) -> dict[str, Any]:
@@ -46,13 +47,18 @@ def show(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
     """Print a table on standard output; in a pipe as wide as it needs to be."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        table.add_column(_cell(heading), overflow="fold")
     for row in rows:
-        # As text, so that brackets in a label are no markup.
-        table.add_row(*(each if isinstance(each, Text) else Text(each) for each in row))
+        table.add_row(*map(_cell, row))
     # The width of a terminal is no limit for a file.
     console = Console() if Console().is_terminal else Console(width=_WIDEST)
     console.print(table, width=min(console.width, console.measure(table).maximum))
+
+
+def _cell(content: str | Text) -> Text:
+    # As text, so that brackets in a label are no markup.
+    style = content.style if isinstance(content, Text) else ""
+    return Text(brief(str(content)), style=style)
 
 
 def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:

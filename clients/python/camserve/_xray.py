@@ -11,6 +11,7 @@ import numpy as np
 from camserve import _html
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._picture import FORMATS, Photo, Picture, encode
+from camserve._terminal import printable
 
 if TYPE_CHECKING:
     import os
@@ -115,7 +116,7 @@ class Inspection:
 
     def table(self) -> str:
         """All readings as text, one layer a line."""
-        rows = [HEADINGS, *map(row, self.layers)]
+        rows = [HEADINGS, *(tuple(map(printable, row(each))) for each in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)) for each in rows)
         return "\n".join(line.rstrip() for line in lines)

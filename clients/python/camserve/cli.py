@@ -15,6 +15,7 @@ import numpy as np
 import camserve
 from camserve import _dataset, _files, _progress, _tables, _xray
 from camserve._settings import LOCAL, TIMEOUT
+from camserve._terminal import brief, echo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -60,8 +61,7 @@ def _complain(error: Exception) -> int:
 
 
 def _say(words: str, code: int = FAILED) -> int:
-    line = " ".join(words.split())
-    click.echo(f"error: {line}", err=True)
+    echo(f"error: {brief(' '.join(words.split()))}", err=True)
     return code
 
 
@@ -360,7 +360,7 @@ def _run_job(paths: tuple[str, ...], output: Path, connect: Connect, column: str
             raise click.UsageError(f"there are no images in {' '.join(paths)}")
         with _progress.job_bar(total) as told:
             tally = _dataset.run(client, chosen, store, question, told)
-    click.echo(told_of(tally, str(output)))
+    echo(told_of(tally, str(output)))
     return FAILED if tally.left else 0
 
 
@@ -489,11 +489,11 @@ def evaluate(photo: Path, plot: Path | None, connect: Connect, *, as_json: bool,
     with connect() as client, _checked():
         found = client.evaluate(photo, heatmap=False, overlay="jpeg" if plot else None, max_side=640, **wishes)
     if as_json:
-        click.echo(_tables.as_json(found.plain()))
+        echo(_tables.as_json(found.plain()))
     else:
         _tables.show(found.cells()[0], _tables.evaluation_rows(found))
         for label, words in found.remarks():
-            click.echo(f"{label}: {words}", err=True)
+            echo(brief(f"{label}: {words}"), err=True)
     if plot:
         with _checked():
             found.save(plot)
@@ -605,11 +605,11 @@ def _named(name: str, methods: Sequence[camserve.MethodInfo]) -> camserve.Method
 
 def _describe(method: camserve.MethodInfo, *, as_json: bool) -> None:
     if as_json:
-        click.echo(_tables.as_json(method))
+        echo(_tables.as_json(method))
         return
-    click.echo(_tables.method_page(method))
+    echo(_tables.method_page(method))
     if method.parameters:
-        click.echo()
+        echo()
         _tables.show(_tables.PARAMETER_HEADINGS, _tables.parameter_rows(method.parameters))
 
 
@@ -696,6 +696,6 @@ def health(service: str, connect: Connect, *, as_json: bool) -> int:
 
 def _show(values: object, heads: Sequence[str], rows: Sequence[Sequence[str | Text]], *, as_json: bool) -> None:
     if as_json:
-        click.echo(_tables.as_json(values))
+        echo(_tables.as_json(values))
     else:
         _tables.show(heads, rows)

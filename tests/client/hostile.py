@@ -1,0 +1,119 @@
+"""A server that answers whatever a test wants, byte for byte, to every RPC."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from PIL import Image
+
+from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+STREAM = "ExplainStream"
+ANSWERS = {
+    name: getattr(module, f"{name}Response")
+    for module, names in (
+        (explain_pb2, ("Explain", "InspectLayers", "ExtractFeatures")),
+        (evaluate_pb2, ("Evaluate", "ListMetrics")),
+        (models_pb2, ("ListModels", "GetModel", "LoadModel", "UnloadModel", "ListLayers", "ListMethods")),
+    )
+    for name in names
+}
+
+
+class Hostile(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Answers each RPC by its name in ``replies``: bytes, or a function of the request and its context."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.replies: dict[str, bytes | Callable[[Any, grpc.ServicerContext], Any]] = {}
+
+    def service(self, details: Any) -> Any:
+        name = details.method.rpartition("/")[2]
+        reply = self.replies.get(name, b"")
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            return reply if isinstance(reply, bytes) else reply(request, context)
+
+        make = grpc.stream_stream_rpc_method_handler if name == STREAM else grpc.unary_unary_rpc_method_handler
+        return make(answer)
+
+    def stream(self, answers: Callable[[explain_pb2.ExplainStreamRequest], Iterable[Any]]) -> None:
+        """Answer each request of a stream with messages."""
+
+        def serve(requests: Iterator[bytes], _context: Any) -> Iterator[bytes]:
+            for each in requests:
+                for answer in answers(explain_pb2.ExplainStreamRequest.FromString(each)):
+                    yield answer.SerializeToString()
+
+        self.replies[STREAM] = serve
+
+
+@contextmanager
+def serving() -> Iterator[Hostile]:
+    """Serve on a free port of this machine."""
+    hostile, pool = Hostile(), ThreadPoolExecutor(8)
+    options = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1))
+    running = grpc.server(pool, handlers=(hostile,), options=options)
+    hostile.address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
+    running.start()
+    try:
+        yield hostile
+    finally:
+        running.stop(None).wait()
+        pool.shutdown()
+
+
+def filled(message: Any, text: str, depth: int = 0) -> Any:
+    """Put a text into every string of a message, and one of each into every list."""
+    for field in message.DESCRIPTOR.fields:
+        value = text if field.type == FieldDescriptor.TYPE_STRING else None
+        if field.message_type and field.message_type.GetOptions().map_entry:
+            _fill_map(getattr(message, field.name), field.message_type.fields_by_name["value"], text)
+        elif field.message_type and depth < 5:
+            inner = getattr(message, field.name)
+            filled(inner.add() if field.is_repeated else inner, text, depth + 1)
+            if not field.is_repeated:
+                inner.SetInParent()
+        elif value and field.is_repeated:
+            getattr(message, field.name).append(value)
+        elif value:
+            setattr(message, field.name, value)
+    return message
+
+
+def _fill_map(entries: Any, value: Any, text: str) -> None:
+    if value.message_type:
+        filled(entries[text], text)
+    else:
+        entries[text] = text
+
+
+def explained(text: str = "x", **fields: Any) -> explain_pb2.ExplainResponse:
+    """Answer as an honest server, but for its texts, and for other fields of the explanation."""
+    response = filled(explain_pb2.ExplainResponse(), text)
+    response.photo.CopyFrom(explain_pb2.Photo(width=6, height=4))
+    (one,) = response.explanations
+    one.target.ClearField("box")
+    for name, data in {"heatmap": heatmap(), "intensity": heatmap(), "overlay": overlay(), **fields}.items():
+        getattr(one, name).CopyFrom(data)
+    one.ClearField("heatmap_image")
+    one.resolved_target.CopyFrom(explain_pb2.Target(class_index=7))
+    return response
+
+
+def heatmap() -> explain_pb2.Heatmap:
+    return explain_pb2.Heatmap(height=1, width=2, data=b"\0" * 8)
+
+
+def overlay(kind: str = "JPEG", size: tuple[int, int] = (6, 4)) -> explain_pb2.Picture:
+    out = io.BytesIO()
+    Image.new("RGB", size).save(out, kind)
+    return explain_pb2.Picture(format=explain_pb2.IMAGE_FORMAT_JPEG, data=out.getvalue(), width=6, height=4)
