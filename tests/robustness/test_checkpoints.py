@@ -21,6 +21,8 @@ import torchvision
 from torch import nn
 
 import camserve_server
+from camserve_server import models
+from camserve_server.errors import ConfigError
 from camserve_server.models import checkpoint
 from camserve_server.models.checkpoint import Room
 from camserve_server.models.load import _check_finite as check_finite
@@ -72,8 +74,15 @@ def packed(description, numbers=b"\0" * 16, method=zipfile.ZIP_STORED):
     return file.getvalue()
 
 
-def described(numel, shape, stride, key="0"):
-    """The pickle of {"w": a tensor} that torch.save writes, for any numbers."""
+def text(word):
+    return b"X" + struct.pack("<i", len(word)) + word.encode()
+
+
+FIRST = text("0")
+
+
+def described(numel, shape, stride, key=FIRST):
+    """The pickle of {"w": a tensor} that torch.save writes, for any numbers and any key."""
 
     def number(n):
         return b"J" + struct.pack("<i", n) if n < 2**31 else b"\x8a\x08" + struct.pack("<q", n)
@@ -81,9 +90,7 @@ def described(numel, shape, stride, key="0"):
     def tuple_of(numbers):
         return b"(" + b"".join(map(number, numbers)) + b"t"
 
-    storage = (
-        b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0" + key.encode() + b"X\3\0\0\0cpu" + number(numel) + b"tQ"
-    )
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + key + text("cpu") + number(numel) + b"tQ"
     tensor = storage + number(0) + tuple_of(shape) + tuple_of(stride) + b"\x89ccollections\nOrderedDict\n)Rt"
     return b"\x80\2}X\1\0\0\0wctorch._utils\n_rebuild_tensor_v2\n(" + tensor + b"Rs."
 
@@ -138,7 +145,25 @@ def scripted():
 STATE = trained().state_dict()
 SOUND, SAFELY = saved(STATE), safetensors.torch.save(STATE)
 EMPTY = declared([0], 0, 0)
-DOUBLED = b"\x80\2})q\0" + b"h\0\x86q\0" * 60 + b"K\1s."
+
+
+def doubling(times):
+    """A tuple that holds another twice, which holds another twice, and so on."""
+    return b")q\0" + b"h\0\x86q\0" * times
+
+
+def kept_by(key):
+    """A file as torch wrote it before 1.6, which says that numbers are kept by such a key."""
+    words = (checkpoint.LEGACY_MAGIC, checkpoint.LEGACY_VERSION, {"little_endian": True})
+    head = b"".join(pickle.dumps(word, protocol=2) for word in words)
+    return head + described(4, [4], [1]) + b"\x80\2]" + key + b"a." + bytes(24)
+
+
+def many_references(items):
+    """A description with 20,000 references to numbers, each a list of so many items."""
+    reference = b"](" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\4"
+    return packed(b"\x80\2" + reference + b"N" * items + b"eq\0" + b"h\0Q" * 20_000 + b".")
+
 
 HOSTILE = {
     "a header of 25 MB.safetensors": lambda _: safe({f"{n:050}": EMPTY for n in range(230_000)}),
@@ -172,14 +197,19 @@ HOSTILE = {
     "a pickle in a pickle.pth": lambda canary: saved({"a": saved({"b": Runs(canary)}).decode("latin-1")}),
     "two gigabytes of nothing.pth": lambda _: packed(b"\x80\2cbuiltins\nbytearray\nJ\x00\x94\x35\x77\x85R."),
     "tuples nested deeply.pth": lambda _: packed(b"\x80\2})" + b"\x85" * 350_000 + b"K\1s."),
-    "tuples that double 60 times.pth": lambda _: packed(DOUBLED),
+    "tuples that double 60 times.pth": lambda _: packed(b"\x80\2}" + doubling(60) + b"K\1s."),
     "350,000 empty tables.pth": lambda _: packed(b"\x80\2(" + b"}" * 350_000 + b"t."),
     "90,000 tuples in tuples.pth": lambda _: packed(b"\x80\2})" + b"\x85" * 90_000 + b"K\1s."),
     "90,000 tables.pth": lambda _: packed(b"\x80\2(" + b"}" * 90_000 + b"t."),
     "a description of 30 MB.pth": lambda _: packed(b"\x80\2]" + b"Na" * (15 * MIB) + b"."),
     "a tensor of a billion numbers.pth": lambda _: packed(described(10**9, [10**9], [1])),
     "a tensor that looks beyond its numbers.pth": lambda _: packed(described(4, [64, 64], [64, 1])),
-    "numbers that are not there.pth": lambda _: packed(described(4, [4], [1], key="7")),
+    "numbers that are not there.pth": lambda _: packed(described(4, [4], [1], key=text("7"))),
+    "a key that doubles 24 times.pth": lambda _: packed(described(4, [4], [1], key=doubling(24))),
+    "a key nested deeply.pth": lambda _: packed(described(4, [4], [1], key=b")" + b"\x85" * 90_000)),
+    "a key that is a number.pth": lambda _: packed(described(4, [4], [1], key=b"K\0")),
+    "a key that doubles 60 times, old.pth": lambda _: kept_by(doubling(60)),
+    "20,000 references of 60,000 items.pth": lambda _: many_references(60_000),
     "a whole module.pth": lambda _: saved(nn.Linear(2, 2)),
     "a program.pth": lambda _: scripted(),
     "other shapes.pth": lambda _: saved(torchvision.models.squeezenet1_1(num_classes=9).state_dict()),
@@ -309,6 +339,34 @@ def test_what_torch_saved_is_read_as_torch_reads_it(tmp_path, kind, old):
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(found[name], tensor), name
+
+
+PREFIXES = ("model.", "module.", "_orig_mod.", "model.module.", "module._orig_mod.")
+
+
+@pytest.mark.parametrize("wrapper", ["", "state_dict", "model_state_dict", "model"])
+@pytest.mark.parametrize("prefix", ["", *PREFIXES])
+def test_weights_that_a_training_tool_wrapped_are_loaded(tmp_path, wrapper, prefix):
+    state = {prefix + name: tensor for name, tensor in STATE.items()}
+    torch.save({wrapper: state, "epoch": 3} if wrapper else state, tmp_path / "w.pth")
+    assert_loaded(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_prefixed_names_in_safetensors_are_loaded(tmp_path, prefix):
+    safetensors.torch.save_file({prefix + name: one for name, one in STATE.items()}, tmp_path / "w.safetensors")
+    assert_loaded(tmp_path / "w.safetensors")
+
+
+def assert_loaded(path):
+    module = models.load(models.parse(f"torchvision:squeezenet1_1?weights={path}&size=64&classes=7")).module
+    assert all(torch.equal(tensor, STATE[name]) for name, tensor in module.state_dict().items())
+
+
+def test_weights_that_fit_neither_with_nor_without_their_prefix_are_refused_in_words(tmp_path):
+    torch.save({f"module.{name}": one for name, one in list(STATE.items())[1:]}, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match=r"also without the prefix 'module\.'.*Missing key.*features\.0\.weight"):
+        assert_loaded(tmp_path / "w.pth")
 
 
 def test_an_archive_that_was_packed_again_is_read(tmp_path):

@@ -297,6 +297,8 @@ def _legacy(file: BinaryIO, room: Room) -> _Contents:
 
 
 def _starts(keys: Any, storages: Mapping[str, Storage], at: int) -> dict[str, int]:
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise Damaged("its numbers have keys that are no text")
     starts = {}
     for key in keys:
         starts[key] = at

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 CLASSES = ("classify", "multilabel", "regress")
 """Tasks of models that answer with one row of numbers, made of an embedding."""
+
+WRAPPERS = ("model.", "module.", "_orig_mod.")
+"""Prefixes that training tools put before every weight's name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,15 +198,32 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
     if not path.exists():
         raise ConfigError(f"model {spec.name}: there is no weights file {path.name}")
     log.info("model %s: its weights are read from %s", spec.name, path)
+    outer = ""
     try:
-        module.load_state_dict(checkpoint.load(path, checkpoint.Room.of(module), spec.sha256))
+        state, outer = _without_wrapper(checkpoint.load(path, checkpoint.Room.of(module), spec.sha256), module)
+        module.load_state_dict(state)
         _check_finite(module)
     except Exception as error:  # load_state_dict's too, and what a module's own way of loading trips over
         # The folder is the operator's own business: the log has it, words that may go further do not.
         raise ConfigError(
-            f"model {spec.name}: the weights in {path.name} do not fit {spec.origin}: {_shorten(error)}"
+            f"model {spec.name}: the weights in {path.name} do not fit {spec.origin}"
+            f"{f', also without the prefix {outer!r} of all their names' if outer else ''}: {_shorten(error)}"
         ) from error
     return "file"
+
+
+def _without_wrapper(state: Mapping[str, Tensor], module: nn.Module) -> tuple[Mapping[str, Tensor], str]:
+    """Return weights by the names that a module gives them, and the prefix that a wrapper had put before all names.
+
+    Lightning saves a network as its attribute "model.", DataParallel as "module.", torch.compile as "_orig_mod.".
+    """
+    own, outer = module.state_dict().keys(), ""
+    while state and own.isdisjoint(state):
+        prefix = next(iter(state)).partition(".")[0] + "."
+        if prefix not in WRAPPERS or not all(name.startswith(prefix) for name in state):
+            break
+        state, outer = {name.removeprefix(prefix): tensor for name, tensor in state.items()}, outer + prefix
+    return state, outer
 
 
 def _check_saved(spec: ModelSpec, module: nn.Module) -> None:

@@ -220,11 +220,25 @@ class _Machine:
         self.stack.append(make(arguments) if make else function)
 
     def storage(self, _: object) -> None:
-        kind, dtype, key, _device, numel, *view = self.stack.pop()
-        if kind != "storage" or any(view) or type(numel) is not int or numel < 0:
+        reference = self.stack.pop()
+        if not _is_reference(reference):
             raise Damaged("it refers to numbers in a way that torch.save has not used for years")
-        found = self.storages.setdefault(str(key), Storage(str(key), STORAGES[dtype.name], numel))
-        self.stack.append(found)
+        _kind, dtype, key, _device, numel = reference[:5]
+        self.stack.append(self.storages.setdefault(key, Storage(key, STORAGES[dtype.name], numel)))
+
+
+def _is_reference(value: object) -> bool:
+    """Tell whether this is what torch.save writes for a storage.
+
+    ("storage", its class, its key, its device, how many numbers), and, before torch 1.6, None. The types are exact: a
+    key of another type would be hashed or turned to text, and both may take time and memory without end.
+    """
+    if not isinstance(value, tuple) or len(value) not in {5, 6} or any(part is not None for part in value[5:]):
+        return False
+    kind, dtype, key, device, numel = value[:5]
+    texts = all(isinstance(text, str) for text in (kind, key, device))
+    known = isinstance(dtype, Name) and dtype.name in STORAGES
+    return texts and kind == "storage" and known and type(numel) is int and numel >= 0
 
 
 def _is_dtype(name: str) -> bool:
@@ -241,7 +255,9 @@ def _view(arguments: tuple[Any, ...]) -> View:
     storage, offset, shape, stride = arguments[:4]
     if not isinstance(storage, Storage):
         raise Damaged("a tensor in it has no numbers")
-    return View(storage, offset, tuple(shape), tuple(stride))
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple):
+        raise Damaged("a tensor in it has no proper shape")
+    return View(storage, offset, shape, stride)
 
 
 _CALLS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
@@ -307,8 +323,9 @@ def root(value: object) -> dict[Any, Any]:
     Raises:
         Damaged: there is none.
     """
-    for wrapper in ("state_dict", "model"):
-        value = value.get(wrapper, value) if isinstance(value, dict) else value
+    for wrapper in ("state_dict", "model_state_dict", "model"):
+        inner = value.get(wrapper) if isinstance(value, dict) else None
+        value = inner if isinstance(inner, dict) else value
     if not isinstance(value, dict):
         raise Damaged("it holds no table of weights by name")
     return value
