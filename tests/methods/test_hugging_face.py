@@ -1,6 +1,8 @@
 """Image classifiers of Hugging Face, from folders: as transformers itself has them, and nothing else."""
 
+import io
 import json
+import pickle
 import shutil
 import socket
 import sys
@@ -415,6 +417,66 @@ def test_a_pickle_is_not_read(folder, tmp_path):
 
     assert "pytorch_model.bin is a pickle, which is not read here" in complaint(folder)
     assert not (tmp_path / "it ran").exists()
+
+
+def indexed(name, **more):
+    """An index by which all weights are in one file."""
+
+    def write(folder):
+        names = dict.fromkeys(safetensors.torch.load_file(folder / "model.safetensors"), name)
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        changed(folder, **more)
+
+    return write
+
+
+def other_config(folder):
+    (folder / "config.5.0.0.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"transformers_weights": "evil.bin"})
+    )
+    changed(folder, configuration_files=["config.5.0.0.json"])
+
+
+WAYS_TO_A_PICKLE = {
+    "an index": indexed("evil.bin"),
+    "an index, through a folder": indexed("../evil.bin"),
+    "an index of a pickle called safe": indexed("evil.bin.safetensors"),
+    "an index in the config": indexed("evil.bin", transformers_weights="model.safetensors.index.json"),
+    "the config": lambda folder: changed(folder, transformers_weights="evil.bin"),
+    "the config, through a folder": lambda folder: changed(folder, transformers_weights="../evil.bin"),
+    "the config, with a number": lambda folder: changed(folder, transformers_weights=7),
+    "another config": other_config,
+    "a distributed checkpoint": lambda folder: (folder / "model.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_A_PICKLE)
+def test_no_way_from_a_folder_leads_to_a_pickle(folder, way, monkeypatch):
+    mark, loads = folder.parent / "it ran", []
+
+    class Planted:
+        def __reduce__(self):
+            return mark.touch, ()
+
+    planted = io.BytesIO()
+    torch.save({"classifier.weight": Planted()}, planted)
+    for name in ("evil.bin", "../evil.bin", "evil.bin.safetensors"):
+        (folder / name).write_bytes(planted.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(Planted()))
+    WAYS_TO_A_PICKLE[way](folder)
+    monkeypatch.setattr(torch, "load", lambda *arguments, **_: loads.append(arguments))
+
+    assert len(complaint(folder)) < 600
+    assert not loads
+    assert not mark.exists()
+
+
+def test_weights_that_the_config_names_are_read(folder, zoo):
+    (folder / "model.safetensors").rename(folder / "best.safetensors")
+    changed(folder, transformers_weights="best.safetensors")
+
+    assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
 
 
 # --- words ---

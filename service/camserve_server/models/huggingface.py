@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
+import safetensors.torch
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from camserve_server.types import Preprocess, Task
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+INDEX = ".index.json"
 MISSING = 'models of Hugging Face need `pip install "camserve[hf]"`'
 PROCESSOR = "preprocessor_config.json"
 
@@ -37,6 +39,9 @@ TASKS: Mapping[str, Task] = {
 
 CLASSIFIER = "ForImageClassification"  # in the name of each of transformers' own image classifiers
 
+_FILE = re.compile(
+    r"[\w-][\w.-]*\.safetensors", re.ASCII
+)  # in the folder itself, and of the one format that holds no code
 _PLAIN = re.compile(r"[\w.-]*")  # of a network in timm itself; "hf-hub:OWNER/NAME" is one of the Hub
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "depths", "drop_path_rate", "drop_rate", "dynamic_img_pad", "dynamic_img_size",
@@ -67,6 +72,7 @@ def load(spec: ModelSpec) -> tuple[nn.Module, Preprocess, tuple[str, ...], Task 
     folder = Path(spec.folder)
     theirs = _config_of(folder)
     _check_kind(theirs, spec)
+    files = _weight_files(folder, theirs, spec.origin) if spec.weights == "default" else []
     hub = _transformers()
     try:
         config = hub.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -76,7 +82,7 @@ def load(spec: ModelSpec) -> tuple[nn.Module, Preprocess, tuple[str, ...], Task 
         ) from error
     preprocess = preprocess_of(_processor(hub, folder, spec.origin), spec.origin)
     make = _class_of(hub, config, spec.origin)
-    module = _random(make, config, spec.size) if spec.weights != "default" else _trained(make, config, folder, spec)
+    module = _random(make, config, spec.size) if spec.weights != "default" else _trained(make, config, files, spec)
     return module, preprocess, _labels(config), TASKS.get(theirs.get("problem_type") or "")
 
 
@@ -94,7 +100,7 @@ def check(spec: ModelSpec) -> None:
     if not (folder / PROCESSOR).exists() and "pretrained_cfg" not in theirs:
         raise ConfigError(f"{spec.origin} has no {PROCESSOR}: AutoImageProcessor's save_pretrained writes it")
     if spec.weights == "default":
-        _check_weights(folder, spec)
+        _weight_files(folder, theirs, spec.origin)
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -121,6 +127,10 @@ def _config_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder.name} holds an adapter: save the whole model, after merge_and_unload()")
     if config.get("quantization_config"):
         raise ConfigError(f"{folder.name} is quantised, and gradients want plain weights: save it as it was before")
+    if "configuration_files" in config:
+        raise ConfigError(
+            f"{folder.name}: its config.json names other files in its place: save it with save_pretrained"
+        )
     _check_timm(config, folder.name)
     return config
 
@@ -192,21 +202,43 @@ def _random(make: Any, config: Any, size: int | None) -> nn.Module:
     return cast("nn.Module", make._from_config(config, **_options(make)))  # noqa: SLF001 -- what AutoModel calls
 
 
-def _check_weights(folder: Path, spec: ModelSpec) -> None:
-    if not any((folder / name).exists() for name in WEIGHTS):
+def _weight_files(folder: Path, config: Mapping[str, Any], origin: str) -> list[Path]:
+    """Return the files that the weights are in.
+
+    Raises:
+        ConfigError: there are none, or one is not a .safetensors file in the folder itself.
+    """
+    there = (name for name in WEIGHTS if (folder / name).exists())
+    named = config.get("transformers_weights") or next(there, "")
+    if not named:
         pickled = next((name for name in PICKLES if (folder / name).exists()), "")
         why = f"; {pickled} is a pickle, which is not read here" if pickled else ""
-        raise ConfigError(f"{spec.origin} has no model.safetensors{why}: save it with save_pretrained")
+        raise ConfigError(f"{origin} has no model.safetensors{why}: save it with save_pretrained")
+    index = str(named).endswith(INDEX) and _FILE.fullmatch(str(named).removesuffix(INDEX))
+    names = _indexed(folder / named, origin) if index else [named]
+    for name in names:
+        if not (isinstance(name, str) and _FILE.fullmatch(name) and (folder / name).is_file()):
+            raise ConfigError(
+                f"{origin} names {ascii(name)[:100]} as a file of its weights, and only .safetensors files in the "
+                "folder itself are read: save it with save_pretrained"
+            )
+    return [folder / name for name in names]
 
 
-def _trained(make: Any, config: Any, folder: Path, spec: ModelSpec) -> nn.Module:
-    _check_weights(folder, spec)
+def _indexed(path: Path, origin: str) -> list[Any]:
     try:
+        return list(dict.fromkeys(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    except Exception as error:  # whatever is wrong with a file that somebody else wrote
+        raise ConfigError(f"{origin}: its {path.name} cannot be read: {_line(error)}") from error
+
+
+def _trained(make: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> nn.Module:
+    try:
+        # Not the folder: transformers would choose files in it, and has several ways to choose a pickle.
         module, told = make.from_pretrained(
-            folder,
+            None,
             config=config,
-            local_files_only=True,
-            use_safetensors=True,
+            state_dict={name: tensor for path in files for name, tensor in safetensors.torch.load_file(path).items()},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told, and refused below
             **_options(make),
