@@ -38,7 +38,7 @@ from camserve_server.errors import (
     Unavailable,
     WorkerLost,
 )
-from camserve_server.telemetry import CURRENT, Ran, Record, Told
+from camserve_server.telemetry import CURRENT, Ran, Record, Spent, Told
 from camserve_server.threads import in_thread
 from camserve_server.types import Half, Kind, Pass, Row, RowResult
 
@@ -60,27 +60,6 @@ PLACE = 256 * 2**10  # bytes of its message that a row has room for: a request o
 OLDEST_SHARE = 4  # one row in so many of a batch is the oldest request's
 SHORTEST_RETRY = 0.05
 LONGEST_RETRY = 5.0
-
-
-@dataclass(slots=True)
-class Spent:
-    """Where the time of some rows went.
-
-    Attributes:
-        queue: seconds of waiting for batches.
-        compute: seconds of running in them.
-        batch_rows: rows in the largest of them.
-    """
-
-    queue: float = 0.0
-    compute: float = 0.0
-    batch_rows: int = 0
-
-    def add(self, other: "Spent") -> None:
-        """Add what other rows of the same request spent."""
-        self.queue += other.queue
-        self.compute += other.compute
-        self.batch_rows = max(self.batch_rows, other.batch_rows)
 
 
 @dataclass(slots=True)
@@ -303,7 +282,14 @@ class Batcher:
         self.stats.refused += 1
         return ResourceExhausted(words, retry_after=self._retry_after(), shed="queue_full")
 
-    async def submit(self, pass_: Pass, rows: Sequence[Row], collect: Collect, deadline: float = math.inf) -> Spent:
+    async def submit(
+        self,
+        pass_: Pass,
+        rows: Sequence[Row],
+        collect: Collect,
+        deadline: float = math.inf,
+        spent: Spent | None = None,
+    ) -> Spent:
         """Run rows.
 
         Args:
@@ -311,6 +297,7 @@ class Batcher:
             rows: at least one.
             collect: takes the index of a row and its result; called as they come, in the rows' order.
             deadline: on the event loop's clock; rows that have not run by then never will.
+            spent: where the request's time went so far; it is added to.
 
         Returns:
             Where the time went.
@@ -321,14 +308,18 @@ class Batcher:
             Exception: whatever the engine raised for a row that it could not compute.
         """
         self._check_there()
-        loop = asyncio.get_running_loop()
-        ticket = _Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), Spent())
+        loop, spent = asyncio.get_running_loop(), spent or Spent()
+        ticket = _Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), spent)
+        spent.change(ticket.arrived, submitted=1)
         self._queues.setdefault(pass_, []).append(ticket)
         if not self._is_long(ticket):
             self._short_came = ticket.arrived
         self._arrived.set()
-        await ticket.done  # a cancelled caller cancels the future, and with it the rows not yet run
-        return ticket.spent
+        try:
+            await ticket.done  # a cancelled caller cancels the future, and with it the rows not yet run
+        finally:
+            spent.change(loop.time(), submitted=-1)
+        return spent
 
     async def _serve(self, engine: _Engine) -> None:
         """Pull batches for an engine, and share it with a second batch unless one is alone."""
@@ -468,7 +459,6 @@ class Batcher:
         self.stats.batches += 1
         self.stats.rows += len(batch)
         for ticket in dict(batch):
-            ticket.spent.queue += now - ticket.since
             if ticket.record:
                 ticket.record.stage("queue", ticket.since, now)
             ticket.spent.batch_rows = max(ticket.spent.batch_rows, len(batch))
@@ -499,7 +489,9 @@ class Batcher:
     async def _timed(self, engine: _Engine, batch: list[_Place], half: Half | None) -> list[RowResult]:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rows = [ticket.rows[index] for ticket, index in batch]
+        rows, tickets = [ticket.rows[index] for ticket, index in batch], dict(batch)
+        for ticket in tickets:
+            ticket.spent.change(began, running=1)
         try:
             results = await engine.ask(batch[0][0].pass_, rows, half)
         except asyncio.CancelledError:
@@ -507,14 +499,15 @@ class Batcher:
                 ticket.fail(Unavailable("the server is shutting down"))
             raise
         finally:
+            for ticket in tickets:
+                ticket.spent.change(loop.time(), running=-1)
             self._tell(batch, began, half)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
         took = loop.time() - began
         rate = (1 if half is None else 2) * len(rows) / took
         self._row_seconds += 0.2 * (1 / rate - self._row_seconds)
-        for ticket in dict(batch):
-            ticket.spent.compute += took
+        for ticket in tickets:
             ticket.since = loop.time()
         return results
 

@@ -15,12 +15,12 @@ from typing import ParamSpec, TypeAlias, TypeVar
 from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server import images, jobs, render, wire
 from camserve_server.admission import Admission, Shelf
-from camserve_server.batcher import Batcher, Collect, Spent
+from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
 from camserve_server.methods import METHODS
 from camserve_server.targets import carried, whole
-from camserve_server.telemetry import CURRENT
+from camserve_server.telemetry import CURRENT, Spent
 from camserve_server.threads import in_thread
 from camserve_server.types import (
     Box,
@@ -189,7 +189,7 @@ class Pipeline:
         clock, spent, record = asyncio.get_running_loop().time, Spent(), CURRENT.get()
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-            spent.add(await self.batcher.submit(pass_, rows, collect, deadline))
+            await self.batcher.submit(pass_, rows, collect, deadline, spent)
 
         began = clock()
         view = await self._in_thread(_see, order, self.limits)

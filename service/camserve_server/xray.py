@@ -12,9 +12,9 @@ import numpy as np
 
 from camserve.v1 import explain_pb2
 from camserve_server import images, render, tiles, wire
-from camserve_server.batcher import Spent
 from camserve_server.errors import InvalidArgument
 from camserve_server.pipeline import Pipeline
+from camserve_server.telemetry import Spent
 from camserve_server.threads import in_thread
 from camserve_server.types import Box, Limits, Map, ModelInfo, Pass, Picture, Pixels, Preprocess, Row, RowResult
 

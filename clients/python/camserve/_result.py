@@ -65,7 +65,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time went, in milliseconds, and how many rows the largest batch had."""
+    """Where the time went, in milliseconds, and how many rows the largest batch had.
+
+    No moment counts twice: `compute_ms` is time in which at least one of its batches ran, and `queue_ms` the rest of
+    the wait for them.
+    """
 
     decode_ms: float
     queue_ms: float

@@ -920,9 +920,9 @@ class Timing(_message.Message):
     decode_ms: _builtins.float
     """Decoding and resizing the photo."""
     queue_ms: _builtins.float
-    """Waiting for a place in a batch, added up over the batches it was in."""
+    """Waiting for a place in a batch while none of its batches ran."""
     compute_ms: _builtins.float
-    """Running the model, added up over the batches it was in."""
+    """Running the model: time in which at least one of its batches ran. Batches that ran at once count once."""
     render_ms: _builtins.float
     """Drawing and encoding pictures."""
     batch_rows: _builtins.int
