@@ -108,6 +108,24 @@ def test_compose_locks_the_container_up(service):
     assert not {"user", "privileged", "cap_add", "network_mode"} & service.keys()
 
 
+@pytest.mark.parametrize("service", COMPOSE["services"].values(), ids=COMPOSE["services"].keys())
+def test_compose_limits_the_memory_and_the_processes_of_every_service(service):
+    (size, unit) = re.fullmatch(r"(?:\$\{CAMSERVE_MEMORY:-)?(\d+)([mg])\}?", service["mem_limit"]).groups()
+
+    assert int(size) * {"m": 1, "g": 1024}[unit] >= 512
+    assert 0 < service["pids_limit"] <= 1024
+
+
+@services
+def test_compose_gives_the_server_the_memory_that_it_needs(service):
+    """What the Kubernetes manifests request was measured; compose sets the limit alone."""
+    deployment = yaml.safe_load((ROOT / "deploy/kubernetes/deployment.yaml").read_text("utf-8"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+
+    assert int(re.search(r":-(\d+)g", service["mem_limit"])[1]) >= limit
+
+
 @services
 def test_compose_publishes_the_port_to_this_machine_only(service):
     assert service["ports"] == [f"127.0.0.1:${{CAMSERVE_PORT:-50051}}:{last('EXPOSE')}"]

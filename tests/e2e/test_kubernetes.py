@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import kubernetes_validate
 import pytest
@@ -27,7 +28,8 @@ def read(path):
 
 KUSTOMIZATION = read(FOLDER / "kustomization.yaml")
 MANIFESTS = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml")) if path.stem != "kustomization"}
-KSERVE = read(ROOT / "deploy" / "kserve" / "inferenceservice.yaml")
+KSERVE_FOLDER = ROOT / "deploy" / "kserve"
+KSERVE = read(KSERVE_FOLDER / "inferenceservice.yaml")
 POD = MANIFESTS["deployment"]["spec"]["template"]
 SCALING = ("minReplicas", "maxReplicas", "timeout")  # KServe's own; the rest of a predictor is a pod's
 PREDICTOR = {
@@ -36,6 +38,15 @@ PREDICTOR = {
     "metadata": {"name": "predictor"},
     "spec": {key: value for key, value in KSERVE["spec"]["predictor"].items() if key not in SCALING},
 }
+KSERVE_LABELS = {
+    "app": f"isvc.{KSERVE['metadata']['name']}-predictor",
+    "component": "predictor",
+    "serving.kserve.io/inferenceservice": KSERVE["metadata"]["name"],
+}
+"""The labels that KServe's controller puts on the pods of a predictor in mode Standard."""
+
+POLICIES = {"deployment": MANIFESTS["networkpolicy"], "kserve": read(KSERVE_FOLDER / "networkpolicy.yaml")}
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 SETTINGS = tomllib.loads((FOLDER / "camserve.toml").read_text(encoding="utf-8"))
 EVERYWHERE = pytest.mark.parametrize("pod", [POD["spec"], PREDICTOR["spec"]], ids=["deployment", "kserve"])
 
@@ -50,9 +61,11 @@ def ports(pod):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", [*MANIFESTS, "kserve"])
-def test_every_manifest_is_what_the_schema_of_kubernetes_asks_for(name, version):
-    kubernetes_validate.validate(PREDICTOR if name == "kserve" else MANIFESTS[name], version, strict=True)
+@pytest.mark.parametrize(
+    "manifest", [*MANIFESTS.values(), PREDICTOR, POLICIES["kserve"]], ids=[*MANIFESTS, "kserve", "kserve-networkpolicy"]
+)
+def test_every_manifest_is_what_the_schema_of_kubernetes_asks_for(manifest, version):
+    kubernetes_validate.validate(manifest, version, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +129,39 @@ def test_probes_ask_for_a_health_that_the_server_has_on_its_port(pod):
 
 
 @EVERYWHERE
+def test_every_probe_states_a_timeout_within_its_period(pod):
+    for name in ("startup", "liveness", "readiness"):
+        probe = container(pod)[f"{name}Probe"]
+        assert 1 < probe["timeoutSeconds"] <= probe["periodSeconds"]
+
+
+@EVERYWHERE
+def test_images_are_pinned_to_this_version(pod):
+    """A tag that moves would leave nodes with different code, since IfNotPresent looks at the name alone."""
+    image = container(pod)
+
+    assert image["image"] == f"camserve:{VERSION}-cpu"
+    assert image["imagePullPolicy"] == "IfNotPresent"
+    assert KUSTOMIZATION["images"][0]["newTag"] == f"{VERSION}-cpu"
+
+
+@EVERYWHERE
+def test_a_pod_requests_the_memory_that_the_documentation_measured(pod):
+    """The scheduler counts on the request, and the kernel kills the engine at the limit."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    idle, burst = (int(re.search(rf"{words} \| ([\d,]+) MiB", page)[1].replace(",", "")) for words in ("idle", "busy"))
+    resources = container(pod)["resources"]
+
+    assert mebibytes(resources["requests"]["memory"]) >= idle + burst
+    assert mebibytes(resources["limits"]["memory"]) > mebibytes(resources["requests"]["memory"])
+
+
+def mebibytes(quantity):
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()
+    return int(number) * {"Mi": 1, "Gi": 1024}[unit]
+
+
+@EVERYWHERE
 def test_a_pod_is_restarted_only_after_the_server_could_have_helped_itself(pod):
     """A hung engine is found, and started anew, within `max_batch_seconds`; the event loop runs on meanwhile."""
     startup, liveness = container(pod)["startupProbe"], container(pod)["livenessProbe"]
@@ -149,6 +195,88 @@ def test_everything_means_the_same_pods_and_the_same_ports():
     assert MANIFESTS["hpa"]["spec"]["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
     assert named == ports(POD["spec"])
     assert opened == set(named.values())
+
+
+class Peer(NamedTuple):
+    """A pod that may call another: the labels of its namespace, and its own."""
+
+    namespace: dict[str, str]
+    labels: dict[str, str]
+
+
+HOME = {"kubernetes.io/metadata.name": "home"}
+ELSEWHERE = {"kubernetes.io/metadata.name": "elsewhere"}
+MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
+CLIENT = {"camserve-client": "true"}
+
+
+def selects(selector, labels):
+    """Evaluate a label selector. One that is empty selects everything."""
+    assert set(selector) <= {"matchLabels"}, "the evaluator knows no matchExpressions"
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def matches(rule, peer):
+    """Evaluate one entry of `from`: without a namespace selector it means pods of the policy's own namespace."""
+    assert set(rule) <= {"podSelector", "namespaceSelector"}, "the evaluator knows no ipBlock"
+    same = (
+        peer.namespace == HOME
+        if "namespaceSelector" not in rule
+        else selects(rule["namespaceSelector"], peer.namespace)
+    )
+    return same and selects(rule.get("podSelector", {}), peer.labels)
+
+
+def admitted_ports(policy, labels, peer):
+    """Return the ports of a pod in HOME that are open to a peer; None where the policy does not select the pod."""
+    if not selects(policy["spec"]["podSelector"], labels):
+        return None
+    rules = policy["spec"]["ingress"]
+    return {port["port"] for rule in rules if any(matches(one, peer) for one in rule["from"]) for port in rule["ports"]}
+
+
+BOTH = pytest.mark.parametrize(
+    ("policy", "labels"),
+    [(POLICIES["deployment"], POD["metadata"]["labels"]), (POLICIES["kserve"], KSERVE_LABELS)],
+    ids=POLICIES,
+)
+
+
+@BOTH
+def test_the_network_policy_selects_the_pods_that_it_is_for(policy, labels):
+    unlabelled = Peer(HOME, {})
+
+    assert "Ingress" in policy["spec"]["policyTypes"]
+    assert admitted_ports(policy, labels, unlabelled) == set()
+    assert admitted_ports(policy, {"app": "another"}, unlabelled) is None
+
+
+@BOTH
+def test_labelled_pods_may_call_from_the_namespace_and_from_labelled_ones(policy, labels):
+    assert admitted_ports(policy, labels, Peer(HOME, CLIENT)) == {50051}
+    assert admitted_ports(policy, labels, Peer({**ELSEWHERE, **CLIENT}, CLIENT)) == {50051}
+
+
+@BOTH
+def test_a_label_alone_does_not_let_another_namespace_in(policy, labels):
+    assert admitted_ports(policy, labels, Peer(ELSEWHERE, CLIENT)) == set()
+    assert admitted_ports(policy, labels, Peer({**ELSEWHERE, **CLIENT}, {})) == set()
+
+
+def test_prometheus_may_scrape_and_may_not_call():
+    labels = POD["metadata"]["labels"]
+
+    assert admitted_ports(POLICIES["deployment"], labels, Peer(MONITORING, {})) == {ports(POD["spec"])["metrics"]}
+
+
+def test_the_evaluator_sees_a_policy_that_selects_nothing_or_admits_too_much():
+    wrong = copy.deepcopy(POLICIES["kserve"])
+    wrong["spec"]["podSelector"] = {"matchLabels": {"app": "camserve"}}
+    assert admitted_ports(wrong, KSERVE_LABELS, Peer(HOME, CLIENT)) is None
+
+    wide = copy.deepcopy(POLICIES["kserve"])
+    wide["spec"]["ingress"][0]["from"].append({"namespaceSelector": {}})
+    assert admitted_ports(wide, KSERVE_LABELS, Peer(ELSEWHERE, {})) == {50051}
 
 
 def test_pods_read_the_settings_that_are_generated_with_their_hash():
