@@ -86,6 +86,7 @@ def _faults_of_models(file: _File, named: Sequence[str]) -> Iterator[Fault]:
     for text in named:
         try:
             spec = models.parse(text)
+            models.search_current_folder(spec)
             models.check(spec)
         except ConfigError as error:
             yield Fault(file.line_of("models", text), f"models: {_about(text, error)}")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,17 @@ def _settings_options(command: F) -> F:
 
 def _load(path: str | None, flags: dict[str, Any]) -> config.Settings:
     flags["models"] = flags["models"] or None
-    return config.load(path, flags)
+    settings = config.load(path, flags)
+    _search_current_folder(settings.models)
+    return settings
+
+
+def _search_current_folder(named: Iterable[str]) -> None:
+    """Let the modules of users' own factories be found where the command is run."""
+    from camserve_server import models  # noqa: PLC0415 -- torch takes seconds, which --help need not
+
+    for text in named:
+        models.search_current_folder(models.parse(text))
 
 
 @contextmanager
@@ -59,8 +68,6 @@ def _told() -> Iterator[None]:
 @click.version_option(package_name="camserve")
 def program() -> None:
     """Explain what vision models see: Grad-CAM and saliency heatmaps over gRPC."""
-    # A user's own module:factory is found beside where the command is run, as `python -m` would.
-    sys.path.insert(0, str(Path.cwd()))
 
 
 @program.command()
@@ -179,6 +186,7 @@ def tune(
         if path:
             tuning.check_writable(path, force=force)
         models = models or config.load(path if path and path.exists() else None).models
+        _search_current_folder(models)
         logs.configure("error", "text")
         _announce(models, limits["seconds"])
         wishes = tuning.Wishes(limits["seconds"], limits["latency_ms"] / 1e3, precision == "any")
@@ -229,6 +237,7 @@ def _server_of_ones_own(model: str, device: str, isolation: str = "thread") -> I
     from camserve_server import server  # noqa: PLC0415 -- as above
 
     with tempfile.TemporaryDirectory() as folder, _told():
+        _search_current_folder((model,))
         logs.configure("warning", "text")
         flags = {
             "models": (model,),
@@ -333,6 +342,7 @@ def ray_explain(
 
     cpus, gpus, model, device = (options.pop(name) for name in ("cpus", "gpus", "model", "device"))
     with _told():
+        _search_current_folder((model,))
         settings = commands.settings_for_job((model,), device, cpus)
         asked = job.Job.new(settings, paths, column, output, options)
         with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus)) as engines:

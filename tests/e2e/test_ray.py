@@ -51,6 +51,21 @@ BROKEN = ("broken.jpg", "broken.png")
 PROGRAM = [sys.executable, "-c", "from camserve_server.cli import main; main()"]
 
 
+IN_A_WORKER = """
+from camserve_server.cluster.commands import Engines, cluster
+with cluster(None, Engines(1, 1, 1, 1, 0)):
+    import ray
+    print(ray.get(ray.remote(lambda: __import__("colorsys").__file__).remote()))
+"""
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path):
+    """Ray by itself searches it before all other places."""
+    (tmp_path / "colorsys.py").touch()
+    done = subprocess.run([sys.executable, "-P", "-c", IN_A_WORKER], cwd=tmp_path, capture_output=True, check=True)
+    assert not done.stdout.decode().startswith(str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a module of models, and photos, 500 of them, and two files that are none."""

@@ -63,6 +63,7 @@ def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
             logging_level="error",
             log_to_driver=False,
             include_dashboard=False if not address else None,
+            job_config=_job(),
         )
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"no cluster at {address}: {error}") from error
@@ -75,6 +76,17 @@ def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
         )
     finally:
         ray_.shutdown()
+
+
+def _job() -> Any:
+    """Return what Ray shall know of the job, such that its workers do not search the current folder for modules first.
+
+    Ray puts it before all other places, unless the job has a working directory of its own, which would have to be
+    copied. Where a user's own module is named, the engines get the folder as the last place, by their `path`.
+    """
+    job = ray("job_config").JobConfig()
+    job._runtime_env_has_working_dir = lambda: True  # noqa: SLF001 -- Ray has no setting for it
+    return job
 
 
 def _reached(address: str | None) -> None:

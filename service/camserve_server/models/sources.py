@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,6 +212,20 @@ def _of(spec: ModelSpec, made: Any) -> Source:
     return replace(source, labels=tuple(source.labels))
 
 
+def search_current_folder(spec: ModelSpec) -> None:
+    """Let Python find the module of a user's own factory in the current folder, after every other place.
+
+    Only for a module that is named and found nowhere else: whatever else lies in a folder must not be imported because
+    a command was run there.
+    """
+    if _is_own(spec) and importlib.util.find_spec(spec.source.partition(".")[0]) is None:
+        sys.path.append(str(Path.cwd()))
+
+
+def _is_own(spec: ModelSpec) -> bool:
+    return spec.source not in ("embedded", "torchvision", "timm", "hf", *plugins.found(plugins.SOURCES))
+
+
 def check(spec: ModelSpec) -> None:
     """Say what is wrong with a model, as far as that can be known without making it.
 
@@ -221,7 +236,7 @@ def check(spec: ModelSpec) -> None:
         huggingface.check(spec)
     elif spec.source in ("torchvision", "timm"):
         _known(spec, zoo.list_models() if spec.source == "torchvision" else timm.list_models(), spec.source)
-    elif spec.source != "embedded" and spec.source not in plugins.found(plugins.SOURCES):
+    elif _is_own(spec):
         top = spec.source.partition(".")[0]  # to look for what is inside of a package, it would have to be run
         if importlib.util.find_spec(top) is None:
             hint = did_you_mean(spec.source, ("torchvision", "timm", "hf", *plugins.found(plugins.SOURCES)))

@@ -21,7 +21,8 @@ from typing import NoReturn, Protocol
 
 from camserve_server.workers import child
 
-PROGRAM = ("-c", "import sys; from camserve_server.workers import child; child.run(int(sys.argv[1]))")
+# -P, as else Python would look for modules in the current folder first.
+PROGRAM = ("-P", "-c", "import sys; from camserve_server.workers import child; child.run(int(sys.argv[1]))")
 _NUMBER = struct.Struct("i")
 
 

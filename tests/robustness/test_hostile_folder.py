@@ -1,0 +1,60 @@
+"""A folder that somebody else made: no command that is run in it imports what lies there."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+PROGRAM = Path(sys.executable).with_name("camserve-server")
+SMALL = "small=torchvision:squeezenet1_1?weights=none&size=32"
+LEAVES_ITS_NAME = "open({mark!r}, 'a').write(__name__ + '\\n')\nraise ImportError('it ran')\n"
+NEVER_INSTALLED = ("sitecustomize", "usercustomize", "apex", "flash_attn", "openvino", "camserve_plugins")
+NETS = """
+from torch import nn
+
+def net():
+    import not_installed_anywhere  # of the same folder, which is searched once a module in it is named
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+"""
+EXPLAIN = ("explain", "photo.png", "-o", "out", "--resume", "--device", "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a photo, and a module by the name of each that Python or camserve might import."""
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
+    (tmp_path / "small.toml").write_text(f'models = "{SMALL}"\ndevice = "cpu"')
+    installed = [name for name in importlib.metadata.packages_distributions() if name.isidentifier()]
+    for name in {*sys.stdlib_module_names, *installed, *NEVER_INSTALLED}:
+        (tmp_path / f"{name}.py").write_text(LEAVES_ITS_NAME.format(mark=str(tmp_path / "it ran")))
+    return tmp_path
+
+
+def run(folder, *command):
+    """Run a command in a folder; return its exit code and which modules of the folder were imported."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    mark = folder / "it ran"
+    return done.returncode, mark.read_text().split() if mark.exists() else []
+
+
+def test_photos_are_explained_without_importing_from_the_current_folder(folder):
+    """With --resume, which has an engine in a process of its own."""
+    assert run(folder, PROGRAM, *EXPLAIN, "--model", SMALL) == (0, [])
+
+
+def test_a_file_of_settings_is_checked_without_importing_from_its_folder(folder):
+    assert run(folder, PROGRAM, "check-config", "small.toml", "--load") == (0, [])
+
+
+def test_a_named_module_is_found_in_the_current_folder_after_every_other(folder):
+    (folder / "nets_of_mine.py").write_text(NETS)
+    (folder / "not_installed_anywhere.py").touch()
+    assert run(folder, PROGRAM, *EXPLAIN, "--model", "nets_of_mine:net?size=32") == (0, [])
+
+
+def test_the_trap_is_sprung_by_a_python_that_searches_the_folder_first(folder):
+    _, imported = run(folder, sys.executable, "-c", "import torch")
+    assert imported
