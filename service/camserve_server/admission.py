@@ -10,8 +10,10 @@ after it last asked.
 import asyncio
 import functools
 import ipaddress
+import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,8 +24,63 @@ from camserve_server.errors import ResourceExhausted
 CALLER: ContextVar[str] = ContextVar("caller_of_room", default="")
 """Who asks: the name of a token, or an address."""
 
+REMEMBERED = 4096  # callers whose last turn is known; one of more is served as if it had come anew
 PRESENT = 10.0  # seconds for which a caller counts after it last asked; longer than any pause that it is told to make
 LINE = 1024  # places waited for at most by those who have no right to them: what waits is in memory already
+
+
+class Turns:
+    """Whose turn it is: of the callers that wait, the one that was served longest ago."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}  # the latest last
+        self._count = 0
+
+    def next(self, callers: Iterable[str]) -> str:
+        """Return who is next; of those never served, the first."""
+        return min(callers, key=self.last)
+
+    def last(self, caller: str) -> int:
+        """Return the number of a caller's last turn, 0 for none."""
+        return self._served.get(caller, 0)
+
+    def took(self, caller: str) -> None:
+        """Note that a caller had its turn."""
+        self._count += 1
+        self._served.pop(caller, None)
+        self._served[caller] = self._count
+        if len(self._served) > REMEMBERED:
+            del self._served[next(iter(self._served))]
+
+
+class FairThreads:
+    """Threads that callers take turns at, a step each: so nobody waits for more than the steps that run.
+
+    Args:
+        threads: that run the steps.
+    """
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._lines: dict[str, deque[Callable[[], object]]] = {}
+        self._turns = Turns()
+        self._lock = threading.Lock()
+
+    def submit(self, step: Callable[[], object], /) -> None:
+        """Run a step of the current caller in a thread, when it is its turn."""
+        with self._lock:
+            self._lines.setdefault(CALLER.get(), deque()).append(step)
+        self._threads.submit(self._run_next)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            caller = self._turns.next(self._lines)
+            self._turns.took(caller)
+            line = self._lines[caller]
+            step = line.popleft()
+            if not line:
+                del self._lines[caller]
+        step()
 
 
 class Shelf:

@@ -27,6 +27,7 @@ from camserve_server.models import ModelSpec
 from camserve_server.registry import Registry
 from camserve_server.targets import anything
 from camserve_server.telemetry import Engine, Told
+from camserve_server.threads import contained
 from camserve_server.types import MethodCall, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import Local, Port, Setup, Worker
 
@@ -74,6 +75,7 @@ class Fleet:
             max_queue_rows=settings.max_queue_rows,
             max_delay=settings.max_queue_delay_ms / 1e3,
             halves=self._halves(devices),
+            max_batch_seconds=settings.max_batch_seconds,
         )
         self.batcher.told = told
 
@@ -257,7 +259,7 @@ def _in_a_thread(function: Callable[..., T], *arguments: object) -> asyncio.Futu
         try:
             done.set_result(function(*arguments))
         except Exception as error:  # noqa: BLE001 -- whoever waits for it takes it
-            done.set_exception(error)
+            done.set_exception(contained(error))
         except BaseException:  # noqa: BLE001 -- a model may call sys.exit as it is made
             done.set_exception(Internal("the model tried to end the server"))
 

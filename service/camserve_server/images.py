@@ -75,9 +75,7 @@ def decode(data: bytes, limits: Limits) -> Pixels:
         InvalidArgument: empty, of another kind, larger than `limits`, cut short or broken. Kind and size are found out
             before anything is decoded.
     """
-    kind = _kind(data)
-    size = _size(kind, data)
-    _check_size(size, limits)
+    kind, size = _measured(data, limits)
     still = _picture(data, size, limits) if kind == "PNG" else data
     try:
         pixels = cv2.imdecode(np.frombuffer(still, np.uint8), cv2.IMREAD_COLOR_RGB)
@@ -86,6 +84,23 @@ def decode(data: bytes, limits: Limits) -> Pixels:
     if pixels is None:
         raise _broken(kind)
     return pixels.astype(np.uint8, copy=False)
+
+
+def pixels_of(data: bytes, limits: Limits) -> int:
+    """Return how many pixels a file has, from its header.
+
+    Raises:
+        InvalidArgument: it is empty, of another kind, larger than `limits`, or its header is broken.
+    """
+    _, (height, width) = _measured(data, limits)
+    return height * width
+
+
+def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:
+    kind = _kind(data)
+    size = _size(kind, data)
+    _check_size(size, limits)
+    return kind, size
 
 
 def _kind(data: bytes) -> str:

@@ -6,15 +6,14 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for compa
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeAlias, TypeVar
 
 from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server import images, jobs, render, wire
-from camserve_server.admission import Admission, Shelf
+from camserve_server.admission import Admission, FairThreads, Shelf
 from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
@@ -80,7 +79,7 @@ class Pipeline:
     Attributes:
         lifecycle: of the models.
         batcher: that runs rows.
-        threads: that decode and draw.
+        threads: that decode and draw, a step of each caller in turn.
         limits: on what one request may ask for.
         shelf: where decoded photos are held while their requests wait.
         easel: lets so many pictures be drawn at a time.
@@ -88,7 +87,7 @@ class Pipeline:
 
     lifecycle: Lifecycle
     batcher: Batcher
-    threads: ThreadPoolExecutor
+    threads: FairThreads
     limits: Limits
     shelf: Shelf = field(default_factory=lambda: Shelf(SHELF))
     easel: Admission = field(default_factory=lambda: Admission(DRAWN_TOGETHER, DRAWN_AT_ONCE, line=math.inf))
@@ -192,7 +191,7 @@ class Pipeline:
             await self.batcher.submit(pass_, rows, collect, deadline, spent)
 
         began = clock()
-        view = await self._in_thread(_see, order, self.limits)
+        view = await self._in_steps(_seen(order, self.limits))
         decoded = clock()
         if record:
             record.stage("decode", began, decoded)
@@ -229,7 +228,7 @@ class Pipeline:
             record.about(model if model in self.models else "", named or [wire.DEFAULT_METHOD])
 
     async def _in_steps(self, steps: Generator[None, None, T]) -> T:
-        """Run what pauses now and then in a thread; others have their turn then, and it ends if its caller gave up."""
+        """Run what pauses now and then in a thread: others have their turn then, and it ends if its caller gave up."""
         while not (done := await self._in_thread(_advanced, steps)):
             pass
         return done[0]
@@ -258,6 +257,7 @@ def _drawn(
     wants, photo, answers = order.rendering, view.photo, list[wire.Answer]()
     if photo is None and wants.pictures:
         photo = images.decode(order.image, limits)
+        yield
     together = max(1, round(DRAWN_AT_ONCE / (_pixels_of(wants, view.size) or math.prod(view.image.shape[:2]))))
     for finding in findings:
         if answers and len(answers) % together == 0:
@@ -278,29 +278,60 @@ def _answer(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Ren
     return wire.Answer(finding, wants.heatmap, *pictures, full if wants.intensity else None)
 
 
-def _see(order: wire.Order, limits: Limits) -> _View:
+def _seen(order: wire.Order, limits: Limits) -> Generator[None, None, _View]:
+    """Decode the photo, and the images of its targets; pause after each."""
+    _check_pixels(order, limits)
     photo = images.decode(order.image, limits)
     size = (photo.shape[0], photo.shape[1])
     _check_drawing(order, size, limits)
     image, seen = images.fit(photo, order.job.model.preprocess)
-    kept = order.rendering.pictures and photo.size <= HELD
-    targets = tuple(_aimed(one, place, order, seen, limits) for place, one in enumerate(order.job.targets))
+    kept = photo if order.rendering.pictures and photo.size <= HELD else None
+    del photo  # while others have their turn
+    targets = list[Target]()
+    for place, target in enumerate(order.job.targets):
+        if isinstance(target, SimilarityTarget):
+            yield
+        targets.append(_aimed(target, place, order, seen, limits))
     receipt = wire.receipt(order.job.model, order.image, image)
-    return _View(photo if kept else None, size, image, seen, targets, receipt)
+    return _View(kept, size, image, seen, tuple(targets), receipt)
+
+
+def _check_pixels(order: wire.Order, limits: Limits) -> None:
+    """Refuse a request whose images have more pixels between them than one may have.
+
+    Raises:
+        InvalidArgument: they have, or one of them cannot be read.
+    """
+    others = [(place, one) for place, one in enumerate(order.job.targets) if isinstance(one, SimilarityTarget)]
+    total = images.pixels_of(order.image, limits) if others else 0
+    for place, target in others:
+        with _field_of(place):
+            total += images.pixels_of(target.file, limits)
+            if total > limits.pixels:
+                raise InvalidArgument(
+                    f"the photo and the images of its targets have more than {limits.pixels:,} pixels between them: "
+                    "send smaller ones"
+                )
+
+
+@contextmanager
+def _field_of(place: int) -> Iterator[None]:
+    """Name the field of a target's image in the errors of the block."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, field=f"targets[{place}].similarity.image") from error
 
 
 def _aimed(target: Target, place: int, order: wire.Order, seen: Box, limits: Limits) -> Target:
     """Bring what a target says of photos to what the model sees of them."""
-    preprocess, field = order.job.model.preprocess, f"targets[{place}]"
+    preprocess = order.job.model.preprocess
     if isinstance(target, SimilarityTarget):
-        try:
-            other = images.decode(target.file, limits)
-        except InvalidArgument as error:
-            raise InvalidArgument(error.message, field=f"{field}.similarity.image") from error
-        return SimilarityTarget(image=images.fit(other, preprocess)[0])
+        with _field_of(place):
+            return SimilarityTarget(image=images.fit(images.decode(target.file, limits), preprocess)[0])
     if isinstance(target, SegmentTarget | DetectionTarget) and target.box is not None:
         kind = "segment.region" if isinstance(target, SegmentTarget) else "detection.box"
-        return replace(target, box=_in_input(target.box, seen, preprocess.size, f"{field}.{kind}"))
+        return replace(target, box=_in_input(target.box, seen, preprocess.size, f"targets[{place}].{kind}"))
     return target
 
 

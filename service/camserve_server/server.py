@@ -24,6 +24,7 @@ from camserve.v1 import (
     models_pb2_grpc,
 )
 from camserve_server import access, floods, logs, oip, process, scraping
+from camserve_server.admission import FairThreads
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError
 from camserve_server.fleet import LOADING, Fleet, Well
@@ -92,7 +93,7 @@ async def opened(
             lifecycle = Lifecycle(fleet, specs, settings)
             try:
                 await lifecycle.start()
-                yield Pipeline(lifecycle, fleet.batcher, pool, settings.limits)
+                yield Pipeline(lifecycle, fleet.batcher, FairThreads(pool), settings.limits)
             finally:
                 await lifecycle.close()
 

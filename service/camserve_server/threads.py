@@ -2,17 +2,24 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def in_thread(threads: Executor, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+class Threads(Protocol):
+    """Threads that take functions to run."""
+
+    def submit(self, function: Callable[[], object], /) -> object:
+        """Run a function in one of them."""
+
+
+async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a function in one of some threads; one whose caller has given up meanwhile is not begun.
 
     As the event loop's own `run_in_executor`, which keeps two futures for it, and calls some sixty functions more.
+    What ends a loop, a task or the program where it is raised is raised here as a RuntimeError: see `contained`.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -23,7 +30,7 @@ async def in_thread(threads: Executor, function: Callable[P, T], /, *args: P.arg
         try:
             result = function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's
-            loop.call_soon_threadsafe(_fail, done, error)
+            loop.call_soon_threadsafe(_fail, done, contained(error))
         else:
             loop.call_soon_threadsafe(_settle, done, result)
 
@@ -36,6 +43,19 @@ def _settle(done: asyncio.Future[Any], result: object) -> None:
         done.set_result(result)
 
 
-def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
+def contained(error: BaseException) -> Exception:
+    """Return an error that harms nobody but who waits for the function that raised it.
+
+    A future refuses a StopIteration, so that whoever waits would wait for ever; StopAsyncIteration would end an
+    asynchronous loop, CancelledError the task that waits, SystemExit and KeyboardInterrupt the program.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    raised = RuntimeError(f"{type(error).__name__} was raised in a thread")
+    raised.__cause__ = error
+    return raised
+
+
+def _fail(done: asyncio.Future[Any], error: Exception) -> None:
     if not done.done():
         done.set_exception(error)

@@ -40,10 +40,6 @@ def served(tmp_path_factory):
             yield one
 
 
-def waiting(batcher):
-    return sum(ticket.waiting for queue in batcher._queues.values() for ticket in queue)
-
-
 @pytest.mark.parametrize("position", range(8))
 def test_one_bad_row_in_a_batch_of_eight_fails_alone_in_the_real_engine(served, position):
     chance = np.random.default_rng(position)
@@ -57,7 +53,7 @@ def test_one_bad_row_in_a_batch_of_eight_fails_alone_in_the_real_engine(served, 
         for number, photo in enumerate(photos):
             asked.append(threads.submit(client.explain, photo, **asks))
             give_up = time.monotonic() + 10
-            while waiting(batcher) <= number and time.monotonic() < give_up:
+            while served.do(lambda: batcher.waiting) <= number and time.monotonic() < give_up:
                 time.sleep(0.001)
         batches = batcher.stats.batches
         served.do(batcher.resume)

@@ -2,14 +2,16 @@
 
 import contextlib
 import itertools
+import threading
 import time
 from collections import Counter
 
 import grpc
+import PIL.Image
 import pytest
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server import tokens
+from camserve_server import images, tokens
 from robustness import hygiene, nets
 from support import PHOTOS, serving
 
@@ -71,3 +73,71 @@ def test_a_caller_with_200_requests_outstanding_has_none_of_anothers_refused(ask
     assert codes["greedy", grpc.StatusCode.OK] >= ROWS
     assert codes["greedy", grpc.StatusCode.RESOURCE_EXHAUSTED] > 200
     assert wrong == []
+
+
+# --- turns at decoding ---
+
+GREEDY, MODEST = PHOTO, PHOTOS["china"].read_bytes()
+MANY = 17  # images of one request: a photo and sixteen targets
+
+
+def many():
+    """A request of as many images as one may have."""
+    target = explain_pb2.Target(similarity=explain_pb2.Similarity(image=GREEDY))
+    return explain_pb2.ExplainRequest(image=GREEDY, targets=[target] * (MANY - 1))
+
+
+def test_one_foreign_image_at_most_is_decoded_before_a_modest_callers(secrets, monkeypatch):
+    """One thread decodes, and two requests of seventeen images each wait for it."""
+    path, known = secrets
+    order, begun, go, decode = [], threading.Event(), threading.Event(), images.decode
+
+    def noted(data, limits):
+        order.append("modest" if data == MODEST else "greedy")
+        begun.set()
+        assert go.wait(30)
+        return decode(data, limits)
+
+    def ask(caller, request):
+        metadata = (("authorization", f"Bearer {known[caller]}"),)
+        return stub.Explain.future(request, metadata=metadata, timeout=60)
+
+    monkeypatch.setattr(images, "decode", noted)
+    settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
+    with serving(**settings) as served, grpc.insecure_channel(served.address) as channel:
+        stub = explain_pb2_grpc.ExplainServiceStub(channel)
+        calls = [ask("greedy", many()) for _ in range(2)]
+        assert begun.wait(30)
+        admitted(served, 2 * 2 * (MANY - 1))
+        calls.append(ask("modest", explain_pb2.ExplainRequest(image=MODEST)))
+        admitted(served, 2 * 2 * (MANY - 1) + 1)
+        go.set()
+        codes = {call.code() for call in calls}
+
+    assert codes == {grpc.StatusCode.OK}
+    assert order.index("modest") <= 1
+    assert order.count("greedy") == 2 * MANY
+
+
+def admitted(served, rows):
+    give_up = time.monotonic() + 30
+    while served.do(lambda: served.pipeline.batcher.admitted) < rows:
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def test_a_photo_and_the_images_of_its_targets_share_one_limit_of_pixels(secrets):
+    path, known = secrets
+    with PIL.Image.open(PHOTOS["rocket"]) as photo:
+        pixels = MANY * photo.width * photo.height
+    codes = []
+    for limit in (pixels, pixels - 1):
+        settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
+        with serving(**settings, max_pixels=limit) as served, grpc.insecure_channel(served.address) as channel:
+            call = explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(
+                many(), metadata=(("authorization", f"Bearer {known['greedy']}"),), timeout=60
+            )
+            codes.append(call.code())
+
+    assert codes == [grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT]
+    assert "between them" in call.details()

@@ -54,6 +54,7 @@ def of_a_request():
         ("of these at a time", f"{limits.chunk}", "", "the others come after them"),
         ("maps of a request", f"{limits.explanations}", "max_explanations", f"{INVALID}, `methods`"),
         ("pixels of a photo", f"{limits.pixels:,}", "max_pixels", f"{INVALID}, `image`"),
+        ("pixels of a photo and of its targets' images", f"{limits.pixels:,}", "max_pixels", f"{INVALID}, the target"),
         ("pixels on a side of it", f"{limits.side:,}", "max_side", f"{INVALID}, `image`"),
         ("frames of it", "1", "", "the others are left out"),
         ("scans of a JPEG", f"{images._MAX_SCANS}", "", f"{INVALID}, `image`"),

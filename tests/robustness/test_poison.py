@@ -46,10 +46,6 @@ def alone(client, photos):
     return [client.explain(photo, **ASKED).explanations[0].heatmap for photo in photos]
 
 
-def waiting(batcher):
-    return sum(ticket.waiting for queue in list(batcher._queues.values()) for ticket in list(queue))
-
-
 def in_one_batch(served, client, images):
     """Explain eight images that begin in one batch; return explanations, and errors of those that fail."""
     batcher = served.pipeline.batcher
@@ -59,7 +55,7 @@ def in_one_batch(served, client, images):
         for number, image in enumerate(images):
             asked.append(threads.submit(client.explain, image, **ASKED))
             give_up = time.monotonic() + 10
-            while waiting(batcher) <= number and time.monotonic() < give_up:
+            while served.do(lambda: batcher.waiting) <= number and time.monotonic() < give_up:
                 time.sleep(0.001)
         served.do(batcher.resume)
         outcomes = [one.exception(20) or one.result().explanations[0] for one in asked]

@@ -1,14 +1,19 @@
 """What the batcher promises, shown with an engine that can be held, counted and poisoned."""
 
 import asyncio
+import contextvars
+import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 
-from camserve_server import batcher as batcher_module
+from camserve_server.admission import CALLER
 from camserve_server.batcher import Batcher
+from camserve_server.batcher import capacity as capacity_module
+from camserve_server.batcher import queue as queue_module
 from camserve_server.errors import (
     DeadlineExceeded,
     Internal,
@@ -18,7 +23,7 @@ from camserve_server.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from camserve_server.types import ClassTarget, Pass, Row, RowResult
+from camserve_server.types import ClassTarget, MethodCall, Pass, Row, RowResult
 
 CAM = Pass("net", "cam", (8, 8), ("layer4",))
 SALIENCY = Pass("net", "saliency", (8, 8))
@@ -69,6 +74,12 @@ async def ask(batcher, values, pass_=CAM, poison=(), **options):
 async def settle():
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 -- an engine works in a thread
+            await asyncio.sleep(0.001)
 
 
 async def test_each_row_gets_its_own_answer_whatever_shares_its_batch():
@@ -393,7 +404,7 @@ async def test_batches_cut_for_want_of_memory_grow_again(monkeypatch):
     async with Batcher(engine, max_batch_rows=8) as batcher:
         await ask(batcher, range(8))
         engine.largest = None
-        monkeypatch.setattr(batcher_module, "BRISK", 0.0)  # no short request came lately
+        monkeypatch.setattr(queue_module, "BRISK", 0.0)  # no short request came lately
         await ask(batcher, range(2000))
 
     assert max(len(indices) for _, indices in engine.batches[20:]) > 2
@@ -695,7 +706,7 @@ async def test_while_short_requests_come_a_long_one_does_not_halve_the_engine():
 
 
 async def test_long_requests_alone_halve_the_engine(monkeypatch):
-    monkeypatch.setattr(batcher_module, "BRISK", -1.0)
+    monkeypatch.setattr(queue_module, "BRISK", -1.0)
 
     assert (await _filled(Halves(), [200])).most == 2
 
@@ -771,3 +782,147 @@ async def test_whoever_hears_of_batches_cannot_make_one_fail(caplog):
 
     assert len(engine.batches) == 1
     assert "nobody could be told of a batch" in caplog.text
+
+
+def asked_by(caller, *arguments, **options):
+    """Ask as a caller; return the task."""
+    context = contextvars.copy_context()
+    context.run(CALLER.set, caller)
+    return asyncio.create_task(ask(*arguments, **options), context=context)
+
+
+def passes(number):
+    return [Pass("net", "cam", (8, 8), (f"layer{place}",)) for place in range(number)]
+
+
+@pytest.mark.parametrize("came_before", [False, True])
+async def test_one_foreign_batch_at_most_runs_before_a_modest_callers(came_before):
+    """Also where the greedy caller has 150 requests of a pass of their own each, all older and more urgent."""
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        if came_before:
+            await asked_by("modest", batcher, [7])
+        engine.free.clear()
+        soon = asyncio.get_running_loop().time() + 30
+        greedy = [asked_by("greedy", batcher, [1], pass_, deadline=soon) for pass_ in passes(150)]
+        await until(lambda: batcher.stats.batches == 1 + came_before)
+        modest = asked_by("modest", batcher, [1000], SALIENCY)
+        await settle()
+        engine.free.set()
+        await asyncio.gather(*greedy, modest)
+
+    before = engine.executed[came_before:].index(1000)
+    assert before <= 1
+
+
+async def test_callers_take_turns_at_batches_whatever_each_has_sent():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.pause()
+        asked = [asked_by("a", batcher, [1], pass_) for pass_ in passes(20)]
+        asked += [asked_by("b", batcher, [2], Pass("net", "score", (8, 8))), asked_by("b", batcher, [2], SALIENCY)]
+        asked += [asked_by("c", batcher, list(range(100, 140)), Pass("net", "bias", (8, 8)))]
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*asked)
+
+    first = [indices[0] for _, indices in engine.batches[:6]]
+    assert first == [1, 2, 100, 1, 2, 102]
+
+
+async def test_the_caller_whose_turn_it_is_comes_first_in_a_batch_that_others_fill():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=4) as batcher:
+        batcher.pause()
+        asked = [asked_by("greedy", batcher, [1]) for _ in range(100)]
+        await settle()
+        asked += [asked_by("modest", batcher, [2]), asked_by("other", batcher, [3])]
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*asked)
+
+    assert [sorted(indices) for _, indices in engine.batches[:2]] == [[1, 1, 2, 3], [1, 1, 1, 1]]
+
+
+async def test_cancelled_requests_let_go_of_their_images_at_once():
+    async with Batcher(Engine()) as batcher:
+        batcher.pause()
+        rows = [row(value) for value in range(50)]
+        images = [weakref.ref(one.image) for one in rows]
+        calls = [asyncio.create_task(batcher.submit(CAM, [rows.pop()], lambda *_: None)) for _ in range(50)]
+        await settle()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        del calls, call
+        await settle()
+        gc.collect()
+
+        assert batcher.waiting == 0
+        assert [image() for image in images if image() is not None] == []
+
+
+@pytest.mark.parametrize(
+    "kind", [StopIteration, StopAsyncIteration, asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit]
+)
+async def test_whatever_a_model_raises_fails_its_request_and_no_other(kind):
+    def engine(_pass, rows):
+        if rows[0].target.index == 1:
+            raise kind
+        return [RowResult(np.zeros(1, np.float32), one.target, 7.0) for one in rows]
+
+    async with Batcher(engine, max_batch_rows=1) as batcher, asyncio.timeout(10):
+        bad, good = await asyncio.gather(ask(batcher, [1]), ask(batcher, [2]), return_exceptions=True)
+
+        assert isinstance(bad, Internal | RuntimeError)
+        assert good == [7.0]
+        assert await ask(batcher, [3]) == [7.0]
+
+
+# --- how much fits in a batch ---
+
+
+def heavy(image, target, methods=4):
+    return Row(image, ClassTarget(target), tuple(MethodCall("kpcacam", {"kernel": str(k)}) for k in range(methods)))
+
+
+async def test_a_batch_of_heavy_maps_that_were_not_measured_yet_is_small():
+    engine, image = Engine(), np.zeros((1, 1, 3), np.uint8)
+    async with Batcher(engine) as batcher:
+        await batcher.submit(CAM, [heavy(image, target) for target in range(16)], lambda *_: None)
+
+    assert len(engine.batches[0][1]) * 4 <= capacity_module.UNMEASURED // 4
+
+
+def test_what_a_batch_holds_is_bounded_by_what_its_rows_took_before():
+    capacity = capacity_module.Capacity(8, 60.0)
+    kind, rows = capacity_module.kind_of(CAM, row(1)), [row(value) for value in range(9)]
+
+    def fits():
+        room = capacity.room(CAM, 8)
+        return sum(room.takes(one, capacity.seconds_of(kind), 8) for one in rows)
+
+    assert fits() == 8
+    for each, most in ((0.1, 8), (0.5, 6), (0.6, 4), (60.0, 1)):
+        capacity.measured({kind: fits()}, each * fits())
+        assert fits() == most
+    for _ in range(2):
+        capacity.measured({kind: 1}, 0.01)
+    assert fits() == 8
+
+
+def test_a_batch_has_one_row_whatever_it_costs():
+    room, (first, second) = capacity_module.Capacity(8, 60.0).room(CAM, 8), (row(1), row(2))
+
+    assert room.takes(first, 1e9, 8)
+    assert not room.takes(second, 0.1, 8)
+
+
+def test_costs_of_kinds_that_callers_make_up_are_forgotten():
+    capacity = capacity_module.Capacity(8, 60.0)
+    for pass_ in passes(3 * capacity_module.REMEMBERED):
+        capacity.measured({capacity_module.kind_of(pass_, row(1)): 1}, 1.0)
+
+    assert len(capacity._costs) == capacity_module.REMEMBERED
+    capacity.forget("net")
+    assert not capacity._costs

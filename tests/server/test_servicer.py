@@ -485,8 +485,8 @@ async def test_the_deadline_of_a_call_is_that_of_its_rows(rpc, seconds, running)
     running.batcher.pause()
     asked = request() if rpc == "explain" else [item("r0")]
     call = getattr(running, rpc)(asked, timeout=seconds)
-    await until(lambda: running.batcher._queues)
-    ((ticket,),) = running.batcher._queues.values()
+    await until(lambda: running.batcher.waiting)
+    (ticket,) = running.batcher._queue
     left = ticket.deadline - asyncio.get_running_loop().time()
     call.cancel()
 
@@ -520,7 +520,7 @@ async def test_pictures_are_drawn_in_as_few_steps_as_leave_others_a_turn(pixels,
     monkeypatch.setattr(pipeline, "_advanced", lambda drawing: taken.append(drawing) or advanced(drawing))
     response = await running.explain(request(**EIGHT))
 
-    assert len(taken) == steps
+    assert [one.__name__ for one in taken].count("_drawn") == steps
     assert len({one.overlay.data for one in response.explanations}) == 1
     assert len(response.explanations) == 8
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from camserve_server.admission import CALLER, FairThreads
 from camserve_server.threads import in_thread
 
 
@@ -24,15 +25,61 @@ async def test_a_function_runs_in_a_thread_and_its_result_comes_back(one):
     assert (where != threading.get_ident(), what) == (True, 3)
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), asyncio.CancelledError()])
-async def test_what_it_raises_its_caller_gets(one, error):
+def raising(error):
     def work():
         raise error
 
-    with pytest.raises(type(error)) as found:
-        await in_thread(one, work)
-    assert found.value is error or isinstance(error, asyncio.CancelledError)
+    return work
+
+
+async def test_an_error_reaches_the_caller_as_it_is(one):
+    error = ValueError("no")
+    with pytest.raises(ValueError, match="no") as found:
+        await in_thread(one, raising(error))
+
+    assert found.value is error
     assert await in_thread(one, int) == 0  # the thread is there for others
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StopIteration(), StopAsyncIteration(), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
+)
+async def test_an_error_that_would_end_more_than_a_request_is_contained(one, error):
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match=type(error).__name__) as found:
+            await in_thread(one, raising(error))
+
+    assert found.value.__cause__ is error
+    assert await in_thread(one, int) == 0
+
+
+async def test_callers_take_turns_at_threads_a_step_each(one):
+    """One who has just come is next, however many steps another has sent."""
+    threads, order, begun, go = FairThreads(one), [], threading.Event(), threading.Event()
+
+    def step(caller):
+        order.append(caller)
+        begun.set()
+        go.wait(10)
+
+    def ask(caller, count):
+        CALLER.set(caller)
+        return [in_thread(threads, step, caller) for _ in range(count)]
+
+    async def asked(caller, count):
+        await asyncio.gather(*ask(caller, count))
+
+    greedy = asyncio.create_task(asked("greedy", 34))
+    await asyncio.to_thread(begun.wait, 10)
+    modest = [asyncio.create_task(asked("modest", 2)), asyncio.create_task(asked("other", 1))]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(greedy, *modest)
+
+    assert order[:6] == ["greedy", "modest", "other", "greedy", "modest", "greedy"]
 
 
 async def test_what_waits_for_a_thread_is_not_begun_once_its_caller_has_given_up(one):

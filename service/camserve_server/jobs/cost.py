@@ -22,6 +22,9 @@ from camserve_server.types import LayerInfo, MethodCall, ModelInfo, View
 AUGMENTED = tuple(View(mirrored, gain) for mirrored in (False, True) for gain in (0.9, 1.0, 1.1))
 """The views that augmentation smoothing takes the mean over."""
 
+HEAVY_MAPS = 8  # heavy maps that a row makes at most: 4 s where one takes half a second
+HEAVY = 4  # maps that one heavy map counts as, as long as it was not measured
+
 
 def is_clean(call: MethodCall) -> bool:
     """Tell whether a call is a CAM of the image as it is, which any number of others can share a pass with."""
@@ -42,6 +45,31 @@ def wants_features(call: MethodCall) -> bool:
     starts = isinstance(method, Perturbation) and method.layered
     ends = isinstance(method, Cam) and method.copy is not itself
     return (starts or ends) and not call.augmented
+
+
+def is_heavy(call: MethodCall) -> bool:
+    """Tell whether a map takes long to make whatever the model: it decomposes a matrix."""
+    method = METHODS[call.name]
+    return call.eigen or (isinstance(method, Cam) and method.decomposes)
+
+
+def rows_shared(calls: Sequence[MethodCall], layers: int) -> tuple[tuple[MethodCall, ...], ...]:
+    """Deal out the calls that a pass over the image as it is answers, so that no row makes many heavy maps.
+
+    Args:
+        calls: at least one, in their order.
+        layers: that each makes a map of.
+    """
+    heavy = [call for call in calls if is_heavy(call)]
+    light = [call for call in calls if call not in heavy]
+    each = max(1, HEAVY_MAPS // max(1, layers))
+    dealt = [tuple(heavy[start : start + each]) for start in range(0, len(heavy), each)] or [()]
+    return (*light, *dealt[0]), *dealt[1:]
+
+
+def maps_of(calls: Sequence[MethodCall], layers: Sequence[str]) -> int:
+    """Return how many maps a row makes of its image, each of those that take long counted as several."""
+    return max(1, sum(HEAVY if is_heavy(call) else 1 for call in calls)) * max(1, len(layers))
 
 
 def rows_of(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:

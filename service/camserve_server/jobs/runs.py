@@ -1,6 +1,7 @@
 """How each kind of method gets its maps."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -152,7 +153,7 @@ async def _cam(study: Study, call: MethodCall) -> list[Sheet]:
 
 def _answered(study: Study, call: MethodCall) -> list[Sheet]:
     """Take the maps of a method that the pass over the image as it is has answered."""
-    slot = study.job.clean.index(call)
+    slot = list(itertools.chain.from_iterable(study.job.shared)).index(call)
     return [
         Sheet(layer, [Evidence(one.maps[place][slot], dead=one.dead[place]) for one in study.answers])
         for place, layer in enumerate(study.job.layers)

@@ -146,11 +146,22 @@ class Study:
 
     async def looked(self) -> "Study":
         """Run the pass over the image as it is, and fix the targets by what it says."""
-        job, found = self.job, cast("dict[int, RowResult]", {})
-        targets = [await self._compared(target) for target in job.targets]
-        rows = [replace(self.row(cast("FixedTarget", target), job.clean), features=job.features) for target in targets]
+        targets = [cast("FixedTarget", await self._compared(target)) for target in self.job.targets]
+        first, *more = self.job.shared
+        answers = await self._answers(targets, first, features=self.job.features)
+        for calls in more:
+            others = await self._answers([one.target for one in answers], calls)
+            answers = [_joined(one, other) for one, other in zip(answers, others, strict=True)]
+        return replace(self, answers=tuple(answers))
+
+    async def _answers(
+        self, targets: Sequence[FixedTarget], calls: tuple[MethodCall, ...], *, features: bool = False
+    ) -> list[RowResult]:
+        """Run some of the methods that the image as it is answers, for every target."""
+        found: dict[int, RowResult] = {}
+        rows = [replace(self.row(target, calls), features=features) for target in targets]
         await self.desk.run(self._clean_pass(), rows, found.__setitem__)
-        return replace(self, answers=tuple(found[place] for place in range(len(rows))))
+        return [found[place] for place in range(len(rows))]
 
     async def _compared(self, target: Target) -> Target:
         """Run the other image of a likeness, so that its embedding is known."""
@@ -165,3 +176,8 @@ class Study:
         if self.job.features or any(METHODS[call.name].layered for call in clean):
             return self.pass_("cam", self.job.layers)
         return self.pass_("saliency" if clean else "score")
+
+
+def _joined(first: RowResult, second: RowResult) -> RowResult:
+    """Put the maps of two rows of one image and target together, for each layer."""
+    return replace(first, maps=tuple((*one, *other) for one, other in zip(first.maps, second.maps, strict=True)))

@@ -4,7 +4,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from camserve_server.jobs.cost import channels_of, is_clean, is_plain_gradient, rows_of, wants_features
+from camserve_server.jobs.cost import (
+    channels_of,
+    is_clean,
+    is_plain_gradient,
+    rows_of,
+    rows_shared,
+    wants_features,
+)
 from camserve_server.methods import METHODS
 from camserve_server.types import (
     FixedTarget,
@@ -61,6 +68,11 @@ class Job:
         return cams if cams or self.features else plain[:1]
 
     @property
+    def shared(self) -> tuple[tuple[MethodCall, ...], ...]:
+        """The same methods, as the rows have them that run for each target: one row, or several of heavy methods."""
+        return rows_shared(self.clean, len(self.layers))
+
+    @property
     def explanations(self) -> int:
         """How many maps come of it."""
         layered = sum(METHODS[call.name].layered for call in self.calls)
@@ -71,7 +83,7 @@ class Job:
         """How many rows it costs."""
         channels, clean = channels_of(self.model, self.layers), self.clean
         others = (call for call in self.calls if call not in clean)
-        each = 1 + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
+        each = len(self.shared) + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
         # The other image of a likeness is run too.
         compared = sum(isinstance(one, SimilarityTarget) and one.reference is None for one in self.targets)
         return len(self.targets) * each + compared

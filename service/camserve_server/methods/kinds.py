@@ -97,6 +97,7 @@ class Cam:
         curvature: whether `weigh` is given, as `curvature`, the Hessian of the score times the activations [B,C,h,w].
         smooths: whether `weigh` returns the terms of each channel, so that eigen smoothing can take their first
             principal component instead of their sum.
+        decomposes: whether `weigh` decomposes a matrix, which takes up to half a second a map.
     """
 
     weigh: Weigh
@@ -107,6 +108,7 @@ class Cam:
     finish: Finish = as_it_is
     curvature: bool = False
     smooths: bool = False
+    decomposes: bool = False
 
     layered = True
     needs = ""

@@ -1,0 +1,117 @@
+"""How much fits in a batch: inputs, by what the device's memory holds, and work, by how long its rows take.
+
+A batch cannot be interrupted, so everyone who waits for an engine waits for all of it, and an engine that works on one
+for longer than `max_batch_seconds` is killed. Rows cost what batches of the same kind took before. A kind that has not
+run yet is given a small batch first, which measures it.
+"""
+
+import logging
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from camserve_server.jobs.cost import maps_of
+from camserve_server.types import Kind, Pass, Row
+
+log = logging.getLogger(__name__)
+
+LONGEST = 2.0  # seconds that a batch is expected to take at most, unless one row takes longer
+SHARE = 8  # of `max_batch_seconds`, a batch is expected to take no more than one part in so many
+UNMEASURED = 16  # maps in a batch whose rows are of a kind that has not run yet
+REMEMBERED = 1024  # kinds of row whose cost is known; callers choose layers, so there is no end of them
+RETRY_LARGER = 64  # a batch cut for want of memory may be one row larger again after so many
+
+RowKind: TypeAlias = tuple[Pass, tuple[Hashable, ...], int]
+"""What rows must have in common to cost the same: their pass, methods, and how many maps these make of each row."""
+
+
+def kind_of(pass_: Pass, row: Row) -> RowKind:
+    """Return the kind of a row, for what it costs."""
+    return pass_, tuple((call.name, call.eigen) for call in row.calls), maps_of(row.calls, pass_.layers)
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """What one batch has room for.
+
+    Attributes:
+        inputs: distinct inputs at most.
+        seconds: that its rows are expected to take at most; the first row is taken whatever it costs.
+        rows: taken so far.
+        spent: seconds that these are expected to take.
+        seen: their inputs.
+    """
+
+    inputs: int
+    seconds: float
+    rows: int = 0
+    spent: float = 0.0
+    seen: set[Hashable] = field(default_factory=set)
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no further input."""
+        return len(self.seen) >= self.inputs or self.spent >= self.seconds
+
+    def takes(self, row: Row, seconds: float, most: int) -> bool:
+        """Take a row that is expected to cost so many seconds, if there is room and no more than `most` inputs then."""
+        if self.rows and self.spent + seconds > self.seconds:
+            return False
+        if row.input not in self.seen and len(self.seen) >= min(most, self.inputs):
+            return False
+        self.seen.add(row.input)
+        self.rows += 1
+        self.spent += seconds
+        return True
+
+
+class Capacity:
+    """What batches have room for, and what a row takes of it.
+
+    Args:
+        inputs: distinct inputs in a batch at most.
+        max_batch_seconds: after which an engine is killed.
+    """
+
+    def __init__(self, inputs: int, max_batch_seconds: float) -> None:
+        self.inputs = inputs
+        self.seconds = min(LONGEST, max_batch_seconds / SHARE)
+        self._caps: dict[tuple[str, Kind], int] = {}
+        self._costs: dict[RowKind, float] = {}  # seconds a row on a whole engine; the latest measured last
+
+    def room(self, pass_: Pass, most: int) -> Room:
+        """Return the room of a batch that should have at most so many inputs."""
+        return Room(min(most, self._caps.get((pass_.model, pass_.kind), self.inputs)), self.seconds)
+
+    def seconds_of(self, kind: RowKind) -> float:
+        """Return how long a row is expected to take."""
+        return self._costs.get(kind) or kind[2] * self.seconds / UNMEASURED
+
+    def measured(self, rows: Mapping[RowKind, int], seconds: float) -> None:
+        """Learn from a batch of so many rows of each kind that took so long on a whole engine: costs are scaled.
+
+        Of a kind that is known it falls at once and rises by half the way, as anything may hold up one batch.
+        """
+        factor = seconds / max(sum(self.seconds_of(kind) * count for kind, count in rows.items()), 1e-9)
+        for kind in rows:
+            known = self._costs.pop(kind, 0.0)
+            change = (1 + factor) / 2 if known and factor > 1 else factor
+            self._costs[kind] = (known or self.seconds_of(kind)) * change
+        while len(self._costs) > REMEMBERED:
+            del self._costs[next(iter(self._costs))]
+
+    def went_well(self, pass_: Pass, inputs: int, batches: int) -> None:
+        """Let batches that were cut for want of memory grow, now and then."""
+        if inputs == self._caps.get((pass_.model, pass_.kind)) and batches % RETRY_LARGER == 0:
+            self._caps[pass_.model, pass_.kind] += 1
+
+    def cut(self, pass_: Pass, inputs: int) -> None:
+        """Halve batches: one of so many inputs found no memory."""
+        most = max(1, inputs // 2)
+        cap = self._caps[pass_.model, pass_.kind] = min(most, self._caps.get((pass_.model, pass_.kind), most))
+        log.warning("out of memory with %d inputs: batches have at most %d now", inputs, cap)
+
+    def forget(self, model: str) -> None:
+        """Forget what was learned about a model that is gone."""
+        self._caps = {key: cap for key, cap in self._caps.items() if key[0] != model}
+        self._costs = {kind: cost for kind, cost in self._costs.items() if kind[0].model != model}
