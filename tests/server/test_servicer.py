@@ -29,6 +29,7 @@ from camserve_server import config, floods, images, logs, pipeline, render, serv
 from camserve_server.errors import ConfigError, ServiceError
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
+from camserve_server.threads import in_thread
 from camserve_server.types import Limits
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -540,7 +541,7 @@ async def test_a_caller_who_hangs_up_while_pictures_are_drawn_stops_the_rest(run
     call.cancel()
     await until(lambda: running.batcher.admitted == 0)
     go.set()
-    await asyncio.wrap_future(running.pipeline.threads.submit(int))  # behind whatever was to come
+    await in_thread(running.pipeline.threads, int)  # after whatever was to come
 
     assert len(drawn) == 1
 

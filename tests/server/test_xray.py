@@ -139,7 +139,7 @@ def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(s
         return plain(pass_, rows)
 
     def waiting():
-        return served.do(lambda: batcher.waiting)
+        return batcher.waiting
 
     monkeypatch.setattr(batcher._engines[0], "run", noted)
     served.do(batcher.pause)
