@@ -17,12 +17,13 @@ import sklearn
 import torch
 from PIL import Image
 
+import needs
 from camserve_server import config, server
 from camserve_server.pipeline import Pipeline
 
 GPU = pytest.param(
     "cuda:0",
-    marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")),
+    marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.CUDA)),
 )
 """A device that a test is run on too, where there is one."""
 

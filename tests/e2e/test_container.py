@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import camserve
+import needs
 from camserve import cli
 from camserve_server import access, config
 from camserve_server.errors import ConfigError
@@ -204,16 +205,16 @@ def answers(*words):
 @pytest.fixture(scope="module")
 def _compose():
     if not answers("compose", "version"):
-        pytest.skip("there is no `docker compose` here")
+        pytest.skip(needs.COMPOSE)
 
 
 @pytest.fixture(scope="module")
 def image():
     name = os.environ.get("CAMSERVE_TEST_IMAGE")
     if not name:
-        pytest.skip("CAMSERVE_TEST_IMAGE names no image to test")
+        pytest.skip(needs.IMAGE)
     if not answers("info", "--format", "{{.ServerVersion}}"):
-        pytest.skip("no Docker engine answers")
+        pytest.skip(needs.DOCKER)
     return name
 
 

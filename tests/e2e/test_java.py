@@ -8,6 +8,7 @@ import pytest
 
 import camserve
 import camserve_server
+import needs
 from support import PHOTOS
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +20,8 @@ FOUND = [sorted(JARS.glob(f"{name}.jar")) for name in NEEDED]
 TOOLS = ("java", "javac", "protoc", "grpc_java_plugin")
 
 pytestmark = [
-    pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"not all of {', '.join(TOOLS)} are here"),
-    pytest.mark.skipif(not all(FOUND), reason="grpc-java is not installed: clients/java/README.md says what is needed"),
+    pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=needs.JAVA),
+    pytest.mark.skipif(not all(FOUND), reason=needs.JAVA),
 ]
 
 

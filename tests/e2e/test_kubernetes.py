@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import needs
 from camserve_server import access, config, server
 from camserve_server.telemetry import meters
 
@@ -289,7 +290,7 @@ def test_pods_read_the_settings_that_are_generated_with_their_hash():
     assert container(POD["spec"])["args"][-1] in [f"{mount}/{name}" for name in made["files"]]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl here")
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason=needs.KUBECTL)
 def test_a_change_of_the_settings_is_a_change_of_the_pods(tmp_path):
     shutil.copytree(FOLDER, tmp_path / "changed")
     with (tmp_path / "changed" / "camserve.toml").open("a") as settings:

@@ -11,6 +11,7 @@ from PIL import Image
 
 import camserve
 import camserve_server
+import needs
 from camserve.v1.explain_pb2 import ExplainStreamResponse
 from client import hostile
 from support import PHOTOS
@@ -19,8 +20,8 @@ CLIENT = Path(__file__).parents[2] / "clients" / "node"
 NODE = shutil.which("node")
 
 pytestmark = [
-    pytest.mark.skipif(NODE is None, reason="there is no node here"),
-    pytest.mark.skipif(not (CLIENT / "node_modules").is_dir(), reason="its packages are missing: make node"),
+    pytest.mark.skipif(NODE is None, reason=needs.NODE),
+    pytest.mark.skipif(not (CLIENT / "node_modules").is_dir(), reason=needs.NODE_PACKAGES),
 ]
 
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 import camserve
+import needs
 from support import TINY, alive, children
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +29,8 @@ BOARD = json.loads((FOLDER / "grafana/dashboards/camserve.json").read_text())
 RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 
-real = pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus is not installed")
-tool = pytest.mark.skipif(
-    not shutil.which("promtool"), reason="promtool, which comes with Prometheus, is not installed"
-)
+real = pytest.mark.skipif(not shutil.which("prometheus"), reason=needs.PROMETHEUS)
+tool = pytest.mark.skipif(not shutil.which("promtool"), reason=needs.PROMETHEUS)
 
 
 @tool

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import needs
 from support import PHOTOS, serving
 
 ROOT = Path(__file__).parents[2]
@@ -18,14 +19,12 @@ LABELS = ("cat", "dog", "owl", "bee", "elk")
 PAGE = (ROOT / "docs/triton-and-kserve.md").read_text(encoding="utf-8")
 OUTPUTS = ["overlay", "heatmap", "class_id", "score", "label", "verdict"]
 
-MISSING = "tritonclient has an environment of its own, as it wants an older protobuf: `make test` makes it"
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What a process with tritonclient and our client, and nothing of the server, was answered."""
     if not PYTHON.exists():
-        pytest.skip(MISSING)
+        pytest.skip(needs.TRITONCLIENT)
     labels = tmp_path_factory.mktemp("labels") / "labels.txt"
     labels.write_text("\n".join(LABELS))
     models = (f"tiny=robustness.nets:tiny?size=32&labels={labels}", "other=robustness.nets:tiny?size=32")
@@ -173,7 +172,7 @@ def beside_a_cat(tmp_path):
     return tmp_path
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)
+@pytest.mark.skipif(not PYTHON.exists(), reason=needs.TRITONCLIENT)
 def test_the_pages_python_works_when_pasted(served, beside_a_cat):
     text = code("python", "import numpy").replace("localhost:50051", served.address)
     run = subprocess.run(

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import camserve
+import needs
 from camserve_server import images, models
 from camserve_server.errors import ConfigError, FailedPrecondition
 from camserve_server.methods import METHODS
@@ -22,7 +23,7 @@ from camserve_server.types import ClassTarget
 from methods.tools import call, explain, gap, inputs, job, maps, noise
 from support import PHOTOS, serving
 
-hf = pytest.importorskip("transformers", reason="transformers is not installed: it comes with camserve[hf]")
+hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 LABELS = {index: f"thing {index}" for index in range(5)}
 FEW = {"samples": 4, "steps": 4, "scales": 1, "top_channels": 4, "cells": 3, "k": 0.5}

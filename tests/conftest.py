@@ -1,0 +1,5 @@
+"""What every test run has."""
+
+from skipped import pytest_terminal_summary
+
+__all__ = ["pytest_terminal_summary"]

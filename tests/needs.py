@@ -1,0 +1,26 @@
+"""What some tests need beside Python, and the command that gets it: the reasons that a run without it names."""
+
+
+def missing(name: str, command: str) -> str:
+    """Return the reason of a skip."""
+    return f"{name} is not installed: {command}"
+
+
+COMPOSE = missing("docker compose", "apt-get install docker-compose-v2 (Debian 13: docker-compose)")
+CUDA = "a CUDA device is missing: run this on a machine with a GPU"
+DOCKER = missing("a Docker engine that answers", "apt-get install docker.io")
+IMAGE = missing(
+    "a built image", "docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test"
+)
+JAVA = missing(
+    "grpc-java with its compiler",
+    "apt-get install default-jdk-headless protobuf-compiler protobuf-compiler-grpc-java-plugin libgrpc-java "
+    "libprotobuf-java libguava-java libnetty-java libperfmark-java libgeronimo-annotation-1.3-spec-java",
+)
+KUBECTL = missing("kubectl", "apt-get install kubernetes-client")
+NODE = missing("Node.js", "apt-get install nodejs npm && make node")
+NODE_PACKAGES = missing("the package list of the Node client", "make node")
+PROMETHEUS = missing("Prometheus", "apt-get install prometheus")
+RAY = missing("Ray", "make test-ray")
+TRANSFORMERS = missing("transformers", "make setup")
+TRITONCLIENT = missing("tritonclient in an environment of its own", "make .venv-triton/.done")

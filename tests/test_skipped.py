@@ -1,0 +1,104 @@
+"""What a run skips is named once at its end, with the command that gets what was missing."""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import needs
+import skipped
+
+TESTS = Path(__file__).parent
+REASONS = {name: value for name, value in vars(needs).items() if name.isupper() and ":" in value}
+FORM = re.compile(r"[^:]+ is (not installed|missing): \S.+")
+MODULE = """
+import pytest
+
+pytest.importorskip("nothing_of_this_name", reason="a module is not installed: pip install it")
+"""
+SKIPPING = """
+import pytest
+
+@pytest.mark.parametrize("number", range({count}))
+@pytest.mark.skipif(True, reason="a tool is not installed: apt-get install tool")
+def test_skipped(number):
+    pass
+
+def test_passed():
+    pass
+"""
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the tests of a folder with the plugin, and nothing of this project's configuration; return what is shown."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("SKIPPED_FILE", raising=False)
+    options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-c", os.devnull]
+
+    def run(folder):
+        assert pytest.main([*options, str(folder)], plugins=[skipped]) == pytest.ExitCode.OK
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "test_some.py").write_text(SKIPPING.format(count=3))
+    (tmp_path / "test_module.py").write_text(MODULE)
+    return tmp_path
+
+
+def test_each_reason_is_printed_once_with_its_count(folder, run):
+    shown = run(folder)
+
+    assert shown.count("apt-get install tool") == 1
+    assert "    3  a tool is not installed: apt-get install tool\n" in shown
+    assert "    1  a module is not installed: pip install it\n" in shown
+
+
+def test_a_run_that_skips_nothing_prints_no_summary(tmp_path, run):
+    (tmp_path / "test_passing.py").write_text("def test_passed(): pass")
+
+    assert skipped.TITLE not in run(tmp_path)
+
+
+def test_two_runs_get_one_summary_and_their_files_are_removed(folder, run, monkeypatch, capsys):
+    files = [folder / "one", folder / "two"]
+    for file in files:
+        monkeypatch.setenv("SKIPPED_FILE", str(file))
+        assert skipped.TITLE not in run(folder)
+    skipped.main(map(str, [*files, folder / "a run that never began"]))
+    printed = capsys.readouterr().out
+
+    assert printed.count("apt-get install tool") == 1
+    assert "    6  a tool is not installed: apt-get install tool\n" in printed
+    assert not any(file.exists() for file in files)
+
+
+@pytest.mark.parametrize("reason", REASONS.values(), ids=REASONS)
+def test_a_reason_names_what_is_missing_and_the_command_that_gets_it(reason):
+    assert FORM.fullmatch(reason)
+
+
+def literal_reasons():
+    """Every text that a test of this project gives as the reason of a skip."""
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+                "skip",
+                "skipif",
+                "importorskip",
+            ):
+                words = [one.value for one in node.keywords if one.arg == "reason"]
+                words += node.args[:1] if ast.unparse(node.func).endswith(".skip") else []
+                yield from ((path.name, word.value) for word in words if isinstance(word, ast.Constant))
+
+
+def test_no_reason_of_a_missing_tool_lacks_its_command():
+    found = [(name, text) for name, text in literal_reasons() if re.search(r"installed|missing|there is no", text)]
+
+    assert [(name, text) for name, text in found if not FORM.fullmatch(text)] == []
