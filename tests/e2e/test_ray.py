@@ -18,10 +18,11 @@ import pytest
 from PIL import Image
 
 import camserve
+import needs
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra [ray])"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=needs.RAY),
     pytest.mark.timeout(300),
 ]
 
@@ -101,6 +102,7 @@ def address(folder):
         yield f"127.0.0.1:{port}"
         serving.send_signal(signal.SIGTERM)
         assert serving.wait(90) == 0, log.read_text()
+        assert "fail" not in log.read_text()  # nothing alarming is said of a stop that went well
     finally:
         serving.kill()
         serving.wait()

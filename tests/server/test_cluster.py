@@ -525,3 +525,51 @@ def test_while_the_application_starts_its_state_is_heeded_and_so_is_a_stop(monke
         commands._until_running(Serve(("DEPLOY_FAILED", "")), stop)
     stop.set()
     commands._until_running(Serve(starting), stop)
+
+
+class Controller:
+    """Ray with Ray Serve's controller, which is gone after it was looked for so often."""
+
+    def __init__(self, looks):
+        self.looks, self.asked = looks, []
+        self.graceful_shutdown = types.SimpleNamespace(remote=lambda **options: self.asked.append(options))
+
+    def get(self, _reference):
+        return None
+
+    def get_actor(self, name, namespace):
+        self.looks -= 1
+        if self.looks < 0:
+            raise ValueError(f"no actor {namespace}/{name}")
+        return self
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_stop_waits_for_ray_serve_outside_of_a_call_to_it(looks, caplog):
+    """A call that waits would be cut off when the controller is killed, and Ray would report it as failed."""
+    controller = Controller(looks)
+    commands.stop_ray_serve(controller, timeout=60)
+
+    assert controller.asked == [{"wait": False}]
+    assert controller.looks < 0
+    assert not caplog.records
+
+
+def test_a_stop_without_ray_serve_has_nothing_to_wait_for():
+    controller = Controller(0)
+    commands.stop_ray_serve(controller, timeout=60)
+
+    assert controller.asked == []
+
+
+def test_a_controller_that_does_not_stop_is_left_and_named(caplog):
+    commands.stop_ray_serve(Controller(10), timeout=0)
+
+    assert [record.message for record in caplog.records] == ["Ray Serve did not stop within 0 s"]
+
+
+@pytest.mark.parametrize(
+    ("photos", "engines", "size"), [(100, 8, 13), (100, 1, 64), (10_000, 8, 64), (3, 8, 1), (64, 1, 64)]
+)
+def test_few_photos_are_shared_by_all_actors(photos, engines, size):
+    assert job.batch_size(photos, engines) == size

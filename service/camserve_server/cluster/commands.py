@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 NAME = "camserve"
 PATIENCE = 15.0  # seconds after which is said what is waited for
+LONGEST_STOP = 15.0  # seconds that Ray Serve takes to stop, beside the drain
 LONGEST_START = 60.0  # seconds from when Ray says that it is ready until its proxy knows where calls go
 
 _CANNOT = re.compile(r"\bConfigError: (.+)")
@@ -139,8 +140,31 @@ def serve(settings: Settings, engines: Engines) -> int:
         stop.wait()
     finally:
         log.info("draining")
-        serve_.delete(NAME) if others else serve_.shutdown()
+        serve_.delete(NAME) if others else stop_ray_serve(ray(), settings.drain_seconds + LONGEST_STOP)
     return 0
+
+
+def stop_ray_serve(ray_: Any, timeout: float) -> None:
+    """Have Ray Serve's controller stop everything, and wait until it is gone itself.
+
+    `serve.shutdown()` would wait in a call to the controller that never returns, because the controller ends by being
+    killed. Ray then reports "Task ServeController.graceful_shutdown failed. There are infinite retries remaining" at
+    every stop. This makes the same call without waiting in it.
+
+    Args:
+        ray_: Ray.
+        timeout: in seconds, after which the controller is left alone.
+    """
+    named = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
+    late = time.monotonic() + timeout
+    try:
+        ray_.get(ray_.get_actor(**named).graceful_shutdown.remote(wait=False))
+        while time.monotonic() < late:
+            ray_.get_actor(**named)
+            time.sleep(0.1)
+    except ValueError:  # there is no actor of that name any more
+        return
+    log.warning("Ray Serve did not stop within %d s", timeout)
 
 
 def _port(address: str) -> int:

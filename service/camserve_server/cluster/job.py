@@ -27,7 +27,7 @@ RUN = "run"
 """The file that says which run may write parts: an older one, whose driver was killed, may not be gone yet."""
 
 GRACE = 3.0  # seconds that an older run has to finish the part that it is just writing
-TOGETHER = 64  # photos in a batch, and in a part
+TOGETHER = 64  # photos in a batch, and in a part, at most
 PATIENCE = 600.0  # seconds that one photo may take
 
 _COUNTED = ("explained", "failed", "left")
@@ -160,6 +160,11 @@ def _serving(settings: Mapping[str, Any]) -> Iterator[Client]:
             yield client
 
 
+def batch_size(photos: int, engines: int) -> int:
+    """Return how many photos an actor is given at once: few photos are shared by all actors."""
+    return min(TOGETHER, -(-photos // engines))
+
+
 def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, told: Told) -> None:
     """Explain photos on the cluster.
 
@@ -179,7 +184,8 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # its plans and its times would tear the bar apart
     data.DataContext.get_current().enable_progress_bars = False
     names = arrow.array(map(_bytes, left), arrow.binary())
-    parts = [arrow.table({"image": names[at : at + TOGETHER]}) for at in range(0, len(left), TOGETHER)]
+    size = batch_size(len(left), engines.most)
+    parts = [arrow.table({"image": names[at : at + size]}) for at in range(0, len(left), size)]
     done = data.from_arrow(parts).map_batches(
         Explainer,
         fn_constructor_args=(job, tuple(sys.path)),
