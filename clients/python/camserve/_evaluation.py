@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from camserve import _board
+from camserve import _board, _local
 from camserve._errors import InvalidArgument
 from camserve._picture import FORMATS, encode
 from camserve._terminal import printable
@@ -214,7 +214,7 @@ class Evaluation:
         to = Path(path)
         if to.suffix.lower() not in FORMATS:
             raise InvalidArgument(f"cannot save as {to.suffix or to.name!r}; there are {', '.join(FORMATS)}")
-        to.write_bytes(encode(self.plot(), FORMATS[to.suffix.lower()]))
+        _local.write(to, encode(self.plot(), FORMATS[to.suffix.lower()]))
         return to
 
     def _repr_png_(self) -> bytes:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from google.protobuf import json_format
 
+from camserve import _local
 from camserve._errors import InvalidArgument
 from camserve._result import Verdict
 from camserve.v1 import explain_pb2
@@ -107,7 +108,7 @@ class Receipt:
             OSError: The file cannot be written.
         """
         to = Path(path)
-        to.write_text(self.to_json(), encoding="utf-8")
+        _local.write(to, self.to_json().encode())
         return to
 
     @staticmethod

@@ -7,9 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
-from camserve import _html
+from camserve import _html, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._picture import FORMATS, Box, Photo, Picture, onto_photo
 
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
 
@@ -206,10 +205,10 @@ class Explanation:
         to = Path(path)
         suffix = to.suffix.lower()
         if suffix == ".npy":
-            np.save(to, _present(self.heatmap, "heatmap", "heatmap=True"), allow_pickle=False)
+            _local.write(to, _local.npy(_present(self.heatmap, "heatmap", "heatmap=True")))
         elif suffix in FORMATS:
             picture = _present(self.overlay_picture, "overlay", 'overlay="jpeg"')
-            to.write_bytes(picture.encoded(FORMATS[suffix]))
+            _local.write(to, picture.encoded(FORMATS[suffix]))
         else:
             known = ", ".join((*FORMATS, ".npy"))
             raise InvalidArgument(f"cannot save as {to.suffix or to.name!r}; there are {known}")

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from camserve import _html
+from camserve import _html, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._picture import FORMATS, Photo, Picture, encode
 from camserve._terminal import printable
@@ -16,6 +14,7 @@ from camserve._terminal import printable
 if TYPE_CHECKING:
     import os
 
+    import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
 
@@ -144,9 +143,9 @@ class Inspection:
         """
         to = Path(path)
         if to.suffix.lower() == ".txt":
-            to.write_text(self.table() + "\n", encoding="utf-8")
+            _local.write(to, f"{self.table()}\n".encode())
         else:
-            to.write_bytes(encode(self.plot(), _format(to, ".txt")))
+            _local.write(to, encode(self.plot(), _format(to, ".txt")))
         return to
 
     def _repr_html_(self) -> str:
@@ -225,11 +224,11 @@ class Features:
         """
         to = Path(path)
         if to.suffix.lower() != ".npy":
-            to.write_bytes(self._tiles().encoded(_format(to, ".npy")))
+            _local.write(to, self._tiles().encoded(_format(to, ".npy")))
         elif self.maps is None:
             raise FailedPrecondition("there are no raw maps; ask for them: client.features(..., maps=True)")
         else:
-            np.save(to, self.maps, allow_pickle=False)
+            _local.write(to, _local.npy(self.maps))
         return to
 
     def _tiles(self) -> Picture:

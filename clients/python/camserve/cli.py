@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import click
-import numpy as np
 
 import camserve
-from camserve import _dataset, _files, _progress, _tables, _xray
+from camserve import _dataset, _files, _local, _progress, _tables, _xray
 from camserve._settings import LOCAL, TIMEOUT
 from camserve._terminal import brief, echo
 
@@ -416,7 +415,7 @@ def _write_numbers(explanation: camserve.Explanation, path: Path, wishes: Wishes
     if wishes["receipts"]:
         explanation.receipt.save(path.with_suffix(".receipt.json"))
     if explanation.intensity is not None:
-        np.save(path.with_suffix(".intensity.npy"), explanation.intensity, allow_pickle=False)
+        _local.write(path.with_suffix(".intensity.npy"), _local.npy(explanation.intensity))
 
 
 def _metric(text: str) -> camserve.Metric:

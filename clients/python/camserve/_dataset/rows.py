@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from camserve import _files
+from camserve import _files, _local
 from camserve._dataset.store import arrow
 
 if TYPE_CHECKING:
@@ -134,15 +131,9 @@ def pictures(stem: str, mark: str, result: Result, wanted: Wanted) -> list[tuple
 def _numbers(each: Explanation, path: Path, wanted: Wanted) -> dict[str, bytes]:
     written: dict[str, bytes] = {}
     if wanted.heatmaps and each.heatmap is not None:
-        written[path.with_suffix(".npy").as_posix()] = _npy(each.heatmap)
+        written[path.with_suffix(".npy").as_posix()] = _local.npy(each.heatmap)
     if each.intensity is not None:
-        written[path.with_suffix(".intensity.npy").as_posix()] = _npy(each.intensity)
+        written[path.with_suffix(".intensity.npy").as_posix()] = _local.npy(each.intensity)
     if wanted.receipts:
         written[path.with_suffix(".receipt.json").as_posix()] = each.receipt.to_json().encode()
     return written
-
-
-def _npy(values: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values, allow_pickle=False)
-    return file.getvalue()

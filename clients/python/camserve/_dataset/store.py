@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from camserve import _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from pathlib import Path
 
 _LOCK = ".lock"
 
@@ -87,24 +88,25 @@ class Store:
             OSError: It cannot be written.
         """
         path = self.path(name)
-        folder, _, base = path.rpartition("/")
-        self._make(folder)
+        self._make(path.rpartition("/")[0])
         if self._local:
-            _write_beside(f"{folder}/.{base}", data, lasting=lasting)
-            os.replace(f"{folder}/.{base}", path)  # noqa: PTH105 -- a Path each would cost more than the call
+            _local.write(path, data, lasting=lasting)
         else:
             with self._fs.open_output_stream(path) as stream:
                 stream.write(data)
 
     def _make(self, folder: str) -> None:
         if folder not in self._made:
+            if self._local and not Path(folder).resolve().is_relative_to(Path(self._root).resolve()):
+                raise FailedPrecondition(f"{folder} is a link that leaves {self.place}: write to another folder")
             self._fs.create_dir(folder, recursive=True)
             self._made.add(folder)
 
     def read(self, name: str) -> bytes | None:
         """Return what is in a file; None where there is none."""
+        path = self.path(name)
         try:
-            with self._fs.open_input_stream(self.path(name)) as stream:
+            with _local.open_regular(path) if self._local else self._fs.open_input_stream(path) as stream:
                 data: bytes = stream.read()
                 return data
         except FileNotFoundError:
@@ -113,7 +115,7 @@ class Store:
     def names(self, folder: str, suffix: str) -> list[str]:
         """Return the files of a folder that end so, sorted, as paths in the store; none where there is no folder."""
         selector = arrow("fs").FileSelector(self.path(folder), allow_not_found=True)
-        found = sorted(str(info.base_name) for info in self._fs.get_file_info(selector))
+        found = sorted(str(info.base_name) for info in self._fs.get_file_info(selector) if info.is_file)
         return [f"{folder}/{name}" for name in found if name.endswith(suffix) and not name.startswith(".")]
 
     def table(self, name: str, columns: list[str] | None = None) -> Any:
@@ -129,23 +131,16 @@ class Store:
             raise InvalidArgument(f"{words} ({error})") from error
 
 
-def _write_beside(path: str, data: bytes, *, lasting: bool) -> None:
-    with open(path, "wb") as file:  # noqa: PTH123 -- as above
-        file.write(data)
-        if lasting:
-            file.flush()
-            os.fsync(file.fileno())
-
-
 @contextmanager
 def locked(folder: Path) -> Generator[None, None, None]:
     """Keep a folder to oneself inside the block; the lock goes with the process, however it ends.
 
     Raises:
         FailedPrecondition: Somebody else has it.
+        OSError: The lock is a link, or cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as file:
+    with _local.open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), "r+b") as file:
         try:
             import fcntl  # noqa: PLC0415 -- where there is none, there is no lock
         except ModuleNotFoundError:  # pragma: no cover -- Windows
