@@ -72,8 +72,8 @@ class Refusal:
 
 
 def answer(request: explain_pb2.ExplainRequest, request_id: str = "id") -> Any:
-    """Answer as a server with one class per image does: the class is the image's first byte."""
-    index = request.image[0]
+    """Answer as a server with one class per image does: the class is the image's last byte."""
+    index = request.image[-1]
     target = explain_pb2.Prediction(class_index=index, label=f"class {index}", probability=0.75, score=2.5)
     explanations = [
         explain_pb2.Explanation(

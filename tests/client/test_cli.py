@@ -34,11 +34,11 @@ def photos(tmp_path: pathlib.Path) -> pathlib.Path:
     """Make a folder with two photos of one name, one below, and what is no photo."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
-    (folder / "cat.jpg").write_bytes(b"\x01")
-    (folder / "cat.PNG").write_bytes(b"\x02")
-    (folder / "more" / "dog.webp").write_bytes(b"\x03")
-    (folder / "notes.txt").write_bytes(b"\x04")
-    (folder / ".hidden.jpg").write_bytes(b"\x05")
+    (folder / "cat.jpg").write_bytes(b"\xff\xd8\xff\x01")
+    (folder / "cat.PNG").write_bytes(b"\xff\xd8\xff\x02")
+    (folder / "more" / "dog.webp").write_bytes(b"\xff\xd8\xff\x03")
+    (folder / "notes.txt").write_bytes(b"\xff\xd8\xff\x04")
+    (folder / ".hidden.jpg").write_bytes(b"\xff\xd8\xff\x05")
     return folder
 
 
@@ -60,7 +60,7 @@ def test_a_photo_becomes_an_overlay(run: Any, photos: Any, tmp_path: Any) -> Non
 
 
 def test_a_folder_becomes_many_and_no_name_is_given_twice(run: Any, photos: Any, tmp_path: Any) -> None:
-    (photos / "cat.PNG").write_bytes(b"\x01")  # the same class too
+    (photos / "cat.PNG").write_bytes(b"\xff\xd8\xff\x01")  # the same class too
     out = tmp_path / "out"
 
     done = run("explain", photos, "-o", out)
@@ -137,7 +137,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         profile="grad-cam",
         intensity=True,
     )
-    expected = camserve._wire.with_image(question.request(), b"\x01")
+    expected = camserve._wire.with_image(question.request(), b"\xff\xd8\xff\x01")
     expected.progress = True
     assert requests == [expected]
 
@@ -152,7 +152,7 @@ def test_heatmaps_are_not_asked_for_where_they_are_not_written(run: Any, photos:
 def test_a_photo_that_fails_does_not_stop_the_others(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
     def second_is_bad(stream: Any, _: Any) -> Any:
         for each in stream:
-            bad = each.request.image == b"\x02"
+            bad = each.request.image[-1] == 2
             no = grpc.StatusCode.INVALID_ARGUMENT
             yield server.error(each, no) if bad else server.reply(each)
 

@@ -303,7 +303,7 @@ def test_one_client_serves_many_threads(server: Any) -> None:
         def work(number: int) -> list[int]:
             starting.wait()
             alone = client.explain(bytes([number])).predictions[0].class_index
-            images = [bytes([number, at]) for at in range(10)]
+            images = [bytes([at, number]) for at in range(10)]
             return [alone, *(r.predictions[0].class_index for r in client.explain_many(images))]
 
         found = list(pool.map(work, range(8)))

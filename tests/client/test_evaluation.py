@@ -204,7 +204,7 @@ def test_ticks_are_round_and_hold_what_is_drawn(low: float, high: float) -> None
 def run(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[..., Any]:
     monkeypatch.setenv("CAMSERVE_SERVER", server.address)
     monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "cat.jpg").write_bytes(b"\x01")
+    (tmp_path / "cat.jpg").write_bytes(b"\xff\xd8\xff\x01")
     methods = [part for name in THREE for part in ("--method", name)]
     command = ["evaluate", tmp_path / "cat.jpg", *methods]
     return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in (*command, *args)])

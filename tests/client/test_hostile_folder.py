@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
 import camserve
-from camserve import _local, cli
+from camserve import _dataset, _local, _wire, cli
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,3 +154,183 @@ def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path(os.devnull)):
         with pytest.raises(OSError, match="no file"):
             _local.write(path, b"x")
+
+
+def test_what_a_killed_job_had_not_finished_is_gone_after_the_next(run: Any, photos: Any, tmp_path: Any) -> None:
+    unfinished = tmp_path / "out" / f".{'0a' * 8}.tmp"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"half")
+
+    assert run("explain", photos, "-o", tmp_path / "out", "--resume").exit_code == 0
+    assert not unfinished.exists()
+
+
+SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
+KINDS = [b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8 ", b"BM" + bytes(12) + b"\x28\0\0\0"]
+
+
+@pytest.fixture
+def sent(server: Any) -> list[bytes]:
+    """Hear which photos a server is sent."""
+    photos: list[bytes] = []
+
+    def keep(stream: Any, _: Any) -> Any:
+        for each in stream:
+            photos.append(each.request.image)
+            yield server.reply(each)
+
+    server.streams = [keep] * 9
+    return photos
+
+
+def table(folder: Path, *cells: str | bytes) -> Path:
+    pq.write_table(pa.table({"image": list(cells)}), folder / "table.parquet")
+    return folder / "table.parquet"
+
+
+@pytest.mark.parametrize("job", [(), ("--resume",)])
+def test_only_photos_leave_the_machine(run: Any, photos: Any, tmp_path: Any, sent: Any, job: Any) -> None:
+    (photos / "key.jpg").write_bytes(SECRET)
+    (photos / "text.png").write_bytes(b"BM is how this text begins, and it is no photo")
+
+    done = run("explain", photos, "-o", tmp_path / "out", *job)
+
+    assert sent == [PHOTO]
+    assert done.exit_code == (0 if job else 1)
+    if job:
+        errors = {row["error_message"] for row in pq.read_table(tmp_path / "out" / "results").to_pylist()}
+        assert errors == {None, "image: not a JPEG, PNG, WebP or BMP file, so it is not sent"}
+    else:
+        assert done.stderr.count("not a JPEG, PNG, WebP or BMP file") == 2
+
+
+@pytest.mark.parametrize("head", KINDS)
+def test_what_a_server_takes_is_sent(tmp_path: Path, head: bytes) -> None:
+    (tmp_path / "a").write_bytes(head + b"rest")
+
+    assert _wire.image_bytes(tmp_path / "a") == head + b"rest"
+
+
+async def test_no_other_file_that_is_named_is_sent_either(client: Any, server: Any, tmp_path: Any) -> None:
+    (tmp_path / "key").write_bytes(SECRET)
+
+    for targets in ([], [camserve.similarity(tmp_path / "key")]):
+        with pytest.raises(camserve.InvalidArgument, match="not a JPEG, PNG, WebP or BMP file"):
+            await client.explain(b"\x01" if targets else tmp_path / "key", targets=targets)
+    assert server.calls == []
+
+
+@pytest.mark.parametrize("where", ["{folder}", "{folder}/*.jpg", "{folder}/**/*.jpg"])
+@pytest.mark.parametrize("job", [(), ("--resume",)])
+def test_a_link_out_of_a_folder_is_followed_only_where_that_is_allowed(
+    run: Any, photos: Any, tmp_path: Any, sent: Any, job: Any, where: str
+) -> None:
+    (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
+    (photos / "link.jpg").symlink_to(tmp_path / "private.jpg")
+    (photos / "within.jpg").symlink_to("cat.jpg")
+    path = where.format(folder=photos)
+
+    refused = run("explain", path, "-o", tmp_path / "out", *job)
+    before = list(sent)
+    allowed = run("explain", path, "-o", tmp_path / "out", "--allow-outside", *job)
+
+    assert before == [PHOTO, PHOTO]
+    assert refused.exit_code == 1
+    assert "link.jpg leads out of" in refused.output
+    assert "--allow-outside follows such links" in " ".join(refused.output.split())
+    assert allowed.exit_code == 0, allowed.output
+    assert PHOTO + b"private" in sent
+
+
+def test_a_link_that_is_named_itself_is_followed(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
+    (tmp_path / "link.jpg").symlink_to(photos / "cat.jpg")
+
+    for job in ((), ("--resume",)):
+        assert run("explain", tmp_path / "link.jpg", "-o", tmp_path / "out", *job).exit_code == 0
+    assert sent == [PHOTO, PHOTO]
+
+
+@pytest.mark.parametrize(
+    "named", ["{out}/private.jpg", "../private.jpg", "file://{out}/private.jpg", "{in}/../private.jpg"]
+)
+def test_a_table_names_files_of_its_folder_only(run: Any, photos: Any, tmp_path: Any, sent: Any, named: str) -> None:
+    (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
+    path = table(photos, "cat.jpg", named.format(**{"out": tmp_path, "in": photos}))
+
+    refused = run("explain", path, "-o", tmp_path / "out", "--resume")
+    before = list(sent)
+    allowed = run("explain", path, "-o", tmp_path / "out", "--resume", "--allow-outside")
+
+    assert before == []
+    assert refused.exit_code == 2
+    assert "which is outside of its folder: --allow-outside reads that too" in " ".join(refused.output.split())
+    assert allowed.exit_code == 0, allowed.output
+    assert sent == [PHOTO, PHOTO + b"private"]
+
+
+def test_a_table_names_no_link_out_of_its_folder(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
+    (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
+    (photos / "link.jpg").symlink_to(tmp_path / "private.jpg")
+    (photos / "folder").symlink_to(tmp_path)
+    path = table(photos, "link.jpg", "folder/private.jpg", str(photos / "cat.jpg"))
+
+    done = run("explain", path, "-o", tmp_path / "out", "--resume")
+
+    assert sent == [PHOTO]
+    assert done.exit_code == 1
+    assert "2 are left for the next run" in done.output
+
+
+@pytest.mark.parametrize("job", [(), ("--resume",)])
+def test_pipes_devices_loops_and_odd_names_hold_nobody_up(
+    run: Any, photos: Any, tmp_path: Any, sent: Any, job: Any
+) -> None:
+    os.mkfifo(photos / "pipe.jpg")
+    (photos / "zero.jpg").symlink_to("/dev/zero")
+    (photos / "loop.jpg").symlink_to("loop.jpg")
+    (photos / "a").symlink_to(".")
+    (photos / "b").symlink_to("..")
+    (photos / "gone.jpg").symlink_to("nothing")
+    odd = ["new\nline.jpg", "\x1b[2J.jpg", "\u202egpj.jpg", os.fsdecode(b"\xff.jpg"), "-o.jpg", "[bold].jpg"]
+    for name in odd:
+        (photos / name).write_bytes(PHOTO)
+
+    for path in (photos, f"{photos}/**/*.jpg"):
+        out = tmp_path / ("glob" if "*" in str(path) else "folder")
+        done = run("explain", path, "-o", out, *job)
+        assert done.exit_code == 0, done.output
+        assert len(sent) == 1 + len(odd)
+        assert not any(each in done.output for each in ("\x1b", "\u202e", "\udcff"))
+        sent.clear()
+
+
+def test_a_table_names_no_pipe(photos: Path) -> None:
+    os.mkfifo(photos / "pipe.jpg")
+    chosen = _dataset.Photos([str(table(photos, "pipe.jpg"))])
+
+    with pytest.raises(camserve.InvalidArgument, match="not a regular file"):
+        chosen.read(next(iter(chosen)))
+
+
+@pytest.mark.parametrize("head", [b"", PHOTO])
+def test_a_file_beyond_all_measure_is_not_read(run: Any, photos: Any, tmp_path: Any, sent: Any, head: bytes) -> None:
+    (photos / "cat.jpg").write_bytes(head)
+    os.truncate(photos / "cat.jpg", 100 << 30)
+
+    for job in ((), ("--resume",)):
+        done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *job)
+        assert "Traceback" not in done.output
+    assert sent == []
+
+
+def test_folders_may_lie_as_deep_as_a_path_is_long(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
+    deep = f"{photos}/{'d/' * 1100}"
+    subprocess.run(["mkdir", "-p", deep], check=True)  # Python's own would go too deep itself
+    Path(f"{deep}deep.jpg").write_bytes(PHOTO)
+    try:
+        for job in ((), ("--resume",)):
+            done = run("explain", photos, "-o", tmp_path / "out", *job)
+            assert done.exit_code == 0, done.output
+    finally:
+        subprocess.run(["rm", "-r", photos / "d"], check=True)
+    assert sent == [PHOTO] * 4

@@ -204,10 +204,11 @@ def test_an_unknown_option_is_a_type_error() -> None:
 
 def test_files_and_bytes_are_sent_untouched(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "any.jpg"
-    path.write_bytes(b"any bytes")
+    data = b"\xff\xd8\xff and any bytes"
+    path.write_bytes(data)
 
-    for image in (path, str(path), b"any bytes", bytearray(b"any bytes"), memoryview(b"any bytes")):
-        assert _wire.image_bytes(image) == b"any bytes"
+    for image in (path, str(path), data, bytearray(data), memoryview(data)):
+        assert _wire.image_bytes(image) == data
 
 
 def test_an_array_is_sent_as_it_is() -> None:

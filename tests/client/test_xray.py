@@ -36,7 +36,7 @@ def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def photo(tmp_path: Any) -> Any:
     path = tmp_path / "cat.jpg"
-    path.write_bytes(b"\x07")
+    path.write_bytes(b"\xff\xd8\xff\x07")
     return path
 
 

@@ -301,16 +301,18 @@ def test_photos_of_many_small_tables_come_out_under_their_own_names(tmp_path):
 def test_a_table_in_an_object_store_names_photos_there(tmp_path):
     """Beside it, above it, from the store's root, or anywhere by a URI."""
     fsspec = pytest.importorskip("fsspec")
-    (tmp_path / "4").write_bytes(b"4")
+    (tmp_path / "4").write_bytes(b"\xff\xd8\xff4")
     names = ["1.png", "../2.png", "/elsewhere/3.png", f"file://{tmp_path}/4"]
     for place, path in enumerate(("set/deep/1.png", "set/2.png", "elsewhere/3.png"), 1):
         with fsspec.open(f"memory://{path}", "wb") as file:
-            file.write(str(place).encode())
+            file.write(b"\xff\xd8\xff%d" % place)
     with fsspec.open("memory://set/deep/table.parquet", "wb") as file:
         pq.write_table(pa.table({"image": names}), file)
-    photos = _dataset.Photos(["memory://set/deep/table.parquet"])
+    photos = _dataset.Photos(["memory://set/deep/table.parquet"], allow_outside=True)
 
-    assert [photos.read(key) for key in photos] == [b"1", b"2", b"3", b"4"]
+    assert [photos.read(key)[-1:] for key in photos] == [b"1", b"2", b"3", b"4"]
+    with pytest.raises(camserve.InvalidArgument, match=r"names \.\./2\.png, which is outside of its folder"):
+        list(_dataset.Photos(["memory://set/deep/table.parquet"]))
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import posixpath
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from camserve._errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator
 
     from camserve._result import Explanation
 
@@ -21,33 +24,114 @@ _LONGEST_NAME = 235
 _LONGEST_PART = 50
 
 
-def images_in(paths: Iterable[Path], output: Path) -> list[Path]:
-    """Return files as they are, and for folders the images below them, sorted.
+def images_in(paths: Iterable[str], output: Path, *, allow_outside: bool = False) -> tuple[list[Path], list[Path]]:
+    """Return files as they are, for globs what they name, and for folders the images below them, sorted.
 
     What lies below ``output`` is left out of folders, so that a second run does not explain the
     pictures of the first.
 
+    Args:
+        paths: Files, folders and globs.
+        output: Where the pictures are to be.
+        allow_outside: Whether links may lead out of a folder that is named.
+
+    Returns:
+        The images; and those left out since they are links that lead out of their folder.
+
     Raises:
-        InvalidArgument: A folder has no images.
+        InvalidArgument: A path is a URI, or a folder has no images.
     """
-    return [image for path in paths for image in _expanded(path, output)]
+    images: list[Path] = []
+    left_out: list[Path] = []
+    for path in paths:
+        if "://" in path:
+            raise InvalidArgument(f"{path} is read by --resume only")
+        root = None if allow_outside else root_of(path)
+        for each in (each for found in named(path) for each in _expanded(found, output)):
+            (images if root is None or leads_below(each, root) else left_out).append(Path(each))
+    return images, left_out
 
 
-def _expanded(path: Path, output: Path) -> list[Path]:
-    if not path.is_dir():
+def _expanded(path: str, output: Path) -> Iterable[str]:
+    if not Path(path).is_dir():
         return [path]
-    found = sorted(each for each in path.rglob("*") if _is_image(each))
     # Only a folder of its own: who writes beside the photos still wants them explained.
-    if output.resolve() != path.resolve():
-        found = [each for each in found if not each.resolve().is_relative_to(output.resolve())]
+    found = list(walk(path, lambda folder: not (output.exists() and output.samefile(folder))))
     if not found:
         raise InvalidArgument(f"there are no images in {path}")
     return found
 
 
-def _is_image(path: Path) -> bool:
-    hidden = path.name.startswith(".")
-    return path.suffix.lower() in SUFFIXES and not hidden and path.is_file()
+def walk(folder: str, enter: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the images below a folder, by name; links to folders could lead round in a circle.
+
+    Args:
+        folder: Of this machine.
+        enter: Whether to look into a folder below it.
+    """
+    ahead = [iter(_entries(folder))]
+    while ahead:
+        path, is_folder = next(ahead[-1], ("", False))
+        if not path:
+            ahead.pop()
+        elif not is_folder:
+            yield path
+        elif enter(path):
+            ahead.append(iter(_entries(path)))
+
+
+def _entries(folder: str) -> list[tuple[str, bool]]:
+    with os.scandir(folder) as entries:
+        shown = sorted((each for each in entries if not each.name.startswith(".")), key=lambda each: each.name)
+    return [
+        (each.path, is_folder)
+        for each in shown
+        if (is_folder := each.is_dir(follow_symlinks=False)) or (is_photo(each.name) and Path(each.path).is_file())
+    ]
+
+
+def is_photo(name: str) -> bool:
+    """Say whether a file is a photo by its name."""
+    return posixpath.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+
+
+def named(path: str) -> list[str]:
+    """Return a path as it is, or the files and folders that a glob names, but for hidden ones.
+
+    ``**`` goes through no link, which could lead round in a circle.
+    """
+    if Path(path).exists():
+        return [path]
+    start, pattern = _split(path)
+    found = start.glob(pattern) if "**" in path else map(Path, glob.glob(path))  # noqa: PTH207 -- it leaves hidden ones out
+    seen = (each for each in found if not _is_hidden(each.relative_to(start)) and (each.is_file() or each.is_dir()))
+    return sorted(map(str, seen))
+
+
+def _split(path: str) -> tuple[Path, str]:
+    """Return the folder that a glob begins with, and the rest."""
+    parts = Path(path).parts
+    first = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return Path(*parts[:first]), os.path.join(*parts[first:], "")[:-1]  # noqa: PTH118 -- a pattern is no path
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def root_of(path: str) -> str | None:
+    """Return the folder that photos of a path must lie in: a folder itself, or what a glob begins with.
+
+    None for a file, which is read wherever it leads, since it was named itself.
+    """
+    if Path(path).is_dir():
+        return os.path.realpath(path)
+    return None if Path(path).exists() else os.path.realpath(_split(path)[0])
+
+
+def leads_below(path: str, root: str) -> bool:
+    """Say whether a path, its links followed, lies below a folder."""
+    return os.path.realpath(path).startswith(f"{root.rstrip(os.sep)}{os.sep}")
 
 
 @dataclass(slots=True)

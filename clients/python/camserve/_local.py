@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import secrets
 import stat
 from contextlib import suppress
@@ -12,17 +13,57 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from camserve._errors import InvalidArgument
+
 if TYPE_CHECKING:
-    from typing import BinaryIO
+    from pathlib import Path
+    from typing import BinaryIO, Protocol
+
+    class Readable(Protocol):
+        """A file, or an object of a store."""
+
+        def read(self, size: int, /) -> bytes:
+            """Return so many bytes, or all."""
+            ...
 
 
-def write(path: str | os.PathLike[str], data: bytes, *, lasting: bool = False) -> None:
+NO_PHOTO = "not a JPEG, PNG, WebP or BMP file"
+
+# What a server takes. Of a BMP the header's size too: "BM" is what a text may begin with.
+_PHOTO = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{12}[\x0c\x10\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL
+)
+_HEAD = 18  # bytes
+_LARGEST = 1 << 30
+
+
+def read_photo(file: Readable, size: int) -> bytes:
+    """Read a photo. Of what is none, or too large for any server, only the first bytes are read.
+
+    Args:
+        file: It, at its beginning.
+        size: Of it in bytes; 0 where that is not known.
+
+    Raises:
+        InvalidArgument: It is no photo: then it is no server's business.
+    """
+    head = file.read(_HEAD)
+    if head and not _PHOTO.match(head):
+        raise InvalidArgument(f"image: {NO_PHOTO}, so it is not sent", fields={"image": NO_PHOTO})
+    if size > _LARGEST:
+        reason = f"it has {size:,} bytes, more than any server takes"
+        raise InvalidArgument(f"image: {reason}", fields={"image": reason})
+    return head + file.read(-1)
+
+
+def write(path: str | os.PathLike[str], data: bytes, *, lasting: bool = False, unfinished: str = "") -> None:
     """Write a file whole or not at all. A link that lies in its place is replaced, not followed.
 
     Args:
         path: Of the file.
         data: What is in it.
         lasting: Whether to wait until the disk has it.
+        unfinished: The folder, of the same file system, in which it is written first. Default: its own.
 
     Raises:
         OSError: It cannot be written, or a device, a pipe or a folder has its name.
@@ -30,18 +71,25 @@ def write(path: str | os.PathLike[str], data: bytes, *, lasting: bool = False) -
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 -- a Path would cost more than the call
         raise OSError(errno.EINVAL, "there is something that is no file", os.fspath(path))
     # Nobody can have prepared a name that is random, and what is there is not opened: that is mode x.
-    beside = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118, PTH120 -- as above
+    folder = unfinished or os.path.dirname(path)  # noqa: PTH120 -- as above
+    first = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118 -- as above
     try:
-        with open(beside, "xb") as file:  # noqa: PTH123 -- as above
+        with open(first, "xb") as file:  # noqa: PTH123 -- as above
             file.write(data)
             if lasting:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(beside, path)  # noqa: PTH105 -- as above
+        os.replace(first, path)  # noqa: PTH105 -- as above
     except BaseException:
         with suppress(OSError):
-            os.unlink(beside)  # noqa: PTH108 -- as above
+            os.unlink(first)  # noqa: PTH108 -- as above
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Delete from a folder what a process that was killed had not finished writing there."""
+    for each in folder.glob(f".{'[0-9a-f]' * 16}.tmp"):
+        each.unlink(missing_ok=True)
 
 
 def npy(values: Any) -> bytes:

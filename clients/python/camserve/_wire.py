@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, TypeVar,
 import numpy as np
 from PIL import Image
 
-from camserve import _picture, _targets
+from camserve import _local, _picture, _targets
 from camserve._errors import CamserveError, Details, Internal, InvalidArgument, code_of, make, merged
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt, target_json
@@ -203,7 +203,8 @@ def _file(image: object) -> bytes:
 
 def _read(path: str | os.PathLike[str]) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            return _local.read_photo(file, os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = getattr(error, "strerror", None) or str(error)
         raise _bad("image", f"cannot read {os.fspath(path)!r}: {reason}") from error

@@ -300,9 +300,21 @@ class _Folder(click.Path):
     help="Run as a job that can be cut off and started again, with its results as Parquet in DIR: for many photos.",
 )
 @click.option("--column", default="", metavar="NAME", help="Of a Parquet file: that has the photos, bytes or paths.")
+@click.option(
+    "--allow-outside",
+    is_flag=True,
+    help="Read photos outside of the folders named too: behind links, and where a Parquet file says so.",
+)
 @_connected
 def explain(
-    paths: tuple[str, ...], output: Path, connect: Connect, *, resume: bool, column: str, **wishes: Unpack[Wishes]
+    paths: tuple[str, ...],
+    output: Path,
+    connect: Connect,
+    *,
+    resume: bool,
+    column: str,
+    allow_outside: bool,
+    **wishes: Unpack[Wishes],
 ) -> int:
     """Draw what the model saw over photos.
 
@@ -313,19 +325,22 @@ def explain(
     words it goes on where it was, and every photo is in the results once.
     """
     if resume:
-        return _run_job(paths, output, connect, column, wishes)
+        with _checked():
+            chosen = _dataset.Photos(paths, column, str(output), allow_outside=allow_outside)
+        return _run_job(chosen, output, connect, wishes)
     with _checked():
-        named = [Path(path) for path in _dataset.files(paths)]
-    return _draw(named, output, connect, wishes)
+        images, left_out = _files.images_in(paths, output, allow_outside=allow_outside)
+    for path in left_out:
+        _say(f"{path} leads out of its folder: --allow-outside follows such links")
+    return _draw(images, output, connect, wishes) or (FAILED if left_out else 0)
 
 
-def _draw(paths: list[Path], output: Path, connect: Connect, wishes: Wishes) -> int:
+def _draw(images: list[Path], output: Path, connect: Connect, wishes: Wishes) -> int:
     question = _question(wishes)
     names = _files.Names(output)
     rows: list[Sequence[str | Text]] = []
     failed = 0
     with _checked():
-        images = _files.images_in(paths, output)
         client = connect()
     with client:
         with _checked():
@@ -345,9 +360,8 @@ def _draw(paths: list[Path], output: Path, connect: Connect, wishes: Wishes) -> 
     return FAILED if failed else 0
 
 
-def _run_job(paths: tuple[str, ...], output: Path, connect: Connect, column: str, wishes: Wishes) -> int:
+def _run_job(chosen: _dataset.Photos, output: Path, connect: Connect, wishes: Wishes) -> int:
     with _checked():
-        chosen = _dataset.Photos(paths, column, str(output))
         question = job_question(wishes)
         client = connect()
     with client, _dataset.locked(output):
@@ -356,7 +370,7 @@ def _run_job(paths: tuple[str, ...], output: Path, connect: Connect, column: str
             _dataset.opened(store, question, client.model(wishes["model"] or ""))
             total = sum(1 for _ in chosen)
         if not total:
-            raise click.UsageError(f"there are no images in {' '.join(paths)}")
+            raise click.UsageError(f"there are no images in {chosen}")
         with _progress.job_bar(total) as told:
             tally = _dataset.run(client, chosen, store, question, told)
     echo(told_of(tally, str(output)))

@@ -46,6 +46,7 @@ class Job:
         column: of a Parquet file.
         output: the job's folder, a path or a URI that all machines can write to.
         run: which run this is.
+        allow_outside: whether to read photos outside of the folders named.
     """
 
     settings: Mapping[str, Any]
@@ -54,6 +55,7 @@ class Job:
     column: str
     output: str
     run: str
+    allow_outside: bool = False
 
     @staticmethod
     def new(settings: Mapping[str, Any], paths: Sequence[str], column: str, output: str, wishes: Any) -> "Job":
@@ -64,8 +66,14 @@ class Job:
         """
         at_home = tuple(path if "://" in path else str(Path(path).absolute()) for path in paths)
         folder = output if "://" in output else str(Path(output).absolute())
-        question = job_question(cast("Any", {"model": None, **wishes}))
-        return Job(settings, question, at_home, column, folder, uuid.uuid4().hex)
+        options = {"model": None, **wishes}
+        allow_outside = options.pop("allow_outside", False)
+        question = job_question(cast("Any", options))
+        return Job(settings, question, at_home, column, folder, uuid.uuid4().hex, allow_outside)
+
+    def photos(self, without: str = "") -> _dataset.Photos:
+        """Return the photos, but for those in a folder."""
+        return _dataset.Photos(self.paths, self.column, without, allow_outside=self.allow_outside)
 
 
 class Explainer:
@@ -81,7 +89,7 @@ class Explainer:
         self._job = job
         self._open = ExitStack()
         self._client = self._open.enter_context(_serving(job.settings))
-        self._photos = _dataset.Photos(job.paths, job.column)
+        self._photos = job.photos()
         self._store = _dataset.Store(job.output)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +145,7 @@ def begun(job: Job) -> tuple[list[str], _dataset.Tally]:
     if before:
         time.sleep(GRACE)
     seen, left = _dataset.taken_up(store), list[str]()
-    for key in _dataset.Photos(job.paths, job.column, job.output):
+    for key in job.photos(job.output):
         if seen.add(key):
             left.append(key)
         else:

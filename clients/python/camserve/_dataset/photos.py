@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import posixpath
 import re
@@ -11,17 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from camserve._dataset.store import arrow, filesystem
-from camserve._errors import CamserveError, InvalidArgument
-from camserve._files import SUFFIXES
+from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
+from camserve._files import is_photo, leads_below, named, root_of, walk
+from camserve._local import open_regular, read_photo
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Iterable
 
 Key: TypeAlias = str
 """What a photo is known by: its absolute path or URI, or that of a Parquet file, "#" and the row."""
 
 _ROW = re.compile(r"(?P<table>.+\.parquet)#(?P<row>\d+)", re.DOTALL)
 _CARD = "job.json"
+_OVERLAYS = "overlays"
 _ROWS_AT_ONCE = 4096  # of a column of paths
 _LOCAL = frozenset({"", "file://"})  # no network between
 
@@ -33,19 +34,40 @@ class Photos:
         paths: Files, folders, globs, Parquet files, or URIs of any of them but globs.
         column: Of a Parquet file: that has the photos. Default: "image", or the only one with bytes.
         without: A folder that is left out where it lies in others: the job's own.
+        allow_outside: Whether to read what is outside of the folders named, behind links and where a
+            Parquet file says so: whoever made these could name any file of this machine.
     """
 
-    def __init__(self, paths: Iterable[str], column: str = "", without: str = "") -> None:
+    def __init__(
+        self, paths: Iterable[str], column: str = "", without: str = "", *, allow_outside: bool = False
+    ) -> None:
         self._paths = tuple(paths)
+        self._allow_outside = allow_outside
         self._column = column
         self._without = filesystem(without)[1] if without else ""
         self._roots: dict[str, Any] = {}
+        self._named: set[str] = set()  # files of this machine
+        self._folders: set[str] = set()  # of this machine, that all others must lie in
         for path in self._paths:
             fs, inside = filesystem(path)
             self._roots[_root(_scheme(path) + inside)] = fs
+            if _scheme(path) in _LOCAL:
+                self._allow(inside)
         self._table: tuple[str, Any, str] = ("", None, "")
         self._group: tuple[int, int, Any] = (0, 0, None)
         self._turn = threading.Lock()  # of the two above
+
+    def _allow(self, path: str) -> None:
+        folder = root_of(path)
+        if folder is None:
+            self._named.add(path)
+        if folder is None and path.endswith(".parquet"):
+            folder = os.path.realpath(Path(path).parent)
+        if folder:
+            self._folders.add(folder)
+
+    def __str__(self) -> str:
+        return " ".join(self._paths)
 
     def __iter__(self) -> Generator[Key, None, None]:
         """Yield the key of every photo, folder by folder in the order of their names.
@@ -58,13 +80,27 @@ class Photos:
 
     def _of(self, path: str) -> Generator[Key, None, None]:
         scheme, (fs, inside) = _scheme(path), filesystem(path)
+        if scheme in _LOCAL:
+            yield from self._here(path, scheme, inside)
+            return
         (info,) = fs.get_file_info([inside])
         kinds = arrow("fs").FileType
         if info.type == kinds.Directory:
-            yield from self._below(fs, inside, scheme) if scheme else self._walked(inside)
+            yield from self._below(fs, inside, scheme)
         elif info.type == kinds.NotFound:
-            yield from self._globbed(path)
+            raise InvalidArgument(f"there is no {path}")
         elif inside.endswith(".parquet"):
+            yield from self._listed(scheme + inside)
+        else:
+            yield scheme + inside
+
+    def _here(self, path: str, scheme: str, inside: str) -> Generator[Key, None, None]:
+        """Yield what a path of this machine names; not by Arrow, to which a file's name must be text."""
+        if Path(inside).is_dir():
+            yield from (scheme + each for each in walk(inside, self._enters))
+        elif not Path(inside).exists():
+            yield from self._globbed(path)
+        elif inside.endswith(".parquet") and Path(inside).is_file():
             yield from self._listed(scheme + inside)
         else:
             yield scheme + inside
@@ -72,20 +108,13 @@ class Photos:
     def _globbed(self, path: str) -> Generator[Key, None, None]:
         if not is_there(path) or "://" in path:
             raise InvalidArgument(f"there is no {path}")
-        for each in files([path]):
+        for each in named(path):
             yield from self._of(each)
 
-    def _walked(self, folder: str) -> Generator[Key, None, None]:
-        """Yield the photos below a folder of this machine; links to folders could lead round in a circle."""
-        with os.scandir(folder) as entries:
-            found = sorted((entry.name, entry.is_dir(follow_symlinks=False), entry.is_file()) for entry in entries)
-        ours = _CARD in (name for name, _, _ in found)
-        for name, is_folder, is_file in found:
-            path = f"{folder}/{name}"
-            if is_folder and not name.startswith(".") and not self._is_a_jobs(path, ours=ours):
-                yield from self._walked(path)
-            elif is_file and _is_photo(name):
-                yield path
+    def _enters(self, folder: str) -> bool:
+        """Say whether to look into a folder of this machine: not into one that has the pictures of a job."""
+        path = Path(folder)
+        return not self._is_a_jobs(folder, ours=path.name == _OVERLAYS and (path.parent / _CARD).exists())
 
     def _below(self, fs: Any, folder: str, scheme: str) -> Generator[Key, None, None]:
         """Yield the photos below a prefix of an object store."""
@@ -95,12 +124,12 @@ class Photos:
         for info in infos:
             if info.type == fs_.FileType.Directory and not self._is_a_jobs(info.path, ours=ours):
                 yield from self._below(fs, info.path, scheme)
-            elif info.type == fs_.FileType.File and _is_photo(info.base_name):
+            elif info.type == fs_.FileType.File and is_photo(info.base_name):
                 yield scheme + info.path
 
     def _is_a_jobs(self, folder: str, *, ours: bool) -> bool:
         """Say whether a folder has the pictures of a job: this one's, or whose card lies beside it."""
-        return folder == self._without or (ours and folder.endswith("/overlays"))
+        return folder == self._without or (ours and folder.endswith(f"/{_OVERLAYS}"))
 
     def _listed(self, table: str) -> Generator[Key, None, None]:
         file, column = self._opened(table)  # its own: threads that read are at other tables
@@ -108,7 +137,18 @@ class Photos:
             yield from (f"{table}#{row}" for row in range(file.metadata.num_rows))
             return
         for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[column]):
-            yield from (_beside(table, each or "") for each in batch.column(0).to_pylist())
+            yield from (self._named_by(table, each or "") for each in batch.column(0).to_pylist())
+
+    def _named_by(self, table: str, path: str) -> Key:
+        """Return the key of a photo that a table names.
+
+        Raises:
+            InvalidArgument: It lies outside of the table's folder, and nobody allowed that.
+        """
+        key = _beside(table, path)
+        if self._allow_outside or (key.startswith(table.rpartition("/")[0] + "/") and ".." not in key.split("/")):
+            return key
+        raise InvalidArgument(f"{table} names {path}, which is outside of its folder: --allow-outside reads that too")
 
     def read(self, key: Key) -> bytes:
         """Return the file of a photo; from any thread.
@@ -129,11 +169,22 @@ class Photos:
 
     def _file(self, key: Key) -> bytes:
         scheme = _scheme(key)
-        if not scheme:
-            return Path(key).read_bytes()
-        with self._home(key).open_input_stream(key.removeprefix(scheme), compression=None) as stream:
-            data: bytes = stream.read()
-            return data
+        path = key.removeprefix(scheme)
+        if scheme in _LOCAL:
+            with open_regular(self._followed(path)) as file:
+                return read_photo(file, os.fstat(file.fileno()).st_size)
+        with self._home(key).open_input_stream(path, compression=None) as stream:
+            return read_photo(stream, 0)
+
+    def _followed(self, path: str) -> str:
+        """Follow the links of a path of this machine.
+
+        Raises:
+            FailedPrecondition: They lead out of all folders that were named; so it is left for a run that may.
+        """
+        if self._allow_outside or path in self._named or any(leads_below(path, folder) for folder in self._folders):
+            return path
+        raise FailedPrecondition(f"{path} leads out of the folders named: --allow-outside follows such links")
 
     def _home(self, key: Key) -> Any:
         """Return the file system of a photo or table; two buckets may be in two regions."""
@@ -154,7 +205,9 @@ class Photos:
     def _opened(self, table: str) -> tuple[Any, str]:
         """Open a table; return it and the name of the column that has the photos."""
         try:
-            file = arrow("parquet").ParquetFile(self._home(table).open_input_file(table.removeprefix(_scheme(table))))
+            path = table.removeprefix(_scheme(table))
+            path = self._followed(path) if _scheme(table) in _LOCAL else path
+            file = arrow("parquet").ParquetFile(self._home(table).open_input_file(path))
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"{table} is no Parquet file: {error}") from error
         return file, _chosen(table, file.schema_arrow, self._column)
@@ -199,10 +252,6 @@ def _is_bytes(kind: Any) -> bool:
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
-def _is_photo(name: str) -> bool:
-    return posixpath.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
-
-
 def _scheme(place: str) -> str:
     head, mark, _ = place.partition("://")
     return head + mark if mark else ""
@@ -228,21 +277,4 @@ def _beside(table: str, path: str) -> Key:
 
 def is_there(path: str) -> bool:
     """Say whether a path, or a glob, names something; of a URI that is found out later."""
-    return "://" in path or bool(_matches(path))
-
-
-def files(paths: Sequence[str]) -> list[str]:
-    """Return paths as they are, and for each glob what it names.
-
-    Raises:
-        InvalidArgument: One is a URI.
-    """
-    for path in paths:
-        if "://" in path:
-            raise InvalidArgument(f"{path} is read by --resume only")
-    return [each for path in paths for each in _matches(path)]
-
-
-def _matches(path: str) -> list[str]:
-    there = os.path.exists(path)  # noqa: PTH110 -- a Path would lose how it was written
-    return [path] if there else sorted(glob.glob(path, recursive=True))  # noqa: PTH207 -- it may be absolute
+    return "://" in path or bool(named(path))

@@ -59,8 +59,8 @@ def _foreign(place: str, error: Exception) -> tuple[Any, str]:
 class Store:
     """A folder into which files are written whole or not at all.
 
-    On this machine a file is written beside its place and then moved there; an object store shows
-    nothing of an object before it is complete.
+    On this machine a file is written in the folder itself first, and then moved to its place; an
+    object store shows nothing of an object before it is complete.
 
     Args:
         place: A path, or a URI.
@@ -90,7 +90,7 @@ class Store:
         path = self.path(name)
         self._make(path.rpartition("/")[0])
         if self._local:
-            _local.write(path, data, lasting=lasting)
+            _local.write(path, data, lasting=lasting, unfinished=self._root)
         else:
             with self._fs.open_output_stream(path) as stream:
                 stream.write(data)
@@ -150,4 +150,5 @@ def locked(folder: Path) -> Generator[None, None, None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FailedPrecondition(f"another run is at work in {folder}: wait for it, or stop it") from error
+        _local.sweep(folder)
         yield
