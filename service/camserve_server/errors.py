@@ -15,9 +15,15 @@ ServiceError
 """
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 LONGEST_NAME = 200  # characters; the comparison takes time that grows with their square
+MANY_NAMES = 1000  # compared letter by letter
+SUGGESTED = 4
+
+_WORD = re.compile(r"\w+")
 
 
 class ServiceError(Exception):
@@ -93,9 +99,11 @@ class ConfigError(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean "…"?)` for the nearest known name, or nothing.
+    """Return ` (did you mean "…"?)` for the known names that have all its words, else for the nearest one, or nothing.
 
     Example:
+        >>> did_you_mean("cat", ["crate", "tiger cat", "cat flap", "Egyptian cat"])
+        ' (did you mean "tiger cat", "Egyptian cat" or "cat flap"?)'
         >>> did_you_mean("grdcam", ["gradcam", "saliency"])
         ' (did you mean "gradcam"?)'
         >>> did_you_mean("xyz", ["gradcam"])
@@ -104,5 +112,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if len(name) > LONGEST_NAME:
         return ""
     by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f' (did you mean "{by_lower[close[0]]}"?)' if close else ""
+    near = _with_words_of(name.lower(), by_lower) or _spelled_like(name.lower(), by_lower)
+    named = [f'"{by_lower[each]}"' for each in near]
+    return f" (did you mean {' or '.join(filter(None, (', '.join(named[:-1]), named[-1])))}?)" if named else ""
+
+
+def _with_words_of(name: str, known: Collection[str]) -> list[str]:
+    """Return a few names that have all words of one, those that end with its last word first: "tiger cat" is a cat."""
+    words = list(dict.fromkeys(_WORD.findall(name)))
+    if not words:
+        return []
+    likely = [each for each in known if all(word in each for word in words)]
+    likely.sort(key=lambda each: (not each.endswith(words[-1]), len(each), each))
+    whole = [re.compile(rf"\b{word}\b") for word in words]
+    return list(islice((each for each in likely if all(word.search(each) for word in whole)), SUGGESTED))
+
+
+def _spelled_like(name: str, known: Collection[str]) -> list[str]:
+    """Return the nearest name, if it is near."""
+    names = known
+    if len(names) > MANY_NAMES:  # the event loop waits for the comparison: 50 us a name
+        names = [each for each in names if each[:1] == name[:1]]
+        names = sorted(names, key=lambda each: abs(len(each) - len(name)))[:MANY_NAMES]
+    return difflib.get_close_matches(name, names, n=1, cutoff=0.6)

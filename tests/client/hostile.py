@@ -113,7 +113,11 @@ def heatmap() -> explain_pb2.Heatmap:
     return explain_pb2.Heatmap(height=1, width=2, data=b"\0" * 8)
 
 
-def overlay(kind: str = "JPEG", size: tuple[int, int] = (6, 4)) -> explain_pb2.Picture:
+def overlay() -> explain_pb2.Picture:
+    return explain_pb2.Picture(format=explain_pb2.IMAGE_FORMAT_JPEG, data=image("JPEG"), width=6, height=4)
+
+
+def image(kind: str, size: tuple[int, int] = (6, 4)) -> bytes:
     out = io.BytesIO()
-    Image.new("RGB", size).save(out, kind)
-    return explain_pb2.Picture(format=explain_pb2.IMAGE_FORMAT_JPEG, data=out.getvalue(), width=6, height=4)
+    Image.new("1" if max(size) > 1000 else "RGB", size).save(out, kind)
+    return out.getvalue()

@@ -356,6 +356,9 @@ def test_health_is_the_exit_code(run: Any) -> None:
         (("explain", "{empty}", "-o", "out"), "there are no images in"),
         (("models", "--timeout", "0"), "timeout"),
         (("models", "--wrong"), "--wrong"),
+        (("models", "--timeout", "1", "--timeout", "2"), "--timeout is given 2 times, and takes one value"),
+        (("explain", "{photos}", "-o", "out", "--model", "a", "--model", "b"), "--model is given 2 times"),
+        (("explain", "{photos}", "-o", "out", "--output", "b"), "--output is given 2 times"),
         (("nothing",), "nothing"),
     ],
 )
@@ -435,7 +438,7 @@ def test_brackets_in_a_label_are_no_markup(run: Any, server: Any, photos: Any, t
         ("///", "_"),
         ("x" * 300, "x" * 50),
         ("猫" * 300, "猫" * 16),
-        ("", "7"),
+        ("", "class_7"),
     ],
 )
 def test_labels_become_parts_of_names(tmp_path: Any, label: str, part: str) -> None:

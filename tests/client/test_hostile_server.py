@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner, Result
 
+import camserve
 from camserve import _tables, cli
+from camserve._picture import Picture
 from camserve.v1 import evaluate_pb2, explain_pb2
 from client import hostile
 
@@ -109,6 +111,40 @@ def test_a_terminal_obeys_no_error_of_a_server(run: Any, server: Any, photo: Any
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "[bold]b[/bold]" in done.stderr
     assert not OBEYED.search(done.output), ascii(done.output)
+
+
+PICTURES = {
+    "another format": hostile.image("GIF"),
+    "an outline font": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+    "no picture": b"<script>",
+    "nothing": b"",
+    "cut short": hostile.image("PNG")[:60],
+    "too many pixels": hostile.image("PNG", (9000, 10001)),
+    "far too many": hostile.image("PNG", (20000, 10001)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("data", PICTURES.values(), ids=PICTURES)
+def test_a_picture_that_is_none_is_one_error(data: bytes) -> None:
+    with pytest.raises(camserve.Internal, match=r"the server sent (no|a) picture"):
+        Picture("png", data, 1, 1).open()
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_picture_with_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[Any] = []
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded.append)
+    for name in ("too many pixels", "far too many"):
+        with pytest.raises(camserve.Internal, match="pixels"):
+            Picture("png", PICTURES[name], 1, 1).open()
+
+    assert decoded == []
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_picture_that_is_one_is_decoded(kind: str) -> None:
+    assert Picture("png", hostile.image(kind), 1, 1).open().size == (6, 4)
 
 
 def test_json_says_the_same_with_its_own_escapes() -> None:

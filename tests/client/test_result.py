@@ -144,10 +144,6 @@ def test_labels_are_not_taken_for_html(full: Any) -> None:
     assert "<script>" not in html
 
 
-def test_a_class_without_a_label_is_called_by_its_index() -> None:
-    assert camserve.Prediction("", 0.5, 281, 1.0).name == "281"
-
-
 def test_a_result_survives_pickling(full: Any) -> None:
     again = pickle.loads(pickle.dumps(result_of(full)))  # noqa: S301 -- our own
 
@@ -173,3 +169,16 @@ def result_of(explanation: camserve.Explanation) -> camserve.Result:
         photo=explanation.photo,
         timing=camserve.Timing(0, 0, 0, 0, 1),
     )
+
+
+async def test_a_class_without_a_label_is_called_by_its_index(client: Any, server: Any) -> None:
+    def unlabelled(request: Any, request_id: str = "id") -> Any:
+        response = answer(request, request_id)
+        response.predictions[0].label = response.explanations[0].target.label = ""
+        return response
+
+    answer, server.answer = server.answer, unlabelled
+    result = await client.explain(b"\x07")
+
+    assert (result.predictions[0].label, result.explanations[0].target.label) == ("class 7", "class 7")
+    assert result.explanations[0].title == "class 7"

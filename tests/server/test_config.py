@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from camserve_server import commands, config
+from camserve_server import commands, config, errors
 from camserve_server.errors import ConfigError
 from camserve_server.types import Limits
 
@@ -231,3 +231,34 @@ def test_every_flag_of_the_command_sets_what_it_says(monkeypatch):
 
 def _stop():
     raise ConfigError("far enough")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("cat", ' (did you mean "tiger cat", "Persian cat", "Egyptian cat" or "cat bowl"?)'),
+        ("Tiger", ' (did you mean "tiger cat"?)'),
+        ("cat, tiger", ' (did you mean "tiger cat"?)'),
+        ("crat", ' (did you mean "crate"?)'),
+        ("(cat|dog)+", ""),
+        ("?", ""),
+        ("cat " * 60, ""),
+    ],
+)
+def test_a_hint_has_the_names_with_the_same_words_and_else_the_nearest(name, hint):
+    labels = ["crate", "tiger cat", "Persian cat", "Egyptian cat", "cat bowl", "scatter rug", "catamaran"]
+
+    assert errors.did_you_mean(name, labels) == hint
+
+
+def test_a_hint_among_21000_names_compares_the_letters_of_1000_at_most(monkeypatch):
+    compared = []
+
+    def compare(_name, names, **_):
+        compared.append(len(names))
+        return []
+
+    monkeypatch.setattr(errors.difflib, "get_close_matches", compare)
+    errors.did_you_mean("label 2x", [f"label {number}" for number in range(21_000)])
+
+    assert compared == [errors.MANY_NAMES]

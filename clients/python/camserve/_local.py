@@ -9,7 +9,7 @@ import re
 import secrets
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -114,4 +114,4 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: s
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return open(descriptor, mode)  # noqa: PTH123 -- for the caller to close
+    return cast("BinaryIO", open(descriptor, mode))  # noqa: PTH123 -- for the caller to close

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from camserve._errors import InvalidArgument
+from camserve._errors import CamserveError, Internal, InvalidArgument
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FORMATS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".webp": "webp"}
 
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I"})
+_DECODED = ("JPEG", "PNG", "WEBP")
 _RGB = 3
 _JPEG_QUALITY = 95
 
@@ -57,12 +58,33 @@ class Picture:
     height: int
 
     def open(self) -> Image.Image:
-        """Decode it."""
-        return Image.open(io.BytesIO(self.data))
+        """Decode it.
+
+        Raises:
+            Internal: It is no JPEG, PNG or WebP, is broken, or has more pixels than
+                ``PIL.Image.MAX_IMAGE_PIXELS``.
+        """
+        try:
+            # Pillow knows some forty formats, and the server may say that this is any of them.
+            image = Image.open(io.BytesIO(self.data), formats=_DECODED)
+            _check_pixels(image)
+            image.load()
+        except CamserveError:
+            raise
+        except Exception as error:
+            raise Internal(f"the server sent no picture that can be read: {error}") from error
+        return image
 
     def encoded(self, wanted: str) -> bytes:
         """Return the file in a format: the one at hand if it is that, else encoded again."""
         return self.data if wanted == self.format else encode(self.open(), wanted)
+
+
+def _check_pixels(image: Image.Image) -> None:
+    # Pillow itself warns of one that is too large, and refuses it from twice as many pixels on.
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and image.width * image.height > most:
+        raise Internal(f"the server sent a picture of {image.width:,} x {image.height:,} pixels: {most:,} are decoded")
 
 
 def encode(image: Image.Image, wanted: str) -> bytes:

@@ -41,7 +41,7 @@ class Prediction:
     """A class and how probable the model finds it.
 
     Attributes:
-        label: Of the class; empty where the model has none.
+        label: Of the class; "class 7" where the model has none.
         probability: After softmax, 0 to 1.
         class_index: Index in the model's output, from 0.
         score: The logit.
@@ -58,8 +58,8 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The label, or the index where there is none."""
-        return self.label or str(self.class_index)
+        """The label, or "class 7" where there is none."""
+        return self.label or f"class {self.class_index}"
 
 
 @dataclass(frozen=True, slots=True)

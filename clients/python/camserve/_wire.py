@@ -331,7 +331,8 @@ def _photo(said: explain_pb2.Photo) -> Photo:
 def _prediction(said: explain_pb2.Prediction) -> Prediction:
     box = said.box
     where = Box(box.left, box.top, box.right, box.bottom) if said.HasField("box") else None
-    return Prediction(said.label, said.probability, said.class_index, said.score, where, said.area)
+    label = said.label or f"class {said.class_index}"
+    return Prediction(label, said.probability, said.class_index, said.score, where, said.area)
 
 
 def _receipt(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
@@ -35,8 +36,24 @@ _MODIFIERS = ("augmentation_smoothing", "eigen_smoothing")
 _SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
 
+class Command(click.Command):
+    """Takes an option once, but for those that say that they are repeated."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse a second value, of which click would silently take the last."""
+        if not ctx.resilient_parsing and not (self.no_args_is_help and not args):
+            *_, order = self.make_parser(ctx).parse_args(list(args))
+            for option, count in Counter(order).items():
+                if count > 1 and isinstance(option, click.Option) and not (option.multiple or option.is_flag):
+                    raise click.UsageError(f"{option.opts[-1]} is given {count} times, and takes one value", ctx)
+        return super().parse_args(ctx, args)
+
+
 class Commands(click.Group):
     """Says whatever goes wrong in one line, and with the exit code."""
+
+    command_class = Command
+    group_class = type
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command, and exit."""
