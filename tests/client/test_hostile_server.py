@@ -118,7 +118,7 @@ PICTURES = {
     "an outline font": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
     "no picture": b"<script>",
     "nothing": b"",
-    "cut short": hostile.image("PNG")[:60],
+    "cut short": hostile.image("PNG")[:45],
     "too many pixels": hostile.image("PNG", (9000, 10001)),
     "far too many": hostile.image("PNG", (20000, 10001)),
 }
