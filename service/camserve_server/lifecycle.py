@@ -189,7 +189,9 @@ class Lifecycle:
         """Return which model that is, with the weights that were asked for."""
         spec = self._specs[asked.name]
         if asked.weights:
-            return replace(spec, weights=str(self._file(asked.weights)), sha256=asked.sha256)
+            folder = os.path.realpath(self._folder)
+            weights = str(self._file(asked.weights))
+            return replace(spec, weights=weights, sha256=asked.sha256, model_folder=folder)
         if asked.sha256 and spec.weights in ("default", "none"):
             words = f"sha256 is of a file of weights, and the configuration of {spec.name} names none"
             raise InvalidArgument(words, field="sha256")

@@ -440,6 +440,23 @@ def test_a_file_that_is_changed_after_it_was_hashed_is_not_what_is_loaded(tmp_pa
     assert path.read_bytes() == other
 
 
+@pytest.mark.parametrize("link", ["w.safetensors", "inner", "inner/w.safetensors"])
+def test_a_link_below_the_model_folder_is_not_followed(tmp_path, link):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    for each in (folder / "inner", outside / "inner"):
+        each.mkdir(parents=True)
+    for path in (folder / "w.safetensors", folder / "inner/w.safetensors", outside / "w.safetensors"):
+        path.write_bytes(safetensors.torch.save({"w": torch.ones(4)}))
+    asked = folder / ("inner/w.safetensors" if link == "inner" else link)
+    assert checkpoint.load(asked, ROOM, folder=str(folder))
+    (folder / link).rename(tmp_path / "moved")
+    (folder / link).symlink_to(outside if link == "inner" else outside / "w.safetensors")
+
+    assert checkpoint.load(asked, ROOM)
+    with pytest.raises(Damaged, match=r"cannot be opened|no regular file"):
+        checkpoint.load(asked, ROOM, folder=str(folder))
+
+
 def test_a_pipe_that_takes_a_files_place_is_refused_and_not_waited_for(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "w.pth")
     regular = Path(__file__).stat()

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 import camserve
 from camserve import cli
 from camserve.v1 import models_pb2, models_pb2_grpc
-from camserve_server import config, fleet, server
+from camserve_server import config, fleet, lifecycle, server
 from camserve_server.errors import ConfigError
 from camserve_server.types import ModelInfo
 from robustness import hygiene
@@ -374,6 +374,24 @@ def test_what_is_not_there_is_told_as_what_a_link_outside_leads_to(place, line):
     (place.weights / "inside" / "good.safetensors").symlink_to(place.weights / "1.safetensors")
 
     assert line.load_model("tiny", weights="inside/good.safetensors").version == 2
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_file_that_becomes_a_link_before_it_is_opened_is_not_loaded(place, isolation, monkeypatch):
+    (place.path / "outside.safetensors").write_bytes((place.weights / "1.safetensors").read_bytes())
+    resolve = lifecycle.Lifecycle._file
+
+    def resolve_and_exchange(self, name):
+        path = resolve(self, name)
+        path.unlink()
+        path.symlink_to(place.path / "outside.safetensors")
+        return path
+
+    monkeypatch.setattr(lifecycle.Lifecycle, "_file", resolve_and_exchange)
+    with served(place, isolation=isolation) as one, client_of(one) as client:
+        with pytest.raises(camserve.FailedPrecondition, match="version 1 goes on"):
+            client.load_model("tiny", weights="2.safetensors")
+        assert client.model().version == 1
 
 
 def test_a_pinned_file_is_loaded_by_its_digest_and_no_other(place, line):

@@ -168,18 +168,15 @@ def _own(model: LoadedModel, inputs: Tensor, chain: Sequence[Span]) -> _Own:
     return _Own(means, given, said)
 
 
-class _Explicit(TorchFunctionMode):
-    """Computes every attention in the block step by step, and lets its matrix pass through a probe.
+class PlainAttention(TorchFunctionMode):
+    """Computes every attention step by step, in this thread alone.
 
-    Attributes:
-        blocks: the matrices [B,heads,N,N] that relate things to themselves, in the order in which they were made.
+    torch's own way to choose how, `sdpa_kernel`, sets flags of the whole process: a batch in another thread would be
+    rounded in another way.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks: list[Capture] = []
-        self._shapes: list[torch.Size] = []
-        self._side_by_side = False
         self._multi_head = _with_attention(self._attend)
 
     def __torch_function__(
@@ -194,8 +191,7 @@ class _Explicit(TorchFunctionMode):
             return self._attend(*args, **given)
         if func is functional.multi_head_attention_forward:
             return self._attend_many(*args, **given)
-        found = func(*args, **given)
-        return self._seen(found) if func in _SOFTMAXES and _is_attention(found, *args[1:2], **given) else found
+        return func(*args, **given)
 
     def _attend(  # noqa: PLR0913, PLR0917 -- torch's signature
         self,
@@ -220,6 +216,38 @@ class _Explicit(TorchFunctionMode):
             blocked = attn_mask.dtype == torch.bool
             weights = weights.masked_fill(~attn_mask, -torch.inf) if blocked else weights + attn_mask
         return functional.dropout(self._seen(weights.softmax(-1)), dropout_p).to(value.dtype) @ value
+
+    def _attend_many(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Do as `multi_head_attention_forward` does."""
+        return self._multi_head(*args, **kwargs)
+
+    def _seen(self, matrix: Tensor) -> Tensor:
+        """Return an attention [B,heads,queries,keys], with which the model shall go on."""
+        return matrix
+
+
+class _Explicit(PlainAttention):
+    """Lets the matrix of every attention pass through a probe.
+
+    Attributes:
+        blocks: the matrices [B,heads,N,N] that relate things to themselves, in the order in which they were made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[Capture] = []
+        self._shapes: list[torch.Size] = []
+        self._side_by_side = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: Arguments = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        return self._seen(found) if func in _SOFTMAXES and _is_attention(found, *args[1:2], **kwargs or {}) else found
 
     def _attend_many(
         self, *args: Any, need_weights: bool = True, average_attn_weights: bool = True, **kwargs: Any

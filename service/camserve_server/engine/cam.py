@@ -1,14 +1,13 @@
 """The passes over layers: their feature maps, the score's gradients there, and what the methods make of them."""
 
-import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
     Turn,
     differentiated,
@@ -50,8 +49,6 @@ _Seen: TypeAlias = tuple[Turn, list[Grids]]
 TOGETHER = 16
 """Rows that methods are computed for at once, where there are as many; more would only take memory."""
 
-_CHOOSING = threading.Lock()
-
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch: one forward pass, and one backward pass a turn."""
@@ -72,8 +69,8 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     units = units_of(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    # Fused attention can be differentiated only once. That it is not used is said to the whole process: one at a time.
-    with _CHOOSING, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), watching(layers) as captures:
+    # Fused attention can be differentiated only once.
+    with torch.enable_grad(), PlainAttention(), watching(layers) as captures:
         said = forward(model, inputs_of(model.info, units.rows))
         for turn, scores in scored(said, units, rows):
             grids = [_see_twice(model.info, captures, name, turn.units, scores) for name in pass_.layers]

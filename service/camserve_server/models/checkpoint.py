@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +75,7 @@ Filling = Callable[[Storage, memoryview], None]
 """Reads a storage's numbers into memory of its length."""
 
 
-def load(path: Path, room: Room, sha256: str = "") -> dict[str, Tensor]:
+def load(path: Path, room: Room, sha256: str = "", folder: str = "") -> dict[str, Tensor]:
     """Read a model's weights.
 
     Args:
@@ -83,6 +83,7 @@ def load(path: Path, room: Room, sha256: str = "") -> dict[str, Tensor]:
         room: that the model has for them.
         sha256: hexadecimal, that the file must have, or nothing. What is hashed is what is loaded, also when somebody
             changes the file meanwhile; for that it is held in memory.
+        folder: that the file must be in, with no link on the way to it, whoever changes it meanwhile; or nothing.
 
     Returns:
         Tensors by name. Whether they are the model's is for the model to say.
@@ -91,7 +92,7 @@ def load(path: Path, room: Room, sha256: str = "") -> dict[str, Tensor]:
         Damaged: it is no such file, is damaged, or holds more than there is room for.
     """
     try:
-        with _opened(path) as file:
+        with _opened(path, folder) as file:
             return _tensors(*_format(path)(_pinned(_measured(file, room), sha256), room), room)
     except Damaged:
         raise
@@ -100,17 +101,36 @@ def load(path: Path, room: Room, sha256: str = "") -> dict[str, Tensor]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path, folder: str) -> Iterator[BinaryIO]:
     """Open a regular file, and nothing that would block or that only opening changes."""
+    # Not to wait for a writer, should a pipe have taken the file's place since.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        _check_regular(path.stat())
-        # Not to wait for a writer, should a pipe have taken the file's place since.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        if folder:
+            descriptor = _opened_inside(folder, path.relative_to(folder).parts, flags)
+        else:
+            _check_regular(path.stat())
+            descriptor = os.open(path, flags)
     except OSError as error:
         raise Damaged(f"the file cannot be opened: {error.strerror}") from error
     with open(descriptor, "rb") as file:  # noqa: PTH123 -- a descriptor has no path
         _check_regular(os.fstat(descriptor))
         yield file
+
+
+def _opened_inside(folder: str, parts: Sequence[str], flags: int) -> int:
+    """Open a file below a folder, one step at a time: none of them may be a link, however late it was put there."""
+    *folders, name = parts
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in folders:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+            os.close(here)
+            here = inner
+        _check_regular(os.stat(name, dir_fd=here, follow_symlinks=False))
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=here)
+    finally:
+        os.close(here)
 
 
 def _check_regular(status: os.stat_result) -> None:

@@ -198,9 +198,9 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
     if not path.exists():
         raise ConfigError(f"model {spec.name}: there is no weights file {path.name}")
     log.info("model %s: its weights are read from %s", spec.name, path)
-    outer = ""
+    outer, room = "", checkpoint.Room.of(module)
     try:
-        state, outer = _without_wrapper(checkpoint.load(path, checkpoint.Room.of(module), spec.sha256), module)
+        state, outer = _without_wrapper(checkpoint.load(path, room, spec.sha256, spec.model_folder), module)
         module.load_state_dict(state)
         _check_finite(module)
     except Exception as error:  # load_state_dict's too, and what a module's own way of loading trips over
