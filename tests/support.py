@@ -75,9 +75,17 @@ def serving(**settings):
         stop, loop = server.Stop(), asyncio.get_running_loop()
         await server.serve(chosen, stop, lambda port, pipeline: started.set_result((port, pipeline, loop, stop)))
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    def run():
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    port, pipeline, loop, stop = started.result(60)
+    port, pipeline, loop, stop = started.result()  # however busy the machine is: pytest's timeout ends what hangs
     try:
         yield Served(f"127.0.0.1:{port}", pipeline, loop)
     finally:
