@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 import camserve
-from camserve import _tables, cli
+from camserve import _board, _tables, cli
 from camserve._picture import Picture
 from camserve.v1 import evaluate_pb2, explain_pb2
 from client import hostile
@@ -152,3 +153,106 @@ def test_json_says_the_same_with_its_own_escapes() -> None:
 
     assert json.loads(said) == {"label": EVIL}
     assert not OBEYED.search(said)
+
+
+def wrong(change: Callable[[Any], object]) -> bytes:
+    """Return an answer that is honest but for a change."""
+    response = hostile.explained()
+    change(response)
+    return response.SerializeToString()
+
+
+NO_ANSWERS = {
+    "garbage": b"\xff" * 99,
+    "a map that has other bytes than cells": wrong(lambda r: setattr(r.explanations[0].heatmap, "height", 9)),
+    "a map without cells": wrong(lambda r: r.explanations[0].heatmap.CopyFrom(explain_pb2.Heatmap())),
+    "a map of 2^64 cells": wrong(lambda r: r.explanations[0].heatmap.MergeFrom(explain_pb2.Heatmap(height=2**32 - 1))),
+    "a photo of 2^64 pixels": wrong(lambda r: r.photo.MergeFrom(explain_pb2.Photo(width=2**32 - 1))),
+    "a box at no place": wrong(lambda r: setattr(r.photo.seen, "left", float("nan"))),
+    "a class beyond all classes": wrong(lambda r: setattr(r.predictions[0], "class_index", 2**32 - 1)),
+    "100,000 explanations": wrong(lambda r: r.explanations.extend([explain_pb2.Explanation()] * 100_000)),
+    "1,000,000 predictions": wrong(lambda r: r.predictions.extend([explain_pb2.Prediction()] * 1_000_000)),
+}
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS.values(), ids=NO_ANSWERS)
+async def test_what_is_no_answer_is_one_error(connect: Any, server: Any, answer: bytes) -> None:
+    server.replies["Explain"] = answer
+    with pytest.raises(camserve.Internal):
+        await connect(server.address).explain(JPEG)
+
+
+async def test_no_explanation_is_no_replay(connect: Any, server: Any) -> None:
+    client = connect(server.address)
+    server.replies["Explain"] = hostile.explained().SerializeToString()
+    receipt = (await client.explain(JPEG)).explanations[0].receipt
+    server.replies["Explain"] = b""
+
+    with pytest.raises(camserve.Internal, match="sent no explanation"):
+        await client.replay(receipt, JPEG)
+
+
+@pytest.mark.parametrize("answer", [b"\x08\x63", b"\xff"])
+async def test_an_unknown_health_is_one_error(connect: Any, server: Any, answer: bytes) -> None:
+    server.replies["Check"] = answer
+    with pytest.raises(camserve.Internal):
+        await connect(server.address).health()
+
+
+@pytest.mark.parametrize("curve", [{"x": [0, 1], "y": [1]}, {"x": [1e38], "y": [1]}, {"x": [float("nan")], "y": [1]}])
+async def test_a_curve_that_cannot_be_drawn_is_one_error(connect: Any, server: Any, curve: Any) -> None:
+    reading = evaluate_pb2.Reading(curves=[evaluate_pb2.Curve(**curve)])
+    judged = evaluate_pb2.EvaluateResponse(explained=hostile.explained(), readings=[reading])
+    server.replies["Evaluate"] = judged.SerializeToString()
+    with pytest.raises(camserve.Internal):
+        await connect(server.address).evaluate(JPEG)
+
+
+@pytest.mark.parametrize("pushback", ["99999999999999", "-1", "later", "9" * 5000])
+async def test_a_server_that_wants_to_see_it_in_years_is_not_waited_for(
+    connect: Any, server: Any, pushback: str
+) -> None:
+    calls: list[bytes] = []
+
+    def refuse(request: bytes, context: Any) -> Any:
+        calls.append(request)
+        context.set_trailing_metadata((("grpc-retry-pushback-ms", pushback), ("grpc-status-details-bin", b"\xff\x00")))
+        context.abort(hostile.grpc.StatusCode.UNAVAILABLE, "later")
+
+    server.replies["ListModels"] = refuse
+    with pytest.raises(camserve.Unavailable):
+        await connect(server.address, timeout=float("inf")).models()
+    assert len(calls) == 1
+
+
+async def test_answers_that_nobody_asked_for_are_no_sign_of_life(connect: Any, server: Any) -> None:
+    def endless(each: Any) -> Iterator[Any]:
+        while True:
+            yield explain_pb2.ExplainStreamResponse(request_id=f"not {each.request_id}")
+            time.sleep(0.01)
+
+    server.stream(endless)
+    with pytest.raises(camserve.DeadlineExceeded):
+        _ = [each async for each in connect(server.address).explain_many([JPEG], timeout=0.3)]
+
+
+async def test_numbers_that_are_none_are_written_into_a_receipt(connect: Any, server: Any) -> None:
+    response = hostile.explained()
+    response.explanations[0].parameters["x"].number = response.explanations[0].score = float("nan")
+    server.replies["Explain"] = response.SerializeToString()
+    (explanation,) = (await connect(server.address).explain(JPEG)).explanations
+
+    assert '"x": "nan"' in explanation.receipt.to_json()
+
+
+async def test_no_word_of_a_server_becomes_html(connect: Any, server: Any) -> None:
+    server.replies["Explain"] = hostile.explained('"><script>alert(1)</script>').SerializeToString()
+    html = (await connect(server.address).explain(JPEG))._repr_html_()
+
+    assert "<script" not in html
+
+
+def test_a_label_of_a_megabyte_is_drawn_short() -> None:
+    tile = _board.Tile("x" * 1_000_000, None)
+
+    assert _board.draw([tile], []).width < 1000

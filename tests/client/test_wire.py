@@ -313,7 +313,7 @@ def test_a_contrast_and_the_parameters_are_read() -> None:
         },
     )
 
-    assert full.title == "tabby, not 282"
+    assert full.title == "tabby, not class 282"
     assert full.parameters == {"n": 3.0, "how": "max"}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 import grpc.aio
 
 from camserve import _metrics, _replay, _stream, _wire, _xray_wire
-from camserve._errors import CamserveError, Cancelled, FailedPrecondition, StatusLost, border
+from camserve._errors import CamserveError, Cancelled, FailedPrecondition, Internal, StatusLost, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
@@ -126,7 +126,7 @@ class AsyncClient:
     ) -> Replay:
         """Ask for a receipt's explanation again, and compare: see ``Client.replay``."""
         result = await self._asked(_replay.request(receipt), image, on_progress, timeout)
-        return _replay.compare(receipt, result.explanations[0])
+        return _replay.compare(receipt, _replay.explanation(result))
 
     @overload
     def explain_many(
@@ -361,14 +361,21 @@ class _Stubs:
 
 
 async def _own(call: grpc.aio.UnaryUnaryCall[Any, R]) -> R:
-    """Await a call; one that the closing of the client cancels does not cancel its task."""
+    """Await a call; one that the closing of the client cancels does not cancel its task.
+
+    Raises:
+        Internal: The answer cannot be read.
+    """
     try:
-        return await call
+        answer = cast("R | None", await call)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         raise Cancelled("the client was closed") from error
+    if answer is None:  # which gRPC makes of bytes that cannot be read
+        raise Internal("the server sent what is no answer")
+    return answer
 
 
 async def _each(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:

@@ -22,6 +22,7 @@ COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00
 INK, FAINT, GRID, PAPER = "#222222", "#767676", "#E4E4E4", "#FFFFFF"
 
 FINE: Final = 2  # pixels of the drawing for one of the result, so that lines are smooth
+_LONGEST: Final = 200  # letters of a label
 TILE, PANEL, CHART, GAP, LINE, SWATCH = 240, 300, 190, 20, 20, 10
 COLUMNS, DASH = 5, 5.0
 
@@ -198,6 +199,7 @@ class _Sheet:
         self, text: str, at: Point, *, color: str = INK, size: int = 13, anchor: str = "la", most: float = math.inf
     ) -> None:
         font = ImageFont.load_default(size * FINE)
+        text = text[:_LONGEST]  # a server's words, which are measured letter by letter
         while len(text) > 1 and self.pen.textlength(text, font) > most * FINE:
             text = f"{text.rstrip('…')[:-1]}…"
         self.pen.text((at[0] * FINE, at[1] * FINE), text, color, font, anchor=anchor)

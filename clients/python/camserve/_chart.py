@@ -23,6 +23,7 @@ _TROUBLE, _SHADE = "#d64545", "#fdecec"
 _COLOURS = {"activation norm": "#2f7ebc", "gradient norm": "#e08a1e"}
 _WORDS = 11  # least height of a row that has room for words
 _TICKS = 7
+_LONGEST = 200  # letters of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def chart(title: str, layers: Sequence[LayerReading]) -> Image.Image:
     bottom = round(_HEAD + step * len(layers))
     image = Image.new("RGB", (WIDTH, bottom + _FOOT), _GROUND)
     pen = ImageDraw.Draw(image)
-    pen.text((_GAP, 12), title, _INK, _font(17))
+    pen.text((_GAP, 12), title[:_LONGEST], _INK, _font(17))
     pen.text(
         (_GAP, 38),
         f"{len(layers)} layers, the first on top; logarithmic scales; red: something is wrong",
@@ -101,6 +102,7 @@ def _rows(pen: ImageDraw.ImageDraw, layers: Sequence[LayerReading], step: float)
 def _fitted(name: str, width: float) -> str:
     """Shorten a name from its beginning, since layers differ in their ends."""
     font = _font(11)
+    name = name[-_LONGEST:]  # a server's words, which are measured letter by letter
     while font.getbbox(name)[2] > width:
         name = "…" + name[2:]
     return name

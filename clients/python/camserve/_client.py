@@ -157,7 +157,7 @@ class Client:
                 of that name. That something differs is no error.
         """
         result = self._asked(_replay.request(receipt), image, on_progress, timeout)
-        return _replay.compare(receipt, result.explanations[0])
+        return _replay.compare(receipt, _replay.explanation(result))
 
     @overload
     def explain_many(

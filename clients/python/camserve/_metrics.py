@@ -67,15 +67,19 @@ def evaluation(response: evaluate_pb2.EvaluateResponse) -> Evaluation:
     """Read a response.
 
     Raises:
-        Internal: It judges an explanation that it does not have.
+        Internal: It judges an explanation that it does not have, or what it says is no reading.
     """
     explained = _wire.result(response.explained)
+    if len(response.readings) % max(1, len(explained.explanations)):
+        raise Internal("the server judged some explanations by other metrics than the rest")
     return Evaluation(explained, tuple(_reading(each, explained) for each in response.readings))
 
 
 def _reading(said: evaluate_pb2.Reading, explained: Result) -> Reading:
     if said.explanation >= len(explained.explanations):
         raise Internal("the server judged an explanation that it did not send")
+    if not all(len(each.x) == len(each.y) and all(0 <= x <= 1 for x in each.x) for each in said.curves):
+        raise Internal("the server sent a curve that is none")
     return Reading(
         explanation=explained.explanations[said.explanation],
         metric=said.metric,

@@ -87,6 +87,7 @@ class Receipt:
         """Write it as JSON; the map's values stand in it in base64."""
         said = {each.name: getattr(self, each.name) for each in fields(self)}
         said["score"] = _plain_number(self.score)
+        said["parameters"] = {name: _plain_number(each) for name, each in self.parameters.items()}
         said["heatmap"] = None if self.heatmap is None else _plain_map(self.heatmap)
         return json.dumps({"format": FORMAT, **said}, indent=2, ensure_ascii=False, allow_nan=False)
 
@@ -154,9 +155,9 @@ def target_json(target: explain_pb2.Target) -> Mapping[str, Any]:
     return json_format.MessageToDict(target, preserving_proto_field_name=True)
 
 
-def _plain_number(number: float) -> float | str:
+def _plain_number(number: float | str) -> float | str:
     # JSON has no word for NaN and infinity; a string of protobuf's stands for them there.
-    return number if np.isfinite(number) else str(number)
+    return number if isinstance(number, str) or np.isfinite(number) else str(number)
 
 
 def _plain_map(heatmap: NDArray[np.float32]) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def _read(name: str, said: Mapping[str, Any]) -> Any:
         raise InvalidArgument(f'the receipt has no "{name}"')
     try:
         return reader(said[name])
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         value = _short(json.dumps(said[name], ensure_ascii=False))
         why = f" ({error})" if isinstance(error, ValueError) else ""
         raise InvalidArgument(f'"{name}" of the receipt must be {wanted}, not {value}{why}') from error

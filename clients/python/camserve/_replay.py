@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from camserve import _wire
+from camserve._errors import Internal
 from camserve._receipts import packed, target_message
 from camserve._values import Method
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from camserve._receipts import Receipt
-    from camserve._result import Explanation
+    from camserve._result import Explanation, Result
     from camserve.v1 import explain_pb2
 
 CLOSE: Final = 1e-5
@@ -91,6 +92,17 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
     ).request()
     question.targets.append(target_message(receipt.target))
     return question
+
+
+def explanation(result: Result) -> Explanation:
+    """Return the one explanation that was asked for.
+
+    Raises:
+        Internal: The server sent none.
+    """
+    if not result.explanations:
+        raise Internal("the server sent no explanation")
+    return result.explanations[0]
 
 
 def compare(receipt: Receipt, explanation: Explanation) -> Replay:

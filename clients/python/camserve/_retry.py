@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
+LONGEST_PUSHBACK = 3600.0  # seconds; a server that wants more does not want the request
+
+
 @dataclass(frozen=True, slots=True)
 class Retry:
     """How often, and after which pauses, a request is sent again.
@@ -53,7 +56,7 @@ class Retry:
         if tries > self.attempts or not _worth(error):
             return None
         if error.retry_after is not None:
-            return error.retry_after
+            return error.retry_after if error.retry_after <= LONGEST_PUSHBACK else None
         ceiling = min(self.longest, self.first * 2.0 ** (tries - 1))
         return ceiling * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter is no secret
 

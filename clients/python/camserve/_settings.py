@@ -7,10 +7,11 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2  # pyright: ignore[reportMissingTypeStubs]  # it ships no types
 
 from camserve._access import Access, AccessOptions, check_clear
-from camserve._errors import REQUEST_ID, InvalidArgument
+from camserve._errors import REQUEST_ID, Internal, InvalidArgument
 from camserve._retry import Retry
 from camserve._values import Health
 
@@ -121,6 +122,13 @@ def health_request(service: str) -> bytes:
 
 
 def health(packed: bytes) -> Health:
-    """Read the answer."""
-    number = health_pb2.HealthCheckResponse.FromString(packed).status
-    return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(number))
+    """Read the answer.
+
+    Raises:
+        Internal: It is none.
+    """
+    try:
+        number = health_pb2.HealthCheckResponse.FromString(packed).status
+        return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(number))
+    except (DecodeError, ValueError) as error:
+        raise Internal("the server sent no status of its health") from error

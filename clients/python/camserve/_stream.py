@@ -204,10 +204,10 @@ class Window:
         return self._heard + self._timeout * len(self._under_way())
 
     def _answered(self, reply: explain_pb2.ExplainStreamResponse) -> None:
-        self._heard = time.monotonic()
         slot = self._slots.get(reply.request_id)
         if slot is None or not slot.under_way:
-            return
+            return  # nobody asked: no sign of life either
+        self._heard = time.monotonic()
         if reply.WhichOneof("outcome") == "progress":
             slot.rows, self._news = (reply.progress.rows_done, reply.progress.rows_total), True
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -44,6 +45,9 @@ _FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
     "product": explain_pb2.FUSION_PRODUCT,
 }
 _FUSION_NAMES = {number: name for name, number in _FUSIONS.items() if name}
+_MOST_EXPLANATIONS = 16 * 16 * 8  # methods, targets and layers of a request
+_LARGEST_INDEX = (1 << 31) - 1  # of a class
+_LONGEST_SIDE = 1 << 20  # pixels of a photo
 _JOINT = " + "  # between the names of layers that were fused
 _PROFILES: Mapping[str, explain_pb2.Profile.ValueType] = {
     "paper": explain_pb2.PROFILE_PAPER,
@@ -280,8 +284,10 @@ def result(response: explain_pb2.ExplainResponse, asked: Sequence[explain_pb2.Ta
         asked: The targets of its request, for receipts: an image to compare with is not sent back.
 
     Raises:
-        Internal: A raw map has not as many values as it says.
+        Internal: A raw map has not as many values as it says, or the answer is none to any request.
     """
+    if len(response.explanations) > _MOST_EXPLANATIONS or len(response.predictions) > _RANGES["max_predictions"][1]:
+        raise Internal("the server sent more than anybody can ask for")
     photo = _photo(response.photo)
     timing = response.timing
     return Result(
@@ -323,6 +329,9 @@ def outcome(
 
 def _photo(said: explain_pb2.Photo) -> Photo:
     seen = said.seen
+    edges = (seen.left, seen.top, seen.right, seen.bottom)
+    if max(said.width, said.height) > _LONGEST_SIDE or not all(map(math.isfinite, edges)):
+        raise Internal("the server sent no geometry of a photo")
     box = Box(seen.left, seen.top, seen.right, seen.bottom)
     whole = Box(0.0, 0.0, float(said.width), float(said.height))
     return Photo(said.width, said.height, box if said.HasField("seen") else whole)
@@ -331,6 +340,8 @@ def _photo(said: explain_pb2.Photo) -> Photo:
 def _prediction(said: explain_pb2.Prediction) -> Prediction:
     box = said.box
     where = Box(box.left, box.top, box.right, box.bottom) if said.HasField("box") else None
+    if said.class_index > _LARGEST_INDEX:
+        raise Internal("the server sent no class")
     label = said.label or f"class {said.class_index}"
     return Prediction(label, said.probability, said.class_index, said.score, where, said.area)
 
@@ -398,7 +409,7 @@ def _verdict(number: int) -> Verdict:
 
 def _heatmap(said: explain_pb2.Heatmap) -> NDArray[np.float32]:
     values = np.frombuffer(said.data, "<f4") if len(said.data) % 4 == 0 else np.empty(0)
-    if values.size != said.height * said.width:
+    if values.size != said.height * said.width or not values.size:
         raise Internal(f"the server sent no {said.height} by {said.width} heatmap")
     return values.astype(np.float32, copy=False).reshape(said.height, said.width)
 
