@@ -85,9 +85,20 @@ class Unavailable(ServiceError):
 
 
 class WorkerLost(Unavailable):
-    """The process of the engine ended while it ran this."""
+    """The process of the engine ended before it answered.
+
+    Args:
+        message: why it ended.
+        process_id: of the process that had begun with this; 0 where none had.
+        others: how many other things it had been asked for.
+    """
 
     shed = "engine_lost"
+
+    def __init__(self, message: str, *, process_id: int = 0, others: int = 0) -> None:
+        super().__init__(message, retry_after=1.0)
+        self.process_id = process_id
+        self.others = others
 
 
 class Internal(ServiceError):

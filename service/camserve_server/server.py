@@ -62,10 +62,17 @@ class Stop:
     Attributes:
         asked: finish what was accepted, then stop.
         hurry: stop at once.
+        lost: accepted calls that were not answered when the server stopped.
     """
 
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: int = 0
+
+    @property
+    def code(self) -> int:
+        """The exit code of a server that stopped: 0 where nothing was cut short."""
+        return int(self.hurry.is_set() or self.lost > 0)
 
     def signalled(self) -> None:
         """Take a signal: the first asks, the second hurries."""
@@ -226,6 +233,9 @@ async def _drain(server: grpc.aio.Server, house: House, seconds: float, stop: St
     await asyncio.wait((finishing, hurrying), return_when=asyncio.FIRST_COMPLETED)
     if stop.hurry.is_set():
         log.warning("cut short by a second signal")
+    stop.lost = house.active
+    if stop.lost:
+        log.error("stopping before every accepted call was answered", extra=logs.fields(lost=stop.lost))
     for task in (finishing, hurrying):
         task.cancel()
     await server.stop(None if stop.hurry.is_set() else LONGEST_QUIET)  # health watches would stay for ever
@@ -296,7 +306,7 @@ async def serve_until_signal(settings: Settings) -> int:
     which a model hangs.
 
     Returns:
-        The exit code: 0 after a clean stop, 1 after one cut short.
+        The exit code: 0 after a clean stop, 1 after one that was cut short or that lost calls which it had accepted.
     """
     stop, loop, warm = Stop(), asyncio.get_running_loop(), asyncio.Event()
     process.allow_files(settings.max_connections)
@@ -320,8 +330,8 @@ async def serve_until_signal(settings: Settings) -> int:
         os._exit(1)
     await serving
     if any(thread.name == LOADING for thread in threading.enumerate()):
-        os._exit(int(stop.hurry.is_set()))  # a model that nobody waits for any more
-    return int(stop.hurry.is_set())
+        os._exit(stop.code)  # a model that nobody waits for any more
+    return stop.code
 
 
 @contextmanager

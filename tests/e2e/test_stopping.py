@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import pytest
 
 import camserve
+from support import children
 
 # Imports what a server imports, once; then becomes one server after the other, each a process of its own.
 NURSERY = """
@@ -26,6 +28,7 @@ for line in sys.stdin:
     pid = os.fork()
     if not pid:
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
+        os.chdir(os.path.dirname(log))
         sys.stdin.close()
         os.close(1)
         sys.argv[1:] = arguments
@@ -35,7 +38,26 @@ for line in sys.stdin:
 """
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 PHOTO = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+WHITE = np.full((32, 32, 3), 255, np.uint8)
 GRACE, CLIENTS = 5, 24
+HANGS = """
+import time
+from pathlib import Path
+
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        if float(x.mean()) > 2:
+            (Path(__file__).parent / "hangs").touch()
+            time.sleep(3600)
+        return super().forward(x)
+
+
+def net():
+    return Net(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +71,12 @@ def nursery():
 class Server:
     """One process that serves."""
 
-    def __init__(self, nursery, log):
+    def __init__(self, nursery, log, model=MODEL):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.address, self.log, self._nursery = f"127.0.0.1:{self.port}", log, nursery
-        flags = f"--model {MODEL} --address {self.address} --drain-seconds {GRACE} --threads 1 --log-format json"
+        flags = f"--model {model} --address {self.address} --drain-seconds {GRACE} --threads 1 --log-format json"
         nursery.stdin.write(f"{log} serve {flags}\n")
         nursery.stdin.flush()
         self._pid = int(nursery.stdout.readline())
@@ -69,10 +91,20 @@ class Server:
         timer.cancel()
         return code, time.monotonic() - began
 
+    @property
+    def worker(self):
+        """The id of its worker process, which its fork server has started."""
+        (fork_server,) = children(self._pid)
+        (worker,) = children(fork_server)
+        return worker
+
+    def entries(self):
+        """Return its log."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
     def calls(self):
         """How its calls of Explain went, by its own log."""
-        entries = map(json.loads, self.log.read_text().splitlines())
-        return [entry["code"] for entry in entries if entry["message"] == "Explain"]
+        return [entry["code"] for entry in self.entries() if entry["message"] == "Explain"]
 
 
 class Crowd:
@@ -169,3 +201,36 @@ def test_sigterm_while_the_models_load_is_taken_at_once_whoever_is_waiting(held,
 
     assert (code, set(crowd.outcomes)) == (0, {"Unavailable"})
     assert took <= 2
+
+
+def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stops(nursery, tmp_path):
+    server = Server(nursery, tmp_path / "log")
+    warm(server.address)
+    crowd = Crowd(server.address)
+    crowd.until("OK", CLIENTS)
+    os.kill(server.worker, signal.SIGKILL)
+    code, _ = server.stop()
+    crowd.leave()
+
+    assert code == 0
+    assert set(crowd.outcomes) <= {"OK", "Unavailable", "Internal"}
+    assert crowd.outcomes.count("Internal") <= 1  # a request may be alone when its worker is killed
+    assert server.calls().count("OK") == crowd.outcomes.count("OK")
+
+
+def test_a_server_that_stops_with_accepted_calls_unanswered_says_so(nursery, tmp_path):
+    (tmp_path / "hanging_nets.py").write_text(HANGS)
+    server = Server(nursery, tmp_path / "log", "hangs=hanging_nets:net?size=32")
+    warm(server.address)
+    with camserve.Client(server.address, retries=0, timeout=60) as client, ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(client.explain, WHITE, overlay=None) for _ in range(3)]
+        give_up = time.monotonic() + 60
+        while not (tmp_path / "hangs").exists():
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        code, _ = server.stop()
+        errors = [call.exception(60) for call in calls]
+
+    assert code == 1
+    assert all(isinstance(error, camserve.CamserveError) for error in errors)
+    assert [entry["lost"] for entry in server.entries() if "lost" in entry] == [3]

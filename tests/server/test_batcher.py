@@ -22,6 +22,7 @@ from camserve_server.errors import (
     OutOfMemory,
     ResourceExhausted,
     Unavailable,
+    WorkerLost,
 )
 from camserve_server.types import ClassTarget, MethodCall, Pass, Row, RowResult
 
@@ -926,3 +927,100 @@ def test_costs_of_kinds_that_callers_make_up_are_forgotten():
     assert len(capacity._costs) == capacity_module.REMEMBERED
     capacity.forget("net")
     assert not capacity._costs
+
+
+# --- a worker that ends ---
+
+
+class Deadly(Engine):
+    """Ends its worker for a row that is poison; like a real one, it takes whatever runs beside it along."""
+
+    def __init__(self, never_began=0):
+        super().__init__()
+        self.deaths, self.never_began, self.lock = 0, never_began, threading.Lock()
+        self.running, self.halves, self.dead = [], [], {}
+
+    def __call__(self, pass_, rows, half=None):
+        mine = [one.target.index for one in rows]
+        with self.lock:
+            if self.never_began:
+                self.never_began -= 1
+                raise WorkerLost("lost before")
+            self.batches.append((pass_, mine))
+            self.running.append(mine)
+            self.halves.append((len(mine), half, len(self.running)))
+        time.sleep(0.05)
+        with self.lock:
+            if any(one.copy for one in rows) and id(mine) not in self.dead:
+                self.deaths += 1
+                self.dead |= {id(one): (self.deaths, len(self.running) - 1) for one in self.running}
+            self.running.remove(mine)
+        if id(mine) in self.dead:
+            death, others = self.dead[id(mine)]
+            raise WorkerLost("the worker crashed: exit -11", process_id=death, others=others)
+        return [RowResult(np.zeros(1, np.float32), one.target, float(one.target.index)) for one in rows]
+
+
+async def lost(engine, count=8, poison=(), halves=False):
+    """Let requests of one row each wait together; return the answers."""
+    async with Batcher(engine, max_batch_rows=8, halves=halves) as batcher, asyncio.timeout(20):
+        batcher.pause()
+        calls = [asyncio.create_task(ask(batcher, [value], poison=poison)) for value in range(count)]
+        await settle()
+        batcher.resume()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("position", [0, 5, 7])
+async def test_a_lethal_request_is_run_twice_at_most_and_takes_no_other_along(position, halves):
+    engine = Deadly()
+    answers = await lost(engine, poison={position}, halves=halves)
+
+    assert engine.deaths == 2
+    assert isinstance(answers[position], Internal)
+    assert "the worker crashed: exit -11" in str(answers[position])
+    assert [one for i, one in enumerate(answers) if i != position] == [[float(i)] for i in range(8) if i != position]
+
+
+async def test_a_request_that_was_alone_when_its_worker_ended_is_not_run_again():
+    engine = Deadly()
+    (answer,) = await lost(engine, 1, poison={0})
+
+    assert engine.deaths == len(engine.batches) == 1
+    assert isinstance(answer, Internal)
+
+
+async def test_a_batch_that_its_worker_never_began_is_run_again_and_suspects_nobody():
+    engine = Deadly(never_began=3)
+
+    assert await lost(engine, 2) == [[0.0], [1.0]]
+
+
+async def test_nothing_runs_beside_a_request_that_may_have_ended_a_worker():
+    engine = Deadly()
+    answers = await lost(engine, 16, poison={3, 12}, halves=True)
+
+    assert engine.halves[2:] == [(1, None, 1)] * 16
+    assert [i for i, one in enumerate(answers) if isinstance(one, Internal)] == [3, 12]
+
+
+async def test_a_request_that_waits_to_be_run_again_is_answered_if_no_engine_comes_back():
+    engine, loop = Deadly(), asyncio.get_running_loop()
+
+    def dying(*batch):
+        try:
+            return engine(*batch)
+        finally:
+            loop.call_soon_threadsafe(batcher.pause)
+
+    async with Batcher(dying) as batcher, asyncio.timeout(10):
+        batcher.pause()
+        calls = [asyncio.create_task(ask(batcher, [value], poison={1})) for value in range(3)]
+        await settle()
+        batcher.resume()
+        await until(lambda: batcher._suspects)
+        batcher.give_up("there is no engine")
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert {type(answer) for answer in answers} == {Unavailable}

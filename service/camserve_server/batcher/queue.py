@@ -61,6 +61,7 @@ class Ticket:
     taken: int = 0
     delivered: int = 0
     early: dict[int, RowResult] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)  # processes that ended while they ran some of it
     since: float = field(init=False)
     kind: RowKind = field(init=False)
 

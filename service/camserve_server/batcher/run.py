@@ -7,18 +7,24 @@ An engine may run two batches at once, each with half of its cores, and does so 
 done as soon as they would be one after the other on all cores, a core that other work of the server has interrupted is
 waited for by one batch of two, and what comes later finds a half that is free sooner. One that waits alone has all
 cores.
+
+A worker that ends takes its batch with it, and one request of that may be why. The requests of such a batch are run
+again before any other, each alone, so that a lethal one takes no other with it and is known by it. It is then answered
+with an error and not run again, and so is one that was alone in the first place.
 """
 
 import asyncio
+import itertools
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self, TypeAlias
 
+from camserve_server import logs
 from camserve_server.admission import Admission
 from camserve_server.batcher.capacity import Capacity, RowKind
 from camserve_server.batcher.queue import Collect, Place, Queue, Stats, Ticket
@@ -57,6 +63,7 @@ class _Engine:
         resumed: cleared while it is paused.
         halved: set while its first half runs a batch, and the second may run another.
         inputs: that each half works on; those of a batch that has all of it are its first half's.
+        second_idle: cleared while its second half runs a batch.
     """
 
     run: Run
@@ -64,6 +71,10 @@ class _Engine:
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
     halved: asyncio.Event = field(default_factory=asyncio.Event)
     inputs: list[int] = field(default_factory=lambda: [0, 0])
+    second_idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.second_idle.set()
 
     async def ask(self, pass_: Pass, rows: Sequence[Row], half: Half | None) -> list[RowResult]:
         """Run a batch on all of it, or on a half."""
@@ -109,6 +120,7 @@ class Batcher:
         self._door = Admission(max_queue_rows, 2 * max_batch_rows, self._refused)
         self._max_delay = max_delay
         self._halves = halves
+        self._suspects: deque[list[Place]] = deque()  # rows of one request each, which may have ended a worker
         self._row_seconds = 0.01
         self._arrived = asyncio.Event()
         self._gone = ""
@@ -154,8 +166,10 @@ class Batcher:
         return Unavailable(self._gone, retry_after=LONGEST_RETRY, shed="no_engine")
 
     def _fail_waiting(self, error: Unavailable) -> None:
-        for ticket in self._queue:
+        suspects = (places[0][0] for places in self._suspects)
+        for ticket in itertools.chain(self._queue, suspects):
             ticket.fail(error)
+        self._suspects.clear()
         self._door.turn_away(error)
 
     def forget(self, model: str) -> None:
@@ -219,7 +233,8 @@ class Batcher:
 
         Raises:
             DeadlineExceeded: the deadline passed before the last row was put in a batch.
-            Unavailable: there is no engine, or it was lost while it ran them.
+            Unavailable: there is no engine.
+            Internal: the worker that ran them ended, and they may be why.
             Exception: whatever the engine raised for a row that it could not compute.
         """
         self._check_there()
@@ -241,7 +256,9 @@ class Batcher:
         """Pull batches for an engine, and share it with a second batch unless one is alone."""
         while True:
             batch = await self._pulled(engine, 0)
-            if self._halves and (engine.inputs[1] or not self._is_alone(batch)):
+            if not batch:
+                await self._run_suspect(engine)
+            elif self._halves and (engine.inputs[1] or not self._is_alone(batch)):
                 engine.halved.set()
                 await self._execute(engine, batch, 0)
                 engine.halved.clear()
@@ -255,13 +272,16 @@ class Batcher:
             batch = await self._pulled(engine, 1, engine.halved)
             await self._execute(engine, batch, 1)
             engine.inputs[1] = 0
+            engine.second_idle.set()
 
     async def _pulled(self, engine: _Engine, half: Half, *may: asyncio.Event) -> list[Place]:
-        """Wait until an engine, or half of it, may run a batch, and there is one."""
+        """Wait until an engine, or half of it, may run a batch, and there is one; none where a suspect is to be run."""
         needed = (*may, engine.resumed)
         while True:
             for event in (*needed, self._arrived):
                 await event.wait()
+            if self._suspects and half == 0:
+                return []
             await self._company()
             if not all(event.is_set() for event in needed):
                 self._arrived.set()  # which waiting for company has cleared, and another engine waits for
@@ -269,9 +289,19 @@ class Batcher:
             most = self._share(engine.inputs[1 - half]) if self._halves else self._max_batch
             if batch := self._formed(most):
                 engine.inputs[half] = _inputs(batch)
+                if half:
+                    engine.second_idle.clear()
                 self._arrived.set()  # there may be more, for whichever engine is free next
                 return batch
             self._arrived.clear()
+
+    async def _run_suspect(self, engine: _Engine) -> None:
+        """Run a request again that was in a batch whose worker ended, with nothing beside it."""
+        await engine.second_idle.wait()
+        if self._suspects:
+            batch = self._suspects.popleft()
+            self._account(batch)
+            await self._execute(engine, batch, None)
 
     def _is_alone(self, batch: list[Place]) -> bool:
         """Tell whether a batch may have all of an engine, as nothing else waits that may have a half."""
@@ -330,10 +360,8 @@ class Batcher:
         pass_ = batch[0][0].pass_
         try:
             results = await self._timed(engine, batch, half)
-        except WorkerLost as error:  # whose fault it was cannot be known: running them again could take the next one
-            self.stats.failed += len(batch)
-            for ticket, _ in batch:
-                ticket.fail(error)
+        except WorkerLost as error:
+            self._suspect(batch, error)
             return
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
             await self._isolate(engine, batch, half, error)
@@ -342,6 +370,23 @@ class Batcher:
         self._capacity.went_well(pass_, _inputs(batch), self.stats.batches)
         for (ticket, index), result in zip(batch, results, strict=True):
             ticket.deliver(index, result)
+
+    def _suspect(self, batch: list[Place], error: WorkerLost) -> None:
+        """Have the requests of a batch whose worker ended run again, each alone, unless it is known which was why."""
+        alone = len(dict(batch)) == 1 and not error.others
+        for ticket in dict(batch):
+            places = [place for place in batch if place[0] is ticket]
+            if error.process_id:
+                ticket.lost.add(error.process_id)
+            if len(ticket.lost) > 1 or (ticket.lost and alone):
+                self.stats.failed += len(places)
+                ticket.fail(Internal(f"{error.message}; the request is not run again", shed=error.shed))
+            else:
+                self._suspects.append(places)
+        log.warning(
+            "a batch was lost: %s", error.message, extra=logs.fields(rows=len(batch), again=len(self._suspects))
+        )
+        self._arrived.set()
 
     async def _timed(self, engine: _Engine, batch: list[Place], half: Half | None) -> list[RowResult]:
         loop = asyncio.get_running_loop()

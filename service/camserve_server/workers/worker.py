@@ -6,6 +6,7 @@ whatever the engine computes in Python does not keep the server from its callers
 
 import logging
 import os
+import signal
 import socket
 import struct
 import threading
@@ -41,6 +42,7 @@ Told = Callable[[], object]
 class _Waiting:
     """Something that was asked, and when it must be answered, on the clock of `time.monotonic`."""
 
+    what: What
     late: float
     answer: Future[object] = field(default_factory=Future)
 
@@ -78,15 +80,15 @@ class _Life:
                 self._take(self._connection.recv())
                 self._check()
         except BlockingIOError:  # how a socket says that its patience is over
-            self._bury(f"it gave no sign of life for {SILENCE:g} s")
+            self._bury(f"gave no sign of life for {SILENCE:g} s")
         except TimeoutError as error:
             self._bury(str(error))
         except (EOFError, OSError):
-            self._bury("it is gone")
+            self._bury()
 
     def ask(self, what: What, *arguments: object, seconds: float) -> Future[object]:
         """Ask for something; the answer raises WorkerLost if the process ends before."""
-        waiting = _Waiting(time.monotonic() + seconds)
+        waiting = _Waiting(what, time.monotonic() + seconds)
         with self._lock:
             if self._socket.fileno() < 0:
                 raise _lost()
@@ -118,13 +120,16 @@ class _Life:
 
     def _check(self) -> None:
         with self._lock:
-            late = min((one.late for one in self._asked.values()), default=float("inf"))
-        if late < time.monotonic():
-            raise TimeoutError("it took too long for what it was asked")
+            late = min(self._asked.values(), key=lambda one: one.late, default=None)
+        if late and late.late < time.monotonic():
+            raise TimeoutError(
+                f"took longer than {'max_batch_seconds' if late.what == 'run' else 'it may'} to {late.what}"
+            )
 
-    def _bury(self, why: str) -> None:
-        """Make sure that the process is no more, say so, and tell all who wait."""
+    def _bury(self, why: str = "") -> None:
+        """Make sure that the process is no more, say so, and tell all who wait; the exit code is a cause, too."""
         code = self.process.end()
+        why = f"the worker {why or _cause(code)}"
         if not self._ending:
             log.error("an engine's process ended: %s", why, extra=logs.fields(exit=code))
         self.over = True
@@ -137,7 +142,7 @@ class _Life:
         if not self.ready.done():
             self.ready.set_exception(_lost())
         for one in asked:
-            one.answer.set_exception(_lost())
+            one.answer.set_exception(WorkerLost(why, process_id=self.process.pid, others=len(asked) - 1))
 
     def _patience(self, seconds: float) -> None:
         """Say how long a silence, or a full socket, is borne."""
@@ -146,7 +151,22 @@ class _Life:
 
 
 def _lost() -> WorkerLost:
-    return WorkerLost("the engine was lost while it ran this, and is being started again", retry_after=1.0)
+    return WorkerLost("the worker was lost before it ran this, and is being started again")
+
+
+_CAUSES = {
+    signal.SIGKILL: "was killed, probably out of memory",
+    signal.SIGSEGV: "crashed with a segmentation fault",
+    signal.SIGBUS: "crashed with a bus error",
+    signal.SIGABRT: "aborted",
+    signal.SIGILL: "crashed with an illegal instruction",
+    signal.SIGFPE: "crashed with an arithmetic error",
+}
+
+
+def _cause(code: int) -> str:
+    """Say why a process ended, by its exit code, or the signal that ended it, negative."""
+    return f"{_CAUSES.get(-code, 'ended')}: exit {code}"
 
 
 class Worker:
