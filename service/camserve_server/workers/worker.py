@@ -154,7 +154,7 @@ def _lost() -> WorkerLost:
     return WorkerLost("the worker was lost before it ran this, and is being started again")
 
 
-_CAUSES = {
+_CAUSES: dict[int, str] = {
     signal.SIGKILL: "was killed, probably out of memory",
     signal.SIGSEGV: "crashed with a segmentation fault",
     signal.SIGBUS: "crashed with a bus error",
