@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     class Readable(Protocol):
         """A file, or an object of a store."""
 
-        def read(self, size: int, /) -> bytes:
+        def read(self, size: int = ..., /) -> bytes:
             """Return so many bytes, or all."""
             ...
 
@@ -53,7 +53,7 @@ def read_photo(file: Readable, size: int) -> bytes:
     if size > _LARGEST:
         reason = f"it has {size:,} bytes, more than any server takes"
         raise InvalidArgument(f"image: {reason}", fields={"image": reason})
-    return head + file.read(-1)
+    return head + file.read()
 
 
 def write(path: str | os.PathLike[str], data: bytes, *, lasting: bool = False, unfinished: str = "") -> None:
