@@ -49,6 +49,9 @@ _Seen: TypeAlias = tuple[Turn, list[Grids]]
 TOGETHER = 16
 """Rows that methods are computed for at once, where there are as many; more would only take memory."""
 
+TOGETHER_BYTES = 32 * 2**20
+"""Bytes of what layers gave for these rows, from which on no more are gathered."""
+
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch: one forward pass, and one backward pass a turn."""
@@ -83,7 +86,8 @@ def _together(seen: Iterable[_Seen]) -> Iterator[list[_Seen]]:
     some: list[_Seen] = []
     for one in seen:
         some.append(one)
-        if sum(len(turn.rows) for turn, _ in some) >= TOGETHER:
+        taken = sum(2 * grid.activations.nbytes for _, grids in some for grid in grids)
+        if taken >= TOGETHER_BYTES or sum(len(turn.rows) for turn, _ in some) >= TOGETHER:
             yield some
             some = []
     if some:
@@ -96,13 +100,12 @@ def _results(seen: Sequence[_Seen], rows: Sequence[Row]) -> dict[int, RowResult]
     mine = [rows[index] for index in turn.rows]
     maps = [_weigh([row.calls for row in mine], layer, turn.scores) for layer in grids]
     dead = [layer.dead for layer in grids]
-    features = [to_numpy(layer.activations) for layer in grids] if any(row.features for row in mine) else []
     return {
         index: turn.result(
             place,
             tuple(layer[place] for layer in maps),
             tuple(layer[place] for layer in dead),
-            tuple(layer[place] for layer in features) if mine[place].features else (),
+            tuple(to_numpy(layer.activations[place]) for layer in grids) if mine[place].features else (),
         )
         for place, index in enumerate(turn.rows)
     }

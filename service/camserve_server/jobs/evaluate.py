@@ -1,9 +1,9 @@
 """How explanations are judged: every metric, of every map that a job has."""
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -35,6 +35,9 @@ from camserve_server.types import (
 
 Readings: TypeAlias = list[list[Reading]]
 """For each finding, one of each metric."""
+
+_Numbers: TypeAlias = dict[tuple[int, int], float]
+"""By layer and target."""
 
 JUDGED = (Verdict.OK, Verdict.ALL_NEGATIVE)
 """Verdicts on maps that rank pixels."""
@@ -100,13 +103,14 @@ async def evaluate(
     """
     study, sheets = await examine(Study(asked.job, image, Desk(submit, chunk, asked.rows, unheard, think)))
     outcome = reported(study, sheets)
-    court = _Court(asked, study, seen)
     places = [
         (call, layer, target)
         for call, layers in zip(asked.job.calls, sheets, strict=True)
         for layer in range(len(layers))
         for target in range(len(study.targets))
     ]
+    findings = dict(zip(((*call.key, *at) for call, *at in places), outcome.findings, strict=True))
+    court = _Court(asked, study, seen, findings)
     # One map after another: the edits of a few are enough to fill batches, those of all could fill the memory.
     return outcome, [
         await court.judged(finding, *place) for finding, place in zip(outcome.findings, places, strict=True)
@@ -121,24 +125,30 @@ class _Court:
         asked: the metrics.
         study: the image, and what the model says of it.
         seen: the part of the photo that this is.
-        repeated: maps that were computed again, by method and metric.
+        findings: by method, layer and target.
+        repeated: by method and metric, how the maps that were computed again compare: for each time, the number of each
+            layer and target.
     """
 
     asked: Assessment
     study: Study
     seen: Box
-    repeated: dict[tuple[object, ...], list[list[Sheet]]] = field(default_factory=dict)
+    findings: Mapping[tuple[object, ...], Finding]
+    repeated: dict[tuple[object, ...], list[_Numbers]] = field(default_factory=dict)
 
     async def judged(self, finding: Finding, call: MethodCall, layer: int, target: int) -> list[Reading]:
         """Take every metric's reading of one map."""
         if finding.verdict not in JUDGED:
             return [Reading(math.nan, words=finding.verdict.value)] * len(self.asked.metrics)
-        exhibit = await self.study.desk.think(self._exhibit, finding, target)
-        return list(
-            await asyncio.gather(
-                *(self._reading(metric, exhibit, (call, layer, target)) for metric in self.asked.metrics)
-            )
+        exhibit, place = await self.study.desk.think(self._exhibit, finding, target), (call, layer, target)
+        return await self.study.desk.gather(
+            [(self._rows(one, call), partial(self._reading, one, exhibit, place)) for one in self.asked.metrics]
         )
+
+    def _rows(self, metric: MetricCall, call: MethodCall) -> int:
+        """Return how many rows a metric runs for one map; for maps computed again, once for all layers and targets."""
+        kind = METRICS[metric.name]
+        return kind.count(**metric.parameters) if isinstance(kind, Edited) else _cost(self.asked.job, call, metric)
 
     def _exhibit(self, finding: Finding, target: int) -> Exhibit:
         image = self.study.input.numpy()
@@ -175,17 +185,31 @@ class _Court:
     async def compared(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
         """Have a method's maps computed again, once for all layers and targets, and compare one of them."""
         call, layer, target = place
-        kind = cast("Repeated", METRICS[metric.name])
+        kind, desk = cast("Repeated", METRICS[metric.name]), self.study.desk
         variations = kind.vary(exhibit.image, **metric.parameters)
         changes = [self._changed(call, one) for one in variations]
         key = (*call.key, metric.name, *sorted(metric.parameters.items()))
         if key not in self.repeated:
-            studies = await asyncio.gather(*(examine(one) for one in changes))
-            self.repeated[key] = [sheets[0] for _, sheets in studies]
-        others = [sheets[layer].evidence[target].heatmap for sheets in self.repeated[key]]
+            parts = [(one.job.rows, partial(self._again, kind, call, one)) for one in changes]
+            self.repeated[key] = await desk.gather(parts)
+        numbers = [again[layer, target] for again in self.repeated[key]]
         total = len(stack(self.study.job.model))
         random = [one.randomised.modules / total if one.randomised else 0.0 for one in changes]
-        return await self.study.desk.think(_compare, metric, exhibit, others, random)
+        return await desk.think(_judge_repeats, metric, numbers, random)
+
+    async def _again(self, kind: Repeated, call: MethodCall, changed: Study) -> _Numbers:
+        """Have a method's maps computed again, and compare them; of the maps themselves nothing is kept."""
+        _, (sheets,) = await examine(changed)
+        return await changed.desk.think(self._compared, kind, call, sheets)
+
+    def _compared(self, kind: Repeated, call: MethodCall, sheets: Sequence[Sheet]) -> _Numbers:
+        numbers: _Numbers = {}
+        for layer, sheet in enumerate(sheets):
+            for target, evidence in enumerate(sheet.evidence):
+                finding = self.findings[(*call.key, layer, target)]
+                if finding.verdict in JUDGED:
+                    numbers[layer, target] = kind.compare(finding.heatmap, evidence.heatmap)
+        return numbers
 
     def _changed(self, call: MethodCall, variation: Variation) -> Study:
         """Put one method, for the same targets, under study again in changed conditions."""
@@ -201,8 +225,8 @@ def _judge_look(metric: MetricCall, exhibit: Exhibit) -> Reading:
     return cast("Looked", METRICS[metric.name]).judge(exhibit, **metric.parameters)
 
 
-def _compare(metric: MetricCall, exhibit: Exhibit, others: Sequence[Map], random: Sequence[float]) -> Reading:
-    return cast("Repeated", METRICS[metric.name]).judge(exhibit, others, random, **metric.parameters)
+def _judge_repeats(metric: MetricCall, numbers: Sequence[float], random: Sequence[float]) -> Reading:
+    return cast("Repeated", METRICS[metric.name]).judge(numbers, random, **metric.parameters)
 
 
 _KINDS: Mapping[type, Callable[[_Court, MetricCall, Exhibit, tuple[MethodCall, int, int]], Awaitable[Reading]]] = {

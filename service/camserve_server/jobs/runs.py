@@ -1,9 +1,9 @@
 """How each kind of method gets its maps."""
 
-import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -52,6 +52,11 @@ async def examine(study: Study) -> tuple[Study, list[list[Sheet]]]:
     return study, [await sheets_of(study, call) for call in study.job.calls]
 
 
+async def examine_all(studies: Sequence[Study]) -> list[tuple[Study, list[list[Sheet]]]]:
+    """Run several studies of one request, as many at a time as its rows under way allow."""
+    return await studies[0].desk.gather([(one.job.rows, partial(examine, one)) for one in studies])
+
+
 async def sheets_of(study: Study, call: MethodCall) -> list[Sheet]:
     """Run one method of a study that knows what the model says of the image as it is."""
     run = _augmented if call.augmented else _RUNS[type(METHODS[call.name])]
@@ -63,9 +68,8 @@ async def sheets_of(study: Study, call: MethodCall) -> list[Sheet]:
 
 
 async def _each_view(study: Study, call: MethodCall, views: Sequence[View]) -> list[list[Sheet]]:
-    """Run one method on many views of the image at once; the targets stay those of the image as it is."""
-    studies = await asyncio.gather(*(examine(study.of(call, view=view)) for view in views))
-    return [sheets[0] for _, sheets in studies]
+    """Run one method on many views of the image; the targets stay those of the image as it is."""
+    return [sheets[0] for _, sheets in await examine_all([study.of(call, view=view) for view in views])]
 
 
 async def _augmented(study: Study, call: MethodCall) -> list[Sheet]:
@@ -143,8 +147,8 @@ async def _cam(study: Study, call: MethodCall) -> list[Sheet]:
         Sheet(
             layer,
             [
-                await study.desk.think(_finish_cam, method, call, mean, answer, place)
-                for mean, answer in zip(means[place], study.answers, strict=True)
+                await study.desk.think(_finish_cam, method, call, mean, study.answers[0].features, place)
+                for mean in means[place]
             ],
         )
         for place, layer in enumerate(study.job.layers)
@@ -160,8 +164,8 @@ def _answered(study: Study, call: MethodCall) -> list[Sheet]:
     ]
 
 
-def _finish_cam(method: Cam, call: MethodCall, mean: _Mean, answer: RowResult, place: int) -> Evidence:
-    more = {"features": torch.from_numpy(answer.features[place])} if answer.features else {}
+def _finish_cam(method: Cam, call: MethodCall, mean: _Mean, features: Sequence[Map], place: int) -> Evidence:
+    more = {"features": torch.from_numpy(features[place])} if features else {}
     return Evidence(to_map(method.finish(mean.value, **call.parameters, **more)), dead=mean.dead)
 
 
@@ -271,7 +275,7 @@ async def _windows(study: Study, call: MethodCall) -> list[Sheet]:
     height, width = study.job.model.preprocess.size
     given = {**call.parameters, "height": height, "width": width}
     views = method.views(**given)
-    studies = await asyncio.gather(*(examine(study.of(part(method.of), view=view)) for view in views))
+    studies = await examine_all([study.of(part(method.of), view=view) for view in views])
     merged = []
     for place, layer in enumerate(study.job.layers):
         evidence = []

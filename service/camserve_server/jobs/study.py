@@ -1,7 +1,8 @@
 """One image under study: what every method can ask for."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
@@ -71,25 +72,64 @@ class Desk:
         self._progress = progress
         self._done = 0
         self._chunk = chunk
-        self._room = asyncio.Semaphore(chunk)
-        self._turn = asyncio.Lock()
+        self._room = _Room(chunk)
 
     async def run(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
         """Run rows; hand over each result, by the row's index, as it is there."""
         for start in range(0, len(rows), self._chunk):
             await self._some(pass_, rows[start : start + self._chunk], partial(_collect, collect, start))
 
-    async def _some(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-        async with self._turn:  # two that each had half of the room would wait for ever
-            for _ in rows:
-                await self._room.acquire()
+    async def gather(self, parts: Sequence[tuple[int, Callable[[], Awaitable[T]]]]) -> list[T]:
+        """Run parts of the request side by side, and return their results in order.
+
+        A part makes its edits and maps while it runs. So parts run at the same time only while their rows together
+        are no more than may be under way; a part with more rows than that runs alone.
+
+        Args:
+            parts: for each, how many rows it runs, and what runs it.
+        """
+        room = _Room(self._chunk)
+
+        async def run(rows: int, part: Callable[[], Awaitable[T]]) -> T:
+            async with room.take(min(rows, self._chunk)):
+                return await part()
+
+        running = [asyncio.ensure_future(run(*one)) for one in parts]
         try:
-            await self._submit(pass_, rows, collect)
+            return await asyncio.gather(*running)
         finally:
-            for _ in rows:
-                self._room.release()
+            for one in running:
+                one.cancel()
+
+    async def _some(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
+        async with self._room.take(len(rows)):
+            await self._submit(pass_, rows, collect)
         self._done += len(rows)
         self._progress(self._done, self._rows)
+
+
+class _Room:
+    """Places that are taken several at a time, in the order in which they are asked for.
+
+    Args:
+        places: that there are.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = asyncio.Semaphore(places)
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def take(self, places: int) -> AsyncIterator[None]:
+        """Hold places inside the block; never more than there are."""
+        async with self._turn:  # two that each had half of the room would wait for ever
+            for _ in range(places):
+                await self._free.acquire()
+        try:
+            yield
+        finally:
+            for _ in range(places):
+                self._free.release()
 
 
 def _collect(collect: Collect, start: int, index: int, result: RowResult) -> None:
@@ -159,7 +199,9 @@ class Study:
     ) -> list[RowResult]:
         """Run some of the methods that the image as it is answers, for every target."""
         found: dict[int, RowResult] = {}
-        rows = [replace(self.row(target, calls), features=features) for target in targets]
+        rows = [self.row(target, calls) for target in targets]
+        # Feature maps are the image's, whatever the target: one row brings them for all.
+        rows[0] = replace(rows[0], features=features)
         await self.desk.run(self._clean_pass(), rows, found.__setitem__)
         return [found[place] for place in range(len(rows))]
 

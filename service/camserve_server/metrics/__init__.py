@@ -48,6 +48,7 @@ METRICS: dict[str, Metric] = {
         higher_is_better=True,
     ),
     "max_sensitivity": Repeated(
+        repetition.relative_distance,
         repetition.max_sensitivity,
         repetition.noisy_views,
         "Yeh et al. 2019, arXiv:1901.09392",
@@ -56,6 +57,7 @@ METRICS: dict[str, Metric] = {
         parameters=(SAMPLES, NOISE, SEED),
     ),
     "randomisation": Repeated(
+        repetition.rank_correlation,
         repetition.randomisation,
         repetition.cascade,
         "Adebayo et al. 2018, arXiv:1810.03292",

@@ -5,6 +5,7 @@ neighbours suggest. The probability is the softmax's (the sigmoid's of a model w
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,8 @@ from camserve_server.types import Edit
 Judging = Generator[Sequence[Edit], Array, Reading]
 
 BLUR_TAPS, BLUR_SIGMA = 11, 5.0
-AT_ONCE = 8  # imputed images that are made before they are tried: each takes up to 0.2 s
+AT_ONCE = 64  # edits that are made before they are tried: what is held of them in memory
+IMPUTED = 8  # imputed images that are: each takes up to 0.2 s
 
 NEIGHBOURS = (
     *((down, across, 1 / 6) for down, across in ((-1, 0), (0, -1), (0, 1), (1, 0))),
@@ -34,8 +36,8 @@ def deletion(exhibit: Exhibit, *, steps: float) -> Judging:
     """
     counts = _counts(exhibit.pixels.size, steps)
     place = ranks(exhibit.pixels)
-    found = yield [Edit((place >= count).astype(np.float32)) for count in counts[1:]]
-    return _area("deletion", counts, [exhibit.probability, *found.tolist()])
+    found = yield from _tried(Edit((place >= count).astype(np.float32)) for count in counts[1:])
+    return _area("deletion", counts, [exhibit.probability, *found])
 
 
 def insertion(exhibit: Exhibit, *, steps: float) -> Judging:
@@ -46,8 +48,8 @@ def insertion(exhibit: Exhibit, *, steps: float) -> Judging:
     """
     counts = _counts(exhibit.pixels.size, steps)
     place, fill = ranks(exhibit.pixels), blurred(exhibit.image)
-    found = yield [Edit((place < count).astype(np.float32), fill) for count in counts[:-1]]
-    return _area("insertion", counts, [*found.tolist(), exhibit.probability])
+    found = yield from _tried(Edit((place < count).astype(np.float32), fill) for count in counts[:-1])
+    return _area("insertion", counts, [*found, exhibit.probability])
 
 
 def each_step(*, steps: float) -> int:
@@ -94,11 +96,9 @@ def road(exhibit: Exhibit, *, steps: float, noise: float, seed: float) -> Judgin
     place, total = ranks(exhibit.pixels), exhibit.pixels.size
     shares = np.arange(1, int(steps) + 1) / (int(steps) + 1)
     counts = np.round(shares * total).astype(int)
-    gone = [*(place < count for count in counts), *(place >= total - count for count in counts)]
-    found: list[float] = []
+    gone = chain((place < count for count in counts), (place >= total - count for count in counts))
     random = np.random.default_rng(int(seed))
-    for some in _portions(gone):
-        found += (yield [Edit(fill=impute(exhibit.image, one, noise, random)) for one in some]).tolist()
+    found = yield from _tried((Edit(fill=impute(exhibit.image, one, noise, random)) for one in gone), IMPUTED)
     hottest, coldest = found[: len(shares)], found[len(shares) :]
     x = tuple(shares.tolist())
     curves = Curve("hottest first", x, tuple(hottest)), Curve("coldest first", x, tuple(coldest))
@@ -110,9 +110,12 @@ def both_ways(*, steps: float, **_parameters: float) -> int:
     return 2 * int(steps)
 
 
-def _portions(gone: list[NDArray[np.bool_]]) -> Iterator[list[NDArray[np.bool_]]]:
-    for start in range(0, len(gone), AT_ONCE):
-        yield gone[start : start + AT_ONCE]
+def _tried(edits: Iterator[Edit], at_once: int = AT_ONCE) -> Generator[Sequence[Edit], Array, list[float]]:
+    """Try edits, some at a time; return their probabilities."""
+    found: list[float] = []
+    while some := list(islice(edits, at_once)):
+        found += (yield some).tolist()
+    return found
 
 
 def impute(image: Array, gone: NDArray[np.bool_], noise: float, random: np.random.Generator) -> Array:

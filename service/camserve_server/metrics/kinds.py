@@ -139,8 +139,9 @@ class Repeated:
     """A metric that has the map computed again under changed conditions, and compares.
 
     Attributes:
-        judge: an exhibit, the other maps (each on the same grid), how much of the model was random for each (0 to 1),
-            parameters by name -> the reading.
+        compare: the map, one that was computed again (on the same grid) -> how they compare.
+        judge: that of every time, how much of the model was random each time (0 to 1), parameters by name -> the
+            reading.
         vary: the input [3,H,W], parameters by name -> the conditions.
         paper: that defines it.
         count: parameters by name -> how many conditions.
@@ -148,6 +149,7 @@ class Repeated:
         parameters: that it takes.
     """
 
+    compare: Callable[[Map, Map], float]
     judge: Callable[..., Reading]
     vary: Callable[..., Sequence[Variation]]
     paper: str

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from camserve_server.metrics.kinds import Array, Curve, Exhibit, Reading, Variation
+from camserve_server.metrics.kinds import Array, Curve, Reading, Variation
 from camserve_server.types import Map, View
 
 ALIKE = 0.5  # mean rank correlation: measured, Grad-CAM stays below 0.2, guided backpropagation above 0.8
@@ -17,15 +17,18 @@ def noisy_views(image: Array, *, samples: float, noise: float, seed: float) -> S
     return [Variation(View(noise=deviation, seed=int(seed) * 100_003 + index)) for index in range(int(samples))]
 
 
-def max_sensitivity(exhibit: Exhibit, others: Sequence[Map], _random: Sequence[float], **_parameters: float) -> Reading:
+def max_sensitivity(apart: Sequence[float], _random: Sequence[float], **_parameters: float) -> Reading:
     """Measure how much the map changes, at most, when the image has a little noise.
 
     max ‖L(x + ε) − L(x)‖ / ‖L(x)‖ over noisy copies of the image, whose maps are computed anew. Yeh et al. 2019,
     arXiv:1901.09392, definition 4, estimated by sampling; relative, so that maps of any size compare.
     """
-    size = np.linalg.norm(exhibit.heatmap)
-    apart = [float(np.linalg.norm(other - exhibit.heatmap) / size) for other in others]
     return Reading(max(apart), words=f"mean {np.mean(apart):.2f} over {len(apart)} copies")
+
+
+def relative_distance(heatmap: Map, other: Map) -> float:
+    """Return the distance of two maps, as a share of the first one's norm."""
+    return float(np.linalg.norm(other - heatmap) / np.linalg.norm(heatmap))
 
 
 def each_sample(*, samples: float, **_parameters: float) -> int:
@@ -38,7 +41,7 @@ def cascade(_image: Array, *, stages: float, seed: float) -> Sequence[Variation]
     return [Variation(modules=exponent, seed=int(seed)) for exponent in np.linspace(0, 1, int(stages)).tolist()]
 
 
-def randomisation(exhibit: Exhibit, others: Sequence[Map], random: Sequence[float], **_parameters: float) -> Reading:
+def randomisation(alike: Sequence[float], random: Sequence[float], **_parameters: float) -> Reading:
     """Measure how alike the map stays when the model gets random weights, from its output down to its input.
 
     The mean, over the stages, of Spearman's rank correlation between the map of the model and that of the randomised
@@ -46,7 +49,6 @@ def randomisation(exhibit: Exhibit, others: Sequence[Map], random: Sequence[floa
     section 3.1: the cascading randomisation. The stages have 1, …, n modules of n that are random, in geometric steps;
     each parameter is drawn from the normal distribution with its own mean and standard deviation.
     """
-    alike = [rank_correlation(exhibit.heatmap, other) for other in others]
     curve = Curve("rank correlation", (0.0, *random), (1.0, *alike))
     mean = float(np.mean(alike))
     fails = "the map hardly depends on what the model has learned" if mean > ALIKE else ""
