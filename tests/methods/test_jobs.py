@@ -1,5 +1,9 @@
 """Jobs: what a request costs, in which order it is answered, what is shared, and whether a map can be read."""
 
+import asyncio
+import math
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from camserve_server import engine, jobs
 from camserve_server.errors import OutOfMemory
-from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row, Verdict
+from camserve_server.metrics import METRICS
+from camserve_server.types import Box, ClassTarget, ContrastTarget, RankTarget, Row, RowResult, Verdict
 from methods.tools import Toy, call, explain, gap, job, noise, plain, run
 
 IMAGE = noise(0, 64)
@@ -234,3 +239,91 @@ def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(resnet,
 
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
+
+
+class Untold:
+    """Answers rows without a model, and keeps count of those that are under way."""
+
+    def __init__(self, failing=None):
+        self.rows = self.under_way = self.most = 0
+        self.failing = failing
+
+    async def submit(self, _pass, rows, collect):
+        self.under_way += len(rows)
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(0)
+        if self.failing and self.rows >= self.failing:
+            raise OutOfMemory("no memory")
+        self.rows += len(rows)
+        for index, row in enumerate(rows):
+            heatmap = np.random.default_rng(self.rows + index).normal(size=(4, 4)).astype(np.float32)
+            maps = tuple((heatmap,) * len(row.calls) for _ in range(2))
+            collect(index, RowResult(np.zeros(9, np.float32), row.target, float(index), maps, (False, False)))
+        self.under_way -= len(rows)
+
+
+def judged(model, calls, metrics, engine):
+    """What a job's maps are judged by; the bytes that it held at its peak."""
+    chosen = tuple(
+        jobs.MetricCall(name, {one.name: one.default for one in METRICS[name].parameters} | parameters)
+        for name, parameters in metrics
+    )
+    asked = jobs.Assessment(job(model, calls, [ClassTarget(1)]), chosen)
+    tracemalloc.start()
+    try:
+        _, readings = asyncio.run(jobs.evaluate(asked, IMAGE, Box(0, 0, 64, 64), engine.submit))
+        return asked, readings, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+MASKS = 64 * 64 * 64 * 4
+"""Bytes of as many masks as a method tries at a time."""
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [("max_sensitivity", {"samples": 32})],  # 32 maps of 64 masks each
+        [("deletion", {"steps": 512}), ("insertion", {"steps": 512})],
+        [("deletion", {"steps": steps}) for steps in range(60, 76)],  # 16 metrics of so many masks each
+    ],
+)
+def test_one_evaluation_holds_few_masks_at_a_time(resnet, metrics):
+    engine = Untold()
+    asked, (readings,), peak = judged(resnet, [call("rise", samples=64)], metrics, engine)
+
+    assert engine.rows == asked.rows
+    assert len(readings) == len(metrics)
+    assert engine.most <= 64
+    assert peak < 4 * MASKS
+
+
+def test_maps_that_are_computed_again_are_not_kept(resnet):
+    _, (readings,), peak = judged(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], Untold())
+
+    assert math.isfinite(readings[0].value)
+    assert peak < 100 * IMAGE.size / 3 * 4  # of 128 maps of as many pixels
+
+
+def test_small_repeats_still_share_batches(resnet):
+    engine = Untold()
+    judged(resnet, ["gradcam"], [("max_sensitivity", {"samples": 128})], engine)
+
+    assert engine.most == 64
+
+
+def test_a_repeat_that_fails_takes_the_others_with_it(resnet):
+    engine = Untold(failing=100)
+    with pytest.raises(OutOfMemory):
+        judged(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})], engine)
+
+    assert engine.rows < 200
+
+
+def test_a_surrogate_makes_its_masks_as_they_are_tried(resnet):
+    pytest.importorskip("captum")
+    judged(resnet, [call("kernel_shap", samples=32)], [], Untold())  # what is imported for it is not its own
+    _, _, peak = judged(resnet, [call("kernel_shap", samples=2048)], [], Untold())
+
+    assert peak < 6 * MASKS

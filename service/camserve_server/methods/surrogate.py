@@ -52,11 +52,10 @@ def _fitted(name: str, scene: Scene, *, samples: float, cells: float, seed: floa
     _require()
     side, count = int(cells), int(samples)
     drawn, _ = _asked(name, side * side, int(seed), np.zeros(count, np.float32))
-    keeps = [_onto(vector, side, scene.image.shape[1:]) for vector in drawn]
     scores = np.zeros((count, len(scene.scores)), np.float32)
     for start in range(0, count, AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        scores[some] = yield [Edit(keep) for keep in keeps[some]]
+        scores[some] = yield [Edit(_onto(kept, side, scene.image.shape[1:])) for kept in drawn[some]]
     found = [_asked(name, side * side, int(seed), scores[:, target])[1] for target in range(scores.shape[1])]
     return np.stack([_onto(values, side, scene.image.shape[1:]) for values in found])
 
