@@ -29,6 +29,7 @@ from camserve_server.config import Settings
 from camserve_server.errors import ConfigError
 from camserve_server.fleet import LOADING, Fleet, Well
 from camserve_server.hardware import cores
+from camserve_server.health import HealthServicer
 from camserve_server.lifecycle import Lifecycle
 from camserve_server.methods import add_plugins
 from camserve_server.models import ModelSpec, parse
@@ -126,20 +127,19 @@ class Health:
         checks: that answer who asks.
     """
 
-    def __init__(self, checks: health.aio.HealthServicer) -> None:
+    def __init__(self, checks: HealthServicer) -> None:
         self._checks = checks
         self._warm, self._well = False, True
-        self._saying: set[asyncio.Task[None]] = set()
 
     @property
     def serving(self) -> bool:
         """Whether explanations can be had."""
         return self._warm and self._well
 
-    async def live(self) -> None:
+    def live(self) -> None:
         """Begin to answer: the event loop runs, and that is all there is yet."""
-        await self._checks.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
-        await self._say()
+        self._checks.set({LIVE: health_pb2.HealthCheckResponse.SERVING})
+        self._tell()
 
     def turn(self, *, warm: bool) -> None:
         """Take note that the models are warm, or that the server stops."""
@@ -154,14 +154,8 @@ class Health:
         self._tell()
 
     def _tell(self) -> None:
-        saying = asyncio.ensure_future(self._say())
-        self._saying.add(saying)
-        saying.add_done_callback(self._saying.discard)
-
-    async def _say(self) -> None:
         kinds = health_pb2.HealthCheckResponse
-        for service in SERVICES:
-            await self._checks.set(service, kinds.SERVING if self.serving else kinds.NOT_SERVING)
+        self._checks.set(dict.fromkeys(SERVICES, kinds.SERVING if self.serving else kinds.NOT_SERVING))
 
 
 Ready: TypeAlias = Callable[[int, Pipeline], None]
@@ -184,7 +178,7 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
             tokens is no good; or no model can be loaded.
     """
     house = House(settings.stream_in_flight, settings.idle_seconds, names={**NAMES, **oip.NAMES})
-    checks = health.aio.HealthServicer()
+    checks = HealthServicer()
     access.check(settings)
     credentials = access.credentials(settings)
     said = Health(checks)
@@ -192,7 +186,7 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
     server = _build(settings, house, checks, inference)
     with scraping.told(settings, lambda: _state(house, said)) as house.telemetry:
         port = _listen(server, settings.address, credentials)
-        await said.live()
+        said.live()
         await server.start()
         try:
             async with opened(settings, said.told, house.telemetry) as pipeline:
@@ -258,7 +252,7 @@ async def _finished(house: House, seconds: float) -> None:
 
 
 def _build(
-    settings: Settings, house: House, checks: health.aio.HealthServicer, inference: oip.InferenceServicer
+    settings: Settings, house: House, checks: HealthServicer, inference: oip.InferenceServicer
 ) -> grpc.aio.Server:
     size = settings.max_message_mib * 2**20
     server = grpc.aio.server(

@@ -16,7 +16,7 @@ import threading
 import time
 
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
-ACKNOWLEDGED, END_OF_HEADERS = 1, 4
+ACKNOWLEDGED, END_OF_STREAM, END_OF_HEADERS = 1, 1, 4
 CANCEL = struct.pack(">I", 8)
 RPCS = (
     *("camserve.v1.ExplainService/Explain", "camserve.v1.ExplainService/ExplainStream"),
@@ -42,15 +42,22 @@ def opening(rpc):
 
 
 OPENINGS = tuple(map(opening, RPCS))
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+NO_WINDOW = struct.pack(">HI", 4, 0)  # SETTINGS_INITIAL_WINDOW_SIZE: of the answers nothing is read
 
 
 class Connection:
-    """One connection that answers what it must, so that it is not closed for silence."""
+    """One connection that answers what it must, so that it is not closed for silence.
 
-    def __init__(self, host, port):
+    Args:
+        host: of the server.
+        port: of it.
+        settings: of HTTP/2, as they are sent.
+    """
+
+    def __init__(self, host, port, settings=b""):
         self.socket = socket.create_connection((host, int(port)), 10)
-        self.socket.sendall(PREFACE)
+        self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
         self.streams, self.open, self.statuses = itertools.count(1, 2), True, 0
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -67,6 +74,13 @@ class Connection:
         self.statuses += kind == HEADERS
         if kind in {SETTINGS, PING} and not flags & ACKNOWLEDGED:
             self.socket.sendall(frame(kind, ACKNOWLEDGED, 0, content if kind == PING else b""))
+
+    def send(self, rpc, message):
+        """Open a call with its one message; return the stream's number."""
+        stream, length = next(self.streams), struct.pack(">BI", 0, len(message))
+        opened = frame(HEADERS, END_OF_HEADERS, stream, opening(rpc))
+        self.socket.sendall(opened + frame(DATA, END_OF_STREAM, stream, length + message))
+        return stream
 
     def call(self, count, *, cancel):
         """Open so many calls in one write."""
