@@ -1,7 +1,7 @@
 """The gRPC health protocol: the status of each service, for those who ask once and those who watch it.
 
-The servicer of grpcio-health-checking writes to a watcher while it holds the lock that a change of status needs, so that
-one that reads nothing keeps the server NOT_SERVING, or SERVING, for all others. Here a change waits for nobody.
+The servicer of grpcio-health-checking writes to a watcher while it holds the lock that a change of status needs. So one
+watcher that reads nothing keeps the server NOT_SERVING, or SERVING, for all. Here a change waits for nobody.
 """
 
 import asyncio

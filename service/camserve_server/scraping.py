@@ -5,10 +5,11 @@ import socketserver
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from socket import AF_INET, AF_INET6, socket
+from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from camserve_server import access, logs, tokens
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from camserve_server.telemetry.meters import Meters
 
 log = logging.getLogger(__name__)
+clock = time.monotonic
 
 PATH = "/metrics"
-AT_ONCE = 8  # connections that are answered at a time; one more is closed at once
-PATIENCE = 10.0  # seconds that a connection may be silent
+AT_ONCE = 8  # connections that are answered at a time; one more is closed at once, or takes the place of a slow one
+SLOW = 2.0  # seconds after which a connection makes way for another, where all places are taken
+DEADLINE = 10.0  # seconds that a connection has in all, for TLS, its request and the answer
 POLL = 0.1  # seconds that stopping takes at most
 
 
@@ -93,7 +96,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         self.metrics = meters.written
         self._settings = settings
         self._tokens = access.known(settings.tokens_file) if settings.tokens_file else None
-        self._room = threading.BoundedSemaphore(AT_ONCE)
+        self._open: dict[Any, tuple[float, socket]] = {}  # since when, and a handle that TLS leaves alone; oldest first
         super().__init__((host.strip("[]"), int(port)), _Handler)
 
     def server_bind(self) -> None:
@@ -102,22 +105,41 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a thread, if there is room for one more."""
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if len(self._open) >= AT_ONCE:
+            self._cut(SLOW)
+        if len(self._open) >= AT_ONCE:
             self.shutdown_request(request)
+            return
+        self._open[request] = clock(), request.dup()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._forget(request)
+
+    def service_actions(self) -> None:
+        """Close the connections that have had their time, however busy they look: one that drips is never silent."""
+        self._cut(DEADLINE)
+
+    def _cut(self, seconds: float) -> None:
+        """Close the connections that are older than some seconds; their threads find them closed, and end."""
+        for request, (since, handle) in list(self._open.items()):
+            if clock() - since > seconds:
+                with suppress(OSError):  # it has just ended by itself
+                    handle.shutdown(SHUT_RDWR)
+                self._forget(request)
+
+    def _forget(self, request: Any) -> None:
+        if known := self._open.pop(request, None):
+            known[1].close()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Read what it asks, and answer; with TLS after a handshake, with the certificates as they are now."""
         connection = cast("socket", request)
-        connection.settimeout(PATIENCE)
+        connection.settimeout(DEADLINE)
         if not self._settings.tls_cert:
             super().finish_request(connection, client_address)
             return
@@ -149,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: _Server
-    timeout: ClassVar[float] = PATIENCE
+    timeout: ClassVar[float] = DEADLINE
 
     def do_GET(self) -> None:
         """Answer with the metrics, in the form that is asked for."""
@@ -174,6 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")  # which has a deadline: another request needs another
         if code == 401:  # noqa: PLR2004 -- HTTP's own number
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()

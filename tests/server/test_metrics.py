@@ -402,18 +402,42 @@ def test_any_other_path_says_where_the_metrics_are_and_tells_nothing_else():
         assert "Python" not in head
 
 
-def test_connections_that_say_nothing_are_closed_and_hold_nobody_up_for_long(monkeypatch):
-    monkeypatch.setattr(scraping, "PATIENCE", 1.5)
-    monkeypatch.setattr(scraping._Handler, "timeout", 1.5)
-    with scraped() as address, contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(scraping.AT_ONCE)]
+@contextlib.contextmanager
+def slow_connections(address):
+    """As many as are answered at a time, each of which has sent the beginning of a request."""
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(scraping.AT_ONCE)]
+        for line in lines:
+            line.settimeout(20)
+            line.sendall(b"GET /metrics HTTP/1.1\r\nHo")
+        yield lines
+
+
+def test_slow_connections_make_way_for_a_scrape(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(scraping, "clock", lambda: now[0])
+    with scraped() as address, slow_connections(address) as lines:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             status(f"http://{address}/metrics")
-        for line in idle:
-            line.settimeout(5)
-            assert line.recv(1) == b""
+        now[0] += scraping.SLOW + 0.1
+        for line in lines:
+            line.sendall(b"s")  # they are slow, and not silent
+
         assert status(f"http://{address}/metrics")[0] == 200
-        idle[0].close()
+
+
+def test_a_connection_that_is_never_silent_is_closed_at_its_deadline(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(scraping, "clock", lambda: now[0])
+    with scraped() as address, slow_connections(address) as lines:
+        received = []
+        now[0] += scraping.DEADLINE + 0.1
+        for line in lines:
+            with contextlib.suppress(ConnectionResetError):
+                received.append(line.recv(1))
+
+        assert set(received) <= {b""}
+        assert status(f"http://{address}/metrics")[0] == 200
 
 
 def test_a_port_for_metrics_that_is_taken_is_said_in_a_line(tiny):
