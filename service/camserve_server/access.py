@@ -5,9 +5,9 @@ import functools
 import ipaddress
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health
@@ -170,14 +170,31 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Return the RPC's own handler, or one that refuses."""
-        method = handler_call_details.method
-        if not method.startswith(OPEN):
-            try:
-                logs.CALLER.set(self._admitted(method, handler_call_details.invocation_metadata).name)
-            except ServiceError as error:
-                return _refusal(self._house, method, error)
-        return await continuation(handler_call_details)
+        """Return a handler that refuses, or the RPC's own; of a stream one that checks the token with each request."""
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        if method.startswith(OPEN):
+            return await continuation(handler_call_details)
+        try:
+            logs.CALLER.set(self._admitted(method, metadata).name)
+        except ServiceError as error:
+            return _refusal(self._house, method, error)
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler.stream_stream:
+            return cast("Handler", handler)
+        return self._of_stream(handler, lambda: self._admitted(method, metadata))
+
+    @staticmethod
+    def _of_stream(handler: Any, check: Callable[[], object]) -> Handler:
+        async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for request in requests:
+                check()
+                yield request
+
+        async def answer(requests: AsyncIterator[Any], context: Context) -> None:
+            await handler.stream_stream(checked(requests), context)
+
+        ends = handler.request_deserializer, handler.response_serializer
+        return grpc.stream_stream_rpc_method_handler(answer, *ends)
 
     def _admitted(self, method: str, metadata: Any) -> Token:
         token = tokens.admit(self._current(), [value for key, value in metadata or () if key == "authorization"])

@@ -65,11 +65,11 @@ class Patience(Interceptor):
     def _one(self, rpc: str, behaviour: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
             try:
-                request = await self._first(requests)
+                first = [await self._first(requests)]
             except ServiceError as error:
                 async with answering(self._house, context, rpc):
                     raise error from None
-            return await behaviour(request, context)
+            return await behaviour(first.pop(), context)  # not kept here: it is large, and parsed there
 
         return answer
 

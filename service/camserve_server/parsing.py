@@ -1,47 +1,134 @@
-"""Messages that cannot be parsed: refused in words of ours; gRPC's own would name the Python class that failed."""
+"""Messages, parsed: once it is known what memory they take, and there is room for it; off the event loop if large.
+
+What cannot be parsed is refused in words of ours; gRPC's own would name the Python class that failed.
+"""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
-from camserve_server import oip
-from camserve_server.errors import InvalidArgument
+from camserve_server import logs, oip
+from camserve_server.admission import CALLER, Admission, address_of
+from camserve_server.batcher import PLACE
+from camserve_server.config import Settings
+from camserve_server.errors import InvalidArgument, ResourceExhausted, ServiceError
 from camserve_server.interceptor import Handler, Interceptor
-from camserve_server.servicer import Context, House, answering
+from camserve_server.servicer import Context, House, Received, answering
+from camserve_server.threads import in_thread
+from camserve_server.wire.compression import is_compressed, unpacked
+from camserve_server.wire.footprint import Shape, footprint, shape_of
 
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
+Parse: TypeAlias = Callable[[bytes], Any]
+Release: TypeAlias = Callable[[], None]
+
+FIELDS = 32_768  # of a message, those of messages in it among them
+FIELDS_AT_ONCE = 1000  # counted on the event loop: about a millisecond
+BYTES_AT_ONCE = 2**20  # parsed there: likewise
+GROWTH = 4  # times the largest message that may be sent: memory of one once it is parsed
+RETRY = 1.0  # seconds after which to come again, where there is no room
 
 
 class Parser(Interceptor):
     """Parses the messages of every RPC, health's and reflection's too.
 
     Args:
+        settings: of the server.
         house: counts the calls that are refused, too.
     """
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, settings: Settings, house: House) -> None:
         super().__init__()
-        self._house = house
+        self._house, self._intake = house, Intake(settings.max_message_mib * 2**20, settings.max_queue_rows * PLACE)
 
     def wrapped(self, method: str, handler: Any) -> Handler:
         """Return the RPC's own handler, which refuses what is no message of its."""
-        return _Parsing(self._house, method, handler).handler()
+        return _Parsing(self._house, self._intake, method, handler).handler()
+
+
+class Intake:
+    """Parses messages as far as there is memory for them, which callers share.
+
+    Args:
+        largest: bytes of a message at most.
+        room: bytes of memory for all messages that are not answered yet.
+    """
+
+    def __init__(self, largest: int, room: int) -> None:
+        self._largest = largest
+        self._room = Admission(max(room, GROWTH * largest), largest, _no_room, line=largest)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
+
+    async def parsed(self, data: bytes, shape: Shape, parse: Parse, *, wait: bool) -> tuple[Any, Release]:
+        """Return a message, and the function that gives back the memory that it takes.
+
+        Args:
+            data: as it came; if it is compressed, it is unpacked.
+            shape: of its kind.
+            parse: makes the message.
+            wait: for memory, even beyond the caller's share.
+
+        Raises:
+            InvalidArgument: it has too many fields, or takes too much memory for one message.
+            ResourceExhausted: it is too large, or there is no memory for it now.
+            DecodeError: it is none.
+        """
+        size = self._size_at_once(data, shape)
+        at_once = size is not None
+        if size is None:
+            size = await in_thread(self._thread, self._size, data, shape)
+        if size > GROWTH * self._largest:
+            words = f"the message takes {size:,} bytes of memory, and {GROWTH * self._largest:,} is the limit"
+            raise InvalidArgument(words)
+        release = await self._room.hold(size, wait=wait)
+        try:
+            if at_once:
+                return parse(data), release
+            # Unpacked once more: unpacked and waiting for memory, it would have taken that memory already.
+            return await in_thread(self._thread, lambda: parse(self._plain(data))), release
+        except BaseException:
+            release()
+            raise
+
+    def _size_at_once(self, data: bytes, shape: Shape) -> int | None:
+        """Return what memory a message takes; None where that, or to parse it, is too much for the event loop."""
+        if len(data) > BYTES_AT_ONCE or is_compressed(data):
+            return None
+        return footprint(data, shape, FIELDS_AT_ONCE)
+
+    def _size(self, data: bytes, shape: Shape) -> int:
+        size = footprint(self._plain(data), shape, FIELDS)
+        if size is None:
+            raise InvalidArgument(f"the message has more than {FIELDS:,} fields, which is the limit")
+        return size
+
+    def _plain(self, data: bytes) -> bytes:
+        return unpacked(data, self._largest) if is_compressed(data) else data
+
+
+def _no_room(_words: str) -> ResourceExhausted:
+    words = "the messages that are under way take all the memory that there is for them"
+    return ResourceExhausted(words, retry_after=RETRY, shed="queue_full")
 
 
 class _Parsing:
     """One RPC, whose messages are parsed here."""
 
-    def __init__(self, house: House, method: str, handler: Any) -> None:
-        self._house, self._handler = house, handler
+    def __init__(self, house: House, intake: Intake, method: str, handler: Any) -> None:
+        self._house, self._intake, self._handler = house, intake, handler
         rpc = descriptor_pool.Default().FindMethodByName(oip.own_name(method.strip("/").replace("/", ".")))
         self._rpc, self._refusal = rpc.name, f"the message is not a {oip.known_as(rpc.input_type.full_name)}"
+        self._shape = shape_of(rpc.input_type)
 
     def handler(self) -> Handler:
-        own, ends = self._handler, (self._parsed, self._handler.response_serializer)
+        # Without a deserializer gRPC hands over the bytes.
+        own, ends = self._handler, (None, self._handler.response_serializer)
         if own.unary_unary:
             return grpc.unary_unary_rpc_method_handler(self._of_one(own.unary_unary), *ends)
         if own.unary_stream:
@@ -49,44 +136,83 @@ class _Parsing:
         several = self._of_several if inspect.isasyncgenfunction(own.stream_stream) else self._of_several_written
         return grpc.stream_stream_rpc_method_handler(several(own.stream_stream), *ends)
 
-    def _parsed(self, data: bytes) -> Any:
-        """Return the message, or the error: gRPC would turn one that is raised here into words of its own."""
+    async def _parsed(self, data: bytes, *, wait: bool = False) -> tuple[Any, Release]:
         try:
-            return self._handler.request_deserializer(data)
+            return await self._intake.parsed(data, self._shape, self._handler.request_deserializer, wait=wait)
         except DecodeError:
-            return InvalidArgument(self._refusal)
+            raise InvalidArgument(self._refusal) from None
 
     def _of_one(self, behaviour: Behaviour) -> Behaviour:
-        async def answer(request: Any, context: Context) -> Any:
-            if not isinstance(request, InvalidArgument):
-                return await behaviour(request, context)
-            async with answering(self._house, context, self._rpc):
-                raise request
+        async def answer(data: bytes, context: Context) -> Any:
+            _name_caller(context)
+            try:
+                message, release = await self._parsed(data)
+            except ServiceError as error:
+                async with answering(self._house, context, self._rpc):
+                    raise error from None
+            del data  # which the message has a copy of
+            message = [message]
+            try:
+                return await behaviour(message.pop(), context)
+            except grpc.aio.AbortError as error:
+                # gRPC's call holds this error, whose frames hold the call and the message: a cycle, which would stay.
+                raise error.with_traceback(None) from None
+            finally:
+                release()
 
         return answer
 
     def _of_several_written(self, behaviour: Behaviour) -> Behaviour:
-        """Our own streams, which answer for the error themselves."""
+        """Our own streams, which answer for the error themselves, and say when a message is answered."""
 
-        async def answer(requests: AsyncIterator[Any], context: Context) -> None:
-            await behaviour(_sound(requests), context)
+        async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
+            _name_caller(context)
+            held: set[Release] = set()
+            try:
+                await behaviour(self._received(requests, held), context)
+            except grpc.aio.AbortError as error:
+                raise error.with_traceback(None) from None  # as above
+            finally:  # of those that were read and never begun, too
+                for release in held:
+                    release()
 
         return answer
 
+    async def _received(self, requests: AsyncIterator[bytes], held: set[Release]) -> AsyncIterator[Received[Any]]:
+        async for data in requests:
+            message, release = await self._parsed(data, wait=True)
+            held.add(release)
+            del data
+            yield Received(message, partial(_let_go, held, release))
+            del message
+
     def _of_several(self, behaviour: Behaviour) -> Behaviour:
-        async def answer(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+        async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
+            _name_caller(context)
             try:
-                async for reply in behaviour(_sound(requests), context):
-                    yield reply
-            except InvalidArgument as error:
+                async for reply in behaviour(self._in_turn(requests), context):
+                    await context.write(reply)
+            except ServiceError as error:
                 async with answering(self._house, context, self._rpc):
                     raise error from None
 
         return answer
 
+    async def _in_turn(self, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        """Yield messages, each of which is answered when the next is asked for."""
+        async for data in requests:
+            message, release = await self._parsed(data, wait=True)
+            try:
+                yield message
+            finally:
+                release()
 
-async def _sound(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        if isinstance(request, InvalidArgument):
-            raise request
-        yield request
+
+def _name_caller(context: Context) -> None:
+    CALLER.set(logs.CALLER.get() or address_of(context.peer()))
+
+
+def _let_go(held: set[Release], release: Release) -> None:
+    if release in held:
+        held.remove(release)
+        release()

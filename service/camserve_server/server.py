@@ -259,6 +259,7 @@ def _build(
         interceptors=_at_the_door(settings, house),
         options=(
             ("grpc.max_receive_message_length", size),
+            ("grpc.per_message_decompression", 0),  # parsing unpacks: gRPC would do it whether there is room or not
             ("grpc.max_send_message_length", -1),
             # Two limits: between them gRPC would refuse by chance.
             ("grpc.max_metadata_size", settings.max_metadata_kib * 2**10),
@@ -282,7 +283,7 @@ def _build(
 
 
 def _at_the_door(settings: Settings, house: House) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    inner = floods.Patience(settings.idle_seconds, house), Parser(house)
+    inner = floods.Patience(settings.idle_seconds, house), Parser(settings, house)
     return (access.Guard(settings.tokens_file, house), *inner) if settings.tokens_file else inner
 
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -138,7 +138,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             return response
 
     async def ExplainStream(  # type: ignore[override]  # noqa: N802 -- the RPC's name; writes rather than yields
-        self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest], context: Context
+        self, requests: AsyncIterator["Received[explain_pb2.ExplainStreamRequest]"], context: Context
     ) -> None:
         """Explain many images, each answered as it is ready."""
         async with answering(self._house, context, "ExplainStream") as call:
@@ -191,10 +191,23 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             return response
 
 
+@dataclass(frozen=True, slots=True)
+class Received(Generic[Q]):
+    """A message of a stream.
+
+    Attributes:
+        message: itself.
+        release: gives back the memory that it takes.
+    """
+
+    message: Q
+    release: Callable[[], None] = lambda: None
+
+
 async def conversing(
     house: House,
     context: Context,
-    requests: AsyncIterator[Q],
+    requests: AsyncIterator[Received[Q]],
     answer: Callable[[Q, Callable[[Any], Awaitable[None]]], Awaitable[None]],
 ) -> None:
     """Answer the requests of a stream, some at a time, until there are no more or the server stops.
@@ -219,8 +232,9 @@ async def conversing(
             except grpc.aio.InternalError:  # the caller has gone: a write may know it before gRPC cancels us
                 handler.cancel()
 
-    async def answered(item: Q) -> None:
-        await answer(item, write)
+    async def answered(item: Received[Q]) -> None:
+        await answer(item.message, write)
+        item.release()
         pulse.ended()
         free.release()
 
@@ -240,7 +254,7 @@ async def conversing(
         raise Unavailable("the server is draining: send the rest to another", retry_after=1.0, shed="draining")
 
 
-async def _next(house: House, requests: AsyncIterator[Q], pulse: "_Pulse") -> Q | None:
+async def _next(house: House, requests: AsyncIterator[Received[Q]], pulse: "_Pulse") -> Received[Q] | None:
     """Return the next request, or None when there are no more or the server stops.
 
     Raises:
@@ -559,9 +573,13 @@ def _is_id(text: str) -> bool:
 
 
 def ours_of(error: Exception) -> ServiceError:
-    """Return our own errors as they are, and Internal for every other, which is logged."""
+    """Return our own errors as they are, and Internal for every other, which is logged.
+
+    Ours lose their tracebacks: with them a frame that has the error would be part of a cycle, in which the request, of
+    many megabytes maybe, would stay until the garbage is collected.
+    """
     if isinstance(error, ServiceError):
-        return error
+        return error.with_traceback(None)
     log.error("an RPC failed", exc_info=error)
     return Internal(f"internal error; the server's log has more under request id {logs.REQUEST_ID.get()}")
 

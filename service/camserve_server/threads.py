@@ -30,7 +30,11 @@ async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args
         try:
             result = function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's
-            loop.call_soon_threadsafe(_fail, done, contained(error))
+            # Without this frame, which has the future: in a cycle, what the function was given would stay until the
+            # garbage is collected.
+            own = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            loop.call_soon_threadsafe(_fail, done, contained(own))
+            del own
         else:
             loop.call_soon_threadsafe(_settle, done, result)
 

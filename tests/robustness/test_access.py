@@ -4,6 +4,7 @@ import datetime as dt
 import hashlib
 import io
 import logging
+import queue
 import socket
 import ssl
 import sys
@@ -21,8 +22,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import camserve
 from camserve import cli
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import access, commands, config, logs, oip, server, tokens
+from camserve_server import access, commands, config, logs, oip, pipeline, server, tokens
 from camserve_server.errors import ConfigError
+from camserve_server.oip.v2 import inference_pb2
 from robustness import hygiene
 from robustness.authority import Authority
 from support import PHOTOS, serving
@@ -606,6 +608,79 @@ def test_tokens_are_changed_while_the_server_runs(start, tmp_path):
         assert (may(first), may(second), may(third)) == (False, True, True), "what is broken changes nothing"
         rewritten(roll, "# nobody\n")
         assert (may(first), may(second), may(third)) == (False, False, False)
+
+
+STREAMS = {
+    "/camserve.v1.ExplainService/ExplainStream": (
+        lambda name: explain_pb2.ExplainStreamRequest(request_id=name),
+        lambda reply: explain_pb2.ExplainStreamResponse.FromString(reply).request_id,
+    ),
+    "/inference.GRPCInferenceService/ModelStreamInfer": (
+        lambda name: inference_pb2.ModelInferRequest(id=name),
+        lambda reply: inference_pb2.ModelStreamInferResponse.FromString(reply).infer_response.id,
+    ),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": (
+        lambda name: reflection_pb2.ServerReflectionRequest(host=name, list_services=""),
+        lambda reply: reflection_pb2.ServerReflectionResponse.FromString(reply).original_request.host,
+    ),
+}
+
+
+@pytest.mark.parametrize("method", STREAMS)
+def test_an_open_stream_takes_no_request_after_its_token_was_revoked(start, tmp_path, method, monkeypatch):
+    monkeypatch.setattr(access, "RECHECK", 0.0)
+    made, name_of = STREAMS[method]
+    roll = Roll(tmp_path / "tokens")
+    secret = roll.add("revoked", "explain", "observe")
+    roll.write()
+    with start(tokens_file=str(roll.path)) as served, grpc.insecure_channel(served.address) as channel:
+        asked, answered = queue.SimpleQueue(), []
+        replies = channel.stream_stream(method)(iter(asked.get, None), metadata=bearer(secret), timeout=60)
+        for name in ("first", "second"):
+            asked.put(made(name).SerializeToString())
+            answered.append(name_of(next(replies)))
+        roll.path.write_text("# nobody\n")
+        asked.put(made("third").SerializeToString())
+        with pytest.raises(grpc.RpcError) as caught:
+            next(replies)
+        asked.put(None)
+
+    assert answered == ["first", "second"]
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert hygiene.faults(caught.value) == []
+
+
+def test_what_a_stream_accepted_before_its_token_was_revoked_is_answered(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(access, "RECHECK", 0.0)
+    roll = Roll(tmp_path / "tokens")
+    secret = roll.add("revoked", "explain")
+    roll.write()
+    go_on, begun = threading.Event(), threading.Event()
+    see = pipeline._see
+
+    def held(*args):
+        begun.set()
+        assert go_on.wait(60)
+        return see(*args)
+
+    monkeypatch.setattr(pipeline, "_see", held)
+    request = {"image": PHOTOS["chelsea"].read_bytes()}
+    with start(tokens_file=str(roll.path)) as served, grpc.insecure_channel(served.address) as channel:
+        asked = queue.SimpleQueue()
+        call = channel.stream_stream("/camserve.v1.ExplainService/ExplainStream")
+        replies = call(iter(asked.get, None), metadata=bearer(secret), timeout=60)
+        asked.put(explain_pb2.ExplainStreamRequest(request_id="accepted", request=request).SerializeToString())
+        assert begun.wait(60)
+        roll.path.write_text("# nobody\n")
+        asked.put(explain_pb2.ExplainStreamRequest(request_id="late", request=request).SerializeToString())
+        go_on.set()
+        reply = explain_pb2.ExplainStreamResponse.FromString(next(replies))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(replies)
+        asked.put(None)
+
+    assert (reply.request_id, len(reply.response.explanations)) == ("accepted", 1)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_line_that_is_wrong_is_told_by_its_number_and_never_by_what_it_says(tmp_path):

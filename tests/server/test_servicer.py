@@ -714,7 +714,7 @@ async def test_a_stream_ends_as_cancelled_once_an_answer_finds_nobody():
             raise grpc.aio.InternalError("the stream is closed")
 
     async def requests():
-        yield "one"
+        yield servicer.Received("one")
         await asyncio.Event().wait()
 
     async def answer(asked, write):

@@ -14,7 +14,7 @@ from camserve_server.oip.statistics import Statistics
 from camserve_server.oip.tensors import read_images
 from camserve_server.oip.v2 import inference_pb2
 from camserve_server.pipeline import Pipeline
-from camserve_server.servicer import Call, Context, House, answering, attempted, conversing, loaded, unloaded
+from camserve_server.servicer import Call, Context, House, Received, answering, attempted, conversing, loaded, unloaded
 from camserve_server.threads import in_thread
 from camserve_server.types import ModelInfo
 from camserve_server.wire.checks import short
@@ -56,7 +56,7 @@ class InferenceServicer:
         return infer_response(request, asked.model, asked.outputs, answers)
 
     async def ModelStreamInfer(  # noqa: N802 -- the RPC's name
-        self, requests: AsyncIterator[inference_pb2.ModelInferRequest], context: Context
+        self, requests: AsyncIterator[Received[inference_pb2.ModelInferRequest]], context: Context
     ) -> None:
         """Explain the images of many messages, in their order: clients need not name them."""
         async with answering(self._house, context, "ModelStreamInfer") as call:
@@ -203,12 +203,14 @@ async def _explained(
         images = await in_thread(pipeline.threads, read_images, request, pipeline.limits)
     else:
         images = read_images(request, pipeline.limits)
+    questions = list(map(asked.about, images))
+    del images  # which the questions have copies of
 
-    async def explain(place: int, image: bytes) -> explain_pb2.ExplainResponse:
-        with fields_named(place, len(images)):
-            return await pipeline.explain(asked.about(image), deadline=deadline, wait=wait)
+    async def explain(place: int, question: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
+        with fields_named(place, len(questions)):
+            return await pipeline.explain(question, deadline=deadline, wait=wait)
 
-    explaining = [asyncio.ensure_future(explain(place, image)) for place, image in enumerate(images)]
+    explaining = [asyncio.ensure_future(explain(place, question)) for place, question in enumerate(questions)]
     try:
         return await asyncio.gather(*explaining)
     finally:

@@ -152,11 +152,14 @@ def _array(values: Values, kind: "np.dtype[Any]", tensor: Input) -> NDArray[Any]
         raise InvalidArgument(f"{count:,g} values do not fill the shape {list(tensor.shape)}", field="inputs[0]")
     if isinstance(values, bytes):
         return np.frombuffer(values, kind)
-    parts = [np.array(values[at : at + _TOGETHER]) for at in range(0, len(values), _TOGETHER)]
-    array = np.concatenate(parts)
-    if kind == np.uint8 and array.max() > np.iinfo(kind).max:
+    return np.concatenate([_part(values[at : at + _TOGETHER], kind) for at in range(0, len(values), _TOGETHER)])
+
+
+def _part(values: Sequence[Any], kind: "np.dtype[Any]") -> NDArray[Any]:
+    part = np.array(values)
+    if kind == np.uint8 and part.max() > np.iinfo(kind).max:
         raise InvalidArgument("UINT8 values are 0 to 255", field="inputs[0].contents")
-    return array.astype(kind)
+    return part.astype(kind)
 
 
 def _packed(tensor: Input, values: NDArray[np.uint8], limits: Limits) -> list[bytes]:

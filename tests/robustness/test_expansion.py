@@ -1,0 +1,316 @@
+"""Small messages that would be large in memory: refused before they are parsed, and beside the event loop."""
+
+import asyncio
+import gzip
+import threading
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+import grpc
+import pytest
+from benchmarks.serving import serving as process
+from google.protobuf.message import DecodeError
+
+from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+from camserve_server import errors, parsing
+from camserve_server.oip.v2 import inference_pb2
+from camserve_server.wire.footprint import footprint, shape_of
+from robustness import hygiene, nets
+from support import PHOTOS, give_back_memory, serving
+
+MIB = 2**20
+EXPLAIN, EVALUATE = "/camserve.v1.ExplainService/Explain", "/camserve.v1.EvaluateService/Evaluate"
+INFER, HEALTH = "/inference.GRPCInferenceService/ModelInfer", "/grpc.health.v1.Health/Check"
+STREAM = "/camserve.v1.ExplainService/ExplainStream"
+LIST = "/camserve.v1.ModelService/ListModels"
+
+
+def delimited(number, content):
+    """A field of bytes, text, numbers or a message."""
+    length, packed = len(content), bytearray()
+    while length > 0x7F:
+        packed.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([number << 3 | 2]) + bytes(packed) + bytes([length]) + content
+
+
+def methods():
+    """16 MiB of methods without a name."""
+    return delimited(3, b"") * (8 * MIB - 8)
+
+
+def numbers(count):
+    """The pixels of a ModelInfer one by one: 8 bytes in memory for each."""
+    return delimited(5, delimited(5, delimited(4, b"\1" * count)))
+
+
+BOMBS = {
+    "methods": (EXPLAIN, methods),
+    "methods of an evaluation": (EVALUATE, lambda: delimited(1, methods()[: 15 * MIB])),
+    "targets": (EXPLAIN, lambda: delimited(4, delimited(3, b"")) * 4 * MIB),
+    "layers": (EXPLAIN, lambda: delimited(6, b"") * 8 * MIB),
+    "parameters": (EXPLAIN, lambda: delimited(3, delimited(2, b"") * 7 * MIB)),
+    "tensors": (INFER, lambda: delimited(5, b"") * 8 * MIB),
+    "numbers": (INFER, lambda: numbers(15 * MIB)),
+    "fields that are not known": (LIST, lambda: delimited(9, b"") * 8 * MIB),
+    "health": (HEALTH, lambda: b"\x10\x00" * 8 * MIB),
+}
+"""Of 16 MiB, or a little less, and of 16 kB as gzip."""
+
+
+def peak(server):
+    """The most bytes that a server's own process has had in memory."""
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def until(there):
+    began = time.monotonic()
+    while not there():
+        assert time.monotonic() < began + 20
+        time.sleep(0.01)
+
+
+def refused(line, method, data, compression=grpc.Compression.Gzip):
+    with pytest.raises(grpc.RpcError) as caught:
+        line.unary_unary(method)(data, timeout=60, compression=compression)
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(models=(nets.TINY,), device="cpu", threads=1) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def line(served):
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_message_of_too_much_memory_is_refused_and_never_parsed(line, what, monkeypatch):
+    parsed = []
+    whole = parsing.Intake.parsed
+
+    async def watched(self, data, shape, parse, *, wait):
+        def noted(plain):
+            parsed.append(len(plain))
+            return parse(plain)
+
+        return await whole(self, data, shape, noted, wait=wait)
+
+    monkeypatch.setattr(parsing.Intake, "parsed", watched)
+    method, made = BOMBS[what]
+    error = refused(line, method, made())
+
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().endswith("is the limit") or "which is the limit" in error.details()
+    assert hygiene.faults(error) == []
+    assert parsed == []
+
+
+def test_many_such_messages_at_once_leave_the_server_as_small_as_it_was():
+    """Sixteen of each were 7 GiB and 3 GiB."""
+    model = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+    with process((model,), "--threads", "1") as server, grpc.insecure_channel(server.address) as line:
+        bombs = (EXPLAIN, methods()), (INFER, numbers(6 * MIB))
+        refused(line, *bombs[0])
+        before = peak(server)
+        with ThreadPoolExecutor(32) as callers:
+            codes = list(callers.map(lambda bomb: refused(line, *bomb).code(), bombs * 16))
+        grown = peak(server) - before
+
+    assert set(codes) <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert grown <= 350 * MIB
+
+
+def test_while_a_large_message_is_counted_others_are_answered(line, monkeypatch):
+    counting, go_on = threading.Event(), threading.Event()
+
+    def counted(data, shape, most):
+        if len(data) > MIB:
+            counting.set()
+            assert go_on.wait(60)
+        return footprint(data, shape, most)
+
+    monkeypatch.setattr(parsing, "footprint", counted)
+    attack = line.unary_unary(EXPLAIN).future(methods(), timeout=60, compression=grpc.Compression.Gzip)
+    assert counting.wait(60)
+    answered = [models_pb2.ListModelsResponse.FromString(line.unary_unary(LIST)(b"", timeout=60)) for _ in range(3)]
+    before = attack.done()
+    go_on.set()
+
+    assert attack.exception().code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [len(one.models) for one in answered] == [1, 1, 1]
+    assert not before
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_an_honest_compressed_request_is_answered(line, compression):
+    request = explain_pb2.ExplainRequest(image=PHOTOS["chelsea"].read_bytes())
+    request.rendering.heatmap = True
+    call = line.unary_unary(EXPLAIN)
+    replies = [
+        explain_pb2.ExplainResponse.FromString(call(request.SerializeToString(), timeout=60, compression=one))
+        for one in (compression, grpc.Compression.NoCompression)
+    ]
+
+    assert len(replies[0].explanations) == 1
+    assert replies[0].explanations[0].heatmap == replies[1].explanations[0].heatmap
+
+
+def test_a_compressed_stream_is_answered(line):
+    items = [explain_pb2.ExplainStreamRequest(request_id=str(number)) for number in range(3)]
+    call = line.stream_stream(STREAM)
+    replies = call((one.SerializeToString() for one in items), timeout=60, compression=grpc.Compression.Gzip)
+
+    assert sorted(explain_pb2.ExplainStreamResponse.FromString(one).request_id for one in replies) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "broken", [gzip.compress(b"x" * 1000)[:-20], b"\x1f\x8b", gzip.compress(b"\xff"), b"\x78\x9c\xff"]
+)
+def test_what_is_no_message_once_it_is_unpacked_is_refused(line, broken):
+    error = refused(line, EXPLAIN, broken, grpc.Compression.NoCompression)
+
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "the message is not a camserve.v1.ExplainRequest",
+    )
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
+def test_a_message_larger_than_the_limit_once_unpacked_is_refused(line, pack):
+    error = refused(line, EXPLAIN, pack(bytes(17 * MIB)), grpc.Compression.NoCompression)
+
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert hygiene.faults(error) == []
+
+
+class Fake(parsing.Intake):
+    """An intake whose messages are bytes, and which notes how many of them are held."""
+
+    made: ClassVar[list["Fake"]] = []
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.made.append(self)
+
+    @property
+    def taken(self):
+        return self._room.taken
+
+
+async def test_messages_take_no_more_memory_together_than_there_is():
+    intake, shape, highest = Fake(2000, 10_000), {}, 0
+    done = []
+
+    async def one(size):
+        nonlocal highest
+        message, release = await intake.parsed(delimited(1, bytes(size)), shape, bytes, wait=True)
+        highest = max(highest, intake.taken)
+        await asyncio.sleep(0)
+        done.append(len(message))
+        release()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(8):
+            group.create_task(one(900 + number))
+
+    assert len(done) == 8
+    assert 5000 < highest <= 10_000
+    assert intake.taken == 0
+
+
+async def test_who_finds_no_memory_left_is_refused_and_told_when_to_come():
+    intake, shape = Fake(1000, 4000), {}
+    _, release = await intake.parsed(delimited(1, bytes(1600)), shape, bytes, wait=False)
+    with pytest.raises(errors.ResourceExhausted) as caught:
+        await intake.parsed(delimited(1, bytes(700)), shape, bytes, wait=False)
+    release()
+
+    assert caught.value.retry_after
+    await intake.parsed(delimited(1, bytes(700)), shape, bytes, wait=False)
+
+
+async def test_a_message_that_is_none_holds_no_memory():
+    intake = Fake(1000, 4000)
+
+    def parse(_data):
+        raise DecodeError
+
+    for data in (b"\x0a\x01x", gzip.compress(b"\x0a\x01x")):
+        with pytest.raises(DecodeError):
+            await intake.parsed(data, {}, parse, wait=False)
+
+    assert intake.taken == 0
+
+
+def test_calls_and_streams_give_back_the_memory_of_their_messages_however_they_end(monkeypatch):
+    monkeypatch.setattr(parsing, "Intake", Fake)
+    Fake.made.clear()
+    sound = [explain_pb2.ExplainStreamRequest(request_id=str(number)).SerializeToString() for number in range(40)]
+    with (
+        serving(models=(nets.TINY,), device="cpu", threads=1) as served,
+        grpc.insecure_channel(served.address) as line,
+    ):
+        refused(line, EXPLAIN, b"")
+        assert len(list(line.stream_stream(STREAM)(iter(sound), timeout=60))) == 40
+        with pytest.raises(grpc.RpcError):
+            list(line.stream_stream(STREAM)(iter([*sound, b"\xff"]), timeout=60))
+        left = line.stream_stream(STREAM)(iter(sound), timeout=60)
+        next(left)
+        left.cancel()
+        (reply,) = line.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b""]), timeout=60)
+        (intake,) = Fake.made
+        until(lambda: intake.taken == 0)
+
+    assert inference_pb2.ModelStreamInferResponse.FromString(reply).error_message
+
+
+def resident():
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+
+
+LARGE = {
+    "methods": (explain_pb2.ExplainRequest, lambda: delimited(3, b"") * (MIB // 8)),
+    "parameters": (explain_pb2.ExplainRequest, lambda: delimited(3, delimited(2, b"")) * (MIB // 16)),
+    "targets": (explain_pb2.ExplainRequest, lambda: delimited(4, delimited(3, b"")) * (MIB // 16)),
+    "layers": (explain_pb2.ExplainRequest, lambda: delimited(6, b"") * (MIB // 8)),
+    "tensors": (inference_pb2.ModelInferRequest, lambda: delimited(5, delimited(5, b"")) * (MIB // 16)),
+    "numbers": (inference_pb2.ModelInferRequest, lambda: numbers(4 * MIB)),
+    "metrics": (evaluate_pb2.EvaluateRequest, lambda: delimited(2, b"") * (MIB // 8)),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_no_message_takes_more_memory_than_was_estimated(what):
+    """The constants are those of this release of protobuf."""
+    kind, made = LARGE[what]
+    data = made()
+    give_back_memory()
+    before = resident()
+    message = kind.FromString(data)
+    grown = resident() - before
+
+    assert message.ByteSize()
+    assert grown <= footprint(data, shape_of(kind.DESCRIPTOR), 2 * (MIB // 8))
+
+
+@pytest.mark.parametrize("data", [b"\x0b\x0c", b"\x0a", b"\x0a\x05ab", b"\xff" * 11, b"\x1a\x02\x0a\x05", b"\x0d\x01"])
+def test_what_is_no_message_is_not_counted(data):
+    with pytest.raises(DecodeError):
+        footprint(data, shape_of(explain_pb2.ExplainRequest.DESCRIPTOR), 100)
+
+
+def test_fields_are_counted_to_the_limit_and_no_further():
+    shape = shape_of(explain_pb2.ExplainRequest.DESCRIPTOR)
+    data = delimited(3, b"") * 10
+
+    assert footprint(data, shape, 10)
+    assert footprint(data, shape, 9) is None
