@@ -16,14 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from camserve_server.admission import address_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Reply = health_pb2.HealthCheckResponse
+Reply: TypeAlias = health_pb2.HealthCheckResponse
 Status: TypeAlias = "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
 
 WATCHERS = 1000  # at a time; one takes some 20 KiB
 WATCHERS_OF_ONE = 100  # from one address, so that one caller leaves room for the others
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, and not typed
     """Answers health checks."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def Check(  # type: ignore[override]  # noqa: N802 -- the RPC's name
+    async def Check(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> Reply:
         """Return the status of one service."""
@@ -45,7 +45,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return Reply(status=self._statuses[request.service])
 
-    async def List(  # type: ignore[override]  # noqa: N802 -- the RPC's name
+    async def List(  # noqa: N802 -- the RPC's name
         self, _request: health_pb2.HealthListRequest, _context: Context
     ) -> health_pb2.HealthListResponse:
         """Return the status of every service."""
@@ -53,7 +53,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             statuses={name: Reply(status=status) for name, status in self._statuses.items()}
         )
 
-    async def Watch(  # type: ignore[override]  # noqa: N802 -- the RPC's name
+    async def Watch(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
         """Send the status of one service, and send it again whenever it changes, until the connection ends."""

@@ -62,7 +62,7 @@ class Intake:
 
     def __init__(self, largest: int, room: int) -> None:
         self._largest = largest
-        self._room = Admission(max(room, GROWTH * largest), largest, _no_room, line=largest)
+        self._room = Admission(max(room, GROWTH * largest), largest, _no_room, line=room // 2)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
     async def parsed(self, data: bytes, shape: Shape, parse: Parse, *, wait: bool) -> tuple[Any, Release]:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from camserve.v1 import explain_pb2, models_pb2
-from camserve_server import admission, batcher, images, pipeline
+from camserve_server import admission, batcher, health, images, parsing, pipeline
 from camserve_server.config import Settings
 from camserve_server.servicer import LONGEST_ID
 from camserve_server.types import Limits
@@ -20,6 +20,7 @@ from support import serving
 SECURITY = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 SETTINGS, LIMITS = Settings(), Limits()
 INVALID, GRPC = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED, by gRPC itself"
+REFUSED = "RESOURCE_EXHAUSTED, and when to come"
 NO_LIMITS = {
     "max_batch_rows": "how the server works, whoever asks",
     "max_batch_seconds": "what an engine may take",
@@ -39,7 +40,13 @@ def of_the_server():
         ("calls under way on a connection", f"{SETTINGS.max_streams}", "max_streams", "the rest wait in the client"),
         ("requests under way in a stream", f"{SETTINGS.stream_in_flight}", "stream_in_flight", "the rest wait unread"),
         ("metadata of a call", f"{SETTINGS.max_metadata_kib} KiB", "max_metadata_kib", GRPC),
-        ("message, as sent and unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", GRPC),
+        ("message, as sent", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", GRPC),
+        ("message, unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", "RESOURCE_EXHAUSTED"),
+        ("fields of a message", f"{parsing.FIELDS:,}", "", INVALID),
+        ("memory of a message", mib(parsing.GROWTH * SETTINGS.max_message_mib * 2**20), "", INVALID),
+        ("memory of all messages", mib(SETTINGS.max_queue_rows * batcher.PLACE), "", REFUSED),
+        ("health watches", f"{health.WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
+        ("of these, from one address", f"{health.WATCHERS_OF_ONE}", "", "RESOURCE_EXHAUSTED"),
         ("rows in the queue", f"{SETTINGS.max_queue_rows:,}", "max_queue_rows", "RESOURCE_EXHAUSTED, and when to come"),
         ("of these, one caller's", "its share", "", "RESOURCE_EXHAUSTED; within it the request waits"),
         ("rows that wait for the queue", f"{admission.LINE:,}", "", "RESOURCE_EXHAUSTED, and when to come"),
@@ -113,9 +120,9 @@ def test_no_limit_is_left_out_of_the_table(monkeypatch):
 
 def test_what_security_md_adds_up_is_the_sum():
     queue = SETTINGS.max_queue_rows * batcher.PLACE
-    waiting = (admission.LINE + SETTINGS.max_queue_rows) * batcher.PLACE
+    assert f"messages {mib(queue)}, and {mib(queue // 2)} that wait for this" in SECURITY.replace("\n", " ")
+    assert f"maps {mib(queue)}" in SECURITY.replace("\n", " ")
     picture = 224 * 224
-    assert f"messages and maps {mib(queue)} in the queue, {mib(waiting)} before it" in SECURITY.replace("\n  ", " ")
     own = SETTINGS.max_queue_rows * picture * (3 + 4) / 2**20
     assert f"{math.ceil(own / 10) * 10} MiB of inputs and masks" in SECURITY.replace("\n  ", " ")
 
