@@ -62,6 +62,13 @@ class Settings(BaseModel):
         le=4096,
         description="Inputs in a batch at most (the targets of one image share one); 0 for 8 on a CPU and 32 on a GPU.",
     )
+    max_batch_mib: int = Field(
+        default=256,
+        ge=1,
+        le=1_048_576,
+        description="Memory, in MiB, that the batches under way on a CPU may take together: fewer inputs go into one"
+        " where they would take more. A sixth of all memory, or of a container's limit, if that is less.",
+    )
     max_queue_rows: int = Field(
         default=1024, ge=1, le=1_000_000, description="Rows accepted and not yet answered at most; more is refused."
     )

@@ -22,7 +22,7 @@ import torch
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, Internal
-from camserve_server.hardware import cores, devices_named
+from camserve_server.hardware import cores, devices_named, memory_limit
 from camserve_server.models import ModelSpec
 from camserve_server.registry import Registry
 from camserve_server.targets import anything
@@ -34,6 +34,7 @@ from camserve_server.workers import Local, Port, Setup, Worker
 log = logging.getLogger(__name__)
 
 CPU_BATCH, GPU_BATCH = 8, 32
+LIMIT_SHARE = 6  # one part in so many of all memory is for batches: more than half is the libraries' and the model's
 BORNE = 30.0  # seconds that callers wait for an engine to come back, before they are refused at once
 CANARY = 10.0  # seconds between two looks whether an explanation comes out
 DOUBTS = 2  # canaries that fail, one after the other, before the server is not well
@@ -76,6 +77,7 @@ class Fleet:
             max_delay=settings.max_queue_delay_ms / 1e3,
             halves=self._halves(devices),
             max_batch_seconds=settings.max_batch_seconds,
+            batch_bytes=self._batch_bytes(devices),
         )
         self.batcher.told = told
 
@@ -102,6 +104,13 @@ class Fleet:
     def _threads(self, devices: Sequence[str]) -> int:
         """Return how many threads each engine computes with."""
         return max(1, (self._settings.threads or cores()) // max(1, devices.count("cpu")))
+
+    def _batch_bytes(self, devices: Sequence[str]) -> int:
+        """Return how much memory a batch may take on CPUs; 0 for as much as there is, which a GPU says by itself."""
+        if devices[0] != "cpu":
+            return 0
+        room = min(self._settings.max_batch_mib * 2**20, memory_limit() // LIMIT_SHARE)
+        return room // (len(devices) * (2 if self._halves(devices) else 1))
 
     def _halves(self, devices: Sequence[str]) -> bool:
         """Tell whether an engine can run two batches at once: in a process of its own it knows its threads."""
@@ -139,10 +148,12 @@ class Fleet:
             loading = (_in_a_thread(engine.load, key, spec) for engine in self._engines)
             found = await asyncio.gather(*loading, return_exceptions=True)
             try:
-                return self._kept(key, _together([_sound(one) for one in found]))
+                info = self._kept(key, _together([_sound(one) for one in found]))
             except Exception:
                 await self.drop(key)
                 raise
+            self.batcher.learn(key, info)
+            return info
 
     def _kept(self, key: str, info: ModelInfo) -> ModelInfo:
         if key in self._lost_early:

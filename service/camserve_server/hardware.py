@@ -1,12 +1,17 @@
-"""What this machine has: cores and devices."""
+"""What this machine has: cores, memory and devices."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from camserve_server.errors import ConfigError
+
+CGROUPS = Path("/sys/fs/cgroup")
+GROUPS_OF_THIS = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
@@ -17,6 +22,30 @@ def cores() -> int:
         return max(1, min(allowed, int(quota) // int(period)))
     except (OSError, ValueError):  # no such file, or "max" for no limit
         return allowed
+
+
+def memory_limit() -> int:
+    """Return how many bytes of memory this process may use: the least of the machine's and its control groups'."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        groups = GROUPS_OF_THIS.read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        return machine
+    return min([machine, *(limit for group in groups for limit in _limits_of(group))])
+
+
+def _limits_of(group: str) -> Iterator[int]:
+    """Yield the limits of a control group, as `/proc/self/cgroup` names it, and of those that it is in."""
+    _, controllers, path = group.split(":", 2)
+    if controllers and "memory" not in controllers.split(","):
+        return
+    root, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
+    inner = root / path.lstrip("/")
+    for folder in (inner, *inner.parents):
+        with contextlib.suppress(OSError, ValueError):  # no such file here, or "max"
+            yield int((folder / name).read_text(encoding="ascii"))
+        if folder == root:
+            return
 
 
 def devices_named(names: str) -> list[str]:

@@ -12,17 +12,16 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 OWN_FILES = 256  # libraries, logs, sockets of its own
+MOST_KEPT = 2**29  # bytes that an engine keeps of what a batch has freed
+SERVER_KEEPS = 2**26  # bytes that a server keeps whose engines are processes of their own
+IDLE = 5.0  # seconds after its last batch, an engine gives them back
 
-# Name in the environment, number in malloc.h, value.
-_ALLOCATOR = (
-    ("MALLOC_ARENA_MAX", -8, 1),
-    ("MALLOC_MMAP_THRESHOLD_", -3, 2**28),
-    ("MALLOC_TRIM_THRESHOLD_", -1, 2**29),
-)
+# Name in the environment, and number in malloc.h.
+ALLOCATOR = (("MALLOC_ARENA_MAX", -8), ("MALLOC_MMAP_THRESHOLD_", -3), ("MALLOC_TRIM_THRESHOLD_", -1))
 
 
-def keep_memory() -> None:
-    """Have glibc keep what a batch frees, up to 512 MiB, instead of asking the kernel for the same pages every time.
+def keep_memory(most: int = MOST_KEPT) -> None:
+    """Have glibc keep what was freed, up to so many bytes, instead of asking the kernel for the same pages every time.
 
     Its defaults give each large array pages of its own, and each thread a heap that is given back as soon as it is
     empty: at 32 rows a batch of mobilenet_v3_large then spends more time on fresh pages than on arithmetic. So there is
@@ -32,9 +31,15 @@ def keep_memory() -> None:
     if platform.libc_ver()[0] != "glibc" or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     libc = ctypes.CDLL(None)
-    for name, option, value in _ALLOCATOR:
+    for (name, option), value in zip(ALLOCATOR, (1, most // 2, most), strict=True):
         if name not in os.environ:
             libc.mallopt(option, value)
+
+
+def give_back() -> None:
+    """Give all that glibc keeps back to the kernel."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_objects() -> None:

@@ -305,6 +305,8 @@ async def serve_until_signal(settings: Settings) -> int:
     """
     stop, loop, warm = Stop(), asyncio.get_running_loop(), asyncio.Event()
     process.allow_files(settings.max_connections)
+    if settings.isolation == "process":  # batches are run elsewhere: what photos and messages took is given back
+        process.keep_memory(process.SERVER_KEEPS)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)
 

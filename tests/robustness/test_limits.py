@@ -23,6 +23,7 @@ INVALID, GRPC = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED, by gRPC itself"
 REFUSED = "RESOURCE_EXHAUSTED, and when to come"
 NO_LIMITS = {
     "max_batch_rows": "how the server works, whoever asks",
+    "max_batch_mib": "the same",
     "max_batch_seconds": "what an engine may take",
     "max_queue_delay_ms": "how long a row may be held back",
 }

@@ -24,7 +24,7 @@ from camserve_server.errors import (
     Unavailable,
     WorkerLost,
 )
-from camserve_server.types import ClassTarget, MethodCall, Pass, Row, RowResult
+from camserve_server.types import ClassTarget, LayerInfo, MethodCall, ModelInfo, Pass, Preprocess, Row, RowResult
 
 CAM = Pass("net", "cam", (8, 8), ("layer4",))
 SALIENCY = Pass("net", "saliency", (8, 8))
@@ -1024,3 +1024,42 @@ async def test_a_request_that_waits_to_be_run_again_is_answered_if_no_engine_com
         answers = await asyncio.gather(*calls, return_exceptions=True)
 
     assert {type(answer) for answer in answers} == {Unavailable}
+
+
+def layered(**sizes):
+    """A model whose modules give so many numbers."""
+    layers = {name: LayerInfo(name, "Conv2d", (1, size, 1, 1), 0, 1, None) for name, size in sizes.items()}
+    preprocess = Preprocess((8, 8), 8, "bilinear", (0, 0, 0), (1, 1, 1))
+    return ModelInfo("net", "", "none", "", (), 1, 0, preprocess, layers, "layer4", "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "inputs"),
+    [
+        ("score", (), 8),
+        ("cam", ("layer16",), 8),  # nothing after it is kept
+        ("saliency", (), 3),  # nearly all that 16 layers of 16 KiB give
+        ("cam", ("layer1",), 3),
+        ("bias", (), 1),
+        ("curvature", ("layer1",), 1),
+    ],
+)
+async def test_a_batch_has_as_many_inputs_as_its_memory_is_enough_for(kind, layers, inputs):
+    engine, pass_ = Engine(), Pass("net", kind, (8, 8), layers)
+    async with Batcher(engine, max_batch_rows=8, batch_bytes=768 * 2**10) as batcher:
+        batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
+        await batcher.submit(pass_, [row(value) for value in range(24)], lambda *_: None)
+
+    assert max(len(batch) for _, batch in engine.batches) == inputs
+
+
+async def test_a_model_that_is_forgotten_takes_no_room_of_the_batches_of_another():
+    engine = Engine()
+    async with Batcher(engine, max_batch_rows=8, batch_bytes=1) as batcher:
+        batcher.learn("net", layered(layer4=1024))
+        await batcher.submit(SALIENCY, [row(value) for value in range(8)], lambda *_: None)
+        batcher.forget("net")
+        await batcher.submit(SALIENCY, [row(value) for value in range(8)], lambda *_: None)
+
+    assert [len(batch) for _, batch in engine.batches[:8]] == [1] * 8
+    assert len(engine.batches) < 16

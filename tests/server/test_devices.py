@@ -1,5 +1,6 @@
 """A server with several devices: an engine for each, behind one queue. Two engines on a CPU stand in for two GPUs."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -144,3 +145,27 @@ def test_without_a_gpu_cuda_is_an_error_and_auto_is_the_cpu(monkeypatch):
     assert hardware.devices_named("auto") == ["cpu"]
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices"):
         hardware.devices_named("cuda")
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "limit"),
+    [
+        ("0::/a/b", {"a/memory.max": "3000", "a/b/memory.max": "max"}, 3000),
+        ("0::/", {"memory.max": "2000"}, 2000),
+        ("4:cpu,memory:/a", {"memory/memory.limit_in_bytes": "9000", "memory/a/memory.limit_in_bytes": "1000"}, 1000),
+        ("4:cpu:/a", {"memory/a/memory.limit_in_bytes": "1000"}, None),
+        ("0::/a", {}, None),
+    ],
+)
+def test_memory_is_limited_by_every_control_group_around_a_process(monkeypatch, tmp_path, group, files, limit):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "GROUPS_OF_THIS", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text(f"1:name=systemd:/\n{group}\n")
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    assert hardware.memory_limit() == (limit or machine)
+    (tmp_path / "cgroup").unlink()
+    assert hardware.memory_limit() == machine

@@ -97,7 +97,7 @@ def options(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Libc())
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-    for name, _, _ in process._ALLOCATOR:
+    for name, _ in process.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     return told

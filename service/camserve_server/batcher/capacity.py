@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from camserve_server.jobs.cost import maps_of
-from camserve_server.types import Kind, Pass, Row
+from camserve_server.jobs.footprint import Footprint
+from camserve_server.types import Kind, ModelInfo, Pass, Row
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +72,32 @@ class Capacity:
     Args:
         inputs: distinct inputs in a batch at most.
         max_batch_seconds: after which an engine is killed.
+        batch_bytes: memory that a batch may take by estimate, unless one input takes more; 0 for no limit.
     """
 
-    def __init__(self, inputs: int, max_batch_seconds: float) -> None:
+    def __init__(self, inputs: int, max_batch_seconds: float, batch_bytes: int = 0) -> None:
         self.inputs = inputs
+        self._bytes = batch_bytes
+        self._footprints: dict[str, Footprint] = {}
         self.seconds = min(LONGEST, max_batch_seconds / SHARE)
         self._caps: dict[tuple[str, Kind], int] = {}
         self._costs: dict[RowKind, float] = {}  # seconds a row on a whole engine; the latest measured last
 
     def room(self, pass_: Pass, most: int) -> Room:
         """Return the room of a batch that should have at most so many inputs."""
-        return Room(min(most, self._caps.get((pass_.model, pass_.kind), self.inputs)), self.seconds)
+        cap = self._caps.get((pass_.model, pass_.kind), self.inputs)
+        return Room(min(most, cap, self._fitting(pass_)), self.seconds)
+
+    def learn(self, key: str, model: ModelInfo) -> None:
+        """Note how much memory a model takes; rows mean it by this key."""
+        self._footprints[key] = Footprint.of(model)
+
+    def _fitting(self, pass_: Pass) -> int:
+        """Return how many inputs the memory of a batch is enough for; at least one."""
+        footprint = self._footprints.get(pass_.model)
+        if footprint is None or not self._bytes:
+            return self.inputs
+        return max(1, self._bytes // max(1, footprint.input_bytes(pass_)))
 
     def seconds_of(self, kind: RowKind) -> float:
         """Return how long a row is expected to take."""
@@ -113,5 +129,6 @@ class Capacity:
 
     def forget(self, model: str) -> None:
         """Forget what was learned about a model that is gone."""
+        self._footprints.pop(model, None)
         self._caps = {key: cap for key, cap in self._caps.items() if key[0] != model}
         self._costs = {kind: cost for kind, cost in self._costs.items() if kind[0].model != model}

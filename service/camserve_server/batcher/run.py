@@ -92,6 +92,7 @@ class Batcher:
         max_delay: seconds that the oldest row may be held back for company; 0 for none.
         halves: whether each engine can run two batches at once, each on a half of it.
         max_batch_seconds: after which an engine is killed for a batch; none comes near that by what is expected of it.
+        batch_bytes: memory that a batch may take by estimate, unless one input takes more; 0 for no limit.
 
     Attributes:
         told: who hears of every batch, if somebody does.
@@ -108,9 +109,11 @@ class Batcher:
         max_delay: float = 0.0,
         halves: bool = False,
         max_batch_seconds: float = 60.0,
+        batch_bytes: int = 0,
     ) -> None:
         self.stats = Stats()
-        self._capacity = Capacity(max_batch_rows, max_batch_seconds)
+        self._capacity = Capacity(max_batch_rows, max_batch_seconds, batch_bytes)
+        self.learn = self._capacity.learn
         self._queue = Queue(self._capacity, self.stats)
         at_once = 2 if halves else 1
         self._engines = [_Engine(run, ThreadPoolExecutor(at_once, thread_name_prefix="engine")) for run in runs]

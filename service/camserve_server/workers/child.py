@@ -34,6 +34,7 @@ class _Child:
         self._sending = threading.Lock()
         self._batches: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._ready = False
+        self._worked = 0.0  # when the last request ended; 0 once its memory was given back
         self._measured: Local | None = None
 
     def work(self) -> None:
@@ -79,11 +80,15 @@ class _Child:
         except BaseException:  # noqa: BLE001 -- a model may call sys.exit
             reply = Reply(ask.number, error=Internal("the model tried to end the server"))
         self._send(reply)
+        self._worked = time.monotonic()
         return reply.error is None
 
     def _beat(self) -> None:
         while True:
             self._send(Beat(self._ready, self._measured.memory() if self._measured else None))
+            if self._worked and time.monotonic() - self._worked > process.IDLE:
+                self._worked = 0.0
+                process.give_back()
             time.sleep(BEAT)
 
     def _send(self, message: Reply | Beat) -> None:

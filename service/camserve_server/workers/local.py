@@ -1,9 +1,7 @@
 """An engine in this process: for embedded use, and inside of a worker."""
 
-import ctypes
 import gc
 import logging
-import platform
 import threading
 import weakref
 from collections.abc import Sequence
@@ -120,5 +118,4 @@ def _give_back() -> None:
     """Give the memory of what is no longer there to the system, and to other users of a GPU."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+    process.give_back()
