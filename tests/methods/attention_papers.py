@@ -1,6 +1,7 @@
-"""The papers' formulas on attention, for one image in float64.
+"""The papers' formulas on attention, for one image.
 
-The model is a copy, its attention computed step by step: by timm's own slow code, by hand for torchvision's.
+The model is a copy, in float64 unless asked otherwise, its attention computed step by step: by timm's own slow code, by
+hand for torchvision's.
 """
 
 import copy
@@ -26,9 +27,9 @@ def by_hand(attention, kept):
     return forward
 
 
-def exact(model):
-    """Return the model in float64, and the lists of its blocks' attention and tokens, filled when it runs."""
-    module, attention, tokens = copy.deepcopy(model).double(), [], []
+def watched(model, dtype):
+    """Return a copy of the model, and the lists of its blocks' attention and tokens, filled when it runs."""
+    module, attention, tokens = copy.deepcopy(model).to(dtype), [], []
     for block in blocks_of(module):
         if isinstance(module, zoo.VisionTransformer):
             block.self_attention.forward = by_hand(block.self_attention, attention)
@@ -47,10 +48,10 @@ def head(module, tokens):
     return module.forward_head(module.norm(mean))
 
 
-def reference(model, seen, index=1):
+def reference(model, seen, index=1, dtype=torch.float64):
     """Return the attention [L,heads,N,N] of one input [1,3,H,W], its gradients, and those of each block's own score."""
-    module, attention, tokens = exact(model)
-    logits = module(seen.double().requires_grad_())
+    module, attention, tokens = watched(model, dtype)
+    logits = module(seen.to(dtype).requires_grad_())
     gradients = torch.autograd.grad(logits[0, index], attention, retain_graph=True)
     own = [
         torch.autograd.grad(head(module, z)[0, index], a, retain_graph=True)[0]

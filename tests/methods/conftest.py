@@ -1,5 +1,6 @@
 """Models and photos that several tests explain."""
 
+import os
 import sys
 from types import ModuleType
 
@@ -12,10 +13,10 @@ from methods.tools import Toy, photo
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
+def few_threads():
     # Two threads for operations as small as these wait for each other more than they work.
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield
     torch.set_num_threads(before)
 

@@ -26,7 +26,7 @@ from camserve_server.methods import METHODS, Attention
 from camserve_server.models.load import digest
 from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, Row, Verdict
 from methods.attention_papers import blocks_of, paper, reference, rolled, without_lowest
-from methods.tools import call, explain, gap, inputs, job, noise, run
+from methods.tools import call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
 
 SIZE = 64
 SHAPE = {"img_size": SIZE, "patch_size": 16, "embed_dim": 24, "depth": 3, "num_heads": 2, "num_classes": 5}
@@ -104,30 +104,43 @@ def test_maps_are_those_of_the_papers_in_float64(load, name, method):
 
     found, _ = answer(model, method, image)
 
-    relevance = paper(method, *reference(model.module, inputs(model, image)))
-    row = relevance[0] if method == "legrad" else relevance[read].mean(0)
-    assert gap(found, row[prefix:].reshape(4, 4)) < 1e-5
+    expected = []
+    for precision in (torch.float32, torch.float64):
+        relevance = paper(method, *reference(model.module, inputs(model, image), dtype=precision))
+        row = relevance[0] if method == "legrad" else relevance[read].mean(0)
+        expected.append(row[prefix:].reshape(4, 4))
+    assert error_ratio(found, *expected) <= 1
+
+
+def both(model, image):
+    """What the papers need, in plain float32 and in float64."""
+    return [reference(model.module, inputs(model, image), dtype=one) for one in (torch.float32, torch.float64)]
 
 
 def test_heads_fuse_and_low_attention_is_dropped_as_asked(load):
     model, image = load("class token"), noise(4, SIZE)
-    attention, _, _ = reference(model.module, inputs(model, image))
+    plain, truth = both(model, image)
 
     for heads, fuse in (("max", np.max), ("min", np.min), ("mean", np.mean)):
         for share in (0.0, 0.5, 0.9):
             found, _ = answer(model, "attention_rollout", image, heads=heads, discard=share)
-            expected = rolled([without_lowest(fuse(block, axis=0), share) for block in attention])
-            assert gap(found, expected[0, 1:].reshape(4, 4)) < 1e-5
+            expected = [
+                rolled([without_lowest(fuse(block, axis=0), share) for block in attention])[0, 1:].reshape(4, 4)
+                for attention, _, _ in (plain, truth)
+            ]
+            assert error_ratio(found, *expected) <= 1
 
 
 def test_legrad_adds_up_as_many_of_the_last_blocks_as_asked(load):
     model, image = load("class token"), noise(4, SIZE)
-    _, _, own = reference(model.module, inputs(model, image))
+    plain, truth = both(model, image)
 
     for blocks in (1, 2, 3, 1000):
         found, _ = answer(model, "legrad", image, blocks=blocks)
-        expected = sum(g.clip(min=0).mean((0, 1)) for g in own[-blocks:])
-        assert gap(found, expected[1:].reshape(4, 4)) < 1e-5
+        expected = [
+            sum(g.clip(min=0).mean((0, 1)) for g in own[-blocks:])[1:].reshape(4, 4) for _, _, own in (plain, truth)
+        ]
+        assert error_ratio(found, *expected) <= 1
 
 
 def test_legrad_is_torchcams_up_to_the_number_of_blocks(load):
@@ -135,11 +148,12 @@ def test_legrad_is_torchcams_up_to_the_number_of_blocks(load):
 
     found, _ = answer(model, "legrad", image)
 
-    module = copy.deepcopy(model.module)
-    with LeGrad(module, blocks_of(module)) as theirs:
-        logits = module(inputs(model, image))
-        (expected,) = theirs(1, logits, normalized=False)
-    assert gap(found / 3, expected[0].numpy()) < 1e-5
+    expected = []
+    for module in (copy.deepcopy(model.module), doubled(model.module)):
+        with LeGrad(module, blocks_of(module)) as theirs:
+            logits = module(inputs(model, image).to(next(module.parameters()).dtype))
+            expected.append(theirs(1, logits, normalized=False)[0][0])
+    assert error_ratio(found / 3, *expected) <= 1
 
 
 @pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "timm:deit_tiny_distilled_patch16_224"])
@@ -158,11 +172,12 @@ def test_models_of_timm_are_explained_by_their_names(name):
 def test_logits_are_those_of_the_model_left_alone(load, name):
     model, image = load(name), noise(4, SIZE)
     with torch.no_grad():
-        expected = model.module(inputs(model, image))[0].numpy()
+        plain = model.module(inputs(model, image))[0]
+        truth = doubled(model.module)(inputs(model, image).double())[0]
 
     for method in ("chefer", "legrad"):
         _, result = answer(model, method, image)
-        assert gap(result.logits, expected) < 1e-5
+        assert error_ratio(result.logits, plain, truth) <= 1
 
 
 @pytest.mark.parametrize("name", FACTORIES)
@@ -189,12 +204,13 @@ def test_batch_neighbours_and_other_targets_never_change_a_map(load, method):
     images, targets = [noise(seed, SIZE) for seed in range(3)], [ClassTarget(1), ContrastTarget(0, 4)]
     rows = [Row(image, target, (call(method),)) for image in images for target in targets]
 
+    in_float64 = exact(model)
     together = run(model, rows, (), "each" if method == "legrad" else "attention")
 
     for row, result in zip(rows, together, strict=True):
-        alone, single = answer(model, method, row.image, row.target)
-        assert gap(result.maps[0][0], alone) < 1e-5
-        assert result.score == pytest.approx(single.score, rel=1e-5)
+        (alone, single), (truth, known) = (answer(one, method, row.image, row.target) for one in (model, in_float64))
+        assert error_ratio(result.maps[0][0], alone, truth) <= 1
+        assert error_ratio(result.logits, single.logits, known.logits) <= 1
 
 
 def test_methods_mix_in_a_batch(load):
@@ -202,8 +218,8 @@ def test_methods_mix_in_a_batch(load):
     rows = [Row(image, ClassTarget(2), (call(method),)) for method in ROLLING]
 
     for row, result in zip(rows, run(model, rows, (), "attention"), strict=True):
-        alone, _ = answer(model, row.calls[0].name, image, ClassTarget(2))
-        assert gap(result.maps[0][0], alone) < 1e-5
+        expected = (answer(one, row.calls[0].name, image, ClassTarget(2))[0] for one in (model, exact(model)))
+        assert error_ratio(result.maps[0][0], *expected) <= 1
 
 
 @pytest.mark.parametrize("method", ["chefer", "legrad"])
@@ -216,8 +232,8 @@ def test_a_request_is_explained_for_its_targets_and_smoothed_when_asked(load, me
     assert [finding.verdict for finding in outcome.findings] == [Verdict.OK] * 4
     assert all(finding.heatmap.shape == (4, 4) and finding.layer == "" for finding in outcome.findings)
     plain, _, smooth, _ = (finding.heatmap for finding in outcome.findings)
-    alone, _ = answer(model, method, image)
-    assert gap(plain, alone) < 1e-5
+    expected = (answer(one, method, image)[0] for one in (model, exact(model)))
+    assert error_ratio(plain, *expected) <= 1
     assert gap(smooth, plain) > 1e-3
 
 
@@ -237,7 +253,7 @@ def test_slow_attention_gives_the_maps_of_fast_attention(load):
         block.attn.fused_attn = False
 
     for method in (*ROLLING, "legrad"):
-        assert gap(answer(slow, method, image)[0], answer(model, method, image)[0]) < 1e-5
+        assert error_ratio(*(answer(one, method, image)[0] for one in (model, slow, exact(slow)))) <= 1
 
 
 def test_half_precision_gives_almost_the_maps_of_full(load):
@@ -272,17 +288,27 @@ MASKS = {
 }
 
 
+def in_float64(options):
+    """The same options, where they hold numbers in float64."""
+    return {
+        name: one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+        for name, one in options.items()
+    }
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_is_torchs_own(mask):
     heads = 1 if mask == "grouped" else 3
     q, k, v = tensors((2, 3, 6, 4), (2, heads, 6, 4), (2, heads, 6, 4))
     with sdpa_kernel(SDPBackend.MATH):
         expected = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
+        given = [one.double() for one in (q, k, v)]
+        truth = functional.scaled_dot_product_attention(*given, **in_float64(MASKS[mask]))
 
     with watched() as seen:
         found = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
 
-    assert gap(found.detach(), expected) < 1e-6
+    assert error_ratio(found.detach(), expected, truth) <= 1
     assert seen.attention.shape == (1, 2, 3, 6, 6)
     assert gap(seen.attention.sum(-1), torch.ones(1, 2, 3, 6)) < 1e-6
 
@@ -313,13 +339,14 @@ def test_multi_head_attention_is_torchs_own(case):
     layer = nn.MultiheadAttention(8, 2, **made).eval().requires_grad_(requires_grad=False)
     (tokens,) = tensors((2, 5, 8) if made.get("batch_first") else (5, 2, 8))
     expected, weights = layer(tokens, tokens, tokens, **asked)
+    truth, exact_weights = doubled(layer)(*[tokens.double()] * 3, **asked)
 
     with watched() as seen:
         found, theirs = layer(tokens, tokens, tokens, **asked)
 
-    assert gap(found.detach(), expected) < 1e-6
+    assert error_ratio(found.detach(), expected, truth) <= 1
     assert (theirs is None) == (weights is None)
-    assert weights is None or gap(theirs.detach(), weights) < 1e-6
+    assert weights is None or error_ratio(theirs.detach(), weights, exact_weights) <= 1
     assert len(seen.blocks) == (0 if case == "added keys" else 1)
 
 

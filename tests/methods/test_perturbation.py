@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -16,9 +17,8 @@ from camserve_server.errors import FailedPrecondition
 from camserve_server.methods import METHODS, Perturbation, Scene
 from camserve_server.methods.perturbation import AT_ONCE
 from camserve_server.types import ClassTarget, ContrastTarget
-from methods.tools import call, explain, gap, inputs, job, noise
+from methods.tools import call, error_ratio, exact, explain, gap, inputs, job, noise
 
-CLOSE = 1e-4  # of the map's largest value
 SIDE = 24
 INDEX = 3
 TARGETS = (ClassTarget(INDEX),)
@@ -57,6 +57,11 @@ def coarse(plant):
 def heatmaps(model, method, targets=TARGETS, image=None, chunk=64):
     image = noise(0, SIDE) if image is None else image
     return [one.heatmap for one in explain(model, image, job(model, [method], targets, ["layer"]), chunk).findings]
+
+
+def error(model, method, oracle):
+    """The error ratio of our map, where plain float32 is the oracle."""
+    return error_ratio(heatmaps(model, method)[0], oracle(model), oracle(exact(model)))
 
 
 def score(model, image, index=INDEX):
@@ -123,7 +128,8 @@ def test_targets_explained_together_get_the_maps_that_each_gets_alone(net, name)
     method = call(name, **({"samples": 20} if "samples" in call(name).parameters else {}))
     targets = [ClassTarget(1), ContrastTarget(2, 3)]
     for one, target in zip(heatmaps(net, method, targets), targets, strict=True):
-        assert gap(one, heatmaps(net, method, [target], chunk=7)[0]) <= CLOSE
+        expected = (heatmaps(model, method, [target], chunk=7)[0] for model in (net, exact(net)))
+        assert error_ratio(one, *expected) <= 1
 
 
 @pytest.mark.parametrize("name", SEEDED)
@@ -139,15 +145,16 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, na
 
 @pytest.mark.parametrize(("window", "stride"), [(6, 6), (5, 3), (7, 4), (24, 24), (1, 1)])
 def test_occlusion_equals_captums(net, window, stride):
-    theirs = attr.Occlusion(net.module).attribute(
-        inputs(net, noise(0, SIDE)),
-        (3, window, window),
-        strides=(3, stride, stride),
-        target=INDEX,
-        perturbations_per_eval=32,
-    )
-    (ours,) = heatmaps(net, call("occlusion", window=window, stride=stride))
-    assert gap(ours, theirs[0, 0]) <= CLOSE
+    def theirs(model):
+        return attr.Occlusion(model.module).attribute(
+            inputs(model, noise(0, SIDE)),
+            (3, window, window),
+            strides=(3, stride, stride),
+            target=INDEX,
+            perturbations_per_eval=32,
+        )[0, 0]
+
+    assert error(net, call("occlusion", window=window, stride=stride), theirs) <= 1
 
 
 def test_a_window_below_one_is_a_share_of_the_side(net):
@@ -165,8 +172,7 @@ def test_a_stride_longer_than_the_window_leaves_no_pixel_out(net):
 @pytest.mark.parametrize("divisor", ["shown", "expected"])
 def test_rise_is_the_papers_sum_over_the_documented_masks(net, divisor):
     samples, cells, probability, seed = 70, 5, 0.4, 3
-    image, total, shown, scores = inputs(net, noise(0, SIDE)), 0, 0, []
-    cell = -(-SIDE // cells)
+    cell, masks = -(-SIDE // cells), []
     for index in range(samples):
         dice = torch.Generator().manual_seed(seed * 100_003 + index)
         grid = (torch.rand((cells, cells), generator=dice) < probability).double()
@@ -174,13 +180,17 @@ def test_rise_is_the_papers_sum_over_the_documented_masks(net, divisor):
         at = ((np.arange((cells + 1) * cell) + 0.5) * cells / ((cells + 1) * cell) - 0.5).clip(0, cells - 1)
         weight = np.maximum(1 - np.abs(at[:, None] - np.arange(cells)), 0)
         top, left = (int(torch.randint(cell, (), generator=dice)) for _ in range(2))
-        mask = (weight @ grid.numpy() @ weight.T)[top : top + SIDE, left : left + SIDE]
-        scores.append(score(net, image * torch.from_numpy(mask).float())[0])
-        total = total + scores[-1] * mask
-        shown = shown + mask
+        masks.append((weight @ grid.numpy() @ weight.T)[top : top + SIDE, left : left + SIDE])
+
+    def theirs(model):
+        image = inputs(model, noise(0, SIDE))
+        drawn = torch.from_numpy(np.stack(masks)).to(image)
+        scores = model.module(image * drawn[:, None])[:, INDEX].detach()
+        total = torch.einsum("n,nhw->hw", scores, drawn)
+        return total / drawn.sum(0) - scores.mean() if divisor == "shown" else total / (samples * probability)
+
     chosen = {"samples": samples, "cells": cells, "probability": probability, "seed": seed, "divisor": divisor}
-    expected = total / shown - np.mean(scores) if divisor == "shown" else total / (samples * probability)
-    assert gap(heatmaps(net, call("rise", **chosen))[0], expected) <= CLOSE
+    assert error(net, call("rise", **chosen), theirs) <= 1
 
 
 def test_a_mask_of_rise_shows_the_share_of_the_image_that_was_asked_for():
@@ -217,39 +227,51 @@ def scaled(channel):
 
 
 def test_scorecam_is_the_papers_formula(coarse):
-    image = inputs(coarse, noise(0, SIDE))
-    seen = activations(coarse, image)
-    large = functional.interpolate(torch.from_numpy(seen)[None], (SIDE, SIDE), mode="bilinear", align_corners=False)[0]
-    scores = np.array([score(coarse, image * scaled(one).float())[0] for one in large])
-    change = scores - score(coarse, torch.zeros_like(image))[0]
-    weights = np.exp(change) / np.exp(change).sum()
-    assert gap(heatmaps(coarse, "scorecam")[0], np.tensordot(weights, seen, 1)) <= CLOSE
+    def theirs(model):
+        image = inputs(model, noise(0, SIDE))
+        scores = np.array([score(model, image * scaled(one))[0] for one in enlarged(model, image)])
+        change = scores - score(model, torch.zeros_like(image))[0]
+        weights = np.exp(change) / np.exp(change).sum()
+        return np.tensordot(weights, activations(model, image), 1)
+
+    assert error(coarse, "scorecam", theirs) <= 1
+
+
+def enlarged(model, image):
+    """The feature maps at the input's size."""
+    seen = torch.from_numpy(activations(model, image)).to(image)
+    return functional.interpolate(seen[None], (SIDE, SIDE), mode="bilinear", align_corners=False)[0]
 
 
 @pytest.mark.parametrize(("name", "peer"), [("scorecam", "ScoreCAM"), ("sscam", "SSCAM")])
 def test_on_a_layer_of_the_inputs_own_grid_a_map_equals_torchcams(net, name, peer, monkeypatch):
     """Elsewhere torchcam scales to 0..1 before it brings a feature map to the pixels; the paper and its code, after."""
-    image, options, more = inputs(net, noise(0, SIDE)), {}, {}
+    options, more = {}, {}
     if name == "sscam":
         options, more = {"num_samples": 4, "std": 0.5}, {"samples": 4, "noise": 0.5, "seed": 2}
         drawn = [torch.Generator().manual_seed(2 * 100_003 + index) for index in range(7 * 4)]
         noises = torch.stack([torch.randn(SIDE, SIDE, generator=one) for one in drawn]).reshape(7, 4, SIDE, SIDE)
-        turns = iter(range(4))
+        turns = cycle(range(4))
         monkeypatch.setattr(torch.distributions.normal.Normal, "sample", lambda *_: 0.5 * noises[:, next(turns)][None])
-    with getattr(torchcam.methods, peer)(net.module, "layer", **options) as cam:
-        (theirs,) = cam(INDEX, net.module(image), normalized=False)
-    assert gap(heatmaps(net, call(name, **more))[0], theirs[0]) <= CLOSE
+
+    def theirs(model):
+        with getattr(torchcam.methods, peer)(model.module, "layer", **options) as cam:
+            return cam(INDEX, model.module(inputs(model, noise(0, SIDE))), normalized=False)[0][0]
+
+    assert error(net, call(name, **more), theirs) <= 1
 
 
 def test_iscam_is_the_papers_formula(coarse):
-    image, copies = inputs(coarse, noise(0, SIDE)), 3
-    seen = activations(coarse, image)
-    large = functional.interpolate(torch.from_numpy(seen)[None], (SIDE, SIDE), mode="bilinear", align_corners=False)[0]
-    scores = [
-        np.mean([score(coarse, image * scaled(one).float() * (i / copies))[0] for i in (1, 2, 3)]) for one in large
-    ]
-    weights = np.exp(scores) / np.exp(scores).sum()
-    assert gap(heatmaps(coarse, call("iscam", samples=copies))[0], np.tensordot(weights, seen, 1)) <= CLOSE
+    def theirs(model):
+        image = inputs(model, noise(0, SIDE))
+        scores = [
+            np.mean([score(model, image * scaled(one) * (i / 3))[0] for i in (1, 2, 3)])
+            for one in enlarged(model, image)
+        ]
+        weights = np.exp(scores) / np.exp(scores).sum()
+        return np.tensordot(weights, activations(model, image), 1)
+
+    assert error(coarse, call("iscam", samples=3), theirs) <= 1
 
 
 @pytest.mark.parametrize("name", ["scorecam", "sscam", "iscam"])
@@ -276,18 +298,22 @@ def test_top_channels_are_those_that_vary_most(coarse, name):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ablationcam_is_the_papers_formula_by_a_loop_that_silences_channels(coarse, sign):
     image = inputs(coarse, noise(0, SIDE))
-    seen = activations(coarse, image)
     index = next(i for i in range(5) if np.sign(score(coarse, image, i)[0]) == sign)
-    (whole,) = score(coarse, image, index)
-    weights = []
-    for channel in range(7):
-        hook = coarse.module.layer.register_forward_hook(
-            lambda _module, _args, output, channel=channel: output.index_fill(1, torch.tensor(channel), 0)
-        )
-        weights.append((whole - score(coarse, image, index)[0]) / abs(whole))
-        hook.remove()
+
+    def theirs(model):
+        image = inputs(model, noise(0, SIDE))
+        (whole,) = score(model, image, index)
+        weights = []
+        for channel in range(7):
+            hook = model.module.layer.register_forward_hook(
+                lambda _module, _args, output, channel=channel: output.index_fill(1, torch.tensor(channel), 0)
+            )
+            weights.append((whole - score(model, image, index)[0]) / abs(whole))
+            hook.remove()
+        return np.tensordot(weights, activations(model, image), 1)
+
     (ours,) = heatmaps(coarse, "ablationcam", [ClassTarget(index)])
-    assert gap(ours, np.tensordot(weights, seen, 1)) <= CLOSE
+    assert error_ratio(ours, theirs(coarse), theirs(exact(coarse))) <= 1
 
 
 # --------------------------------------------------------------------------------------------------------- surrogates
@@ -309,12 +335,13 @@ def nearness(_original, _perturbed, cells, **_more):
     [("kernel_shap", attr.KernelShap, {}), ("lime", attr.Lime, {"similarity_func": nearness})],
 )
 def test_a_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, options):
-    torch.manual_seed(6)
-    theirs = peer(net.module, **options).attribute(
-        inputs(net, noise(0, SIDE)), target=INDEX, feature_mask=grid(4), n_samples=90
-    )
-    (ours,) = heatmaps(net, call(name, samples=90, cells=4, seed=6))
-    assert gap(ours, theirs[0, 0]) <= CLOSE
+    def theirs(model):
+        torch.manual_seed(6)
+        return peer(model.module, **options).attribute(
+            inputs(model, noise(0, SIDE)), target=INDEX, feature_mask=grid(4), n_samples=90
+        )[0, 0]
+
+    assert error(net, call(name, samples=90, cells=4, seed=6), theirs) <= 1
 
 
 def test_the_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_input(net):
@@ -352,9 +379,12 @@ def test_captum_is_imported_only_when_a_surrogate_is_asked_for():
 
 
 def test_edges_equals_the_sobel_magnitude_of_scikit_image(net):
-    grey = inputs(net, noise(0, SIDE))[0].double().mean(0).numpy()
-    theirs = 4 * np.hypot(sobel_h(grey), sobel_v(grey))
-    assert gap(heatmaps(net, "edges")[0][1:-1, 1:-1], theirs[1:-1, 1:-1]) <= CLOSE
+    def theirs(model):
+        grey = inputs(model, noise(0, SIDE))[0].mean(0).numpy()
+        return 4 * np.hypot(sobel_h(grey), sobel_v(grey))[1:-1, 1:-1]
+
+    (ours,) = heatmaps(net, "edges")
+    assert error_ratio(ours[1:-1, 1:-1], theirs(net), theirs(exact(net))) <= 1
 
 
 def test_random_is_uniform_and_knows_nothing_of_the_image(net):

@@ -1,6 +1,8 @@
-"""What the tests of methods share: rows run without a server, and one way to say how far two answers are apart."""
+"""What the tests of methods share: rows run without a server, and one rule for how exact a float32 answer must be."""
 
 import asyncio
+import copy
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -32,6 +34,35 @@ def gap(ours, theirs):
     return np.abs(ours - theirs).max() / np.abs(theirs).max()
 
 
+FACTOR, FLOOR = 4, 1e-6
+"""A float32 answer may be `FACTOR` times as far from the truth as plain float32 is, and `FLOOR` more.
+
+Both are shares of the largest value. Plain float32 is the same formula or model run by torch or numpy as it comes; the
+truth is that in float64. Rounding is another on every processor, with every number of threads and in every order of a
+sum, so that a bound in absolute numbers holds on one machine and not on the next.
+"""
+
+
+def error_ratio(found, plain, truth):
+    """The distance of an answer from the truth, as a share of what plain float32's own distance allows."""
+    return gap(found, truth) / (FACTOR * gap(plain, truth) + FLOOR)
+
+
+def doubled(module):
+    """Copy a module into float64."""
+    return copy.deepcopy(module).double()
+
+
+def exact(model):
+    """The same model in float64, without its quicker copy."""
+    return LoadedModel(replace(model.info, precision="float32"), doubled(model.module), dtype=torch.float64)
+
+
+def worst_error_ratio(answers, model, *args):
+    """The largest error ratio of a model's answers, where plain float32 is the model without its quicker copy."""
+    return max(map(error_ratio, *(answers(one, *args) for one in (model, plain(model), exact(model)))))
+
+
 def noise(seed, size):
     """An image of noise, uint8 [size,size,3]."""
     return np.random.default_rng(seed).integers(0, 256, (size, size, 3), np.uint8)
@@ -46,8 +77,8 @@ def photo(name, side=224):
 
 
 def inputs(model, *images):
-    """What the model gets to see of the images, float32 [B,3,h,w]."""
-    return normalise(torch.from_numpy(np.stack(images)), model.info.preprocess)
+    """What the model gets to see of the images, [B,3,h,w] in its precision."""
+    return normalise(torch.from_numpy(np.stack(images)), model.info.preprocess).to(model.dtype)
 
 
 def run(model, rows, layers=(), kind="cam", randomised=None):

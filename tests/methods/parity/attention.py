@@ -1,12 +1,11 @@
 """Parity of the methods on attention."""
 
-from functools import lru_cache
 from math import isqrt
 
 from torchcam.methods import LeGrad
 
 from methods.attention_papers import blocks_of, paper, reference
-from methods.parity import Case, library
+from methods.parity import Case, kept, library
 
 PAPERS = {
     "attention_rollout": "Abnar and Zuidema 2020",
@@ -16,17 +15,17 @@ PAPERS = {
 }
 
 
-@lru_cache(maxsize=1)  # the methods of one photo share what the slow model says
-def exact(subject):
-    """Attention and gradients in float64, of a class token's transformer."""
-    return reference(subject.theirs, subject.input, subject.index)
+@kept  # the methods share what the slow model says
+def said(subject):
+    """Attention and gradients of a class token's transformer."""
+    return reference(subject.theirs, subject.input, subject.index, subject.input.dtype)
 
 
 def written_out(method):
-    """The paper's formula, in float64."""
+    """The paper's formula."""
 
     def theirs(subject):
-        patches = paper(method, *exact(subject))[0, 1:]
+        patches = paper(method, *said(subject))[0, 1:]
         return patches.reshape(isqrt(len(patches)), -1)
 
     return theirs
@@ -41,7 +40,7 @@ def torch_cam(subject):
 
 
 CASES = [
-    *(Case(method, "vit_b_16", f"{words} in float64", written_out(method)) for method, words in PAPERS.items()),
+    *(Case(method, "vit_b_16", words, written_out(method)) for method, words in PAPERS.items()),
     Case(
         "legrad",
         "vit_b_16",
