@@ -6,6 +6,7 @@ import ctypes
 import gc
 import io
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,49 @@ def tiny():
     return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 """
 """A user's own module, with a model that is there at once."""
+
+
+def wait_until(condition):
+    """Return the first true result of a condition that has no event of its own.
+
+    There is no deadline: pytest's timeout ends a test that waits in vain, however busy the machine is.
+    """
+    while not (found := condition()):
+        time.sleep(0.005)
+    return found
+
+
+async def wait_in_loop_until(condition):
+    """Do the same while the event loop goes on, whatever its clock says."""
+    while not (found := condition()):
+        await asyncio.to_thread(time.sleep, 0.002)
+    return found
+
+
+def rows_waiting(batcher):
+    """Return how many rows are in the queue and in no batch yet."""
+    return sum(ticket.waiting for queue in list(batcher._queues.values()) for ticket in list(queue))
+
+
+class StoppedClock:
+    """The clock of the running event loop inside the block: it stands still until it is advanced."""
+
+    def __enter__(self):
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time()
+        self._loop.time = self._read
+        return self
+
+    def __exit__(self, *_):
+        del self._loop.time  # the class's own is back
+
+    def _read(self):
+        self._now += 1e-6  # no two readings of a clock are the same
+        return self._now
+
+    def advance(self, seconds):
+        """Let so many seconds pass at once; timers that are due run when the loop is next entered."""
+        self._now += seconds
 
 
 @dataclass

@@ -3,8 +3,8 @@
 import asyncio
 import contextvars
 import gc
+import itertools
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -25,6 +25,7 @@ from camserve_server.errors import (
     WorkerLost,
 )
 from camserve_server.types import ClassTarget, LayerInfo, MethodCall, ModelInfo, Pass, Preprocess, Row, RowResult
+from support import StoppedClock
 
 CAM = Pass("net", "cam", (8, 8), ("layer4",))
 SALIENCY = Pass("net", "saliency", (8, 8))
@@ -46,7 +47,7 @@ class Engine:
         self.free.set()
 
     def __call__(self, pass_, rows):
-        assert self.free.wait(10)
+        assert self.free.wait(60)
         self.batches.append((pass_, [one.target.index for one in rows]))
         if any(one.copy for one in rows):
             raise self.error
@@ -145,7 +146,7 @@ async def test_a_full_queue_refuses_just_as_exactly_while_the_engine_is_busy():
                 return await ask(batcher, [value])
 
         calls = [asyncio.create_task(call(value)) for value in range(20)]
-        await asyncio.sleep(0.05)
+        await settle()
         engine.free.set()
         answers = await asyncio.gather(*calls, return_exceptions=True)
 
@@ -181,7 +182,7 @@ async def test_a_large_request_that_waits_is_not_kept_out_by_small_ones_that_wai
             async with batcher.admit(4, wait=True):
                 got_in.set()
 
-        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for _ in range(8):
                 group.create_task(small())
             await settle()
@@ -218,12 +219,14 @@ async def test_what_can_never_fit_is_refused_rather_than_waited_for():
 async def test_a_request_whose_deadline_passes_in_the_queue_is_never_executed():
     engine = Engine()
     async with Batcher(engine) as batcher:
-        batcher.pause()
-        deadline = asyncio.get_running_loop().time() + 0.05
-        calls = [asyncio.create_task(ask(batcher, [value], deadline=deadline)) for value in range(100)]
-        await asyncio.sleep(0.1)
-        batcher.resume()
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        with StoppedClock() as clock:
+            batcher.pause()
+            deadline = asyncio.get_running_loop().time() + 1
+            calls = [asyncio.create_task(ask(batcher, [value], deadline=deadline)) for value in range(100)]
+            await settle()
+            clock.advance(1)
+            batcher.resume()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
         late = await ask(batcher, [7])
 
     assert all(isinstance(answer, DeadlineExceeded) for answer in answers)
@@ -252,7 +255,7 @@ async def test_a_cancelled_long_request_stops_between_chunks():
     async with Batcher(engine, max_batch_rows=4) as batcher:
         engine.free.clear()
         call = asyncio.create_task(ask(batcher, range(400)))
-        await asyncio.sleep(0.05)
+        await settle()
         call.cancel()
         await settle()
         engine.free.set()
@@ -291,7 +294,7 @@ async def test_a_short_request_of_another_pass_goes_before_a_long_one_that_came_
     async with Batcher(engine, max_batch_rows=8) as batcher:
         batcher.pause()
         long = asyncio.create_task(ask(batcher, range(64), SALIENCY))
-        await asyncio.sleep(0.01)
+        await settle()
         short = asyncio.create_task(ask(batcher, [1000], CAM))
         await settle()
         batcher.resume()
@@ -303,18 +306,29 @@ async def test_a_short_request_of_another_pass_goes_before_a_long_one_that_came_
 
 async def test_a_long_request_is_put_off_by_short_ones_of_other_passes_for_a_second_and_no_longer():
     engine = Engine()
-    async with Batcher(engine, max_batch_rows=8) as batcher:
-        began = asyncio.get_running_loop().time()
-        long = asyncio.create_task(ask(batcher, range(9), SALIENCY))
+    with StoppedClock() as clock:
 
-        async def short():
-            while not long.done():
-                await ask(batcher, [7], CAM)
+        def timed(pass_, rows):
+            clock.advance(0.1)
+            return engine(pass_, rows)
 
-        await asyncio.gather(*(short() for _ in range(9)))
+        async with Batcher(timed, max_batch_rows=8) as batcher:
+            batcher.pause()
+            long = asyncio.create_task(ask(batcher, range(9), SALIENCY))
 
-    assert long.done()
-    assert asyncio.get_running_loop().time() - began < 9  # of its batches, of two rows each, one a second at least
+            async def short():
+                while not long.done():
+                    await ask(batcher, [7], CAM)
+
+            asked = [asyncio.create_task(short()) for _ in range(9)]
+            await settle()
+            batcher.resume()
+            await asyncio.gather(*asked)
+
+    turns = [index for index, (pass_, _) in enumerate(engine.batches) if pass_ is SALIENCY]
+    between = [later - earlier - 1 for earlier, later in itertools.pairwise([-1, *turns])]
+    # Nine rows in batches of two, each after ten batches of short ones, which are a second on this clock.
+    assert between == [10] + 4 * [9]
 
 
 async def test_of_many_equal_long_requests_the_first_to_begin_is_the_first_to_end():
@@ -447,33 +461,34 @@ async def test_an_engine_that_loses_a_row_is_found_out():
 
 async def test_a_batch_is_held_back_for_company_no_longer_than_asked():
     engine = Engine()
-    async with Batcher(engine, max_batch_rows=4, max_delay=0.5) as batcher:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        first = asyncio.create_task(ask(batcher, [1]))
-        await asyncio.sleep(0.02)
-        await asyncio.gather(first, ask(batcher, [2]))
-        alone = loop.time() - began
-        full = loop.time()
-        await ask(batcher, range(4))
-        at_once = loop.time() - full
+    with StoppedClock() as clock:
+        async with Batcher(engine, max_batch_rows=4, max_delay=0.5) as batcher:
+            first = asyncio.create_task(ask(batcher, [1]))
+            await settle()
+            clock.advance(0.3)
+            second = asyncio.create_task(ask(batcher, [2]))
+            await settle()
+            held_back = batcher.stats.batches == 0
+            clock.advance(0.2)  # half a second after the first came
+            await asyncio.gather(first, second)
+            await ask(batcher, range(4))  # a full batch is not held back: the clock stands still
 
+    assert held_back
     assert [sorted(indices) for _, indices in engine.batches] == [[1, 2], [0, 1, 2, 3]]
-    assert 0.45 < alone < 1
-    assert at_once < 0.45
 
 
 async def test_a_tight_deadline_goes_first():
     engine = Engine()
-    async with Batcher(engine, max_batch_rows=1) as batcher:
-        batcher.pause()
-        now = asyncio.get_running_loop().time()
-        calls = [asyncio.create_task(ask(batcher, [value])) for value in range(3)]
-        await settle()
-        calls.append(asyncio.create_task(ask(batcher, [9], deadline=now + 0.9)))
-        await settle()
-        batcher.resume()
-        await asyncio.gather(*calls)
+    with StoppedClock():
+        async with Batcher(engine, max_batch_rows=1) as batcher:
+            batcher.pause()
+            now = asyncio.get_running_loop().time()
+            calls = [asyncio.create_task(ask(batcher, [value])) for value in range(3)]
+            await settle()
+            calls.append(asyncio.create_task(ask(batcher, [9], deadline=now + 0.9)))
+            await settle()
+            batcher.resume()
+            await asyncio.gather(*calls)
 
     assert engine.executed == [9, 0, 1, 2]
 
@@ -489,17 +504,21 @@ async def test_what_still_waits_when_the_batcher_closes_is_answered():
 
 
 async def test_time_spent_is_accounted_for():
-    engine = Engine()
-    async with Batcher(engine, max_batch_rows=8) as batcher:
-        batcher.pause()
-        spent = asyncio.create_task(batcher.submit(CAM, [row(1), row(2)], lambda _i, _r: None))
-        await asyncio.sleep(0.05)
-        batcher.resume()
-        result = await spent
+    with StoppedClock() as clock:
 
-    assert 0.04 < result.queue < 1
-    assert 0 <= result.compute < 1
-    assert result.batch_rows == 2
+        def engine(pass_, rows):
+            clock.advance(2)
+            return Engine()(pass_, rows)
+
+        async with Batcher(engine, max_batch_rows=8) as batcher:
+            batcher.pause()
+            asked = asyncio.create_task(batcher.submit(CAM, [row(1), row(2)], lambda _i, _r: None))
+            await settle()
+            clock.advance(3)
+            batcher.resume()
+            spent = await asked
+
+    assert (round(spent.queue, 3), round(spent.compute, 3), spent.batch_rows) == (3, 2, 2)
 
 
 async def test_rows_of_one_input_share_a_place_in_a_batch_whatever_their_targets():
@@ -524,7 +543,7 @@ async def test_engines_work_side_by_side_and_each_answer_is_its_rows_own():
 
     class Met(Engine):
         def __call__(self, pass_, rows):
-            meet.wait(10)
+            meet.wait(60)
             return super().__call__(pass_, rows)
 
     engines = Met(), Met()
@@ -541,7 +560,7 @@ async def test_an_engine_that_is_busy_leaves_the_rows_to_another():
     busy.free.clear()
     async with Batcher(busy, free, max_batch_rows=1) as batcher:
         held = asyncio.create_task(ask(batcher, [0]))
-        await asyncio.sleep(0.05)
+        await settle()
         answers = await asyncio.gather(*(ask(batcher, [value]) for value in range(1, 9)))
         waiting = not held.done()
         busy.free.set()
@@ -588,7 +607,7 @@ async def test_a_batch_that_fails_on_one_engine_fails_alone():
 async def test_rows_of_another_pass_that_were_held_back_too_are_not_forgotten(engines):
     """Nothing arrives that would wake an engine for them."""
     async with Batcher(*(Engine() for _ in range(engines)), max_batch_rows=4, max_delay=0.02) as batcher:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             answers = await asyncio.gather(ask(batcher, [1], CAM), ask(batcher, [2], SALIENCY))
 
     assert answers == [[1.0], [2.0]]
@@ -606,18 +625,19 @@ async def test_a_guess_at_when_there_is_room_knows_of_every_engine():
 
 
 class Halves(Engine):
-    """Notes on which half of it each batch was, and the most that ran at once."""
+    """Notes on which half of it each batch was, and the most that ran at once; the first batch waits for a second."""
 
     def __init__(self):
         super().__init__()
-        self.halves, self.now, self.most, self.lock = [], 0, 0, threading.Lock()
+        self.halves, self.now, self.most, self.lock = [], 0, 0, threading.Condition()
 
     def __call__(self, pass_, rows, half=None):
         with self.lock:
             self.halves.append((half, len(rows)))
             self.now += 1
             self.most = max(self.most, self.now)
-        time.sleep(0.01)
+            self.lock.notify_all()
+            assert half is None or self.lock.wait_for(lambda: self.most == 2, 60)
         try:
             return super().__call__(pass_, rows)
         finally:
@@ -670,7 +690,7 @@ async def test_the_half_that_is_free_first_leaves_as_much_to_the_other():
     def engine(pass_, rows, half):
         halves.append((half, len(rows)))
         begun.release()
-        assert free[half].wait(10)
+        assert free[half].wait(60)
         return Engine()(pass_, rows)
 
     async with Batcher(engine, max_batch_rows=8, halves=True) as batcher:
@@ -679,11 +699,11 @@ async def test_the_half_that_is_free_first_leaves_as_much_to_the_other():
         await settle()
         batcher.resume()
         for _ in range(2):
-            assert await asyncio.to_thread(begun.acquire, timeout=10)
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
         asked += [asyncio.create_task(ask(batcher, [i])) for i in range(7)]
         await settle()
         free[1].set()
-        assert await asyncio.to_thread(begun.acquire, timeout=10)
+        assert await asyncio.to_thread(begun.acquire, timeout=60)
         free[0].set()
         await asyncio.gather(*asked)
 
@@ -744,18 +764,25 @@ async def test_no_batch_has_the_whole_engine_while_another_runs():
 
 
 async def test_a_row_that_came_as_the_second_half_waited_for_company_is_not_forgotten():
-    engine = Halves()
-    engine.free.clear()
-    async with Batcher(engine, max_batch_rows=2, max_delay=0.3, halves=True) as batcher:
-        first = [asyncio.create_task(ask(batcher, [i])) for i in range(4)]
-        await asyncio.sleep(0.05)
-        engine.free.set()  # the second half has had its batch by then, and waits for company for what comes now
-        engine.free.clear()
-        late = asyncio.create_task(ask(batcher, [9]))
-        await asyncio.sleep(0.1)
-        engine.free.set()
-        async with asyncio.timeout(5):
-            assert await asyncio.gather(*first, late) == [[0.0], [1.0], [2.0], [3.0], [9.0]]
+    free = {0: threading.Event(), 1: threading.Event()}
+
+    def engine(pass_, rows, half=None):
+        assert half is None or free[half].wait(60)
+        return Engine()(pass_, rows)
+
+    with StoppedClock() as clock:
+        async with Batcher(engine, max_batch_rows=2, max_delay=0.3, halves=True) as batcher:
+            asked = [asyncio.create_task(ask(batcher, [i])) for i in range(4)]
+            await settle()
+            free[1].set()
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            asked.append(asyncio.create_task(ask(batcher, [9])))
+            await settle()  # the second half waits for company for that one
+            free[0].set()
+            await asyncio.wait(asked[:4])
+            await settle()
+            clock.advance(0.3)
+            assert await asyncio.gather(*asked) == [[0.0], [1.0], [2.0], [3.0], [9.0]]
 
 
 async def test_a_batcher_that_stops_answers_what_runs_too():
@@ -764,9 +791,8 @@ async def test_a_batcher_that_stops_answers_what_runs_too():
     async with Batcher(engine) as batcher:
         asked = [asyncio.create_task(ask(batcher, [i])) for i in range(3)]
         await settle()
-        asyncio.get_running_loop().call_later(0.05, engine.free.set)
-    async with asyncio.timeout(5):
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        asked[0].add_done_callback(lambda _: engine.free.set())
+    answers = await asyncio.gather(*asked, return_exceptions=True)
 
     assert all(isinstance(one, Unavailable) for one in answers)
 

@@ -2,14 +2,13 @@
 
 import contextlib
 import math
-import time
 
 import grpc
 import pytest
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.batcher import PLACE
-from support import PHOTOS, serving
+from support import PHOTOS, serving, wait_until
 
 NET = "net=torchvision:squeezenet1_1?weights=none&size=128"
 PHOTO = PHOTOS["rocket"].read_bytes()
@@ -35,11 +34,7 @@ def held(served, *calls):
     batcher = served.pipeline.batcher
     served.do(batcher.pause)
     under_way = [call() for call in calls]
-    late = time.monotonic() + 30
-    while served.do(lambda: batcher.admitted) + sum(call.done() for call in under_way) < len(calls):
-        assert time.monotonic() < late
-        time.sleep(0.01)
-    time.sleep(0.2)
+    wait_until(lambda: len(queued(batcher)) + sum(call.done() for call in under_way) == len(calls))
     try:
         yield under_way, served.do(lambda: batcher.admitted)
     finally:
@@ -47,6 +42,11 @@ def held(served, *calls):
         for call in under_way:
             call.exception()
     assert served.do(lambda: batcher.admitted) == 0
+
+
+def queued(batcher):
+    """Return the requests of which rows wait."""
+    return [ticket for queue in list(batcher._queues.values()) for ticket in list(queue)]
 
 
 def explaining(stub, padding=0, **fields):

@@ -7,7 +7,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from camserve_server.telemetry import meters
 from camserve_server.types import Verdict
 from camserve_server.workers import Local, Setup
 from robustness.authority import Authority
-from support import GPU, jpeg, serving
+from support import GPU, jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 
 ROOT = Path(__file__).parents[2]
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
@@ -73,12 +72,13 @@ def labels_of(samples, name, label):
 
 
 def settled(scrape, name, count, **labels):
-    """Scrape until a sum is what it should be, for a while: a call is counted just after it is answered."""
-    until = time.monotonic() + 5
-    while total(samples := scrape(), name, **labels) != count and time.monotonic() < until:
-        time.sleep(0.01)
-    assert total(samples, name, **labels) == count
-    return samples
+    """Scrape until a sum is what it should be: a call is counted just after it is answered."""
+
+    def right():
+        samples = scrape()
+        return total(samples, name, **labels) == count and samples
+
+    return wait_until(right)
 
 
 COUNT = "camserve_request_duration_seconds_count"
@@ -202,13 +202,15 @@ def test_what_is_shed_is_counted_by_why(start):
 def test_what_nobody_waits_for_is_counted_by_why(start):
     with start() as (served, scrape):
         served.do(served.pipeline.batcher.pause)
-        with camserve.Client(served.address, retries=0) as client, pytest.raises(camserve.DeadlineExceeded):
-            client.explain(PHOTO, timeout=0.2)
+        with camserve.Client(served.address, retries=0) as client:
+            client.health()  # so that it is connected
+            with pytest.raises(camserve.DeadlineExceeded):
+                client.explain(PHOTO, timeout=2)
 
         async def leave():
             async with camserve.AsyncClient(served.address, retries=0) as client:
                 asking = asyncio.ensure_future(client.explain(PHOTO))
-                await asyncio.sleep(0.3)
+                await wait_in_loop_until(lambda: rows_waiting(served.pipeline.batcher) == 1)
                 asking.cancel()
                 await asyncio.wait([asking])
 
@@ -456,8 +458,7 @@ def test_scraping_a_hundred_times_leaves_no_thread_and_no_file():
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(100):
             status(f"http://{address}/metrics")
-        time.sleep(0.2)
-        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+        wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 1)
 
 
 def test_prometheus_and_openmetrics_get_their_own_forms():

@@ -31,6 +31,7 @@ from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
 from camserve_server.threads import in_thread
 from camserve_server.types import Limits
+from support import StoppedClock, wait_in_loop_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 FLAGS = {"isolation": "thread", "address": "127.0.0.1:0", "device": "cpu", "threads": 1, "drain_seconds": 10}
@@ -74,12 +75,6 @@ RAW = explain_pb2.Rendering(heatmap=True)
 
 def request(**fields):
     return explain_pb2.ExplainRequest(**{"image": PHOTO, **fields})
-
-
-async def until(condition, seconds=20):
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 -- what is waited for has no event
-            await asyncio.sleep(0.002)
 
 
 @dataclass
@@ -303,7 +298,7 @@ async def test_a_fault_in_the_engine_says_its_request_id_and_no_more_and_the_log
 async def internal_but_logged(running, logged):
     drawn = request(rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_PNG))
     error = await refused(running.explain(drawn, metadata=[("x-request-id", "call-7")]))
-    await until(lambda: len(logged()) == 2)
+    await wait_in_loop_until(lambda: len(logged()) == 2)
     fault, line = logged()
 
     assert error.code == grpc.StatusCode.INTERNAL
@@ -321,7 +316,7 @@ async def test_every_call_has_a_line_in_the_log_that_says_how_it_went(running, l
     await running.explain(request(top_k=2), metadata=[("x-request-id", "good")])
     await refused(running.explain(request(model="none"), metadata=[("x-request-id", "bad")]))
     await running.models.ListModels(models_pb2.ListModelsRequest(), metadata=[("x-request-id", "list")])
-    await until(lambda: len(logged()) == 3)
+    await wait_in_loop_until(lambda: len(logged()) == 3)
     good, bad, listed = logged()
 
     assert (good["request_id"], good["code"], good["model"], good["explanations"]) == ("good", "OK", "tiny", 2)
@@ -453,7 +448,7 @@ async def test_a_full_queue_refuses_exactly_what_does_not_fit_and_says_when_to_c
     async with serving(max_queue_rows=8) as running:
         running.batcher.pause()
         calls = [asyncio.ensure_future(running.explain(request())) for _ in range(8 + extra)]
-        await until(lambda: sum(call.done() for call in calls) == extra)
+        await wait_in_loop_until(lambda: sum(call.done() for call in calls) == extra)
 
         assert running.batcher.admitted == 8
         running.batcher.resume()
@@ -472,7 +467,7 @@ async def test_a_hundred_calls_whose_deadline_passes_in_the_queue_are_never_exec
     running.batcher.pause()
     calls = [running.explain(request(), timeout=0.5) for _ in range(100)]
     codes = {(await refused(call)).code for call in calls}
-    await until(lambda: running.batcher.admitted == 0)
+    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
     running.batcher.resume()
     await running.explain(request())
 
@@ -486,7 +481,7 @@ async def test_the_deadline_of_a_call_is_that_of_its_rows(rpc, seconds, running)
     running.batcher.pause()
     asked = request() if rpc == "explain" else [item("r0")]
     call = getattr(running, rpc)(asked, timeout=seconds)
-    await until(lambda: running.batcher.waiting)
+    await wait_in_loop_until(lambda: running.batcher.waiting)
     (ticket,) = running.batcher._queue
     left = ticket.deadline - asyncio.get_running_loop().time()
     call.cancel()
@@ -498,10 +493,10 @@ async def test_the_deadline_of_a_call_is_that_of_its_rows(rpc, seconds, running)
 async def test_a_caller_who_hangs_up_frees_the_queue(running):
     running.batcher.pause()
     calls = [running.explain(request()) for _ in range(20)]
-    await until(lambda: running.batcher.admitted == 20)
+    await wait_in_loop_until(lambda: running.batcher.admitted == 20)
     for call in calls:
         call.cancel()
-    await until(lambda: running.batcher.admitted == 0)
+    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
     running.batcher.resume()
     await running.explain(request())
 
@@ -537,9 +532,9 @@ async def test_a_caller_who_hangs_up_while_pictures_are_drawn_stops_the_rest(run
     monkeypatch.setattr(pipeline, "DRAWN_AT_ONCE", 1)
     monkeypatch.setattr(render, "draw", slowly)
     call = running.explain(request(**EIGHT))
-    await until(lambda: drawn)
+    await wait_in_loop_until(lambda: drawn)
     call.cancel()
-    await until(lambda: running.batcher.admitted == 0)
+    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
     go.set()
     await in_thread(running.pipeline.threads, int)  # after whatever was to come
 
@@ -550,8 +545,8 @@ async def test_a_caller_who_loses_the_connection_frees_the_queue(running):
     running.batcher.pause()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         calls = [explain_pb2_grpc.ExplainServiceStub(channel).Explain(request()) for _ in range(20)]
-        await until(lambda: running.batcher.admitted == 20)
-    await until(lambda: running.batcher.admitted == 0)
+        await wait_in_loop_until(lambda: running.batcher.admitted == 20)
+    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
 
     assert all([await call.code() == grpc.StatusCode.CANCELLED for call in calls])
 
@@ -660,7 +655,7 @@ async def test_a_stream_is_read_only_as_far_as_there_is_room(serving, monkeypatc
     async with serving(stream_in_flight=4) as running:
         running.batcher.pause()
         call = running.stream(item(f"r{k}") for k in range(20))
-        await until(lambda: running.batcher.admitted == 4)
+        await wait_in_loop_until(lambda: running.batcher.admitted == 4)
         for _ in range(20):  # time enough for the server to read more, if it would
             await running.status()
 
@@ -682,9 +677,9 @@ async def test_a_stream_that_is_cancelled_frees_the_queue(serving):
     async with serving(max_queue_rows=2) as running:
         running.batcher.pause()
         call = running.stream(item(f"r{k}") for k in range(50))
-        await until(lambda: running.batcher.admitted == 2)
+        await wait_in_loop_until(lambda: running.batcher.admitted == 2)
         call.cancel()
-        await until(lambda: running.batcher.admitted == 0)
+        await wait_in_loop_until(lambda: running.batcher.admitted == 0)
         running.batcher.resume()
         await running.explain(request())
 
@@ -700,7 +695,7 @@ async def test_who_leaves_a_stream_that_is_being_answered_is_no_fault_of_ours(ru
     def codes():
         return [entry["code"] for entry in logged() if entry["message"] == "ExplainStream"]
 
-    await until(lambda: len(codes()) == 20)
+    await wait_in_loop_until(lambda: len(codes()) == 20)
 
     assert [entry for entry in logged() if "exception" in entry] == []
     assert set(codes()) == {"CANCELLED"}
@@ -750,7 +745,7 @@ async def test_a_long_method_that_is_cancelled_stops_within_a_chunk(serving):
         call = running.stream([item("r", methods=[smooth(512)] * 8, progress=True)])
         await call.read()
         call.cancel()
-        await until(lambda: running.batcher.admitted == 0)
+        await wait_in_loop_until(lambda: running.batcher.admitted == 0)
         rows = running.batcher.stats.rows
         await running.explain(request())
 
@@ -762,9 +757,9 @@ async def test_a_long_method_takes_no_more_of_the_queue_than_a_chunk(serving):
     async with serving(max_queue_rows=Limits().chunk + 1) as running:
         running.batcher.pause()
         long = asyncio.ensure_future(running.explain(request(methods=[smooth(512)])))
-        await until(lambda: running.batcher.admitted == Limits().chunk)
+        await wait_in_loop_until(lambda: running.batcher.admitted == Limits().chunk)
         short = asyncio.ensure_future(running.explain(request()))
-        await until(lambda: running.batcher.admitted == Limits().chunk + 1)
+        await wait_in_loop_until(lambda: running.batcher.admitted == Limits().chunk + 1)
         running.batcher.resume()
         await short
         assert not long.done()
@@ -772,21 +767,24 @@ async def test_a_long_method_takes_no_more_of_the_queue_than_a_chunk(serving):
 
 
 async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and_no_other(serving):
-    async with serving(idle_seconds=0.3) as running:
-        idle, busy = running.stream(), running.stream()
-        await idle.write(item("r0"))
-        assert (await idle.read()).request_id == "r0"
-        running.batcher.pause()
-        await busy.write(item("r1"))
-        error = await refused(idle.read())
-        await asyncio.sleep(0.6)
-        running.batcher.resume()
-
-        assert (await busy.read()).request_id == "r1"
+    async with serving(idle_seconds=60) as running:
+        with StoppedClock() as clock:
+            idle, busy = running.stream(), running.stream()
+            await idle.write(item("r0"))
+            assert (await idle.read()).request_id == "r0"
+            running.batcher.pause()
+            await busy.write(item("r1"))
+            await wait_in_loop_until(lambda: running.batcher.admitted == 1)
+            clock.advance(60)
+            error = await refused(idle.read())
+            clock.advance(60)
+            running.batcher.resume()
+            answer = await busy.read()
         busy.cancel()
 
+    assert answer.request_id == "r1"
     assert error.code == grpc.StatusCode.UNAVAILABLE  # so that a client opens another when it has more to ask
-    assert error.message == "the stream was idle for 0.3 s"
+    assert error.message == "the stream was idle for 60 s"
 
 
 @pytest.mark.parametrize(
@@ -797,16 +795,28 @@ async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and
         "grpc.health.v1.Health/Watch",
     ],
 )
-async def test_a_call_whose_message_does_not_come_is_ended_after_a_while(rpc, serving):
-    async with serving(idle_seconds=0.3) as running:
-        call = running.channel.stream_stream(f"/{rpc}")()
-        began = asyncio.get_running_loop().time()
-        error = await refused(call.read())
-        took = asyncio.get_running_loop().time() - began
+async def test_a_call_whose_message_does_not_come_is_ended_after_a_while(rpc, serving, monkeypatch):
+    async with serving(idle_seconds=60) as running:
+        first, begun = floods.Patience._first, []
 
+        async def noted(patience, requests):
+            begun.append(requests)
+            return await first(patience, requests)
+
+        monkeypatch.setattr(floods.Patience, "_first", noted)
+        with StoppedClock() as clock:
+            call = running.channel.stream_stream(f"/{rpc}")()
+            ended = asyncio.ensure_future(refused(call.read()))
+            await wait_in_loop_until(lambda: begun)
+            clock.advance(59)
+            await asyncio.sleep(0)
+            before = ended.done()
+            clock.advance(1)
+            error = await ended
+
+    assert not before
     assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert error.message == "the call's message did not come within 0.3 s"
-    assert 0.2 <= took <= 2
+    assert error.message == "the call's message did not come within 60 s"
     assert error.trailers["x-request-id"]
 
 
@@ -825,21 +835,34 @@ async def test_a_connection_beyond_the_limit_is_closed_at_once_and_those_that_ar
 async def test_a_connection_of_age_makes_way_for_another_and_only_what_outlasts_its_grace_is_cut_off(serving):
     async with serving(connection_age_seconds=0.5, connection_grace_seconds=0.5) as running:
         watch = running.health.Watch(health_pb2.HealthCheckRequest())
-        began, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
         await watch.read()
-        while loop.time() < began + 2:
+        ended = asyncio.ensure_future(refused(watch.read()))
+        while not ended.done():
             await running.explain(request())  # on one connection after the other, and none of them fails
-        error = await refused(watch.read())
+        error = await ended
 
     assert error.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_call_that_is_taken_back_before_its_message_has_no_line_in_the_log(running, logged):
-    call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
-    await call.wait_for_connection()
-    call.cancel()
-    await asyncio.sleep(3 * floods.MOMENT)
+async def test_a_call_that_is_taken_back_before_its_message_has_no_line_in_the_log(running, logged, monkeypatch):
+    first, ends = floods.Patience._first, []
 
+    async def noted(patience, requests):
+        try:
+            return await first(patience, requests)
+        except BaseException as error:
+            ends.append(type(error))
+            raise
+
+    monkeypatch.setattr(floods.Patience, "_first", noted)
+    with StoppedClock():  # in which the moment that gRPC is given never ends
+        call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
+        await call.wait_for_connection()
+        call.cancel()
+        await running.status()
+        await wait_in_loop_until(lambda: ends)
+
+    assert ends == [asyncio.CancelledError]
     assert "Explain" not in {entry["message"] for entry in logged()}
 
 
@@ -851,26 +874,29 @@ async def test_a_call_without_a_message_is_refused(running):
 
 
 async def test_a_call_whose_message_came_is_waited_for_as_long_as_it_takes(serving):
-    async with serving(idle_seconds=0.2) as running:
-        watch = running.health.Watch(health_pb2.HealthCheckRequest())
-        await watch.read()
-        running.batcher.pause()
-        call = asyncio.ensure_future(running.explain(request()))
-        await asyncio.sleep(0.5)
-        assert not call.done()
-        running.batcher.resume()
+    async with serving(idle_seconds=60) as running:
+        with StoppedClock() as clock:
+            watch = running.health.Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            running.batcher.pause()
+            call = asyncio.ensure_future(running.explain(request()))
+            await wait_in_loop_until(lambda: running.batcher.admitted == 1)
+            clock.advance(61)
+            await running.status()
+            assert not call.done()
+            running.batcher.resume()
 
-        assert len((await call).explanations) == 1
-        assert not watch.done()
+            assert len((await call).explanations) == 1
+            assert not watch.done()
 
 
 async def test_a_call_whose_message_does_not_come_does_not_hold_up_a_stop(serving):
-    async with serving(drain_seconds=60) as running:
+    async with serving(drain_seconds=3600) as running:
         call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
         await call.wait_for_connection()
         running.stop.asked.set()
 
-        await asyncio.wait_for(running.task, 5)
+        await running.task
 
 
 async def test_the_deadline_of_a_stream_ends_it_and_frees_the_queue(running):
@@ -878,7 +904,7 @@ async def test_the_deadline_of_a_stream_ends_it_and_frees_the_queue(running):
     call = running.stream((item(f"r{k}") for k in range(3)), timeout=0.3)
     with pytest.raises(grpc.aio.AioRpcError):
         _ = [reply async for reply in call]
-    await until(lambda: running.batcher.admitted == 0)
+    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
 
     assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert running.batcher.stats.rows == 0
@@ -895,7 +921,7 @@ async def test_a_draining_stream_is_answered_what_was_accepted_and_then_told_to_
         call = running.stream()
         for k in range(3):
             await call.write(item(f"r{k}"))
-        await until(lambda: running.batcher.admitted == 3)
+        await wait_in_loop_until(lambda: running.batcher.admitted == 3)
         running.stop.asked.set()
         assert (await watch.read()).status == NOT_SERVING
         running.batcher.resume()
@@ -912,36 +938,36 @@ async def test_a_draining_stream_is_answered_what_was_accepted_and_then_told_to_
 async def test_a_draining_server_answers_what_it_accepted_and_refuses_what_is_new(running):
     running.batcher.pause()
     accepted = [asyncio.ensure_future(running.explain(request())) for _ in range(5)]
-    await until(lambda: running.batcher.admitted == 5)
+    await wait_in_loop_until(lambda: running.batcher.admitted == 5)
     running.stop.asked.set()
     late = await refused(running.explain(request()))
     running.batcher.resume()
 
     assert late.code == grpc.StatusCode.UNAVAILABLE
     assert [len((await call).explanations) for call in accepted] == [1] * 5
-    await asyncio.wait_for(running.task, 5)
+    await running.task
 
 
 async def test_an_idle_stream_and_a_watch_of_the_health_do_not_hold_up_a_stop(serving):
-    async with serving(drain_seconds=60) as running:
+    async with serving(drain_seconds=3600) as running:
         stream, watch = running.stream(), running.health.Watch(health_pb2.HealthCheckRequest())
         await watch.read()
         await stream.write(item("r0"))
         await stream.read()
         running.stop.asked.set()
 
-        await asyncio.wait_for(running.task, 5)
+        await running.task
 
 
 async def test_work_that_outlasts_the_drain_is_cut_off(serving):
     async with serving(drain_seconds=0.1) as running:
         running.batcher.pause()
         call = running.explain(request())
-        await until(lambda: running.batcher.admitted == 1)
+        await wait_in_loop_until(lambda: running.batcher.admitted == 1)
         running.stop.asked.set()
 
         assert (await refused(call)).code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-        await asyncio.wait_for(running.task, 5)
+        await running.task
 
 
 def free_port():

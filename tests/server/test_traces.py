@@ -26,7 +26,7 @@ from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server import config, logs, server, telemetry
 from camserve_server.errors import ConfigError
 from camserve_server.telemetry import record, traces
-from support import jpeg, serving
+from support import jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 STAGES = ["admission", "decode", "queue", "compute", "render"]
@@ -79,8 +79,7 @@ async def all_at_once(served, count):
     async with camserve.AsyncClient(served.address) as client:
         served.do(served.pipeline.batcher.pause)
         asking = [asyncio.ensure_future(client.explain(PHOTO)) for _ in range(count)]
-        while served.pipeline.batcher.admitted < count:  # noqa: ASYNC110 -- what is waited for has no event
-            await asyncio.sleep(0.01)
+        await wait_in_loop_until(lambda: rows_waiting(served.pipeline.batcher) == count)
         served.do(served.pipeline.batcher.resume)
         await asyncio.gather(*asking)
 
@@ -128,7 +127,7 @@ def test_stages_have_their_real_times(start):
             ("queue", answer.timing.queue_ms),
             ("compute", answer.timing.compute_ms),
         ):
-            assert took[stage] == pytest.approx(said, abs=0.5)
+            assert took[stage] == pytest.approx(said, abs=0.001)  # the same readings of one clock, but for rounding
 
 
 @contextlib.contextmanager
@@ -180,9 +179,7 @@ def test_the_sampler_is_that_of_the_environment_and_a_batch_is_recorded_if_one_o
         served.do(served.pipeline.batcher.pause)
         sampled = ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-01")
         asking = [threads.submit(explained, served.address, *more) for more in ([sampled], [], [])]
-        while served.pipeline.batcher.admitted < 3:
-            time.sleep(0.01)
-        time.sleep(0.1)  # they are decoded, and wait for one batch
+        wait_until(lambda: rows_waiting(served.pipeline.batcher) == 3)
         served.do(served.pipeline.batcher.resume)
         assert all(one.result(20) for one in asking)
 
@@ -277,6 +274,9 @@ def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
 
 
 def test_a_collector_that_is_not_there_does_not_keep_the_server_from_stopping(tiny, monkeypatch):
+    """Its exporter would try for an hour; that the test ends at all is what it shows."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    monkeypatch.setattr(traces, "MOMENT", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with logged():
@@ -286,10 +286,10 @@ def test_a_collector_that_is_not_there_does_not_keep_the_server_from_stopping(ti
             )
             with server.serve_in_thread(chosen) as address:
                 explained(address)
-                began = time.monotonic()
-            took = time.monotonic() - began
 
-    assert took < 1.0 + traces.MOMENT + 1.5
+    for thread in threading.enumerate():
+        if thread.name == "traces":
+            thread.join()  # it has given up too
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -330,32 +330,3 @@ def test_spans_come_to_the_collector_that_the_environment_names(collector, tiny,
     (batch,) = (span for _, span in collector.spans if span.name == "batch")
     (request,) = (span for _, span in collector.spans if span.name == EXPLAIN)
     assert [link.span_id for link in batch.links] == [request.span_id]
-
-
-def test_to_trace_a_request_costs_less_than_a_millisecond():
-    """Of many rounds the best: what else the machine does is not its cost."""
-    made = traces.Traces([InMemorySpanExporter()])
-    told = telemetry.Telemetry(None, made)
-
-    def request():
-        telemetry.CURRENT.set(None)
-        one = told.begin(
-            telemetry.Record("Explain", "id"), EXPLAIN, {"traceparent": f"00-{THEIRS}-b7ad6b7169203331-01"}
-        )
-        for stage in ("admission", "decode", "queue"):
-            one.stage(stage, 1.0, 2.0)
-        told.ran(telemetry.Ran("tiny@1", "cam", 8, 1.0, 2.0, [one]))
-        one.stage("render", 2.0, 3.0)
-        told.end(one, "OK")
-
-    best = min(_seconds(request, 50) for _ in range(20))
-    made.close()
-
-    assert best < 1e-3
-
-
-def _seconds(function, times):
-    began = time.perf_counter()
-    for _ in range(times):
-        function()
-    return (time.perf_counter() - began) / times

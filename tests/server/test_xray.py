@@ -1,7 +1,6 @@
 """The x-ray over a socket: what every layer gave, channels in rank, the picture of them, and what is refused."""
 
 import io
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -13,7 +12,7 @@ from PIL import Image
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server import render, tiles, wire, xray
 from camserve_server.types import Limits
-from support import PHOTOS, serving
+from support import PHOTOS, rows_waiting, serving, wait_until
 
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 PHOTO = PHOTOS["chelsea"].read_bytes()
@@ -138,18 +137,13 @@ def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(s
         batches.append((pass_.kind, len(rows)))
         return plain(pass_, rows)
 
-    def waiting():
-        return batcher.waiting
-
     monkeypatch.setattr(batcher._engines[0], "run", noted)
     served.do(batcher.pause)
     with ThreadPoolExecutor(4) as pool:
         try:
             calls = [pool.submit(inspect) for _ in range(3)]
             calls.append(pool.submit(stub.Explain, explain_pb2.ExplainRequest(image=PHOTO)))
-            late = time.monotonic() + 20
-            while served.do(waiting) < 4 and time.monotonic() < late:
-                time.sleep(0.01)
+            wait_until(lambda: rows_waiting(batcher) == 4)
         finally:
             served.do(batcher.resume)
         replies = [call.result(60) for call in calls]

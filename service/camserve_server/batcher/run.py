@@ -404,22 +404,23 @@ class Batcher:
                 ticket.fail(Unavailable("the server is shutting down"))
             raise
         finally:
+            ended = loop.time()
             for ticket in tickets:
-                ticket.spent.change(loop.time(), running=-1)
-            self._tell(batch, began, half)
+                ticket.spent.change(ended, running=-1)
+            self._tell(batch, (began, ended), half)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
-        took = loop.time() - began
+        took = ended - began
         whole = took * (1 if half is None else 0.5)
         self._row_seconds += 0.2 * (whole / len(rows) - self._row_seconds)
         self._capacity.measured(_kinds(batch), whole)
         for ticket in tickets:
-            ticket.since = loop.time()
+            ticket.since = ended
         return results
 
-    def _tell(self, batch: list[Place], began: float, half: Half | None) -> None:
+    def _tell(self, batch: list[Place], times: tuple[float, float], half: Half | None) -> None:
         if self.told:
-            pass_, ended = batch[0][0].pass_, asyncio.get_running_loop().time()
+            pass_, (began, ended) = batch[0][0].pass_, times
             records = [ticket.record for ticket in dict(batch) if ticket.record]
             share = 1.0 if half is None else 0.5
             try:
