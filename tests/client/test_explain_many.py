@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -47,9 +48,7 @@ def streams(server: Any) -> int:
 
 
 async def eventually(fact: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not fact():
-        assert time.monotonic() < deadline
+    while not fact():  # noqa: ASYNC110 -- what is waited for has no event
         await asyncio.sleep(0.005)
 
 
@@ -123,7 +122,7 @@ async def test_leaving_early_ends_the_stream(client: Any, server: Any) -> None:
         async for _ in results:
             break
 
-    assert server.stream_ended.wait(5)
+    assert server.stream_ended.wait(60)
     assert classes([await client.explain(b"\x05")]) == [5]
 
 
@@ -132,14 +131,13 @@ async def test_leaving_early_does_not_wait_for_a_busy_server(client: Any, server
         yield from itertools.islice(map(replies.reply, requests), 1)
         ended = threading.Event()
         context.add_callback(ended.set)
-        ended.wait(10)
+        ended.wait()
 
     server.streams = [once]
-    began = time.monotonic()
     async with aclosing(client.explain_many(images(8))) as results:
         await anext(results)
 
-    assert time.monotonic() - began < 5
+    assert server.stream_ended.wait(60)
 
 
 async def test_all_done_the_stream_is_ended_in_good_order(client: Any, server: Any, replies: Any) -> None:
@@ -167,7 +165,7 @@ async def test_an_error_is_raised_in_its_place(client: Any, server: Any, replies
 
     assert classes(found) == [0, 1, "NotFound"]
     assert found[2].request_id.endswith("-2")
-    assert server.stream_ended.wait(5)
+    assert server.stream_ended.wait(60)
 
 
 async def test_errors_may_be_returned_instead(client: Any, server: Any, replies: Any, tmp_path: Any) -> None:
@@ -342,22 +340,23 @@ async def test_silence_has_an_end(client: Any, server: Any, replies: Any) -> Non
         yield from map(replies.reply, itertools.islice(requests, 2))
         ended = threading.Event()
         context.add_callback(ended.set)
-        ended.wait(10)
+        ended.wait()
 
     server.streams = [two_then_silent]
 
-    found = await collected_with_error(client.explain_many(images(5), timeout=0.1))
+    found = await collected_with_error(client.explain_many(images(5), timeout=1))
 
     assert classes(found) == [0, 1, "DeadlineExceeded"]
     assert str(found[2]).startswith("the server said nothing for ")
-    assert server.stream_ended.wait(5)
+    assert server.stream_ended.wait(60)
 
 
-async def test_a_slow_consumer_does_not_make_the_server_silent(client: Any) -> None:
-    found = []
-    async for each in client.explain_many(images(6), in_flight=2, timeout=0.3):
-        found.append(each)
-        await asyncio.sleep(0.7 if len(found) == 2 else 0)
+async def test_a_slow_consumer_does_not_make_the_server_silent(client: Any, monkeypatch: Any) -> None:
+    found: list[Any] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (100 if len(found) >= 2 else 0))
+    monkeypatch.setattr("camserve._stream.time", clock)
+    async for each in client.explain_many(images(6), in_flight=2, timeout=60):
+        found.append(each)  # noqa: PERF401 -- the clock looks at it
 
     assert classes(found) == list(range(6))
 
@@ -381,7 +380,7 @@ async def test_an_error_of_the_iterable_passes_through(client: Any, server: Any)
     with pytest.raises(KeyError, match="mine"):
         await collected(client.explain_many(broken(), in_flight=1))
 
-    assert server.stream_ended.wait(5)
+    assert server.stream_ended.wait(60)
 
 
 @pytest.mark.parametrize(

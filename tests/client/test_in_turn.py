@@ -67,9 +67,7 @@ def answers(client: camserve.Client, number: int = 20) -> Counter[str]:
 
 def settled(client: camserve.Client, wanted: set[str]) -> None:
     """Wait until so many answer: connections are made, and health is told, in their own time."""
-    late = time.monotonic() + 10
     while set(answers(client, 4)) != wanted:
-        assert time.monotonic() < late
         time.sleep(0.02)
 
 

@@ -237,10 +237,8 @@ def running(image, *options):
 
 
 def wait_until_healthy(name):
-    deadline = time.monotonic() + 120
     while inspected(name, "State.Health.Status") != "healthy":
         assert inspected(name, "State.Status") == "running", docker("logs", name)
-        assert time.monotonic() < deadline, inspected(name, "State.Health")
         time.sleep(0.5)
 
 

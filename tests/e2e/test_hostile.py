@@ -1,16 +1,15 @@
-"""Rubbish through the front door: each is answered, quickly, and costs nothing that stays."""
+"""Rubbish through the front door: each is answered, and costs nothing that stays."""
 
 import io
 import random
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import camserve
-from support import PHOTOS, give_back_memory, serving
+from support import PHOTOS, give_back_memory, serving, wait_until
 
 MIB = 2**20
 
@@ -75,31 +74,21 @@ def client():
 
 
 def answer(client, data):
-    """Return how a request went, and the seconds that it took."""
-    began = time.perf_counter()
+    """Return how a request went."""
     try:
         client.explain(data)
-        outcome = "OK"
     except camserve.InvalidArgument:
-        outcome = "INVALID_ARGUMENT"
-    return outcome, time.perf_counter() - began
+        return "INVALID_ARGUMENT"
+    return "OK"
 
 
-def test_300_broken_images_are_answered_or_refused_within_a_second(client):
-    """What took longer is sent again, twice: the machine may have been elsewhere meanwhile."""
-    outcomes, slowest = [], 0.0
+def test_300_broken_images_are_answered_or_refused_in_little_memory(client):
     images = list(broken(300))
     with Peak() as memory:
-        for data in images:
-            outcome, seconds = answer(client, data)
-            if seconds > 1.0:
-                seconds = min(answer(client, data)[1] for _ in range(2))
-            outcomes.append(outcome)
-            slowest = max(slowest, seconds)
+        outcomes = [answer(client, data) for data in images]
 
     assert len(outcomes) == 300
     assert outcomes[:3] == ["INVALID_ARGUMENT"] * 3
-    assert slowest <= 1.0
     assert memory.grown <= 100 * MIB
     assert client.explain(PHOTOS["chelsea"]).explanations[0].verdict in set(camserve.Verdict)
 
@@ -109,6 +98,6 @@ def test_the_memory_watch_sees_what_a_bomb_would_take():
     with Peak() as memory:
         data = bytearray(200 * MIB)
         data[::4096] = b"x" * len(data[::4096])
-        time.sleep(0.05)
+        wait_until(lambda: memory.grown > 100 * MIB)
 
     assert memory.grown > 100 * MIB

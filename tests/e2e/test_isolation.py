@@ -1,13 +1,12 @@
 """One bad row, through the real engine and the whole server: its neighbours in the batch are answered as if alone."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import camserve
-from support import serving
+from support import rows_waiting, serving, wait_until
 
 MOODY = '''
 import torch
@@ -52,12 +51,10 @@ def test_one_bad_row_in_a_batch_of_eight_fails_alone_in_the_real_engine(served, 
         asked = []
         for number, photo in enumerate(photos):
             asked.append(threads.submit(client.explain, photo, **asks))
-            give_up = time.monotonic() + 10
-            while served.do(lambda: batcher.waiting) <= number and time.monotonic() < give_up:
-                time.sleep(0.001)
+            wait_until(lambda: rows_waiting(batcher) > number)  # noqa: B023 -- called at once
         batches = batcher.stats.batches
         served.do(batcher.resume)
-        outcomes = [one.exception(20) or one.result().explanations[0] for one in asked]
+        outcomes = [one.exception() or one.result().explanations[0] for one in asked]
 
     assert batcher.stats.batches - batches == 1
     for number, outcome in enumerate(outcomes):

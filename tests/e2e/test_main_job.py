@@ -18,7 +18,7 @@ import camserve
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.hooks import hook_count
 from camserve_server.models import digest, load, parse
-from support import PHOTOS, jpeg, serving
+from support import PHOTOS, jpeg, serving, wait_until
 
 METHODS = ["gradcam", "hirescam", "layercam", "saliency", ("smoothgrad", {"samples": 3})]
 
@@ -232,10 +232,7 @@ def test_500_mixed_requests_leave_the_models_as_they_were(served, client):
         assert digest(model.module) == before[name] == model.info.digest
         assert not any(p.requires_grad or p.grad is not None for p in model.module.parameters())
         assert not any(part.training for part in model.module.modules())
-    give_up = time.monotonic() + 10
-    while served.pipeline.batcher.admitted and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert served.pipeline.batcher.admitted == 0
+    wait_until(lambda: served.pipeline.batcher.admitted == 0)
 
 
 def test_the_hook_count_sees_a_hook_that_stays(served):

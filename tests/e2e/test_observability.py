@@ -21,7 +21,7 @@ import yaml
 
 import camserve
 import needs
-from support import TINY, alive, children
+from support import TINY, alive, children, wait_until
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "observability"
@@ -124,14 +124,6 @@ def asked(url):
         return json.loads(answer.read())["data"]
 
 
-def until(condition, seconds=30):
-    late = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < late, "that did not come"
-        time.sleep(0.1)
-    return found
-
-
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """A server in processes of its own, and a Prometheus that scrapes it every second; yield what asks each of them."""
@@ -158,7 +150,7 @@ def watched(tmp_path_factory):
                 return [float(one["value"][1]) for one in asked(f"http://{port}/api/v1/query?{text}")["result"]]
             return []
 
-        until(lambda: query("camserve_ready") == [1.0], 60)
+        wait_until(lambda: query("camserve_ready") == [1.0])
         yield address, query, server, f"http://{port}/api/v1"
 
 
@@ -175,16 +167,15 @@ def test_prometheus_counts_100_requests_and_7_errors_and_every_query_of_dashboar
 
         list(threads.map(ask, asks))
     count = "camserve_request_duration_seconds_count"
-    until(lambda: query(f"sum({count})") == [100.0])
-    time.sleep(2.5)
+    wait_until(lambda: query(f"sum({count})") == [100.0])
+    wait_until(lambda: all(map(query, queries())))
+    wait_until(
+        lambda: {rule["health"] for group in asked(f"{api}/rules")["groups"] for rule in group["rules"]} == {"ok"}
+    )
 
     assert query(f'sum({count}{{code!="OK"}})') == [7.0]
     assert query(f'sum({count}{{code="NOT_FOUND",model=""}})') == [7.0]
     assert query("sum(camserve_explanations_total)") == [60 + 2 * 33]
-    empty = [one for one in queries() if not query(one)]
-    assert not empty
-    groups = asked(f"{api}/rules")["groups"]
-    assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
     assert not [alert["labels"] for alert in asked(f"{api}/alerts")["alerts"] if alert["state"] == "firing"]
 
 
@@ -210,6 +201,6 @@ def test_an_engine_that_is_killed_is_a_restart_and_is_up_again(watched):
     assert query('camserve_engine_memory_bytes{kind="resident"} > 1e7')
 
     os.kill(engine, signal.SIGKILL)
-    until(lambda: query("camserve_engine_restarts_total") == [1.0])
-    until(lambda: query("camserve_engine_up") == [1.0] and query("camserve_ready") == [1.0])
+    wait_until(lambda: query("camserve_engine_restarts_total") == [1.0])
+    wait_until(lambda: query("camserve_engine_up") == [1.0] and query("camserve_ready") == [1.0])
     assert not alive(engine)

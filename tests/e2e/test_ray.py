@@ -27,8 +27,10 @@ pytestmark = [
 ]
 
 NETS = """
+import os
 import time
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -37,6 +39,8 @@ from torch import nn
 class Slow(nn.Module):
     def forward(self, x):
         time.sleep(0.05)
+        with (Path(__file__).parent / "ran").open("a") as file:
+            file.write(f"{os.getpid()}\\n" * len(x))
         return x
 
 
@@ -94,10 +98,8 @@ def address(folder):
     with log.open("wb") as file:
         serving = subprocess.Popen([*PROGRAM, *arguments], cwd=folder, stdout=file, stderr=file)
     try:
-        late = time.monotonic() + 120
         while not re.search(r" serving port=\d+", log.read_text()):
             assert serving.poll() is None, log.read_text()
-            assert time.monotonic() < late, log.read_text()
             time.sleep(0.2)
         yield f"127.0.0.1:{port}"
         serving.send_signal(signal.SIGTERM)
@@ -120,10 +122,9 @@ def engines(address, folder, calls=24):
     return Counter(int(name.rpartition("-")[2]) for name in names)
 
 
-def seconds(process):
-    """The processor's time that a process has had."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def ran(folder):
+    """How many rows each engine's process has run; what loads a model runs some too."""
+    return Counter(map(int, (folder / "ran").read_text().split()))
 
 
 def test_the_sdk_works_as_it_is_and_two_engines_share_its_calls_and_its_streams(address, folder):
@@ -135,11 +136,9 @@ def test_the_sdk_works_as_it_is_and_two_engines_share_its_calls_and_its_streams(
         with pytest.raises(camserve.NotFound, match='unknown layer "x"') as missing:
             client.explain(photos[0], layers="x")
         shared = engines(address, folder)
-        before = {each: seconds(each) for each in shared}
-        began = time.monotonic()
+        before = ran(folder)
         many = list(client.explain_many(photos))
-        took = time.monotonic() - began
-        worked = {each: seconds(each) - before[each] for each in before}
+        worked = ran(folder) - before
         heard = []
         client.explain(
             photos[0], methods=[("smoothgrad", {"samples": 20})], on_progress=lambda *rows: heard.append(rows)
@@ -150,9 +149,10 @@ def test_the_sdk_works_as_it_is_and_two_engines_share_its_calls_and_its_streams(
     assert len(shared) == 2
     assert min(shared.values()) >= 4
     assert [each.photo.width for each in many] == [16] * 96
-    assert min(worked.values()) > 0.25 * sum(worked.values()), "one stream is answered by both"
+    assert worked.keys() == shared.keys()
+    assert min(worked.values()) > 0.25 * worked.total() >= 24, "one stream is answered by both"
     assert heard[-1][0] == heard[-1][1] >= 20
-    print(f"unary calls by engine {dict(shared)}, a stream of 96 in {took:.2f} s")  # noqa: T201 -- a figure to record
+    print(f"calls by engine {dict(shared)}, rows of a stream of 96 {dict(worked)}")  # noqa: T201 -- figures to record
 
 
 def told(process, what):
@@ -173,9 +173,7 @@ def replicas(address, folder, kind):
 
 def until_whole(address, folder):
     """Wait until Ray has put another in its place."""
-    late = time.monotonic() + 60
     while len(engines(address, folder)) < 2 or len(replicas(address, folder, "door")) < 2:
-        assert time.monotonic() < late
         time.sleep(0.5)
 
 
@@ -229,10 +227,8 @@ def test_a_job_on_ray_that_is_killed_half_way_and_started_again_has_every_photo_
     command = [*PROGRAM, "ray", "explain", (folder / "photos").as_uri(), "-o", out.as_uri(), "--model", MODEL]
     killed = subprocess.Popen([*command, "--engines", "1"], cwd=folder, stderr=subprocess.DEVNULL)
     try:
-        late = time.monotonic() + 120
         while len(list(out.glob("results/part-*.parquet"))) < 4:
             assert killed.poll() is None
-            assert time.monotonic() < late
             time.sleep(0.02)
     finally:
         killed.kill()

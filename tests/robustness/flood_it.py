@@ -3,8 +3,9 @@
     python -m robustness.flood_it HOST:PORT KIND COUNT [SECONDS]
 
 stuck: so many calls whose message never comes, and answers to every ping. silent: so many connections that say nothing.
-reset: so many calls a second, opened and taken back at once, for so many seconds. It says on a line of its own when it
-has begun, and keeps its connections until its standard input ends; then it says what became of them.
+reset: so many calls a second times so many seconds, opened and taken back at once, no faster than that. It says on a
+line of its own when it has begun, and keeps its connections until its standard input ends; then it says what became of
+them.
 """
 
 import itertools
@@ -125,7 +126,7 @@ def is_open(one):
 def reset(where, count, seconds):
     connection, sent, began = Connection(*where), 0, time.perf_counter()
     yield
-    while (now := time.perf_counter() - began) < seconds:
+    while sent < count * seconds:
         try:
             if not connection.open:
                 connection = Connection(*where)
@@ -133,8 +134,8 @@ def reset(where, count, seconds):
             sent += AT_ONCE
         except OSError:
             connection.open = False
-        time.sleep(max(0.0, sent / count - now))
-    yield {"a second": sent / (time.perf_counter() - began), "open": int(connection.open)}
+        time.sleep(max(0.0, sent / count - (time.perf_counter() - began)))
+    yield {"sent": sent, "open": int(connection.open)}
 
 
 def main(address, kind, count, seconds="0"):

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import Counter, deque
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from support import serving
 CORPUS = Path(__file__).parent / "corpus"
 ROWS = 256
 TOGETHER = 8
-SLOW = 1.0
 ALLOWED = {"OK", "INVALID_ARGUMENT"}
 NAMES_ANOTHER = {"NOT_FOUND", "FAILED_PRECONDITION"}
 """What a message may be answered with whose names, or numbers of classes, became others by chance."""
@@ -36,40 +34,35 @@ NAMES_ANOTHER = {"NOT_FOUND", "FAILED_PRECONDITION"}
 class Record:
     """What came of what was sent."""
 
-    def __init__(self, sent, allowed, again):
-        self.sent, self.allowed, self._again = sent, allowed, again
-        self.codes, self.bad, self.slowest = Counter(), [], 0.0
+    def __init__(self, allowed):
+        self.allowed, self.codes, self.bad = allowed, Counter(), []
 
-    def add(self, number, code, seconds, wrong):
-        """Note one answer. What took long is sent again, by itself: the machine may have been elsewhere meanwhile."""
-        if seconds > SLOW:
-            seconds = min(one for _ in range(2) for _, _, one, _ in self._again([self.sent[number]]))
+    def add(self, number, code, wrong):
+        """Note one answer."""
         self.codes[code] += 1
-        self.slowest = max(self.slowest, seconds)
-        if code not in self.allowed or seconds > SLOW or wrong:
-            self.bad.append((number, code, round(seconds, 3), *wrong))
+        if code not in self.allowed or wrong:
+            self.bad.append((number, code, *wrong))
 
     @property
     def told(self):
-        return {"codes": self.codes, "bad": self.bad[:10], "count": self.codes.total(), "slowest": self.slowest}
+        return {"codes": self.codes, "bad": self.bad[:10], "count": self.codes.total()}
 
 
 def tried(send, line, sent, allowed):
     """Send all, and return what came of it."""
-    record = Record(sent, allowed, lambda some: send(line, some))
+    record = Record(allowed)
     for answer in send(line, sent):
         record.add(*answer)
     return record.told
 
 
 def send_images(line, data):
-    """Send images through one stream, some at a time; yield of each its number, status, seconds and what is wrong."""
-    began, free = {}, threading.Semaphore(TOGETHER)
+    """Send images through one stream, some at a time; yield of each its number, status and what is wrong."""
+    free = threading.Semaphore(TOGETHER)
 
     def ask():
         for number, image in enumerate(data):
             free.acquire()
-            began[str(number)] = time.perf_counter()
             yield explain_pb2.ExplainStreamRequest(request_id=str(number), request={"image": image})
 
     call = line.stream_stream(
@@ -77,17 +70,16 @@ def send_images(line, data):
         explain_pb2.ExplainStreamRequest.SerializeToString,
         explain_pb2.ExplainStreamResponse.FromString,
     )
-    for reply in call(ask(), timeout=100):
-        seconds = time.perf_counter() - began.pop(reply.request_id)
+    for reply in call(ask()):
         free.release()
         code = code_pb2.Code.Name(reply.error.code) if reply.HasField("error") else "OK"
         wrong = hygiene.told(reply.error.message)
         named = [one.field for one in reply.error.fields] in ([], ["image"])
-        yield int(reply.request_id), code, seconds, wrong + ["another field is named"] * (not named)
+        yield int(reply.request_id), code, wrong + ["another field is named"] * (not named)
 
 
 def send_messages(line, messages):
-    """Send messages, some at a time; yield of each its number, status, seconds and what is wrong."""
+    """Send messages, some at a time; yield of each its number, status and what is wrong."""
     waiting = deque()
     for number, (rpc, data) in enumerate(messages):
         if rpc == "ExplainStream":
@@ -95,40 +87,33 @@ def send_messages(line, messages):
             continue
         if len(waiting) == TOGETHER:
             yield answer_of(*waiting.popleft())
-        waiting.append((number, time.perf_counter(), *called(line, rpc, data), data))
+        waiting.append((number, called(line, rpc, data), data))
     while waiting:
         yield answer_of(*waiting.popleft())
 
 
 def item_of(line, data):
-    """Send a message as the only one of a stream; return the last answer's status, seconds and what is wrong."""
-    began, sent = time.perf_counter(), said(data)
+    """Send a message as the only one of a stream; return the last answer's status and what is wrong."""
+    sent = said(data)
     try:
-        last = list(line.stream_stream(fields.METHODS["ExplainStream"])(iter([data]), timeout=30))[-1]
+        last = list(line.stream_stream(fields.METHODS["ExplainStream"])(iter([data]), timeout=60))[-1]
     except grpc.RpcError as error:
-        return error.code().name, time.perf_counter() - began, hygiene.faults(error, sent)
+        return error.code().name, hygiene.faults(error, sent)
     reply = explain_pb2.ExplainStreamResponse.FromString(last)
     code = code_pb2.Code.Name(reply.error.code) if reply.HasField("error") else "OK"
-    return code, time.perf_counter() - began, hygiene.told(reply.error.message, sent)
+    return code, hygiene.told(reply.error.message, sent)
 
 
 def called(line, rpc, data):
-    """Call; return the call, and when it was done once it is."""
-    done = []
-    call = line.unary_unary(fields.METHODS[rpc]).future(data, timeout=30)
-    call.add_done_callback(lambda _call: done.append(time.perf_counter()))
-    return call, done
+    return line.unary_unary(fields.METHODS[rpc]).future(data, timeout=60)
 
 
-def answer_of(number, began, call, done, data):
-    """Wait for an answer; return its number, status, seconds and what is wrong."""
+def answer_of(number, call, data):
+    """Wait for an answer; return its number, status and what is wrong."""
     error = call.exception()
-    while not done:
-        time.sleep(0.001)
-    seconds = done[0] - began
     if error is None:
-        return number, "OK", seconds, []
-    return number, error.code().name, seconds, hygiene.faults(error, said(data))
+        return number, "OK", []
+    return number, error.code().name, hygiene.faults(error, said(data))
 
 
 def said(data):
@@ -146,7 +131,6 @@ def said(data):
 
 FAULTS = {
     "crash": os.abort,
-    "slow": lambda: time.sleep(SLOW + 0.2),
     "leak": lambda: LEAKED.append(b"x" * (40 << 20)),
     "raise": lambda: (_ for _ in ()).throw(RuntimeError("/usr/lib/libpng.so: no such row")),
 }

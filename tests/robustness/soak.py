@@ -42,6 +42,7 @@ REFUSAL = 0.050  # seconds that a refusal may take, 99 of 100
 BESIDE = 0.1  # of the machine that others may use meanwhile
 RISE, LEFT = 300.0, 0.05  # MB that memory may rise under load; share that may be left of it later
 SLOPE = 1.0  # MB a minute
+SPEED = "goodput / peak", "refusals' p99, s"
 MEMORY = "memory's slope in the second half, MB a minute"
 GRPC, GRPC_THREADS = "event_engine", 16  # a pool that grows under load and shrinks by itself
 OBJECTS = 1000  # of Python: tables that are filled as methods are first used
@@ -114,8 +115,8 @@ def saturation(server, seconds, rest, rounds=3):
     report.figures["rounds"] = [[one.rate, one.peak, one.rate / one.peak, one.late, one.others] for one in made]
     report.hold("other codes", len(codes.keys() - {"OK", "RESOURCE_EXHAUSTED"}), 0)
     if quiet := [one for one in made if one.others <= BESIDE]:
-        report.hold("goodput / peak", max(one.rate / one.peak for one in quiet), GOODPUT, least=True)
-        report.hold("refusals' p99, s", min(one.late for one in quiet), REFUSAL)
+        report.hold(SPEED[0], max(one.rate / one.peak for one in quiet), GOODPUT, least=True)
+        report.hold(SPEED[1], min(one.late for one in quiet), REFUSAL)
     report.hold("memory's rise, MB", max(one.memory for one in made) - idle, RISE)
     report.hold("memory left, share", tree.memory(server.pid) / idle - 1, LEFT)
     return report

@@ -27,7 +27,7 @@ from camserve_server.errors import ConfigError
 from camserve_server.oip.v2 import inference_pb2
 from robustness import hygiene
 from robustness.authority import Authority
-from support import PHOTOS, serving
+from support import PHOTOS, serving, wait_until
 
 NETS = """
 from torch import nn
@@ -242,14 +242,6 @@ class Callers:
             self.outcomes.append(error)
 
 
-def until(condition):
-    """Wait for what must come soon: another handshake may be in the middle of it."""
-    late = time.monotonic() + 2
-    while not condition():
-        assert time.monotonic() < late
-        time.sleep(0.01)
-
-
 def der(pair):
     return ssl.PEM_cert_to_DER_cert(pair.cert.decode())
 
@@ -264,7 +256,7 @@ def test_certificates_are_renewed_under_load_without_a_failed_call(start, author
             pair = authority.issue("127.0.0.1")
             pair.write(tmp_path, "server")
             renewals += 1
-            until(lambda: handshake(place_of(served.address), modern(), ca)[1] == der(pair))  # noqa: B023 -- now
+            wait_until(lambda: handshake(place_of(served.address), modern(), ca)[1] == der(pair))  # noqa: B023 -- now
 
     assert set(callers.outcomes) == {camserve.Health.SERVING}
 
@@ -587,12 +579,8 @@ def test_a_refusal_is_short_has_the_requests_id_and_tells_nothing_of_the_inside(
         assert hygiene.faults(error) == []
 
 
-def rewritten(roll, text):
-    roll.path.write_text(text)
-    time.sleep(access.RECHECK + 0.1)
-
-
-def test_tokens_are_changed_while_the_server_runs(start, tmp_path):
+def test_tokens_are_changed_while_the_server_runs(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(access, "RECHECK", 0.0)  # the file is looked at with every call
     roll = Roll(tmp_path / "tokens")
     first, second = roll.add("first", "observe"), roll.add("second", "observe")
     roll.write()
@@ -606,11 +594,11 @@ def test_tokens_are_changed_while_the_server_runs(start, tmp_path):
 
         assert (may(first), may(second)) == (True, True)
         third = roll.add("third", "observe")
-        rewritten(roll, f"{roll.lines['second']}\n{roll.lines['third']}\n")
+        roll.path.write_text(f"{roll.lines['second']}\n{roll.lines['third']}\n")
         assert (may(first), may(second), may(third)) == (False, True, True)
-        rewritten(roll, f"{roll.lines['first']}\nthis is no line\n")
+        roll.path.write_text(f"{roll.lines['first']}\nthis is no line\n")
         assert (may(first), may(second), may(third)) == (False, True, True), "what is broken changes nothing"
-        rewritten(roll, "# nobody\n")
+        roll.path.write_text("# nobody\n")
         assert (may(first), may(second), may(third)) == (False, False, False)
 
 
@@ -776,7 +764,7 @@ def test_the_log_names_who_called_and_who_was_refused_and_never_a_token(guarded,
             status_of(line, metadata)
         status_of(line, bearer(secret), "/nothing/AtAll")
     test_a_token_opens_what_its_roles_are_for(guarded, roll)
-    until(lambda: '"caller": "fresh"' in written.getvalue())  # the line is written after the answer
+    wait_until(lambda: '"caller": "fresh"' in written.getvalue())  # the line is written after the answer
     log = written.getvalue()
 
     assert "Explain code=OK" in log

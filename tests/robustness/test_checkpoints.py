@@ -247,13 +247,12 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_hostile_file_is_refused_in_words_quickly_and_costs_little(outcomes, name):
+def test_a_hostile_file_is_refused_in_words_and_costs_little(outcomes, name):
     outcome = outcomes[name]
     assert outcome["error"] == "ConfigError"
     assert len(outcome["words"]) <= 512
     assert outcome["words"].isprintable()
     assert str(outcomes["folder"]) not in outcome["words"]
-    assert outcome["seconds"] <= 2
     assert outcome["mb"] <= 100
 
 

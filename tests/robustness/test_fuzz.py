@@ -1,7 +1,8 @@
-"""What chance makes of images and messages: answered, or refused as what it is, at once, with no harm done.
+"""What chance makes of images and messages: answered, or refused as what it is, with no harm done.
 
-5,000 mutants of images and 5,000 of messages go through a whole server, and those that are kept in `corpus`. Beside
-that chance looks at the two edges themselves, where requests are read and where images are decoded.
+Mutants of images and of messages go through a whole server, 300 of each, or in the slow tests 5,000, and those that are
+kept in `corpus`. Beside that chance looks at the two edges themselves, where requests are read and where images are
+decoded.
 """
 
 import math
@@ -24,30 +25,39 @@ from support import serving
 
 COUNT = 5000
 EDGE = settings(
-    max_examples=400, deadline=1000, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 SMALL = Limits(pixels=100_000, side=2000)
 
 
+FEW = 300
+SENT = [FEW, pytest.param(COUNT, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SENT)
+def count(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def told():
+def told(count):
     """What came of everything that was sent, and of a few images again with a decoder that has faults."""
-    return watched.run("fuzz_them", COUNT, COUNT, "raise", "slow", "leak")
+    return watched.run("fuzz_them", count, count, "raise", "leak")
 
 
-def test_5000_mutants_of_images_are_explained_or_refused_as_images(told):
+def test_mutants_of_images_are_explained_or_refused_as_images(told, count):
     assert told["images"]["bad"] == []
     assert set(told["images"]["codes"]) == {"OK", "INVALID_ARGUMENT"}
-    assert told["images"]["count"] == COUNT
-    assert told["images"]["codes"]["OK"] > COUNT / 10
+    assert told["images"]["count"] == count
+    assert told["images"]["codes"]["OK"] > count / 10
 
 
-def test_5000_mutants_of_messages_are_answered_or_refused_for_what_they_say(told):
+def test_mutants_of_messages_are_answered_or_refused_for_what_they_say(told, count):
     """NOT_FOUND and FAILED_PRECONDITION are right where chance has changed a name, or the number of a class."""
     assert told["messages"]["bad"] == []
     assert set(told["messages"]["codes"]) <= fuzz_them.ALLOWED | fuzz_them.NAMES_ANOTHER
-    assert told["messages"]["count"] == COUNT
-    assert told["messages"]["codes"]["OK"] > COUNT / 100
+    assert told["messages"]["count"] == count
+    assert told["messages"]["codes"]["OK"] > count / 100
 
 
 def test_the_kept_ones_are_too(told):
@@ -56,19 +66,13 @@ def test_the_kept_ones_are_too(told):
         assert told[what]["count"] > 50
 
 
-def test_none_takes_a_second_and_all_together_no_100_mb_and_the_server_still_answers(told):
-    assert max(told[what]["slowest"] for what in ("images", "messages", "kept images", "kept messages")) <= 1
+def test_all_together_take_no_100_mb_and_the_server_still_answers(told):
     assert told["mb"] <= 100
-    assert told["after"] == {"codes": {"OK": 1}, "bad": [], "count": 1, "slowest": pytest.approx(0, abs=1)}
+    assert told["after"] == {"codes": {"OK": 1}, "bad": [], "count": 1}
 
 
-def test_a_decoder_that_raises_waits_or_keeps_what_it_was_given_is_seen(told):
-    codes = {code for _, code, *_ in told["raise"]["bad"]}
-
-    assert codes == {"INTERNAL"}
-    assert told["slow"]["slowest"] > 1
-    assert {code for _, code, *_ in told["slow"]["bad"]} <= {"OK", "INVALID_ARGUMENT"}
-    assert told["slow"]["bad"] != []
+def test_a_decoder_that_raises_or_keeps_what_it_was_given_is_seen(told):
+    assert {code for _, code, *_ in told["raise"]["bad"]} == {"INTERNAL"}
     assert told["leak"]["bad"] == []
     assert told["leak"]["mb"] > 100
 

@@ -3,7 +3,6 @@
 import gc
 import io
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,7 +13,7 @@ from PIL import Image
 import camserve
 from camserve_server.errors import OutOfMemory
 from robustness import hygiene, soaked, tree
-from support import give_back_memory, serving
+from support import give_back_memory, rows_waiting, serving, wait_until
 
 FAILS = {
     "out of memory": camserve.ResourceExhausted,
@@ -54,11 +53,9 @@ def in_one_batch(served, client, images):
     with ThreadPoolExecutor(8) as threads:
         for number, image in enumerate(images):
             asked.append(threads.submit(client.explain, image, **ASKED))
-            give_up = time.monotonic() + 10
-            while served.do(lambda: batcher.waiting) <= number and time.monotonic() < give_up:
-                time.sleep(0.001)
+            wait_until(lambda: rows_waiting(batcher) > number)  # noqa: B023 -- called at once
         served.do(batcher.resume)
-        outcomes = [one.exception(20) or one.result().explanations[0] for one in asked]
+        outcomes = [one.exception() or one.result().explanations[0] for one in asked]
     assert batcher.stats.batches == batches + 1
     return outcomes
 

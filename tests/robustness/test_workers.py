@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from camserve_server.types import MethodCall, Pass, Row
 from camserve_server.workers import Local, Setup, Worker, nursery
 from camserve_server.workers import worker as worker_module
 from robustness import hygiene
-from support import alive, children
+from support import StoppedClock, alive, children, wait_until
 
 SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
 NETS = '''
@@ -166,13 +165,6 @@ def asked(info, kind="cam"):
     return Pass(info.name, kind, (32, 32), layers), [Row(IMAGE, anything(info), (method,))] * 3
 
 
-def until(condition, seconds=240):
-    late = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < late, "waited in vain"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("kind", ["cam", "saliency"])
 def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, folder, kind, monkeypatch):
     process, _, info = worker
@@ -228,7 +220,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_that_dies_or_hangs_fails_its_batch_and_another_takes_its_place(worker, folder, way):
     process, told, info = worker
-    until(told.up.is_set)
+    wait_until(told.up.is_set)
     before = process.process_id
     if way.startswith("SIG"):
         os.kill(before, getattr(signal, way))
@@ -239,7 +231,7 @@ def test_a_worker_that_dies_or_hangs_fails_its_batch_and_another_takes_its_place
         process.run(*asked(info))
     assert (lost.value.process_id, lost.value.others) == (before, 0)
     assert told.down.is_set()
-    until(told.up.is_set)
+    wait_until(told.up.is_set)
     assert len(process.run(*asked(info))) == 3
     assert process.process_id != before
     assert not alive(before)
@@ -249,7 +241,7 @@ def test_a_model_that_ends_the_process_as_it_loads_cannot_be_loaded_and_the_othe
     process, told, info = worker
     with pytest.raises(ConfigError, match=r"model bad \(worker_nets:fatal\): the engine ended while it loaded it"):
         process.load("bad", parse("bad=worker_nets:fatal"))
-    until(told.up.is_set)
+    wait_until(told.up.is_set)
 
     assert len(process.run(*asked(info))) == 3
 
@@ -262,8 +254,8 @@ def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(
     try:
         info = one.load("tiny", parse(f"tiny=changing_nets:tiny{SIZE}"))
         os.kill(one.process_id, signal.SIGKILL)
-        until(told.down.is_set)
-        until(told.up.is_set)
+        wait_until(told.down.is_set)
+        wait_until(told.up.is_set)
         with pytest.raises(Unavailable, match="the model tiny was lost"):
             one.run(*asked(info))
         assert lost == ["tiny"]
@@ -280,8 +272,8 @@ def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the
         one.load("once", parse(f"once=deadly_nets:once{SIZE}"))
         info = one.load("tiny", parse(f"tiny=deadly_nets:tiny{SIZE}"))
         os.kill(one.process_id, signal.SIGKILL)
-        until(told.down.is_set)
-        until(told.up.is_set)
+        wait_until(told.down.is_set)
+        wait_until(told.up.is_set)
 
         assert len(one.run(*asked(info))) == 3
         assert lost == ["once"]
@@ -298,8 +290,8 @@ def test_a_model_that_raises_as_it_is_loaded_again_is_lost_and_another_can_be_lo
     try:
         one.load("once", parse(f"once=raising_nets:once{SIZE}"))
         os.kill(one.process_id, signal.SIGKILL)
-        until(told.down.is_set)
-        until(told.up.is_set)
+        wait_until(told.down.is_set)
+        wait_until(told.up.is_set)
 
         assert lost == ["once"]
         info = one.load("tiny", parse(f"tiny=raising_nets:tiny{SIZE}"))
@@ -315,8 +307,8 @@ def test_a_lost_model_is_listed_as_failed_and_health_says_so_if_it_was_the_last(
         with served(tmp_path, *more) as (process, client, _):
             client.explain(IMAGE, model="tiny", overlay=None)
             os.kill(worker_of(process), signal.SIGKILL)
-            until(lambda: client.models()[0].state is camserve.ModelState.FAILED)
-            until(lambda: healthy(client) is bool(more))  # noqa: B023
+            wait_until(lambda: client.models()[0].state is camserve.ModelState.FAILED)
+            wait_until(lambda: healthy(client) is bool(more))  # noqa: B023
             with pytest.raises(camserve.Unavailable, match="model tiny could not be loaded"):
                 client.explain(IMAGE, model="tiny", overlay=None)
             if more:
@@ -335,7 +327,7 @@ def test_a_worker_goes_with_its_server_even_if_that_is_killed():
         child = int(parent.stdout.readline())
         os.kill(child, signal.SIGSTOP)
         parent.kill()
-    until(lambda: not alive(child), 5)
+    wait_until(lambda: not alive(child))
 
 
 # --- a server with a worker, under load ---
@@ -351,7 +343,7 @@ def served(folder, *arguments):
         process = subprocess.Popen(command, cwd=folder, stderr=log)
     try:
         with camserve.Client(address, retries=0, timeout=240) as client:
-            until(lambda: healthy(client))
+            wait_until(lambda: healthy(client))
             yield process, client, address
     finally:
         process.terminate()
@@ -382,8 +374,8 @@ def test_a_server_that_loses_its_nursery_starts_engines_all_the_same(folder):
     with served(folder) as (process, client, _):
         (its_nursery,) = children(process.pid)
         os.kill(its_nursery, signal.SIGKILL)
-        until(lambda: not healthy(client))
-        until(lambda: healthy(client))
+        wait_until(lambda: not healthy(client))
+        wait_until(lambda: healthy(client))
         client.explain(IMAGE, overlay=None)
 
 
@@ -424,15 +416,15 @@ def test_under_load_all_requests_are_answered_whatever_happens_to_a_worker(folde
             pool.submit(work, client)
         for number in (signal.SIGKILL, signal.SIGSTOP) * rounds:
             count = len(codes)
-            until(lambda: len(codes) > count + 100)  # noqa: B023 -- called at once
+            wait_until(lambda: len(codes) > count + 100)  # noqa: B023 -- called at once
             one = worker_of(process)
             os.kill(one, number)
-            until(lambda: not healthy(client))
+            wait_until(lambda: not healthy(client))
             assert live(address)
-            until(lambda: healthy(client))
+            wait_until(lambda: healthy(client))
             assert not alive(one)
         count = len(codes)
-        until(lambda: len(codes) > count + 100)
+        wait_until(lambda: len(codes) > count + 100)
         done.set()
         last = worker_of(process)
     found = Counter(codes)
@@ -464,14 +456,13 @@ async def test_health_follows_a_canary_where_there_is_no_other_explanation(folde
 
         for wrong in (failing, not_numbers):
             engine.run = wrong
-            assert await asyncio.wait_for(told.get(), 10) is False
+            assert await told.get() is False
             engine.run = right
-            assert await asyncio.wait_for(told.get(), 10) is True
+            assert await told.get() is True
 
 
 async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(fleet, "BORNE", 0.1)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
     async with fleet.Fleet(settings) as one:
         pass_, rows = asked(await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
@@ -479,15 +470,19 @@ async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, 
         def submit():
             return asyncio.create_task(one.batcher.submit(pass_, rows, lambda *_: None))
 
-        one._went(0)
-        waiting = submit()
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        for refused in (waiting, submit()):
-            with pytest.raises(Unavailable, match="there is no engine"):
-                await asyncio.wait_for(refused, 5)
+        with StoppedClock() as clock:
+            one._went(0)
+            waiting = submit()
+            clock.advance(fleet.BORNE - 1)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            clock.advance(1)
+            for refused in (waiting, submit()):
+                with pytest.raises(Unavailable, match="there is no engine"):
+                    await refused
         with pytest.raises(Unavailable, match="there is no engine"):
             async with one.batcher.admit(1):
                 pass
         one._came(0)
-        await asyncio.wait_for(submit(), 10)
+        await submit()

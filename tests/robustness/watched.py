@@ -31,7 +31,6 @@ def run(module, *arguments):
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
         cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stderr[-2000:]
