@@ -69,9 +69,9 @@ async def wait_in_loop_until(condition):
     return found
 
 
-def rows_waiting(batcher):
-    """Return how many rows are in the queue and in no batch yet."""
-    return sum(ticket.waiting for queue in list(batcher._queues.values()) for ticket in list(queue))
+def rows_waiting(served):
+    """Return how many rows are in the queue of a server and in no batch yet."""
+    return served.do(lambda: served.pipeline.batcher.waiting)
 
 
 class StoppedClock:
@@ -105,7 +105,7 @@ class Served:
         """Call a function on the server's event loop."""
         done = Future()
         self.loop.call_soon_threadsafe(lambda: done.set_result(function(*args)))
-        return done.result(10)
+        return done.result(60)
 
 
 @contextmanager

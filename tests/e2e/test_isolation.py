@@ -51,7 +51,7 @@ def test_one_bad_row_in_a_batch_of_eight_fails_alone_in_the_real_engine(served, 
         asked = []
         for number, photo in enumerate(photos):
             asked.append(threads.submit(client.explain, photo, **asks))
-            wait_until(lambda: rows_waiting(batcher) > number)  # noqa: B023 -- called at once
+            wait_until(lambda: rows_waiting(served) > number)  # noqa: B023 -- called at once
         batches = batcher.stats.batches
         served.do(batcher.resume)
         outcomes = [one.exception() or one.result().explanations[0] for one in asked]

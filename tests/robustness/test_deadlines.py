@@ -122,7 +122,7 @@ async def test_200_calls_behind_a_batch_end_at_their_deadlines_and_none_is_execu
         rows = batcher.stats.rows
         codes = await asyncio.gather(*map(call, range(200)))
         await wait_in_loop_until(lambda: batcher.admitted == 1)  # the one that holds up the others
-        assert rows_waiting(batcher) == 0
+        assert rows_waiting(served) == 0
     await explain(request(photo(0)))
 
     assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -139,7 +139,7 @@ async def test_a_hundred_calls_taken_back_in_the_queue_are_never_executed_and_le
         for call in calls:
             call.cancel()
         await wait_in_loop_until(lambda: batcher.admitted == 1)
-        assert rows_waiting(batcher) == 0
+        assert rows_waiting(served) == 0
     await explain(request(photo(0)))
 
     assert batcher.stats.rows == rows + 1
@@ -174,7 +174,7 @@ async def test_neighbours_of_a_row_that_is_taken_back_in_their_batch_get_the_sam
         batches, calls = batcher.stats.batches, []
         for number, one in enumerate(photos):
             calls.append(explain(request(one)))
-            await wait_in_loop_until(lambda number=number: rows_waiting(batcher) == number + 1)
+            await wait_in_loop_until(lambda number=number: rows_waiting(served) == number + 1)
         gate.permits = 0
         served.do(batcher.resume)
         await wait_in_loop_until(lambda: batcher.stats.batches == batches + 1)

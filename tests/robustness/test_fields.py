@@ -1,14 +1,13 @@
 """Every number out of its range, every list and text too long, of every RPC: refused before it costs anything."""
 
 import dataclasses
-from collections import Counter
 
 import grpc
 import pytest
 from google.rpc import code_pb2
 
 from camserve.v1 import explain_pb2
-from camserve_server import images, wire
+from camserve_server import wire
 from camserve_server.errors import ServiceError
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
@@ -17,6 +16,7 @@ from camserve_server.types import Limits
 from camserve_server.wire.checks import LARGEST_SIDE
 from camserve_server.wire.sizes import LISTS
 from robustness import fields, hygiene
+from robustness.cost import counting
 from support import serving
 
 LIMITS = Limits()
@@ -164,22 +164,9 @@ def _of_item(reply, request):
 
 
 @pytest.fixture
-def cost(served, monkeypatch):
-    """Count what the server does for requests: photos decoded, places taken in the queue, rows run."""
-    decode, taken, stats = images.decode, served.pipeline.batcher._door._take, served.pipeline.batcher.stats
-    done, rows = Counter(), stats.rows
-
-    def decoding(*given):
-        done["decoded"] += 1
-        return decode(*given)
-
-    def taking(*given):
-        done["admitted"] += 1
-        return taken(*given)
-
-    monkeypatch.setattr(images, "decode", decoding)
-    monkeypatch.setattr(served.pipeline.batcher._door, "_take", taking)
-    return lambda: {**done} | ({"rows": stats.rows - rows} if stats.rows > rows else {})
+def cost(served):
+    with counting(served) as counted:
+        yield counted
 
 
 NUMBERS = [(place, label, value) for place in fields.NUMBERS for label, value in fields.values(place, cap_of(place))]

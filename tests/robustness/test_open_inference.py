@@ -14,6 +14,7 @@ from camserve_server.oip.v2 import inference_pb2
 from camserve_server.types import Limits
 from camserve_server.wire.sizes import LISTS
 from robustness import fields, hygiene, nets
+from robustness.cost import counting
 from support import serving
 
 LIMITS, MANY = Limits(), 10_000
@@ -88,12 +89,21 @@ def too_long(way, length):
 
 
 @pytest.fixture(scope="module")
-def line():
-    with (
-        serving(models=(nets.TINY,), device="cpu", threads=1, admin=True) as served,
-        grpc.insecure_channel(served.address) as channel,
-    ):
+def served():
+    with serving(models=(nets.TINY,), device="cpu", threads=1, admin=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def line(served):
+    with grpc.insecure_channel(served.address) as channel:
         yield channel
+
+
+@pytest.fixture
+def cost(served):
+    with counting(served) as counted:
+        yield counted
 
 
 def answered(line, rpc, request):
@@ -101,17 +111,17 @@ def answered(line, rpc, request):
     packed = request.SerializeToString()
     try:
         if rpc == "ModelStreamInfer":
-            (reply,) = line.stream_stream(fields.METHODS[rpc])(iter([packed]), timeout=10)
+            (reply,) = line.stream_stream(fields.METHODS[rpc])(iter([packed]), timeout=60)
             said = inference_pb2.ModelStreamInferResponse.FromString(reply).error_message
             return said, None, hygiene.told(said, fields.texts(request))
-        line.unary_unary(fields.METHODS[rpc])(packed, timeout=10)
+        line.unary_unary(fields.METHODS[rpc])(packed, timeout=60)
     except grpc.RpcError as error:
         return error.code().name, hygiene.field_of(error), hygiene.faults(error, fields.texts(request))
     return "OK", None, []
 
 
 def wrongly_refused(line, cases):
-    """Return those that were not refused at once, by their field."""
+    """Return those that were not refused, by their field."""
     bad = {}
     for (rpc, chain), request in cases:
         code, field, wrong = answered(line, rpc, request)
@@ -130,18 +140,20 @@ def test_the_table_holds_every_list_of_the_protocol_but_a_tensors_numbers():
 
 
 @pytest.mark.parametrize("count", [None, MANY])
-def test_every_list_that_is_too_long_is_refused(line, count):
+def test_every_list_that_is_too_long_is_refused_before_it_costs_anything(line, count, cost):
     """By one, and by far."""
     cases = [(way, too_many(way, count or getattr(LIMITS, LISTS[way[1][-1].full_name]) + 1)) for way in LISTED]
 
     assert len(cases) >= 14
     assert wrongly_refused(line, cases) == {}
+    assert cost() == {}
 
 
 @pytest.mark.parametrize("length", [LIMITS.text + 1, 1_000_000])
-def test_every_text_that_is_too_long_is_refused(line, length):
+def test_every_text_that_is_too_long_is_refused_before_it_costs_anything(line, length, cost):
     assert len(TEXTS) > 20
     assert wrongly_refused(line, [(way, too_long(way, length)) for way in TEXTS]) == {}
+    assert cost() == {}
 
 
 def photo(**parameters):
@@ -167,7 +179,7 @@ def out_of_range():
                 yield name, "string_param", str(value)
 
 
-def test_every_number_of_the_parameters_is_refused_beyond_its_range(line):
+def test_every_number_of_the_parameters_is_refused_beyond_its_range_before_it_costs_anything(line, cost):
     bad, count = {}, 0
     for name, kind, value in out_of_range():
         request = photo(method=("string_param", "smoothgrad"), **{name: (kind, value)})
@@ -179,9 +191,10 @@ def test_every_number_of_the_parameters_is_refused_beyond_its_range(line):
 
     assert count > 50
     assert bad == {}
+    assert cost() == {}
 
 
-def test_a_shape_that_nothing_fills_costs_nothing(line):
+def test_a_shape_that_nothing_fills_costs_nothing(line, cost):
     for datatype in ("BYTES", "UINT8", "FP32"):
         for shape in ([2**62, 2**62, 3], [2**62, 1], [1, 1 << 40, 1 << 20, 3]):
             request = photo()
@@ -190,6 +203,7 @@ def test_a_shape_that_nothing_fills_costs_nothing(line):
             code, field, wrong = answered(line, "ModelInfer", request)
 
             assert (code, field.partition(".")[0], wrong) == ("INVALID_ARGUMENT", "inputs[0]", [])
+    assert cost() == {}
 
 
 def test_pixels_have_the_limits_of_a_photo(line):

@@ -53,7 +53,7 @@ def in_one_batch(served, client, images):
     with ThreadPoolExecutor(8) as threads:
         for number, image in enumerate(images):
             asked.append(threads.submit(client.explain, image, **ASKED))
-            wait_until(lambda: rows_waiting(batcher) > number)  # noqa: B023 -- called at once
+            wait_until(lambda: rows_waiting(served) > number)  # noqa: B023 -- called at once
         served.do(batcher.resume)
         outcomes = [one.exception() or one.result().explanations[0] for one in asked]
     assert batcher.stats.batches == batches + 1

@@ -5,6 +5,7 @@ import contextvars
 import gc
 import itertools
 import threading
+import time
 import weakref
 
 import numpy as np

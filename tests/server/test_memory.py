@@ -34,7 +34,7 @@ def held(served, *calls):
     batcher = served.pipeline.batcher
     served.do(batcher.pause)
     under_way = [call() for call in calls]
-    wait_until(lambda: len(queued(batcher)) + sum(call.done() for call in under_way) == len(calls))
+    wait_until(lambda: queued(served) + sum(call.done() for call in under_way) == len(calls))
     try:
         yield under_way, served.do(lambda: batcher.admitted)
     finally:
@@ -44,9 +44,9 @@ def held(served, *calls):
     assert served.do(lambda: batcher.admitted) == 0
 
 
-def queued(batcher):
-    """Return the requests of which rows wait."""
-    return [ticket for queue in list(batcher._queues.values()) for ticket in list(queue)]
+def queued(served):
+    """Return how many requests have rows that wait."""
+    return served.do(lambda: len(list(served.pipeline.batcher._queue)))
 
 
 def explaining(stub, padding=0, **fields):

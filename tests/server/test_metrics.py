@@ -210,7 +210,7 @@ def test_what_nobody_waits_for_is_counted_by_why(start):
         async def leave():
             async with camserve.AsyncClient(served.address, retries=0) as client:
                 asking = asyncio.ensure_future(client.explain(PHOTO))
-                await wait_in_loop_until(lambda: rows_waiting(served.pipeline.batcher) == 1)
+                await wait_in_loop_until(lambda: rows_waiting(served) == 1)
                 asking.cancel()
                 await asyncio.wait([asking])
 

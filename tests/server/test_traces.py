@@ -79,7 +79,7 @@ async def all_at_once(served, count):
     async with camserve.AsyncClient(served.address) as client:
         served.do(served.pipeline.batcher.pause)
         asking = [asyncio.ensure_future(client.explain(PHOTO)) for _ in range(count)]
-        await wait_in_loop_until(lambda: rows_waiting(served.pipeline.batcher) == count)
+        await wait_in_loop_until(lambda: rows_waiting(served) == count)
         served.do(served.pipeline.batcher.resume)
         await asyncio.gather(*asking)
 
@@ -179,7 +179,7 @@ def test_the_sampler_is_that_of_the_environment_and_a_batch_is_recorded_if_one_o
         served.do(served.pipeline.batcher.pause)
         sampled = ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-01")
         asking = [threads.submit(explained, served.address, *more) for more in ([sampled], [], [])]
-        wait_until(lambda: rows_waiting(served.pipeline.batcher) == 3)
+        wait_until(lambda: rows_waiting(served) == 3)
         served.do(served.pipeline.batcher.resume)
         assert all(one.result(20) for one in asking)
 

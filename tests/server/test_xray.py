@@ -143,7 +143,7 @@ def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(s
         try:
             calls = [pool.submit(inspect) for _ in range(3)]
             calls.append(pool.submit(stub.Explain, explain_pb2.ExplainRequest(image=PHOTO)))
-            wait_until(lambda: rows_waiting(batcher) == 4)
+            wait_until(lambda: rows_waiting(served) == 4)
         finally:
             served.do(batcher.resume)
         replies = [call.result(60) for call in calls]

@@ -1,0 +1,29 @@
+"""What a server does for requests: photos decoded, places taken in the queue, rows run."""
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+from camserve_server import images
+
+
+@contextlib.contextmanager
+def counting(served):
+    """Count inside the block; yield a function that returns what there was of each."""
+    batcher, done = served.pipeline.batcher, Counter()
+    decode, take, before = images.decode, batcher._door._take, batcher.stats.rows
+
+    def decoding(*given):
+        done["decoded"] += 1
+        return decode(*given)
+
+    def taking(*given):
+        done["admitted"] += 1
+        return take(*given)
+
+    def counted():
+        rows = batcher.stats.rows - before
+        return dict(done) | ({"rows": rows} if rows else {})
+
+    with mock.patch.object(images, "decode", decoding), mock.patch.object(batcher._door, "_take", taking):
+        yield counted
