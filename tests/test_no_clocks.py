@@ -168,8 +168,6 @@ def test_an_assertion_of_what_another_function_measured_is_seen():
     source = "def took():\n  return time.time() - 5\n\ndef test():\n  assert took() < 1\n"
 
     assert asserted(source) == ["example.py::test"]
-        "example.py::test"
-    ]
 
 
 @pytest.mark.parametrize("body", SOUND.values(), ids=SOUND)
