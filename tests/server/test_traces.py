@@ -122,12 +122,10 @@ def test_stages_have_their_real_times(start):
         for one, next_ in itertools.pairwise(stages):
             assert one.start_time <= one.end_time <= next_.start_time + 1000  # ns: a clock's float has no more digits
         took = {stage.name: (stage.end_time - stage.start_time) / 1e6 for stage in stages}
-        for stage, said in (
-            ("decode", answer.timing.decode_ms),
-            ("queue", answer.timing.queue_ms),
-            ("compute", answer.timing.compute_ms),
-        ):
-            assert took[stage] == pytest.approx(said, abs=0.001)  # the same readings of one clock, but for rounding
+        timing = answer.timing  # of the same readings of one clock, but for rounding
+        assert took["decode"] == pytest.approx(timing.decode_ms, abs=0.001)
+        assert took["compute"] == pytest.approx(timing.compute_ms, abs=0.001)
+        assert took["queue"] <= timing.queue_ms + 0.001  # which ends when the batch begins, not when it is formed
 
 
 @contextlib.contextmanager
