@@ -14,7 +14,7 @@ def main() -> None:
     """Measure the parts that are asked for, or all of them."""
     import torch  # noqa: PLC0415 -- after the restart
 
-    from benchmarks import company, cost, engine, memory, results, served, stages  # noqa: PLC0415 -- after the restart
+    from benchmarks import company, cost, engine, memory, neighbours, results, served, stages  # noqa: PLC0415 -- after the restart
     from benchmarks.scale import SCALES  # noqa: PLC0415
 
     parts = {
@@ -24,6 +24,7 @@ def main() -> None:
         "memory": memory.measure,
         "cost": cost.measure,
         "company": company.measure,
+        "neighbours": neighbours.measure,
     }
     asked = _arguments(list(parts), list(SCALES))
     scale = SCALES[asked.scale]

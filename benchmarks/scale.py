@@ -31,6 +31,7 @@ class Scale:
         size: side of the input in pixels.
         peers: whether the other libraries are timed too.
         photos: for each stretch beside a long request; 0 not to measure that.
+        calls: for each stretch beside other callers.
         threads: of torch; 0 for one a core.
         compiled: whether compiled models are timed too: compiling takes a minute or more, for each batch size.
     """
@@ -48,6 +49,7 @@ class Scale:
     size: int = SIZE
     peers: bool = True
     photos: int = 60
+    calls: int = 300
     threads: int = 0
     compiled: bool = False
 
@@ -86,6 +88,7 @@ QUICK = replace(
     smoothgrad=(4,),
     sizes=(384,),
     photos=0,
+    calls=100,
 )
 TINY = replace(
     QUICK,
@@ -100,6 +103,7 @@ TINY = replace(
     sizes=(96,),
     size=64,
     peers=False,
+    calls=3,
     threads=1,
 )
 SCALES = {one.name: one for one in (FULL, QUICK, TINY)}

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from benchmarks import __main__ as program
-from benchmarks import engine, memory, results, served, serving, stage_server, stages
+from benchmarks import engine, memory, neighbours, results, served, serving, stage_server, stages
 from benchmarks.scale import TINY
 
 pytestmark = pytest.mark.timeout(300)  # a server is started, which on a busy machine takes its time
@@ -77,6 +77,14 @@ def test_every_stage_is_found_in_the_service(where):
     module, names = stage_server.found(where)
 
     assert callable(functools.reduce(getattr, names, module))
+
+
+@pytest.mark.slow
+def test_what_others_cost_a_modest_caller_is_measured():
+    part = neighbours.measure(TINY, say=quietly)
+
+    beside, refused = part.tables
+    assert [len(table.rows) for table in (beside, refused)] == [2, 3]
 
 
 def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsys):
