@@ -13,7 +13,7 @@ import pytest
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server import images, tokens
 from robustness import hygiene, nets
-from support import PHOTOS, serving
+from support import PHOTOS, serving, wait_until
 
 ROWS = 32
 PHOTO = PHOTOS["rocket"].read_bytes()
@@ -120,10 +120,7 @@ def test_one_foreign_image_at_most_is_decoded_before_a_modest_callers(secrets, m
 
 
 def admitted(served, rows):
-    give_up = time.monotonic() + 30
-    while served.do(lambda: served.pipeline.batcher.admitted) < rows:
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
+    wait_until(lambda: served.do(lambda: served.pipeline.batcher.admitted) >= rows)
 
 
 def test_a_photo_and_the_images_of_its_targets_share_one_limit_of_pixels(secrets):

@@ -26,7 +26,7 @@ from camserve_server.errors import (
     WorkerLost,
 )
 from camserve_server.types import ClassTarget, LayerInfo, MethodCall, ModelInfo, Pass, Preprocess, Row, RowResult
-from support import StoppedClock
+from support import StoppedClock, wait_in_loop_until
 
 CAM = Pass("net", "cam", (8, 8), ("layer4",))
 SALIENCY = Pass("net", "saliency", (8, 8))
@@ -77,12 +77,6 @@ async def ask(batcher, values, pass_=CAM, poison=(), **options):
 async def settle():
     for _ in range(20):
         await asyncio.sleep(0)
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 -- an engine works in a thread
-            await asyncio.sleep(0.001)
 
 
 async def test_each_row_gets_its_own_answer_whatever_shares_its_batch():
@@ -833,7 +827,7 @@ async def test_one_foreign_batch_at_most_runs_before_a_modest_callers(came_befor
         engine.free.clear()
         soon = asyncio.get_running_loop().time() + 30
         greedy = [asked_by("greedy", batcher, [1], pass_, deadline=soon) for pass_ in passes(150)]
-        await until(lambda: batcher.stats.batches == 1 + came_before)
+        await wait_in_loop_until(lambda: batcher.stats.batches == 1 + came_before)
         modest = asked_by("modest", batcher, [1000], SALIENCY)
         await settle()
         engine.free.set()
