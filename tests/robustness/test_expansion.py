@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from camserve_server import errors, parsing
 from camserve_server.oip.v2 import inference_pb2
 from camserve_server.wire.footprint import footprint, shape_of
 from robustness import hygiene, nets
-from support import PHOTOS, give_back_memory, serving
+from support import PHOTOS, give_back_memory, serving, wait_until
 
 MIB = 2**20
 EXPLAIN, EVALUATE = "/camserve.v1.ExplainService/Explain", "/camserve.v1.EvaluateService/Evaluate"
@@ -65,13 +64,6 @@ def peak(server):
     """The most bytes that a server's own process has had in memory."""
     status = Path(f"/proc/{server.pid}/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
-def until(there):
-    began = time.monotonic()
-    while not there():
-        assert time.monotonic() < began + 20
-        time.sleep(0.01)
 
 
 def refused(line, method, data, compression=grpc.Compression.Gzip):
@@ -268,7 +260,7 @@ def test_calls_and_streams_give_back_the_memory_of_their_messages_however_they_e
         left.cancel()
         (reply,) = line.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b""]), timeout=60)
         (intake,) = Fake.made
-        until(lambda: intake.taken == 0)
+        wait_until(lambda: intake.taken == 0)
 
     assert inference_pb2.ModelStreamInferResponse.FromString(reply).error_message
 

@@ -1040,7 +1040,7 @@ async def test_a_request_that_waits_to_be_run_again_is_answered_if_no_engine_com
         calls = [asyncio.create_task(ask(batcher, [value], poison={1})) for value in range(3)]
         await settle()
         batcher.resume()
-        await until(lambda: batcher._suspects)
+        await wait_in_loop_until(lambda: batcher._suspects)
         batcher.give_up("there is no engine")
         answers = await asyncio.gather(*calls, return_exceptions=True)
 
