@@ -15,7 +15,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup node demo test test-slow .parts .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow test-processors .parts .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -65,18 +65,24 @@ WHOLE := tests/e2e tests/robustness tests/test_benchmarks.py tests/test_gpu_benc
 
 test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones, with coverage
 	$(BIN)/python -m coverage erase
-	$(MAKE) --no-print-directory -k -j2 .parts .whole; code=$$?; cat .parts.log; rm .parts.log; exit $$code
+	$(MAKE) --no-print-directory -k -j2 .parts .whole; code=$$?; \
+	  cat .parts.log; $(BIN)/python tests/skipped.py .skipped.parts .skipped.whole; rm .parts.log; exit $$code
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 
+RUN := $(BIN)/python -m coverage run -m pytest -m "not slow"
+
 .parts:
-	@OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not slow" $(WHOLE:%=--ignore=%) >.parts.log 2>&1
+	@OMP_NUM_THREADS=1 SKIPPED_FILE=.skipped.parts $(RUN) $(WHOLE:%=--ignore=%) >.parts.log 2>&1
 
 .whole:
-	@$(BIN)/python -m coverage run -m pytest -m "not slow" $(WHOLE)
+	@SKIPPED_FILE=.skipped.whole $(RUN) $(WHOLE)
 
 test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
 	$(BIN)/python -m pytest -m slow
+
+test-processors: setup  ## the parity and capture tests as on other processors; ALL=1 for all of tests/methods
+	PYTHON=$(BIN)/python tests/other_processors.sh $(if $(ALL),all)
 
 $(RAY_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY_VENV)
