@@ -96,6 +96,19 @@ def pixels_of(data: bytes, limits: Limits) -> int:
     return height * width
 
 
+def claimed(data: bytes) -> int:
+    """Return how many pixels a file says that it has, whatever else is wrong with it; 0 if it does not say so.
+
+    Unlike `pixels_of` it takes no time, however many parts a file has.
+    """
+    try:
+        kind = _kind(data)
+        height, width = struct.unpack_from(">II", data, 16) if kind == "PNG" else _SIZES[kind](data)
+    except (InvalidArgument, struct.error, IndexError, ValueError):
+        return 0
+    return max(0, height * width)
+
+
 def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:
     kind = _kind(data)
     size = _size(kind, data)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 HELD = 3_000_000  # bytes of a decoded photo that are held while its request waits; larger ones are decoded again
 SHELF = 128 * 2**20  # bytes of decoded photos held together; where there is no room for one it is decoded again
-DRAWN_TOGETHER = 200_000_000  # pixels of the pictures of all requests that are being drawn; others wait
+DRAWN_TOGETHER = 50_000_000  # pixels of all photos that are being decoded, and pictures being drawn; others wait
 DRAWN_AT_ONCE = 1_000_000  # pixels of pictures drawn before others have a turn: some 5 ms
 NAMED = 9  # methods of a request that are looked at before its size is
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
@@ -82,7 +82,7 @@ class Pipeline:
         threads: that decode and draw, a step of each caller in turn.
         limits: on what one request may ask for.
         shelf: where decoded photos are held while their requests wait.
-        easel: lets so many pictures be drawn at a time.
+        easel: lets so many photos be decoded and pictures be drawn at a time.
     """
 
     lifecycle: Lifecycle
@@ -191,7 +191,8 @@ class Pipeline:
             await self.batcher.submit(pass_, rows, collect, deadline, spent)
 
         began = clock()
-        view = await self._in_steps(_seen(order, self.limits))
+        async with self.decoding(order.image):
+            view = await self._in_steps(_seen(order, self.limits))
         decoded = clock()
         if record:
             record.stage("decode", began, decoded)
@@ -213,12 +214,19 @@ class Pipeline:
             wants = order.rendering
             if not (wants.pictures or wants.intensity):
                 return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
-            pixels = math.ceil(order.job.explanations * _pixels_of(wants, view.size))
+            again = 0 if view.photo is not None or not wants.pictures else math.prod(view.size)
+            pixels = again + math.ceil(order.job.explanations * _pixels_of(wants, view.size))
             async with self.easel.admit(min(pixels, DRAWN_TOGETHER), wait=True):
                 response = await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
             if record:
                 record.stage("render", computed, clock())
             return response
+
+    @asynccontextmanager
+    async def decoding(self, data: bytes) -> AsyncIterator[None]:
+        """Hold room for the pixels of a photo inside the block."""
+        async with self.easel.admit(min(images.claimed(data), DRAWN_TOGETHER), wait=True):
+            yield
 
     def _heard(self, request: explain_pb2.ExplainRequest) -> None:
         """Note what is asked, as far as it names what there is: the rest is the caller's words."""

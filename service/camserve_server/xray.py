@@ -99,7 +99,8 @@ async def _looked(pipeline: Pipeline, order: wire.Inspection | wire.Extraction, 
     found: list[RowResult] = []
     async with pipeline.admitted(order.model, 1, size=len(order.image) + _kept_of(order)):
         began = time.perf_counter()
-        view = await in_thread(pipeline.threads, _see, order.image, order.model.preprocess, pipeline.limits)
+        async with pipeline.decoding(order.image):
+            view = await in_thread(pipeline.threads, _see, order.image, order.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
         rows = [Row(view.image, order.target, features=pass_.kind == "features")]
         spent = await pipeline.batcher.submit(pass_, rows, lambda _index, result: found.append(result), deadline)

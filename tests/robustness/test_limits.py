@@ -68,7 +68,7 @@ def of_a_request():
         ("scans of a JPEG", f"{images._MAX_SCANS}", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
-        ("pixels drawn at a time, of all", f"{pipeline.DRAWN_TOGETHER:,}", "", "the others wait"),
+        ("pixels decoded or drawn at a time, of all", f"{pipeline.DRAWN_TOGETHER:,}", "", "the others wait"),
         ("decoded photos held, of all", mib(pipeline.SHELF), "", "the others are decoded again"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),

@@ -1,12 +1,15 @@
 """What a full server holds in memory is bounded: messages, maps, decoded photos and pictures."""
 
 import contextlib
+import io
 import math
 
 import grpc
 import pytest
+from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
+from camserve_server import images
 from camserve_server.batcher import PLACE
 from support import PHOTOS, serving, wait_until
 
@@ -95,7 +98,7 @@ def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_pictu
     assert {one.code() for one in calls} == {grpc.StatusCode.OK}
 
 
-def test_pictures_of_all_requests_together_are_drawn_within_a_limit(served, stub, monkeypatch):
+def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):
     easel, most = served.pipeline.easel, []
     monkeypatch.setattr(easel, "_places", 500_000)
     take = easel._take
@@ -103,7 +106,7 @@ def test_pictures_of_all_requests_together_are_drawn_within_a_limit(served, stub
     calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(12)]
 
     assert {call.code() for call in calls} == {grpc.StatusCode.OK}
-    assert len(most) == 12
+    assert len(most) == 2 * 12
     assert 0 < max(most) <= 500_000
     assert easel.taken == 0
 
@@ -113,3 +116,25 @@ def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than
     monkeypatch.setattr(served.pipeline.easel, "_places", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
+
+
+def test_a_photo_of_the_largest_size_is_decoded_alone(served, stub, monkeypatch):
+    easel, most = served.pipeline.easel, []
+    monkeypatch.setattr("camserve_server.pipeline.DRAWN_TOGETHER", 300_000)  # the photo has 273,280 pixels
+    monkeypatch.setattr(easel, "_places", 300_000)
+    take = easel._take
+    monkeypatch.setattr(easel, "_take", lambda caller, places: (take(caller, places), most.append(places)))
+    looking = [stub.InspectLayers.future(explain_pb2.InspectLayersRequest(image=PHOTO), timeout=60) for _ in range(4)]
+    calls = [explaining(stub)() for _ in range(4)]
+
+    assert {call.code() for call in calls + looking} == {grpc.StatusCode.OK}
+    assert most == [640 * 427] * 8
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
+def test_the_pixels_that_a_file_claims_are_known_before_it_is_decoded(kind):
+    file = io.BytesIO()
+    Image.new("RGB", (300, 200)).save(file, kind)
+
+    assert images.claimed(file.getvalue()) == 60_000
+    assert images.claimed(file.getvalue()[:12]) == images.claimed(b"") == images.claimed(b"GIF89a") == 0
