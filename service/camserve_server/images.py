@@ -103,10 +103,10 @@ def claimed(data: bytes) -> int:
     """
     try:
         kind = _kind(data)
-        height, width = struct.unpack_from(">II", data, 16) if kind == "PNG" else _SIZES[kind](data)
+        size: Size = struct.unpack_from(">II", data, 16) if kind == "PNG" else _SIZES[kind](data)
     except (InvalidArgument, struct.error, IndexError, ValueError):
         return 0
-    return max(0, height * width)
+    return max(0, size[0] * size[1])
 
 
 def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:
