@@ -389,7 +389,7 @@ def test_a_lethal_request_kills_two_workers_at_most_and_is_not_sent_again(folder
             outcomes = [call.exception(240) for call in calls]
             lethal = outcomes.pop(4)
             assert isinstance(lethal, camserve.Internal)
-            until(lambda: healthy(client))
+            wait_until(lambda: healthy(client))
             assert worker_of(process) != before
             client.explain(IMAGE, overlay=None)
     log = (folder / "log").read_text()
