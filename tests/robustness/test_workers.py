@@ -52,7 +52,7 @@ class Tiny(nn.Module):
 
     def forward(self, x):
         act()
-        if float(x.mean((1, 2, 3)).max()) > 2:
+        if float(x.detach().mean((1, 2, 3)).max()) > 2:
             os.kill(os.getpid(), 9)
         return self.head(self.features(x).relu().mean((2, 3)))
 

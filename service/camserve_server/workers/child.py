@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from camserve_server import logs, process
 from camserve_server.errors import ConfigError, Internal, ServiceError
-from camserve_server.workers.messages import BEAT, Ask, Beat, Reply, Setup, packed
+from camserve_server.workers.messages import BEAT, Ask, Beat, Reply, Setup
+from camserve_server.workers.replies import packed
 
 if TYPE_CHECKING:
     from camserve_server.workers.local import Local
@@ -71,30 +72,32 @@ class _Child:
 
     def _answer(self, engine: "Local", ask: Ask) -> bool:
         """Do what is asked, and say what came of it; return whether it went well."""
+        message = b""
+        failure: Exception | None = None
         try:
-            reply = Reply(ask.number, getattr(engine, ask.what)(*ask.arguments))
+            message = packed(Reply(ask.number, getattr(engine, ask.what)(*ask.arguments)))
         except (ServiceError, ConfigError) as error:
-            reply = Reply(ask.number, error=error)
+            failure = error
         except Exception:  # noqa: BLE001 -- of classes that the server may not have
-            reply = Reply(ask.number, error=RuntimeError("in the engine's process:\n" + traceback.format_exc()))
+            failure = RuntimeError("in the engine's process:\n" + traceback.format_exc())
         except BaseException:  # noqa: BLE001 -- a model may call sys.exit
-            reply = Reply(ask.number, error=Internal("the model tried to end the server"))
-        self._send(reply)
+            failure = Internal("the model tried to end the server")
+        self._send(packed(Reply(ask.number, error=failure)) if failure else message)
         self._worked = time.monotonic()
-        return reply.error is None
+        return failure is None
 
     def _beat(self) -> None:
         while True:
-            self._send(Beat(self._ready, self._measured.memory() if self._measured else None))
+            self._send(packed(Beat(self._ready, self._measured.memory() if self._measured else None)))
             if self._worked and time.monotonic() - self._worked > process.IDLE:
                 self._worked = 0.0
                 process.give_back()
             time.sleep(BEAT)
 
-    def _send(self, message: Reply | Beat) -> None:
+    def _send(self, message: bytes) -> None:
         try:
             with self._sending:
-                self._connection.send_bytes(packed(message))
+                self._connection.send_bytes(message)
         except OSError:
             os._exit(0)
 

@@ -63,6 +63,9 @@ class Beat:
     memory: Memory | None = None
 
 
-def packed(message: object) -> bytes:
-    """Return a message as bytes; arrays are copied once, and what several rows share stays shared."""
+def packed(message: Setup | Ask) -> bytes:
+    """Return what a server sends as bytes; arrays are copied once, and what several rows share stays shared.
+
+    A pickle, which an engine reads: it does what its server says anyway. What it answers is none, see `replies`.
+    """
     return pickle.dumps(message, protocol=5)

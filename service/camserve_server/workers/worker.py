@@ -20,18 +20,20 @@ from multiprocessing.connection import Connection
 from typing import cast
 
 from camserve_server import logs
-from camserve_server.errors import ConfigError, WorkerLost
+from camserve_server.errors import ConfigError, Internal, WorkerLost
 from camserve_server.models.spec import ModelSpec
 from camserve_server.telemetry import Memory
 from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import nursery
 from camserve_server.workers.messages import SILENCE, Ask, Beat, Reply, Setup, What, packed
+from camserve_server.workers.replies import BadMessageError, unpacked
 
 log = logging.getLogger(__name__)
 
 STARTING = 300.0  # seconds until a process must say that it is ready: a cold disk may be slow to give torch
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries to start one, if it never came so far as to be ready
 DEADLY = 3  # processes that may end while they load a model again, one after the other, before it is given up
+MOST_BYTES = 2**32  # of one message; a longer one is no message
 LOADING = 1800.0  # seconds that a model may take: weights may come over a slow network
 
 Told = Callable[[], object]
@@ -77,11 +79,11 @@ class _Life:
         """Take what the process says until it ends, or is ended for its silence."""
         try:
             while True:
-                self._take(self._connection.recv())
+                self._take(unpacked(self._connection.recv_bytes(MOST_BYTES)))
                 self._check()
         except BlockingIOError:  # how a socket says that its patience is over
             self._bury(f"gave no sign of life for {SILENCE:g} s")
-        except TimeoutError as error:
+        except (TimeoutError, BadMessageError) as error:
             self._bury(str(error))
         except (EOFError, OSError):
             self._bury()
@@ -112,7 +114,9 @@ class _Life:
                 self.ready.set_result(None)
             return
         with self._lock:
-            waiting = self._asked.pop(message.number)
+            waiting = self._asked.pop(message.number, None)
+        if waiting is None:
+            raise BadMessageError("answered what it was not asked")
         if message.error is None:
             waiting.answer.set_result(message.value)
         else:
@@ -148,6 +152,13 @@ class _Life:
         """Say how long a silence, or a full socket, is borne."""
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+
+
+def _results(value: object, count: int) -> list[RowResult]:
+    """Check that a process answered with a result for each row."""
+    if not isinstance(value, tuple) or len(value) != count or not all(isinstance(one, RowResult) for one in value):
+        raise Internal("the engine's process did not answer with a result for each row")
+    return list(value)
 
 
 def _lost() -> WorkerLost:
@@ -232,7 +243,7 @@ class Worker:
         """Run one batch; see `Port.run`."""
         seconds = self._batch_seconds * (1 if half is None else 2)  # with half of the cores
         answer = self._living().ask("run", pass_, rows, half, seconds=seconds)
-        return cast("list[RowResult]", answer.result())
+        return _results(answer.result(), len(rows))
 
     def memory(self) -> Memory | None:
         """Return what its last sign of life said of its memory; see `Port.memory`."""

@@ -1,0 +1,162 @@
+"""What a worker process sends: it arrives as it was, and nothing that it could send runs code in the server."""
+
+import json
+import os
+import pickle
+import struct
+import threading
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from camserve_server import errors, types
+from camserve_server.errors import Internal, WorkerLost
+from camserve_server.models.pickles import Damaged
+from camserve_server.telemetry import Memory
+from camserve_server.workers import Setup, replies, worker
+from camserve_server.workers.messages import Beat, Reply
+
+PREPROCESS = types.Preprocess((4, 4), 4, "bilinear", (0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
+LAYERS = {"a.b": types.LayerInfo("a.b", "Conv2d", (1, 2, 3, 3), 7, 1, types.Layout("nchw", 3, 3))}
+INFO = types.ModelInfo("n", "s", "file", "d", ("ä", "\ud800"), 2, 9, PREPROCESS, LAYERS, "a.b", "float32", "cpu")
+STATISTICS = types.Statistics(1.5, np.nan, -np.inf, 2.0, 0.0, 3.0, 0)
+SHARED = np.arange(6, dtype=np.float32).reshape(2, 3)
+RESULTS = (
+    types.RowResult(SHARED, types.ClassTarget(3), 0.1, ((SHARED, SHARED.T),), (True,)),
+    types.RowResult(SHARED, types.SegmentTarget(1, types.Box(0, 1, 2, 3), SHARED > 2), np.float32(0.5)),
+    types.RowResult(
+        np.empty((0, 6), np.float32),
+        types.SimilarityTarget(reference=SHARED[0]),
+        -0.0,
+        readings=(None, types.Reading((1, 2), STATISTICS, STATISTICS)),
+    ),
+)
+
+
+def shown(value):
+    """Return a value such that two are equal if they say the same: arrays by kind, shape and bytes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if type(value) in replies.CLASSES:
+        return type(value).__name__, [shown(getattr(value, name)) for name in value.__slots__]
+    if isinstance(value, tuple):
+        return [shown(one) for one in value]
+    return {key: shown(one) for key, one in value.items()} if isinstance(value, dict) else repr(value)
+
+
+@pytest.mark.parametrize("message", [Reply(1, RESULTS), Reply(2, INFO), Reply(3), Beat(), Beat(True, Memory(1, 2))])
+def test_a_message_arrives_as_it_was_sent(message):
+    expected = shown(message).__repr__().replace("np.float32(0.5)", "0.5")
+
+    assert repr(shown(replies.unpacked(replies.packed(message)))) == expected
+
+
+def test_a_shared_array_is_sent_once_and_arrives_writable():
+    data = replies.packed(Reply(1, RESULTS[:2]))
+    first, second = replies.unpacked(data).value
+
+    assert data.count(SHARED.tobytes()) == 1
+    assert first.logits is second.logits
+    assert first.logits.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.OutOfMemory("no room", retry_after=1.5), errors.OutOfMemory),
+        (errors.InvalidArgument("wrong", field="image"), errors.InvalidArgument),
+        (Damaged("cut short"), errors.ConfigError),
+        (ZeroDivisionError("of a model"), RuntimeError),
+    ],
+)
+def test_an_error_arrives_as_one_of_ours(error, kind):
+    found = replies.unpacked(replies.packed(Reply(1, error=error))).error
+
+    assert type(found) is kind
+    assert str(found) == str(error)
+    for name in ("field", "retry_after", "shed"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+
+
+class Runs:
+    """A pickle of it ends the process that reads it."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+def said(body, table=(), numbers=b""):
+    body, table = json.dumps(body).encode(), json.dumps(table).encode()
+    return struct.pack("<II", len(body), len(table)) + body + table + numbers
+
+
+def row(logits=None, score=1.0, maps=None):
+    return {"RowResult": [logits or {"array": 0}, {"ClassTarget": [1]}, score, maps or [], [], [], []]}
+
+
+HOSTILE = {
+    "a pickle": pickle.dumps(Runs()),
+    "a pickle of a reply": pickle.dumps(Reply(1)),
+    "nothing": b"",
+    "noise": bytes(range(256)),
+    "lengths beyond it": struct.pack("<II", 2**32 - 1, 2**32 - 1) + b"{}",
+    "lists nested deeply": struct.pack("<II", 200_000, 2) + b"[" * 200_000 + b"[]",
+    "a number of a million digits": struct.pack("<II", 1_000_000, 2) + b"9" * 1_000_000 + b"[]",
+    "a class of another's": said({"Popen": [["true"]]}),
+    "no message": said({"Box": [0, 0, 1, 1]}),
+    "too few fields": said({"Reply": []}),
+    "an answer to nothing": said({"Reply": [77, None, None]}),
+    "a number that is none": said({"Reply": [[1], None, None]}),
+    "an error that is none": said({"Reply": [1, None, "boo"]}),
+    "an error of no class of ours": said({"Reply": [1, None, {"error": ["SystemExit", "x"]}]}),
+    "memory that is none": said({"Beat": [True, "much"]}),
+    "an array of objects": said({"Reply": [1, [row()], None]}, [["|O", [1]]], b"\0" * 8),
+    "an array that is not there": said({"Reply": [1, [row()], None]}),
+    "an array beyond its bytes": said({"Reply": [1, [row()], None]}, [["<f4", [10**12]]], b"\0" * 8),
+    "an array of less than nothing": said({"Reply": [1, [row()], None]}, [["<f4", [-1]]], b"\0" * 8),
+    "a score that is a text": said({"Reply": [1, [row(score="high")], None]}, [["<f4", [2]]], b"\0" * 8),
+    "logits that are a list": said({"Reply": [1, [row(logits=[1.0])], None]}),
+}
+
+
+class Fake:
+    """A process that says what a test wants."""
+
+    pid = 0
+
+    def __init__(self, number):
+        self.connection = Connection(os.dup(number))
+
+    def end(self):
+        self.connection.close()
+        return -9
+
+
+@pytest.fixture
+def process(monkeypatch):
+    monkeypatch.setattr(worker.nursery, "begin", Fake)
+    life = worker._Life(Setup("cpu", 1), lambda *_: None)
+    reading = threading.Thread(target=life.read)
+    reading.start()
+    life.process.connection.send_bytes(replies.packed(Beat()))
+    life.ready.result(60)
+    yield life
+    life.end()
+    reading.join()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_process_that_sends_what_is_no_message_is_ended(process, kind):
+    answer = process.ask("drop", "x", seconds=60)
+    process.process.connection.send_bytes(HOSTILE[kind])
+
+    with pytest.raises(WorkerLost):
+        answer.result(60)
+
+
+@pytest.mark.parametrize("value", [None, "rows", (), RESULTS[:1], (*RESULTS[:1], INFO), RESULTS])
+def test_an_answer_that_is_no_result_for_each_row_fails_the_batch(value):
+    with pytest.raises(Internal, match="a result for each row"):
+        worker._results(value, 2)
+    assert worker._results(RESULTS[:2], 2) == list(RESULTS[:2])
