@@ -14,7 +14,7 @@ import grpc
 from camserve.v1 import explain_pb2
 from camserve_server import config, logs, server
 from camserve_server.cluster.calls import Answer, Caller
-from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer
+from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer, Received
 
 ENGINE = "x-camserve-engine"
 """The metadata of a reply that say which engine it came from: whose log to read."""
@@ -115,8 +115,8 @@ class Engine:
         """Answer one request of a stream; say before how far it has come, where that was asked for."""
         context = _Context(caller)
 
-        async def only() -> AsyncIterator[explain_pb2.ExplainStreamRequest]:
-            yield item
+        async def only() -> AsyncIterator[Received[explain_pb2.ExplainStreamRequest]]:
+            yield Received(item)
 
         answering = asyncio.ensure_future(self._explain.ExplainStream(only(), context))  # type: ignore[arg-type]
         answering.add_done_callback(lambda _: context.replies.put_nowait(None))
