@@ -20,7 +20,14 @@ from camserve_server import commands
 from support import wait_until
 
 PROGRAM = Path(sys.executable).with_name("camserve-server")
-FLAGS = ["--isolation", "thread", "--address", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
+FLAGS = ("--isolation", "thread", "--address", "127.0.0.1:0", "--device", "cpu", "--threads", "1")
+
+
+def flags(*given):
+    """FLAGS, but for those that are given, and then these."""
+    pairs = zip(FLAGS[::2], FLAGS[1::2], strict=True)
+    return [word for pair in pairs if pair[0] not in given for word in pair] + list(given)
+
 
 NETS = '''
 import time
@@ -91,7 +98,7 @@ class Served:
 
     def __init__(self, folder, *arguments, model="tiny"):
         self.log = folder / "log.txt"
-        command = [PROGRAM, "serve", *FLAGS, "--model", f"command_nets:{model}?size=32", *arguments]
+        command = [PROGRAM, "serve", *flags("--model", f"command_nets:{model}?size=32", *arguments)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
 
@@ -192,7 +199,7 @@ def test_what_the_operator_got_wrong_is_all_that_is_printed(folder):
     """Not even a line of gRPC's own, which writes to the terminal past Python."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        arguments = [PROGRAM, "serve", *FLAGS, "--model", "command_nets:tiny?size=32", "--address", address]
+        arguments = [PROGRAM, "serve", *flags("--model", "command_nets:tiny?size=32", "--address", address)]
         found = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
 
     assert found.returncode == 2
@@ -221,7 +228,7 @@ WRONG = {
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
 def test_a_wrong_setting_ends_with_2_and_one_line_that_says_what_is_wrong(arguments, words):
-    found = CliRunner().invoke(commands.program, ["serve", *FLAGS, "--log-level", "error", *arguments])
+    found = CliRunner().invoke(commands.program, ["serve", *flags("--log-level", "error", *arguments)])
 
     assert found.exit_code == 2, found.exception
     assert found.stderr.startswith("error: ")
@@ -283,8 +290,8 @@ def test_the_help_comes_without_loading_what_takes_seconds():
 
 
 def test_a_server_for_everybody_without_tls_and_tokens_is_not_started(folder):
-    flags = ["--model", "command_nets:forever", "--address", "0.0.0.0:0"]
-    found = CliRunner().invoke(commands.program, ["serve", *FLAGS, "--log-level", "error", *flags])
+    given = flags("--model", "command_nets:forever", "--address", "0.0.0.0:0", "--log-level", "error")
+    found = CliRunner().invoke(commands.program, ["serve", *given])
 
     assert found.exit_code == 2
     assert found.stderr.startswith("error: 0.0.0.0:0 can be reached from other machines: set tls_cert")
