@@ -353,8 +353,12 @@ def _in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:
 
 
 def _maps_of(job: jobs.Job) -> int:
-    """Return at most how many bytes a job's maps take, but for the first, which is small beside a message."""
-    return 4 * math.prod(job.model.preprocess.size) * (job.explanations - 1)
+    """Return at most how many bytes a job's maps take, but for the first, which is small beside a message.
+
+    Where a method starts from feature maps, those of the job's layers are counted, too.
+    """
+    features = sum(math.prod(job.model.layers[name].shape) for name in job.layers) if job.features else 0
+    return 4 * (math.prod(job.model.preprocess.size) * (job.explanations - 1) + features)
 
 
 def _check_drawing(order: wire.Order, size: tuple[int, int], limits: Limits) -> None:

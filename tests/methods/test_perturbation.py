@@ -13,7 +13,7 @@ from skimage.filters import sobel_h, sobel_v
 from torch import nn
 from torch.nn import functional
 
-from camserve_server.errors import FailedPrecondition
+from camserve_server.errors import FailedPrecondition, InvalidArgument
 from camserve_server.methods import METHODS, Perturbation, Scene
 from camserve_server.methods.perturbation import AT_ONCE
 from camserve_server.types import ClassTarget, ContrastTarget
@@ -342,6 +342,16 @@ def test_a_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, opt
         )[0, 0]
 
     assert error(net, call(name, samples=90, cells=4, seed=6), theirs) <= 1
+
+
+@pytest.mark.parametrize("name", ["kernel_shap", "lime"])
+def test_a_surrogate_refuses_more_samples_than_fit_in_memory(name):
+    count = METHODS[name].count
+
+    assert count(samples=244, cells=64) == 244
+    assert count(samples=16_000, cells=7) == 16_000
+    with pytest.raises(InvalidArgument, match=r"at most 1,000,000: with 64 cells, 244 samples"):
+        count(samples=245, cells=64)
 
 
 def test_the_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_input(net):

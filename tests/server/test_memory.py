@@ -83,6 +83,15 @@ def test_feature_maps_count_too(served, stub):
         assert places == math.ceil((len(PHOTO) + 4 * math.prod(layer.shape)) / PLACE) > 1
 
 
+def test_feature_maps_that_a_method_starts_from_count(served, stub):
+    shapes = [served.pipeline.models["net"].layers[name].shape for name in ("features.0", "features.1")]
+    few = {"samples": explain_pb2.Parameter(number=2)}
+    methods = [explain_pb2.Method(name="smoothgradcam_plus_plus", parameters=few)]
+    with held(served, explaining(stub, methods=methods, layers=["features.0", "features.1"])) as (_, places):
+        features = sum(map(math.prod, shapes))
+        assert places == math.ceil((len(PHOTO) + 4 * (128 * 128 + features)) / PLACE) > 8
+
+
 def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_picture(served, stub):
     shelf, call = served.pipeline.shelf, explaining(stub, rendering=DRAWN)
     room, first = shelf.free, call().result()

@@ -11,12 +11,15 @@ from threading import Lock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from camserve_server.errors import FailedPrecondition
+from camserve_server.errors import FailedPrecondition, InvalidArgument
 from camserve_server.methods.kinds import Array, Scene
 from camserve_server.types import Edit
 
 AT_ONCE = 64
+
+MOST_CELLS = 1_000_000  # of all sets together: to fit so many takes 48 MB, measured with scikit-learn 1.9
 
 NEEDS = 'the package Captum: pip install "camserve[captum]"'
 
@@ -43,8 +46,16 @@ def lime(scene: Scene, **parameters: float) -> Exploring:
     return (yield from _fitted("Lime", scene, **parameters))
 
 
-def samples(*, samples: float, **_parameters: float | str) -> int:
-    """Return the parameter `samples`."""
+def samples(*, samples: float, cells: float, **_parameters: float | str) -> int:
+    """Return the parameter `samples`.
+
+    Raises:
+        InvalidArgument: so many samples of a grid of so many cells take too much memory.
+    """
+    if samples * cells**2 > MOST_CELLS:
+        most = int(MOST_CELLS // cells**2)
+        words = f"samples times cells squared is at most {MOST_CELLS:,}: with {cells:g} cells, {most:,} samples"
+        raise InvalidArgument(words, field="methods")
     return int(samples)
 
 
@@ -65,7 +76,7 @@ def _require() -> None:
         raise FailedPrecondition(f"this method needs {NEEDS}, on the server")
 
 
-def _asked(name: str, features: int, seed: int, scores: Array) -> tuple[Array, Array]:
+def _asked(name: str, features: int, seed: int, scores: Array) -> tuple[NDArray[np.bool_], Array]:
     """Let Captum draw sets of features and explain their scores.
 
     Returns:
@@ -84,10 +95,10 @@ def _asked(name: str, features: int, seed: int, scores: Array) -> tuple[Array, A
         values = getattr(attr, name)(score).attribute(
             torch.ones(1, features), n_samples=len(scores), perturbations_per_eval=len(scores)
         )
-    return drawn[-1].numpy(), values[0].detach().numpy()
+    return drawn[-1].numpy().astype(np.bool_), values[0].detach().numpy()
 
 
-def _onto(values: Array, cells: int, size: Sequence[int]) -> Array:
+def _onto(values: Array | NDArray[np.bool_], cells: int, size: Sequence[int]) -> Array:
     """Give every pixel [H,W] the value of its cell, values [cells²]."""
     rows, columns = (np.arange(side) * cells // side for side in size)
     return np.asarray(values, np.float32).reshape(cells, cells)[rows[:, None], columns]
