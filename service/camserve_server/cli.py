@@ -7,13 +7,20 @@ import sys
 from camserve_server.process import keep_memory
 
 
+def _stop(*_: object) -> None:
+    """End a server that has not begun, or another command as an exception would."""
+    if sys.argv[1:2] == ["serve"]:
+        os._exit(0)  # an exception is lost where Python only prints it: in a callback after a fork, in a finalizer
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> None:
     """Run the command line."""
     keep_memory()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC itself says of a port that is taken is said better here
     # The first process of a container has no default handler: without this one, a stop in the seconds until the server
     # has its own would be ignored.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if sys.argv[1:2] == ["serve"] else 128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _stop)
     try:
         from camserve_server.commands import program  # noqa: PLC0415 -- what it imports may not be installed
 

@@ -40,6 +40,7 @@ MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 PHOTO = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
 WHITE = np.full((32, 32, 3), 255, np.uint8)
 GRACE, CLIENTS = 5, 24
+HANG = 100  # seconds after which a server that does not stop is killed, before pytest gives up
 HANGS = """
 import time
 from pathlib import Path
@@ -75,16 +76,21 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.address, self.log, self._nursery, self._grace = f"127.0.0.1:{self.port}", log, nursery, grace
+        self.address, self.log, self._nursery = f"127.0.0.1:{self.port}", log, nursery
         flags = f"--model {model} --address {self.address} --drain-seconds {grace} --threads 1 --log-format json"
         nursery.stdin.write(f"{log} serve {flags}\n")
         nursery.stdin.flush()
         self._pid = int(nursery.stdout.readline())
 
+    def listens(self):
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
+
     def stop(self):
         """Tell it to stop; return its exit code, once it is gone."""
         os.kill(self._pid, signal.SIGTERM)
-        timer = threading.Timer(self._grace + 60, os.kill, (self._pid, signal.SIGKILL))
+        timer = threading.Timer(HANG, os.kill, (self._pid, signal.SIGKILL))
         timer.start()
         code = int(self._nursery.stdout.readline())
         timer.cancel()
@@ -138,13 +144,13 @@ class Crowd:
 
 def warm(address):
     with camserve.Client(address, retries=0) as client:
-        give_up = time.monotonic() + 240
-        while time.monotonic() < give_up:
-            with contextlib.suppress(camserve.Unavailable):
-                if client.health() is camserve.Health.SERVING:
-                    return
-            time.sleep(0.05)
-    pytest.fail("the server did not start")
+        wait_until(lambda: serves(client))
+
+
+def serves(client):
+    with contextlib.suppress(camserve.Unavailable):
+        return client.health() is camserve.Health.SERVING
+    return False
 
 
 @contextlib.contextmanager
@@ -187,9 +193,13 @@ def test_what_was_accepted_when_sigterm_came_is_answered(number, nursery, tmp_pa
 
 @pytest.mark.parametrize("held", [False, True])
 def test_sigterm_while_the_models_load_is_taken_at_once_whoever_is_waiting(held, nursery, tmp_path):
-    server = Server(nursery, tmp_path / "log")
+    """They go on loading for an hour, and a stop could wait as long for those who hold on to what they do not use."""
+    (tmp_path / "loading_nets.py").write_text("import time\n\ndef net():\n    time.sleep(3600)\n")
+    server = Server(nursery, tmp_path / "log", "loading_nets:net?size=32", grace=3600)
     crowd = Crowd(server.address, until_refused=False)
     crowd.until("Unavailable", 3 * CLIENTS)
+    if held:
+        wait_until(server.listens)
     with stuck(server) if held else contextlib.nullcontext():
         code = server.stop()
         crowd.leave()

@@ -546,7 +546,7 @@ def process(place, *models, isolation="process"):
         client_of(address) as client,
     ):
         try:
-            wait_until(lambda: healthy(client), 60)
+            wait_until(lambda: healthy(client))
             yield one, client
         finally:
             one.terminate()

@@ -195,6 +195,31 @@ def test_a_signal_while_torch_is_still_imported_ends_it_soon_with_0(folder, monk
     assert (code, log) == (0, "")
 
 
+FORKS = """
+import os, time
+
+def after():
+    open("importing", "w").close()
+    time.sleep(3600)
+
+os.register_at_fork(after_in_parent=after)
+os.fork() or os._exit(0)
+time.sleep(3600)
+"""
+
+
+def test_a_signal_where_python_forgets_exceptions_is_not_lost(folder, monkeypatch):
+    """What is raised in a callback after a fork is printed, and the program goes on."""
+    (folder / "torch.py").write_text(FORKS)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    with served(folder) as server:
+        wait_until(lambda: (folder / "importing").exists() or server.ended())
+        server.tell()
+        code, log = server.end()
+
+    assert (code, log) == (0, "")
+
+
 def test_what_the_operator_got_wrong_is_all_that_is_printed(folder):
     """Not even a line of gRPC's own, which writes to the terminal past Python."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
