@@ -18,6 +18,7 @@ JAVA = missing(
     "libprotobuf-java libguava-java libnetty-java libperfmark-java libgeronimo-annotation-1.3-spec-java",
 )
 KUBECTL = missing("kubectl", "apt-get install kubernetes-client")
+MEMORY_GROUP = "a memory control group is missing: run this as root on Linux"
 NODE = missing("Node.js", "apt-get install nodejs npm && make node")
 NODE_PACKAGES = missing("the package list of the Node client", "make node")
 PROMETHEUS = missing("Prometheus", "apt-get install prometheus")
