@@ -11,9 +11,11 @@ from camserve_server import wire
 from camserve_server.errors import ServiceError
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
+from camserve_server.parsing import FIELDS
 from camserve_server.servicer import LONGEST_ID, STATUS
 from camserve_server.types import Limits
 from camserve_server.wire.checks import LARGEST_SIDE
+from camserve_server.wire.footprint import footprint, shape_of
 from camserve_server.wire.sizes import LISTS
 from robustness import fields, hygiene
 from robustness.cost import counting
@@ -268,13 +270,22 @@ def too_long(place, count):
     return (place, count, fields.fill(fields.sound(place), place, count), ("INVALID_ARGUMENT", path))
 
 
+def parsed_or_not(case):
+    """A message with more fields than one may have is refused before it is parsed, so that no field is named."""
+    place, label, request, refusal = case
+    counted = footprint(request.SerializeToString(), shape_of(request.DESCRIPTOR), FIELDS)
+    return place, label, request, refusal if counted is not None else ("INVALID_ARGUMENT", "")
+
+
 @pytest.mark.parametrize("count", [None, MANY])
 def test_every_list_that_is_too_long_is_refused_by_the_server_before_it_costs_anything(line, cost, count):
     """By one, and by far."""
     cases = [
-        too_long(place, count or getattr(LIMITS, LISTS[f"camserve.v1.{place.name}"]) + 1) for place in fields.LISTS
+        parsed_or_not(too_long(place, count or getattr(LIMITS, LISTS[f"camserve.v1.{place.name}"]) + 1))
+        for place in fields.LISTS
     ]
     assert len(cases) >= 15
+    assert sum(refusal[1] == "" for *_, refusal in cases) == (0 if count is None else 4)
 
     assert outcomes(cases, lambda *what: over_the_wire(line, *what)) == {}
     assert cost() == {}
