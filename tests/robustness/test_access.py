@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import camserve
 from camserve import cli
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import access, commands, config, logs, oip, pipeline, server, tokens
+from camserve_server import access, commands, config, images, logs, oip, server, tokens
 from camserve_server.errors import ConfigError
 from camserve_server.oip.v2 import inference_pb2
 from robustness import hygiene
@@ -648,14 +648,14 @@ def test_what_a_stream_accepted_before_its_token_was_revoked_is_answered(start, 
     secret = roll.add("revoked", "explain")
     roll.write()
     go_on, begun = threading.Event(), threading.Event()
-    see = pipeline._see
+    decode = images.decode
 
     def held(*args):
         begun.set()
         assert go_on.wait(60)
-        return see(*args)
+        return decode(*args)
 
-    monkeypatch.setattr(pipeline, "_see", held)
+    monkeypatch.setattr(images, "decode", held)
     request = {"image": PHOTOS["chelsea"].read_bytes()}
     with start(tokens_file=str(roll.path)) as served, grpc.insecure_channel(served.address) as channel:
         asked = queue.SimpleQueue()
