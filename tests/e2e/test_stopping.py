@@ -50,7 +50,7 @@ from torch import nn
 
 class Net(nn.Sequential):
     def forward(self, x):
-        if float(x.mean((1, 2, 3)).max()) > 2:
+        if float(x.detach().mean((1, 2, 3)).max()) > 2:
             (Path(__file__).parent / "hangs").touch()
             time.sleep(3600)
         return super().forward(x)
