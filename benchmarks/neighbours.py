@@ -85,7 +85,7 @@ async def greedy(address: str, token: str) -> None:
     """Ask without end, many requests at a time."""
     metadata, request = (("authorization", f"Bearer {token}"),), explain_pb2.ExplainRequest(image=photo())
 
-    async def ask(stub: explain_pb2_grpc.ExplainServiceAsyncStub) -> None:
+    async def ask(stub: "explain_pb2_grpc.ExplainServiceAsyncStub") -> None:
         while True:
             try:
                 await stub.Explain(request, metadata=metadata)
