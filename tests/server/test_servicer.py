@@ -26,7 +26,7 @@ from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server import config, floods, images, logs, pipeline, render, server, servicer
-from camserve_server.errors import ConfigError, ServiceError
+from camserve_server.errors import ConfigError, ServiceError, WorkerLost
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
 from camserve_server.threads import in_thread
@@ -185,7 +185,8 @@ def subclasses(kind):
     return {kind}.union(*map(subclasses, kind.__subclasses__()))
 
 
-KINDS = sorted(subclasses(ServiceError) - {ServiceError}, key=lambda kind: kind.__name__)
+# WorkerLost is the batcher's to answer: it runs the rows again, or names the cause. See test_batcher.py.
+KINDS = sorted(subclasses(ServiceError) - {ServiceError, WorkerLost}, key=lambda kind: kind.__name__)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
