@@ -24,7 +24,7 @@ STAGES = {
     "decode": "images.decode",
     "fit": "images.fit",
     "receipt": "wire.receipt",
-    "look": "pipeline._see",
+    "steps": "pipeline._advanced",
     "intensity": "render.intensity",
     "encode": "render._encode",
     "draw": "render.draw",

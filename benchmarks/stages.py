@@ -123,13 +123,14 @@ def _around(found: Sequence[Books]) -> list[Line]:
     cpu, wall = partial(_per_request, found, 2), partial(_per_request, found, 1)
     seen, drawn = cpu("decode") + cpu("fit") + cpu("receipt"), cpu("intensity") + cpu("draw")
     looped = found[0]["kinds"].get("respond") == "loop"  # or in a thread: wherever the reply is made
-    handing = _thread(found, "image") - cpu("look") - cpu("answer") - (0 if looped else cpu("respond"))
+    looking = cpu("steps") - cpu("answer") - (0 if looped else cpu("respond"))
+    handing = _thread(found, "image") - cpu("steps")
     rest = _thread(found, "loop") - cpu("read") - (cpu("respond") if looped else 0)
     return [
         ("image threads", "decode", cpu("decode"), wall("decode")),
         ("image threads", "fit to the model's input", cpu("fit"), wall("fit")),
         ("image threads", "receipt (SHA-256 of file and input)", cpu("receipt"), wall("receipt")),
-        ("image threads", "rest of looking at the photo", cpu("look") - seen, None),
+        ("image threads", "rest of looking at the photo", looking - seen, None),
         ("image threads", "render: intensities", cpu("intensity"), wall("intensity")),
         ("image threads", "render: colour and blend", cpu("draw") - cpu("encode"), wall("draw") - wall("encode")),
         ("image threads", "encode", cpu("encode"), wall("encode")),
