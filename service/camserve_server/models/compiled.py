@@ -14,12 +14,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
 
 import torch
+import torch.overrides
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
@@ -82,7 +83,7 @@ class Part:
         known = torch._dynamo.run(self._alone)  # noqa: SLF001 -- torch documents it by this name
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():  # as it was compiled; nothing here is differentiated anyway
+            with torch.no_grad(), _without_mode():  # as it was compiled; nothing here is differentiated anyway
                 return known(*args, **kwargs)
 
         self._module.forward = forward
@@ -90,6 +91,13 @@ class Part:
     def undo(self) -> None:
         """Give the module its own forward back."""
         self._module.forward = self._plain
+
+
+def _without_mode() -> AbstractContextManager[object]:
+    """Leave the mode that a pass may have set for torch's functions: under one, compiled code does not run."""
+    if torch._C._len_torch_function_stack():  # noqa: SLF001 -- torch has no public name for it
+        return torch.overrides._pop_mode_temporarily()  # noqa: SLF001 -- the same
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
