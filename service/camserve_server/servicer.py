@@ -64,6 +64,7 @@ Q = TypeVar("Q")
 T = TypeVar("T")
 
 Context = grpc.aio.ServicerContext[Any, Any]
+ROUNDING = 0.95  # of a deadline: gRPC rounds what is left of it up, so that its caller may give up a little earlier
 
 
 @dataclass(slots=True)
@@ -472,7 +473,7 @@ class Call:
     def ended(self, what: str, code: grpc.StatusCode, began: float) -> None:
         """Write the line of the log, and tell whoever wants to hear of it."""
         now = asyncio.get_running_loop().time()
-        if code is grpc.StatusCode.CANCELLED and now >= self.deadline:
+        if code is grpc.StatusCode.CANCELLED and now - began >= ROUNDING * (self.deadline - began):
             code = grpc.StatusCode.DEADLINE_EXCEEDED
         log.info(what, extra=logs.fields(code=code.name, ms=round(1e3 * (now - began), 1), **self.fields))
         if self.telemetry and self.record:

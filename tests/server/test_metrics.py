@@ -206,6 +206,7 @@ def test_what_nobody_waits_for_is_counted_by_why(start):
             client.health()  # so that it is connected
             with pytest.raises(camserve.DeadlineExceeded):
                 client.explain(PHOTO, timeout=2)
+        wait_until(lambda: rows_waiting(served) == 0)
 
         async def leave():
             async with camserve.AsyncClient(served.address, retries=0) as client:

@@ -239,7 +239,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    return CliRunner().invoke(commands.program, ["tune", "--device", "cpu", "--seconds", "20", *arguments])
+    device = () if "--device" in arguments else ("--device", "cpu")
+    return CliRunner().invoke(commands.program, ["tune", "--seconds", "20", *device, *arguments])
 
 
 def test_what_is_tuned_is_written_and_served(folder):
