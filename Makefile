@@ -15,7 +15,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup node demo test test-slow test-processors .parts .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow test-processors .methods .small .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -59,24 +59,32 @@ clients/node/node_modules: clients/node/package-lock.json
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
-# In two halves at once that take about as long: the first computes, the second also waits, for servers as users start them.
-# Make starts them, for what a shell starts in the background is deaf to Ctrl-C, and so is all that it starts in turn.
-WHOLE := tests/e2e tests/robustness tests/test_benchmarks.py tests/test_gpu_benchmark.py
+# In three parts at once: the first computes, the second is made of many small tests, and the third also waits, for servers
+# as users start them. Make starts them: what a shell starts in the background is deaf to Ctrl-C, and so is all that it
+# starts in turn.
+METHODS := tests/methods
+WHOLE := tests/e2e tests/robustness
+PARTS := methods small whole
 
 test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones, with coverage
 	$(BIN)/python -m coverage erase
-	$(MAKE) --no-print-directory -k -j2 .parts .whole; code=$$?; \
-	  cat .parts.log; $(BIN)/python tests/skipped.py .skipped.parts .skipped.whole; rm .parts.log; exit $$code
+	$(MAKE) --no-print-directory -k -j3 $(PARTS:%=.%); code=$$?; \
+	  cat .methods.log .small.log; $(BIN)/python tests/skipped.py $(PARTS:%=.skipped.%); rm .methods.log .small.log; exit $$code
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 
-RUN := $(BIN)/python -m coverage run -m pytest -m "not slow"
+RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python -m coverage run -m pytest -m "not slow"
 
-.parts:
-	@OMP_NUM_THREADS=1 SKIPPED_FILE=.skipped.parts $(RUN) $(WHOLE:%=--ignore=%) >.parts.log 2>&1
+.methods:
+	@OMP_NUM_THREADS=1 $(RUN) $(METHODS) >$@.log 2>&1
 
+.small:
+	@OMP_NUM_THREADS=1 $(RUN) $(patsubst %,--ignore=%,$(METHODS) $(WHOLE)) >$@.log 2>&1
+
+# Its engines compute in two threads, as a user's do. Beside the other parts, threads that wait for one another are not to
+# spin: they would keep the core from the thread that they wait for.
 .whole:
-	@SKIPPED_FILE=.skipped.whole $(RUN) $(WHOLE)
+	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
 
 test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
 	$(BIN)/python -m pytest -m slow

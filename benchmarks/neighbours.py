@@ -1,10 +1,10 @@
-"""What others cost a modest caller: one who asks without end, one who floods the server, and how long a refusal takes.
+"""Latency of one caller beside a greedy caller and beside floods, and the time that a refusal takes.
 
-Quiet and busy stretches take turns, so that a noisy machine is noisy for both. Nothing here is held to a limit.
+Quiet and busy stretches alternate, so that a noisy machine affects both equally. No result has a limit.
 
     python -m benchmarks.neighbours HOST:PORT TOKEN
 
-is the greedy caller: 200 requests under way, until its standard input ends.
+runs the greedy caller: 200 requests under way, until its standard input ends.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ HERE = Path(__file__).parents[1]
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 STRETCHES = 3
 OUTSTANDING, CHANNELS = 200, 4
-PAUSE = 0.02  # seconds after which a greedy caller that was refused asks again
+PAUSE = 0.02  # seconds after which a greedy caller retries a refused request
 FLOODS = {"stuck": ("200",), "silent": ("400",), "reset": ("5000", "3600")}
 FLOOD = (sys.executable, str(HERE / "tests" / "robustness" / "flood_it.py"))
 
@@ -54,7 +54,7 @@ def bomb() -> bytes:
 
 @contextlib.contextmanager
 def caller(address: str, token: str = "") -> Iterator[Call]:
-    """Connect inside the block; yield a call that returns how many milliseconds its answer, or refusal, took."""
+    """Connect inside the block; yield a call that returns how many milliseconds its answer or refusal took."""
     with grpc.insecure_channel(address) as channel:
         explain = explain_pb2_grpc.ExplainServiceStub(channel).Explain
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -70,7 +70,7 @@ def caller(address: str, token: str = "") -> Iterator[Call]:
 
 @contextlib.contextmanager
 def beside(*commands: tuple[str, ...]) -> Iterator[None]:
-    """Let other processes run inside the block, each from its first line on until its standard input ends."""
+    """Run other processes inside the block, once each has printed its first line."""
     with contextlib.ExitStack() as stack:
         for command in commands:
             pipe = subprocess.PIPE
@@ -82,7 +82,7 @@ def beside(*commands: tuple[str, ...]) -> Iterator[None]:
 
 
 async def greedy(address: str, token: str) -> None:
-    """Ask without end, many requests at a time."""
+    """Send requests without end, many at a time."""
     metadata, request = (("authorization", f"Bearer {token}"),), explain_pb2.ExplainRequest(image=photo())
 
     async def ask(stub: "explain_pb2_grpc.ExplainServiceAsyncStub") -> None:
@@ -106,7 +106,7 @@ async def greedy(address: str, token: str) -> None:
 
 
 def compared(name: str, call: Call, scale: Scale, *commands: tuple[str, ...]) -> tuple[str, ...]:
-    """Time requests while others are there, and while they are not, in turn."""
+    """Time requests with and without the other processes, in turn."""
     request = explain_pb2.ExplainRequest(image=photo())
     quiet: list[float] = []
     busy: list[float] = []
@@ -119,7 +119,7 @@ def compared(name: str, call: Call, scale: Scale, *commands: tuple[str, ...]) ->
 
 
 def refusals(call: Call, scale: Scale) -> Iterator[tuple[str, ...]]:
-    """Time what is refused."""
+    """Time refused requests."""
     for name, request in {
         "a number out of range": explain_pb2.ExplainRequest(image=photo(), top_k=10_000),
         "a list of 10,000 layers": explain_pb2.ExplainRequest(image=photo(), layers=["x"] * 10_000),
@@ -130,7 +130,7 @@ def refusals(call: Call, scale: Scale) -> Iterator[tuple[str, ...]]:
 
 
 def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
-    """Measure what others cost a modest caller."""
+    """Measure how other callers slow down one caller, and how long refusals take."""
     title = f"{MODEL}: Grad-CAM of one photo, {STRETCHES * scale.calls} requests each, beside"
     columns = ("", "p50 alone ms", "beside ms", "ratio", "p99 alone ms", "beside ms", "ratio")
     rows = [_beside_a_greedy_one(scale)]

@@ -31,7 +31,7 @@ class Scale:
         size: side of the input in pixels.
         peers: whether the other libraries are timed too.
         photos: for each stretch beside a long request; 0 not to measure that.
-        calls: for each stretch beside other callers.
+        calls: the number of calls in each stretch with or without other callers.
         threads: of torch; 0 for one a core.
         compiled: whether compiled models are timed too: compiling takes a minute or more, for each batch size.
     """

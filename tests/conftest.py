@@ -1,4 +1,4 @@
-"""What every test run has."""
+"""Hooks for every test run."""
 
 from skipped import pytest_terminal_summary
 

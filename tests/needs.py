@@ -1,4 +1,4 @@
-"""What some tests need beside Python, and the command that gets it: the reasons that a run without it names."""
+"""Reasons for skips: what some tests need besides Python, and the command that installs it."""
 
 
 def missing(name: str, command: str) -> str:

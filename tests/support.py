@@ -55,7 +55,7 @@ def tiny():
 def wait_until(condition):
     """Return the first true result of a condition that has no event of its own.
 
-    There is no deadline: pytest's timeout ends a test that waits in vain, however busy the machine is.
+    There is no deadline: pytest's timeout ends a test that waits in vain, so a busy machine fails no test.
     """
     while not (found := condition()):
         time.sleep(0.005)
@@ -63,14 +63,14 @@ def wait_until(condition):
 
 
 async def wait_in_loop_until(condition):
-    """Do the same while the event loop goes on, whatever its clock says."""
+    """Do the same in a running event loop, independently of its clock."""
     while not (found := condition()):
         await asyncio.to_thread(time.sleep, 0.002)
     return found
 
 
 def rows_waiting(served):
-    """Return how many rows are in the queue of a server and in no batch yet."""
+    """Return the number of rows in a server's queue that are not in a batch yet."""
     return served.do(lambda: served.pipeline.batcher.waiting)
 
 

@@ -80,7 +80,7 @@ def test_every_stage_is_found_in_the_service(where):
 
 
 @pytest.mark.slow
-def test_what_others_cost_a_modest_caller_is_measured():
+def test_neighbours_benchmark_measures_a_callers_latency():
     part = neighbours.measure(TINY, say=quietly)
 
     beside, refused = part.tables

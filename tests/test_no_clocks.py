@@ -1,4 +1,4 @@
-"""No test asserts how long something took: that depends on the machine, and on what else it does.
+"""No test asserts how long something took, because that depends on the machine and its load.
 
 A reading of a clock may be compared with another one, which is an order. What is computed from one is a duration, or a
 deadline, and may not be part of an assertion; nor may a name, an attribute or a key that holds it. Order, counts and
@@ -16,7 +16,7 @@ CLOCKS |= {f"{name}_ns" for name in CLOCKS}
 EXCEPTIONS = {
     "server/test_servicer.py::test_the_deadline_of_a_call_is_that_of_its_rows": "an instant, the same however late"
 }
-"""Why an assertion may be about time all the same, by its file and function; there should be hardly any."""
+"""Exceptions, by file and function: why the assertion may be about time. There should be hardly any."""
 
 ADDS = {"append", "extend", "add", "insert", "put", "update"}
 
@@ -40,14 +40,14 @@ def word_of(node):
 
 
 def parts(node):
-    """Yield what a value is made of, but for what a call is given by name: `ask(deadline=…)` is no deadline."""
+    """Yield the parts of a value, without the keyword arguments of calls: `ask(deadline=…)` is not a deadline."""
     yield node
     for part in [node.func, *node.args] if isinstance(node, ast.Call) else ast.iter_child_nodes(node):
         yield from parts(part)
 
 
 class Scope:
-    """The readings and durations that a function has names for; attributes and keys are the whole module's."""
+    """The names of a function for readings and durations; attributes and keys are shared by the whole module."""
 
     def __init__(self, module):
         self.module, self.readings, self.durations = module, set(), set()
@@ -91,7 +91,7 @@ class Scope:
             self.module |= {f"[{key.value}]" for key, value in held if is_constant(key) and self.is_duration(value)}
 
     def call(self, node):
-        """Learn from a call: of what is added to a list, and of what is given by name."""
+        """Learn from a call: from values that are added to a list, and from keyword arguments."""
         if isinstance(node.func, ast.Attribute) and node.func.attr in ADDS:
             for value in node.args:
                 self.learn(node.func.value, value)
@@ -103,13 +103,13 @@ def is_constant(node, kind=str):
 
 
 def functions(tree):
-    """Yield the functions of a module and the methods of its classes; what is inside of them is theirs."""
+    """Yield the functions of a module and the methods of its classes, without nested functions."""
     for node in tree.body:
         yield from node.body if isinstance(node, ast.ClassDef) else [node]
 
 
 def until_settled(scope, node):
-    """Learn until there is nothing more to learn, and what the function returns."""
+    """Learn until nothing new is found; return what the function returns."""
     before = None
     while before != (before := (len(scope.readings), len(scope.durations), len(scope.module))):
         for part in ast.walk(node):
@@ -135,7 +135,7 @@ def asserted(source, name="example.py"):
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_nothing_is_asserted_of_time(path):
+def test_no_test_asserts_a_duration(path):
     found = asserted(path.read_text(), str(path.relative_to(TESTS)))
 
     assert set(found) - EXCEPTIONS.keys() == set()
@@ -160,16 +160,16 @@ SOUND = {
 
 
 @pytest.mark.parametrize("body", PLANTED.values(), ids=PLANTED)
-def test_an_assertion_about_time_is_seen(body):
+def test_assertion_about_time_is_detected(body):
     assert asserted(f"def test():\n  {body}\n") != []
 
 
-def test_an_assertion_of_what_another_function_measured_is_seen():
+def test_assertion_about_another_functions_measurement_is_detected():
     source = "def took():\n  return time.time() - 5\n\ndef test():\n  assert took() < 1\n"
 
     assert asserted(source) == ["example.py::test"]
 
 
 @pytest.mark.parametrize("body", SOUND.values(), ids=SOUND)
-def test_an_order_and_a_count_are_no_durations(body):
+def test_orders_and_counts_are_not_durations(body):
     assert asserted(f"def test():\n  {body}\n") == []

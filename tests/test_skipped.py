@@ -1,4 +1,4 @@
-"""What a run skips is named once at its end, with the command that gets what was missing."""
+"""A run ends with one line for each reason of skips, with the command that installs what was missing."""
 
 import ast
 import os
@@ -33,7 +33,7 @@ def test_passed():
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run the tests of a folder with the plugin, and nothing of this project's configuration; return what is shown."""
+    """Run the tests of a folder with the plugin and without this project's configuration; return the output."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("SKIPPED_FILE", raising=False)
     options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-c", os.devnull]
@@ -85,7 +85,7 @@ def test_a_reason_names_what_is_missing_and_the_command_that_gets_it(reason):
 
 
 def literal_reasons():
-    """Every text that a test of this project gives as the reason of a skip."""
+    """Return every text that a test of this project gives as the reason of a skip."""
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
@@ -98,7 +98,7 @@ def literal_reasons():
                 yield from ((path.name, word.value) for word in words if isinstance(word, ast.Constant))
 
 
-def test_no_reason_of_a_missing_tool_lacks_its_command():
+def test_every_reason_for_a_missing_tool_names_its_command():
     found = [(name, text) for name, text in literal_reasons() if re.search(r"installed|missing|there is no", text)]
 
     assert [(name, text) for name, text in found if not FORM.fullmatch(text)] == []

@@ -48,7 +48,7 @@ public final class ExplainPhotos {
       System.exit(1);
     }
     // TLS is useTransportSecurity(); a token then goes in the metadata, as "authorization: Bearer ...". Without TLS no
-    // proxy is used: it would read, and could change, what passes through it.
+    // proxy is used: it could read and change everything that passes through it.
     ManagedChannel channel =
         ManagedChannelBuilder.forTarget(arguments[0])
             .usePlaintext()
@@ -94,7 +94,7 @@ public final class ExplainPhotos {
   private String save(Path photo, ExplainResponse response) throws IOException {
     Explanation why = response.getExplanations(0);
     Path path = out.resolve(nameOf(photo) + "." + why.getMethod().replaceAll("[^\\w-]+", "_") + ".jpg");
-    // Written beside its place and moved there: a link that lies in its place is replaced, and not followed.
+    // Written under a random name and moved into place: a link at the path is replaced, not followed.
     Path beside = out.resolve("." + UUID.randomUUID());
     Files.write(beside, why.getOverlay().getData().toByteArray(), StandardOpenOption.CREATE_NEW);
     Files.move(beside, path, StandardCopyOption.ATOMIC_MOVE, StandardCopyOption.REPLACE_EXISTING);
@@ -103,7 +103,7 @@ public final class ExplainPhotos {
     return String.format(Locale.ROOT, "%.2f %s by %s: %s", target.getProbability(), label, why.getLayer(), path);
   }
 
-  /** Writes a server's words, or a file's name, so that a terminal shows them and obeys none of them. */
+  /** Escapes text from a server, or a file's name, so that a terminal prints it and does not act on it. */
   private static String printable(String text) {
     return Pattern.compile("[\\p{Cc}\\p{Zl}\\p{Zp}\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
         .matcher(text)

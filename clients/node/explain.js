@@ -38,7 +38,7 @@ export function connect(server, { ca, token } = {}) {
   if (token && !ca) throw new Error("a token goes over TLS only: say --ca");
   return new ExplainService(server, token ? grpc.credentials.combineChannelCredentials(credentials, bearer) : credentials, {
     "grpc.max_receive_message_length": MESSAGE,
-    "grpc.enable_http_proxy": ca ? 1 : 0, // without TLS a proxy would read, and could change, what passes through it
+    "grpc.enable_http_proxy": ca ? 1 : 0, // without TLS a proxy could read and change everything
     "grpc.service_config": JSON.stringify({ loadBalancingConfig: [{ round_robin: {} }] }),
   });
 }
@@ -112,14 +112,14 @@ export function namesOf(photos) {
   });
 }
 
-/** Writes a server's words, or a file's name, so that a terminal shows them and obeys none of them. */
+/** Escapes text from a server, or a file's name, so that a terminal prints it and does not act on it. */
 export function printable(text) {
   return text.replace(/[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu, (character) =>
     `\\u{${character.codePointAt(0).toString(16)}}`,
   );
 }
 
-/** Writes a file beside its place and moves it there: a link that lies in its place is replaced, and not followed. */
+/** Writes a file under a random name and moves it into place: a link at its path is replaced, not followed. */
 async function put(path, data) {
   const beside = join(dirname(path), `.${randomUUID()}`);
   await writeFile(beside, data, { flag: "wx" });

@@ -5,7 +5,7 @@ import functools
 import ipaddress
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server import kept, logs, oip, tokens
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, PermissionDenied, ServiceError
+from camserve_server.floods import Messages
 from camserve_server.interceptor import Handler
 from camserve_server.servicer import Context, House, answering
 from camserve_server.tokens import Token, Tokens
@@ -170,7 +171,7 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Return a handler that refuses, or the RPC's own; of a stream one that checks the token with each request."""
+        """Return a handler that refuses the call, or the RPC's own. For a stream, check the token with each request."""
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
         if method.startswith(OPEN):
             return await continuation(handler_call_details)
@@ -185,13 +186,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
     @staticmethod
     def _of_stream(handler: Any, check: Callable[[], object]) -> Handler:
-        async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            async for request in requests:
-                check()
-                yield request
-
-        async def answer(requests: AsyncIterator[Any], context: Context) -> None:
-            await handler.stream_stream(checked(requests), context)
+        async def answer(_requests: object, context: Context) -> None:
+            await handler.stream_stream(Messages(context, check), context)
 
         ends = handler.request_deserializer, handler.response_serializer
         return grpc.stream_stream_rpc_method_handler(answer, *ends)

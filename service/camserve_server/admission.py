@@ -24,24 +24,24 @@ from camserve_server.errors import ResourceExhausted
 CALLER: ContextVar[str] = ContextVar("caller_of_room", default="")
 """Who asks: the name of a token, or an address."""
 
-REMEMBERED = 4096  # callers whose last turn is known; one of more is served as if it had come anew
+REMEMBERED = 4096  # callers whose last turn is remembered; a caller that was forgotten counts as new
 PRESENT = 10.0  # seconds for which a caller counts after it last asked; longer than any pause that it is told to make
 LINE = 1024  # places waited for at most by those who have no right to them: what waits is in memory already
 
 
 class Turns:
-    """Whose turn it is: of the callers that wait, the one that was served longest ago."""
+    """Turns of callers: the next turn goes to the waiting caller whose last turn was longest ago."""
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}  # the latest last
         self._count = 0
 
     def next(self, callers: Iterable[str]) -> str:
-        """Return who is next; of those never served, the first."""
+        """Return the next caller; among those that never had a turn, the first."""
         return min(callers, key=self.last)
 
     def last(self, caller: str) -> int:
-        """Return the number of a caller's last turn, 0 for none."""
+        """Return the number of a caller's last turn, or 0 if it had none."""
         return self._served.get(caller, 0)
 
     def took(self, caller: str) -> None:
@@ -54,10 +54,10 @@ class Turns:
 
 
 class FairThreads:
-    """Threads that callers take turns at, a step each: so nobody waits for more than the steps that run.
+    """Threads in which callers take turns, one step each. So a new caller waits only for the steps that already run.
 
     Args:
-        threads: that run the steps.
+        threads: run the steps.
     """
 
     def __init__(self, threads: Executor) -> None:
@@ -67,7 +67,7 @@ class FairThreads:
         self._lock = threading.Lock()
 
     def submit(self, step: Callable[[], object], /) -> None:
-        """Run a step of the current caller in a thread, when it is its turn."""
+        """Run a step of the current caller in a thread when it is the caller's turn."""
         with self._lock:
             self._lines.setdefault(CALLER.get(), deque()).append(step)
         self._threads.submit(self._run_next)
@@ -138,13 +138,20 @@ class Admission:
         least: places of a caller's share at least.
         refusal: makes the error for who finds no room, of words that say which limit it has met.
         line: places waited for at most by those who have no right to them.
+        most: places of a caller that is alone; all of them unless something else is said.
     """
 
     def __init__(
-        self, places: int, least: int, refusal: Callable[[str], Exception] = ResourceExhausted, line: float = LINE
+        self,
+        places: int,
+        least: int,
+        refusal: Callable[[str], Exception] = ResourceExhausted,
+        line: float = LINE,
+        most: int | None = None,
     ) -> None:
         self.taken = 0
         self._line = line
+        self._most = places if most is None else most
         self._places, self._least, self._refusal = places, least, refusal
         self._held: Counter[str] = Counter()
         self._lines: dict[str, deque[_Turn]] = {}
@@ -169,7 +176,7 @@ class Admission:
             release()
 
     async def hold(self, places: int, *, wait: bool) -> Callable[[], None]:
-        """Take room; return the function that gives it back, which is to be called once.
+        """Take room; return the function that releases it, which must be called exactly once.
 
         Args:
             places: how much; never more than there is.
@@ -197,7 +204,7 @@ class Admission:
                     turn.come.set_exception(error)
 
     def _words(self, share: int) -> str:
-        if share == self._places:
+        if share == self._most:
             return f"the queue is full: {self.taken:,} rows are under way, and {self._places:,} is the limit"
         return (
             f"the queue is full for you: it has {self._places:,} rows, others are here too, and the share of each is "
@@ -216,7 +223,7 @@ class Admission:
         return self._each()
 
     def _each(self) -> int:
-        return min(self._places, max(self._places // max(1, len(self._asked)), self._least))
+        return min(self._most, max(self._places // max(1, len(self._asked)), self._least))
 
     def _may_pass(self, caller: str, places: int, share: int, *, wait: bool) -> bool:
         """Say whether there is room at once, and nobody's turn before."""
@@ -243,8 +250,8 @@ class Admission:
         try:
             await turn.come
         except asyncio.CancelledError:
-            # Both happened in one turn of the event loop. One that was let in gives its room back; one that was turned
-            # away, which has an exception, never had any.
+            # The decision and the cancellation came in the same turn of the event loop. A waiter that was admitted
+            # releases its room; one that was refused has an exception and never took any.
             if turn.come.done() and not turn.come.cancelled() and turn.come.exception() is None:
                 self._leave(caller, places)
             elif turn in self._lines.get(caller, ()):

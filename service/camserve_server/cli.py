@@ -8,9 +8,9 @@ from camserve_server.process import keep_memory
 
 
 def _stop(*_: object) -> None:
-    """End a server that has not begun, or another command as an exception would."""
+    """Exit at once if the server has not started yet; end any other command with an exception."""
     if sys.argv[1:2] == ["serve"]:
-        os._exit(0)  # an exception is lost where Python only prints it: in a callback after a fork, in a finalizer
+        os._exit(0)  # in a callback after a fork or in a finalizer, Python would print an exception and go on
     sys.exit(128 + signal.SIGTERM)
 
 

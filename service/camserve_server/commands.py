@@ -48,8 +48,8 @@ def _load(path: str | None, flags: dict[str, Any]) -> config.Settings:
 
 
 def _search_current_folder(named: Iterable[str]) -> None:
-    """Let the modules of users' own factories be found where the command is run."""
-    from camserve_server import models  # noqa: PLC0415 -- torch takes seconds, which --help need not
+    """Make the modules of users' own factories importable from the current folder."""
+    from camserve_server import models  # noqa: PLC0415 -- importing torch takes seconds, which --help does not need
 
     for text in named:
         models.search_current_folder(models.parse(text))

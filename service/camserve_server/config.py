@@ -86,7 +86,7 @@ class Settings(BaseModel):
     max_metadata_kib: int = Field(
         default=8, ge=1, le=1024, description="Size of a call's metadata at most, a token's too."
     )
-    max_pixels: int = Field(default=50_000_000, ge=1, description="Pixels of a photo at most; checked before decoding.")
+    max_pixels: int = Field(default=25_000_000, ge=1, description="Pixels of a photo at most; checked before decoding.")
     max_side: int = Field(default=16_384, ge=1, description="Longer side of a photo at most, in pixels.")
     max_streams: int = Field(default=100, ge=1, le=10_000, description="Calls under way on one connection at most.")
     max_connections: int = Field(

@@ -85,12 +85,12 @@ class Unavailable(ServiceError):
 
 
 class WorkerLost(Unavailable):
-    """The process of the engine ended before it answered.
+    """The worker process of an engine ended before it answered.
 
     Args:
         message: why it ended.
-        process_id: of the process that had begun with this; 0 where none had.
-        others: how many other things it had been asked for.
+        process_id: the process that was working on this request; 0 if none was.
+        others: how many other requests the process had.
     """
 
     shed = "engine_lost"
@@ -110,7 +110,7 @@ class ConfigError(Exception):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean "…"?)` for the known names that have all its words, else for the nearest one, or nothing.
+    """Return ` (did you mean "…"?)` with the known names that have all words of a name, else with the nearest name.
 
     Example:
         >>> did_you_mean("cat", ["crate", "tiger cat", "cat flap", "Egyptian cat"])
@@ -129,7 +129,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _with_words_of(name: str, known: Collection[str]) -> list[str]:
-    """Return a few names that have all words of one, those that end with its last word first: "tiger cat" is a cat."""
+    """Return a few known names that have all words of a name; names that end with its last word come first."""
     words = list(dict.fromkeys(_WORD.findall(name)))
     if not words:
         return []
@@ -140,9 +140,9 @@ def _with_words_of(name: str, known: Collection[str]) -> list[str]:
 
 
 def _spelled_like(name: str, known: Collection[str]) -> list[str]:
-    """Return the nearest name, if it is near."""
+    """Return the most similar known name, if one is similar enough."""
     names = known
-    if len(names) > MANY_NAMES:  # the event loop waits for the comparison: 50 us a name
+    if len(names) > MANY_NAMES:  # the comparison blocks the event loop: 50 us a name
         names = [each for each in names if each[:1] == name[:1]]
         names = sorted(names, key=lambda each: abs(len(each) - len(name)))[:MANY_NAMES]
     return difflib.get_close_matches(name, names, n=1, cutoff=0.6)

@@ -34,7 +34,7 @@ from camserve_server.workers import Local, Port, Setup, Worker
 log = logging.getLogger(__name__)
 
 CPU_BATCH, GPU_BATCH = 8, 32
-LIMIT_SHARE = 6  # one part in so many of all memory is for batches: more than half is the libraries' and the model's
+LIMIT_SHARE = 6  # batches get 1 / LIMIT_SHARE of all memory; the libraries and the model take more than half of it
 BORNE = 30.0  # seconds that callers wait for an engine to come back, before they are refused at once
 CANARY = 10.0  # seconds between two looks whether an explanation comes out
 DOUBTS = 2  # canaries that fail, one after the other, before the server is not well
@@ -106,7 +106,7 @@ class Fleet:
         return max(1, (self._settings.threads or cores()) // max(1, devices.count("cpu")))
 
     def _batch_bytes(self, devices: Sequence[str]) -> int:
-        """Return how much memory a batch may take on CPUs; 0 for as much as there is, which a GPU says by itself."""
+        """Return how much memory a batch may take on a CPU; 0 on a GPU, which reports itself when it is full."""
         if devices[0] != "cpu":
             return 0
         room = min(self._settings.max_batch_mib * 2**20, memory_limit() // LIMIT_SHARE)

@@ -4,19 +4,23 @@ A call that was opened, and whose message never comes, costs little; but gRPC it
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias, cast
 
 import grpc
 
+from camserve_server.admission import CALLER
 from camserve_server.config import Settings
-from camserve_server.errors import DeadlineExceeded, InvalidArgument, ServiceError
-from camserve_server.interceptor import Handler, Interceptor
-from camserve_server.servicer import Context, House, answering
+from camserve_server.errors import DeadlineExceeded, InvalidArgument
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 HANDSHAKE = 10.0  # seconds that a new connection may take for TLS and the first frames of HTTP/2
 SILENCE = 60.0  # seconds without a sign of life after which a caller is asked for one
 ANSWER = 20.0  # seconds that it has for it
+LAPSE = 0.1  # seconds that a message may take while others of its caller wait to be received
 MOMENT = 0.1  # seconds after which gRPC, which first says that no message will come, has told that a call is taken back
 
 
@@ -32,7 +36,10 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         ("grpc.max_connection_age_grace_ms", _ms(settings.connection_grace_seconds)),
         ("grpc.keepalive_time_ms", _ms(SILENCE)),
         ("grpc.keepalive_timeout_ms", _ms(ANSWER)),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        # gRPC would end a connection of too many pings, and note at each ping that came with them why: 200,000 in one
+        # write took a thread 19 s. Answered, they take no more than other bytes do.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.bdp_probe", 0),  # with it, megabytes of a message that nobody receives yet would be taken
     )
 
 
@@ -40,45 +47,132 @@ def _ms(seconds: float) -> int:
     return round(1e3 * seconds)
 
 
-class Patience(Interceptor):
-    """Ends calls of one message whose message does not come; streams have a patience of their own.
+class Messages:
+    """The messages of a call. Each is received when it is asked for, and no reference to it is kept.
+
+    gRPC's own iterator keeps the latest message until the next one arrives: a call's only message until the call ends.
 
     Args:
-        seconds: that a message may be waited for.
-        house: counts the calls that are ended, too; those that are waited for are none yet.
+        context: of the call.
+        check: called with each message before it is handed over.
     """
 
-    def __init__(self, seconds: float, house: House) -> None:
-        super().__init__()
-        self._seconds, self._house = seconds, house
+    def __init__(self, context: Context, check: Callable[[], object] = lambda: None) -> None:
+        self._context, self._check = context, check
 
-    def wrapped(self, method: str, handler: Any) -> Handler:
-        """Return a handler that takes its one message as the first of a stream: only streams can be waited for."""
-        rpc = method.rpartition("/")[2]
-        ends = handler.request_deserializer, handler.response_serializer
-        if handler.unary_unary:
-            return grpc.stream_unary_rpc_method_handler(self._one(rpc, handler.unary_unary), *ends)
-        if handler.unary_stream:
-            return grpc.stream_stream_rpc_method_handler(self._one(rpc, handler.unary_stream), *ends)
-        return cast("Handler", handler)
+    def __aiter__(self) -> Self:
+        return self
 
-    def _one(self, rpc: str, behaviour: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
-            try:
-                first = [await self._first(requests)]
-            except ServiceError as error:
-                async with answering(self._house, context, rpc):
-                    raise error from None
-            return await behaviour(first.pop(), context)  # not kept here: it is large, and parsed there
+    async def __anext__(self) -> bytes:
+        data = await self._context.read()
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
+        self._check()
+        return cast("bytes", data)
 
-        return answer
 
-    async def _first(self, requests: AsyncIterator[Any]) -> Any:
+class Receiving:
+    """Limits how many messages of each caller are received at a time.
+
+    gRPC buffers a message until it is complete, so a caller who sends many large messages at once could take any amount
+    of memory. Of a message that is not being received yet, gRPC takes at most 64 KiB. A call whose message does not
+    arrive loses its turn to the next call, and goes on waiting for the message.
+
+    Args:
+        most: messages of one caller that are received at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._gates: dict[str, _Gate] = {}
+
+    @asynccontextmanager
+    async def turn(self, received: Callable[[], bool]) -> AsyncIterator[None]:
+        """Hold the right to receive a message inside the block.
+
+        Args:
+            received: says whether the message is there; until then the turn may lapse.
+        """
+        caller = CALLER.get()
+        gate = self._gates.setdefault(caller, _Gate(self._most))
+        turn = _Turn(received)
         try:
-            async with asyncio.timeout(self._seconds):
-                return await anext(requests)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the call's message did not come within {self._seconds:g} s") from None
-        except StopAsyncIteration:
-            await asyncio.sleep(MOMENT)
-            raise InvalidArgument("the call ended without a message") from None
+            await gate.enter(turn)
+            yield
+        finally:
+            gate.leave(turn)
+            if not (gate.held or gate.line) and self._gates.get(caller) is gate:
+                del self._gates[caller]
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A call that receives a message, or waits to: whether it has the message, and since when it has its turn."""
+
+    received: Callable[[], bool]
+    since: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Gate:
+    """The calls of one caller that receive, the longest first, and those that wait for a turn to."""
+
+    most: int
+    held: dict[_Turn, None] = field(default_factory=dict)
+    line: dict[_Turn, asyncio.Event] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None  # one for all who wait: there may be many of them
+
+    async def enter(self, turn: _Turn) -> None:
+        """Take a turn, or wait for one."""
+        if len(self.held) < self.most and not self.line:
+            self._begin(turn)
+            return
+        come = self.line[turn] = asyncio.Event()
+        self._watch()
+        await come.wait()
+
+    def leave(self, turn: _Turn) -> None:
+        """Give a turn back, or stop waiting for one; then let those in who wait."""
+        self.held.pop(turn, None)
+        self.line.pop(turn, None)
+        while self.line and len(self.held) < self.most:
+            following = next(iter(self.line))
+            self._begin(following)
+            self.line.pop(following).set()
+
+    def _begin(self, turn: _Turn) -> None:
+        turn.since = asyncio.get_running_loop().time()
+        self.held[turn] = None
+
+    def _watch(self) -> None:
+        if self.line and self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(LAPSE, self._lapse)
+
+    def _lapse(self) -> None:
+        """Take the turns away from calls whose message does not come, as long as others wait."""
+        self.timer = None
+        late = asyncio.get_running_loop().time() - LAPSE
+        for turn in [one for one in self.held if one.since <= late and not one.received()]:
+            self.leave(turn)
+        self._watch()
+
+
+async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
+    """Return the one message of a call.
+
+    Args:
+        requests: its messages.
+        seconds: that may pass until it is there.
+
+    Raises:
+        DeadlineExceeded: it did not come in time.
+        InvalidArgument: the call ended without one.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(requests)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the call's message did not come within {seconds:g} s") from None
+    except StopAsyncIteration:
+        await asyncio.sleep(MOMENT)
+        raise InvalidArgument("the call ended without a message") from None

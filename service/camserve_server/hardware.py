@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def memory_limit() -> int:
-    """Return how many bytes of memory this process may use: the least of the machine's and its control groups'."""
+    """Return how many bytes of memory this process may use: the lowest limit of the machine and its control groups."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         groups = GROUPS_OF_THIS.read_text(encoding="utf-8").splitlines()
@@ -35,7 +35,7 @@ def memory_limit() -> int:
 
 
 def _limits_of(group: str) -> Iterator[int]:
-    """Yield the limits of a control group, as `/proc/self/cgroup` names it, and of those that it is in."""
+    """Yield the memory limits of a control group, as `/proc/self/cgroup` names it, and of its parent groups."""
     _, controllers, path = group.split(":", 2)
     if controllers and "memory" not in controllers.split(","):
         return

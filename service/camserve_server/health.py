@@ -1,7 +1,7 @@
-"""The gRPC health protocol: the status of each service, for those who ask once and those who watch it.
+"""The gRPC health protocol: the status of each service, for single checks and for watches.
 
 The servicer of grpcio-health-checking writes to a watcher while it holds the lock that a change of status needs. So one
-watcher that reads nothing keeps the server NOT_SERVING, or SERVING, for all. Here a change waits for nobody.
+watcher that reads nothing freezes the status for everyone. Here a change of status waits for no watcher.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply: TypeAlias = health_pb2.HealthCheckResponse
 Status: TypeAlias = "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
 
-WATCHERS = 1000  # at a time; one takes some 20 KiB
+WATCHERS = 1000  # at a time; one takes about 20 KiB
 WATCHERS_OF_ONE = 100  # from one address, so that one caller leaves room for the others
+LARGEST = 4096  # bytes of a question: a watch keeps the memory that its message takes for as long as it lasts
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, and not typed
@@ -32,7 +33,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         self._watchers: Counter[str] = Counter()  # by address
 
     def set(self, statuses: Mapping[str, Status]) -> None:
-        """Change the status of services, by their names, and wake those who watch."""
+        """Change the status of services, by their names, and wake the watchers."""
         self._statuses.update(statuses)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -57,6 +58,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
         """Send the status of one service, and send it again whenever it changes, until the connection ends."""
+        if request.ByteSize() > LARGEST:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a health watch has at most {LARGEST:,} bytes")
         address = address_of(context.peer())
         if self._watchers.total() >= WATCHERS or self._watchers[address] >= WATCHERS_OF_ONE:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health watches")

@@ -48,7 +48,7 @@ _OTHERS = (
 
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_SCAN, _END = 0xDA, 0xD9
+_BASELINE, _SCAN, _END = 0xC0, 0xDA, 0xD9
 # A scan of a few bytes costs a pass over the whole picture: 25 ms at 50 megapixels. Encoders write 20 at most.
 _MAX_SCANS = 64
 _MAX_SEGMENTS = 4096
@@ -56,9 +56,14 @@ _MAX_SEGMENTS = 4096
 # What a picture is made of. Beside it stand animation, texts and profiles, which libpng inflates for nobody.
 _PICTURE = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf"))
 _MAX_CHUNKS = 1 << 16
+# Each of 65,535 entries may be a text of all of it, and OpenCV copies them all. In a JPEG there is no room for more.
+_MAX_EXIF = 1 << 16
 _CHANNELS: Mapping[int, int] = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 _DEFLATES = 1032  # times, at most
 _SLICE = 1 << 15
+
+_RGB = 3  # bytes of a pixel
+_TURNED, _HEADERS = b"Exif\0\0", 1 << 16
 
 
 def decode(data: bytes, limits: Limits) -> Pixels:
@@ -96,23 +101,33 @@ def pixels_of(data: bytes, limits: Limits) -> int:
     return height * width
 
 
-def claimed(data: bytes) -> int:
-    """Return how many pixels a file says that it has, whatever else is wrong with it; 0 if it does not say so.
+def memory_to_decode(data: bytes) -> int:
+    """Return how many bytes of memory it takes to decode a file, by its header; 0 if the header cannot be read.
 
     Unlike `pixels_of` it takes no time, however many parts a file has.
     """
     try:
         kind = _kind(data)
         size: Size = struct.unpack_from(">II", data, 16) if kind == "PNG" else _SIZES[kind](data)
+        return max(0, size[0] * size[1]) * _pixel_bytes(kind, data)
     except (InvalidArgument, struct.error, IndexError, ValueError):
         return 0
-    return max(0, size[0] * size[1])
+
+
+def _pixel_bytes(kind: str, data: bytes) -> int:
+    """Return how many bytes a pixel takes while a file is decoded: its RGB, and what the decoder holds beside it."""
+    if kind == "JPEG":
+        code, _ = _frame(data)
+        # libjpeg holds all coefficients of a progressive file, of two bytes each. A turned photo is copied.
+        return _RGB + max(_RGB * (_TURNED in data[:_HEADERS]), 2 * _RGB * (code != _BASELINE))
+    return 2 * _RGB + 1 if kind == "WebP" else 2 * _RGB
 
 
 def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:
     kind = _kind(data)
     size = _size(kind, data)
     _check_size(size, limits)
+    _check_exif(kind, data)
     return kind, size
 
 
@@ -154,6 +169,33 @@ def _check_size(size: Size, limits: Limits) -> None:
     else:
         return
     raise InvalidArgument(f"the image has {width:,} x {height:,} pixels: {at_most} are accepted", field="image")
+
+
+def _check_exif(kind: str, data: bytes) -> None:
+    if kind not in _EXIF:
+        return
+    try:
+        total = sum(_EXIF[kind](data))
+    except (struct.error, ValueError):
+        raise _broken(kind) from None
+    if total > _MAX_EXIF:
+        raise InvalidArgument(f"more than {_MAX_EXIF:,} bytes of EXIF in a {kind} file are not accepted", field="image")
+
+
+def _png_exif(data: bytes) -> Iterator[int]:
+    return (stop - start - 12 for kind, start, stop in _chunks(data) if kind == b"eXIf")
+
+
+def _webp_exif(data: bytes) -> Iterator[int]:
+    at = 12
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(data):
+            return
+        kind, length = struct.unpack_from("<4sI", data, at)
+        if kind == b"EXIF":
+            yield length
+        at += 8 + length + length % 2
+    raise ValueError
 
 
 def _png_size(data: bytes) -> Size:
@@ -204,11 +246,16 @@ def _uint24(data: bytes, at: int) -> int:
 
 
 def _jpeg_size(data: bytes) -> Size:
-    segments = itertools.islice(_segments(data), _MAX_SEGMENTS)
-    frame = next((at for code, at in segments if code in _FRAMES), len(data))
+    _, frame = _frame(data)
     height, width = struct.unpack_from(">HH", data, frame + 3)
     _check_scans(data)
     return height, width
+
+
+def _frame(data: bytes) -> tuple[int, int]:
+    """Return the marker of a JPEG's frame, which says how it is encoded, and where the frame's header begins."""
+    segments = itertools.islice(_segments(data), _MAX_SEGMENTS)
+    return next(((code, at) for code, at in segments if code in _FRAMES), (0, len(data)))
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int]]:
@@ -280,6 +327,7 @@ _SIZES: Mapping[str, Callable[[bytes], Size]] = {
     "WebP": _webp_size,
     "BMP": _bmp_size,
 }
+_EXIF: Mapping[str, Callable[[bytes], Iterator[int]]] = {"PNG": _png_exif, "WebP": _webp_exif}
 
 
 @dataclass(frozen=True, slots=True)

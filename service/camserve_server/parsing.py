@@ -4,10 +4,11 @@ What cannot be parsed is refused in words of ours; gRPC's own would name the Pyt
 """
 
 import inspect
+import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -15,9 +16,9 @@ from google.protobuf.message import DecodeError
 
 from camserve_server import logs, oip
 from camserve_server.admission import CALLER, Admission, address_of
-from camserve_server.batcher import PLACE
 from camserve_server.config import Settings
-from camserve_server.errors import InvalidArgument, ResourceExhausted, ServiceError
+from camserve_server.errors import InvalidArgument, ServiceError
+from camserve_server.floods import Messages, Receiving, only
 from camserve_server.interceptor import Handler, Interceptor
 from camserve_server.servicer import Context, House, Received, answering
 from camserve_server.threads import in_thread
@@ -31,8 +32,9 @@ Release: TypeAlias = Callable[[], None]
 FIELDS = 32_768  # of a message, those of messages in it among them
 FIELDS_AT_ONCE = 1000  # counted on the event loop: about a millisecond
 BYTES_AT_ONCE = 2**20  # parsed there: likewise
+RECEIVED = 8  # messages of one caller's calls that are received at a time, and as many of its streams
+MESSAGES = 96 * 2**20  # bytes of memory for all messages that are not answered yet; the others wait, mostly unread
 GROWTH = 4  # times the largest message that may be sent: memory of one once it is parsed
-RETRY = 1.0  # seconds after which to come again, where there is no room
 
 
 class Parser(Interceptor):
@@ -45,11 +47,12 @@ class Parser(Interceptor):
 
     def __init__(self, settings: Settings, house: House) -> None:
         super().__init__()
-        self._house, self._intake = house, Intake(settings.max_message_mib * 2**20, settings.max_queue_rows * PLACE)
+        self._house, self._intake = house, Intake(settings.max_message_mib * 2**20, MESSAGES)
+        self._receiving = Receiving(RECEIVED), Receiving(RECEIVED)
 
     def wrapped(self, method: str, handler: Any) -> Handler:
         """Return the RPC's own handler, which refuses what is no message of its."""
-        return _Parsing(self._house, self._intake, method, handler).handler()
+        return _Parsing(self._house, *self._receiving, self._intake, method, handler).handler()
 
 
 class Intake:
@@ -62,21 +65,22 @@ class Intake:
 
     def __init__(self, largest: int, room: int) -> None:
         self._largest = largest
-        self._room = Admission(max(room, GROWTH * largest), largest, _no_room, line=room // 2)
+        most = GROWTH * largest
+        # No caller has all of it: its long requests would keep out everybody else's.
+        self._room = Admission(max(room, most + 2 * largest), largest, line=math.inf, most=most)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
-    async def parsed(self, data: bytes, shape: Shape, parse: Parse, *, wait: bool) -> tuple[Any, Release]:
-        """Return a message, and the function that gives back the memory that it takes.
+    async def parsed(self, data: bytes, shape: Shape, parse: Parse) -> tuple[Any, Release]:
+        """Return a message, and the function that gives back the memory that it takes; wait until there is some.
 
         Args:
             data: as it came; if it is compressed, it is unpacked.
             shape: of its kind.
             parse: makes the message.
-            wait: for memory, even beyond the caller's share.
 
         Raises:
             InvalidArgument: it has too many fields, or takes too much memory for one message.
-            ResourceExhausted: it is too large, or there is no memory for it now.
+            ResourceExhausted: it is too large.
             DecodeError: it is none.
         """
         size = self._size_at_once(data, shape)
@@ -86,7 +90,7 @@ class Intake:
         if size > GROWTH * self._largest:
             words = f"the message takes {size:,} bytes of memory, and {GROWTH * self._largest:,} is the limit"
             raise InvalidArgument(words)
-        release = await self._room.hold(size, wait=wait)
+        release = await self._room.hold(size, wait=True)
         try:
             if at_once:
                 return parse(data), release
@@ -112,16 +116,13 @@ class Intake:
         return unpacked(data, self._largest) if is_compressed(data) else data
 
 
-def _no_room(_words: str) -> ResourceExhausted:
-    words = "the messages that are under way take all the memory that there is for them"
-    return ResourceExhausted(words, retry_after=RETRY, shed="queue_full")
-
-
 class _Parsing:
     """One RPC, whose messages are parsed here."""
 
-    def __init__(self, house: House, intake: Intake, method: str, handler: Any) -> None:
-        self._house, self._intake, self._handler = house, intake, handler
+    def __init__(
+        self, house: House, alone: Receiving, streamed: Receiving, intake: Intake, method: str, handler: Any
+    ) -> None:
+        self._house, self._alone, self._streamed, self._intake, self._handler = house, alone, streamed, intake, handler
         rpc = descriptor_pool.Default().FindMethodByName(oip.own_name(method.strip("/").replace("/", ".")))
         self._rpc, self._refusal = rpc.name, f"the message is not a {oip.known_as(rpc.input_type.full_name)}"
         self._shape = shape_of(rpc.input_type)
@@ -129,38 +130,48 @@ class _Parsing:
     def handler(self) -> Handler:
         # Without a deserializer gRPC hands over the bytes.
         own, ends = self._handler, (None, self._handler.response_serializer)
+        # One message is taken as the first of a stream: only streams wait to receive theirs until they are asked to.
         if own.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._of_one(own.unary_unary), *ends)
+            return grpc.stream_unary_rpc_method_handler(self._of_one(own.unary_unary), *ends)
         if own.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._of_one(own.unary_stream), *ends)
+            return grpc.stream_stream_rpc_method_handler(self._of_one(own.unary_stream), *ends)
         several = self._of_several if inspect.isasyncgenfunction(own.stream_stream) else self._of_several_written
         return grpc.stream_stream_rpc_method_handler(several(own.stream_stream), *ends)
 
-    async def _parsed(self, data: bytes, *, wait: bool = False) -> tuple[Any, Release]:
+    async def _parsed(self, data: bytes) -> tuple[Any, Release]:
         try:
-            return await self._intake.parsed(data, self._shape, self._handler.request_deserializer, wait=wait)
+            return await self._intake.parsed(data, self._shape, self._handler.request_deserializer)
         except DecodeError:
             raise InvalidArgument(self._refusal) from None
 
     def _of_one(self, behaviour: Behaviour) -> Behaviour:
-        async def answer(data: bytes, context: Context) -> Any:
+        async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
             _name_caller(context)
             try:
-                message, release = await self._parsed(data)
-            except ServiceError as error:
-                async with answering(self._house, context, self._rpc):
-                    raise error from None
-            del data  # which the message has a copy of
-            message = [message]
-            try:
-                return await behaviour(message.pop(), context)
+                message, release = await self._received_alone(requests, context)
+                message = [message]
+                try:
+                    return await behaviour(message.pop(), context)
+                finally:
+                    release()
             except grpc.aio.AbortError as error:
                 # gRPC's call holds this error, whose frames hold the call and the message: a cycle, which would stay.
                 raise error.with_traceback(None) from None
-            finally:
-                release()
 
         return answer
+
+    async def _received_alone(self, requests: AsyncIterator[bytes], context: Context) -> tuple[Any, Release]:
+        """Return the only message of a call and the function that releases its memory, or end the call."""
+        try:
+            come = False
+            async with self._alone.turn(lambda: come):
+                data = [await only(_messages(requests, context), self._house.idle)]
+                come = True
+                return await self._parsed(data.pop())
+        except ServiceError as error:
+            refused = error.with_traceback(None)  # its frames hold the message
+        async with answering(self._house, context, self._rpc):
+            raise refused
 
     def _of_several_written(self, behaviour: Behaviour) -> Behaviour:
         """Our own streams, which answer for the error themselves, and say when a message is answered."""
@@ -169,7 +180,7 @@ class _Parsing:
             _name_caller(context)
             held: set[Release] = set()
             try:
-                await behaviour(self._received(requests, held), context)
+                await behaviour(self._received(_messages(requests, context), held), context)
             except grpc.aio.AbortError as error:
                 raise error.with_traceback(None) from None  # as above
             finally:  # of those that were read and never begun, too
@@ -179,18 +190,26 @@ class _Parsing:
         return answer
 
     async def _received(self, requests: AsyncIterator[bytes], held: set[Release]) -> AsyncIterator[Received[Any]]:
-        async for data in requests:
-            message, release = await self._parsed(data, wait=True)
+        while (found := [await self._next(requests, held)])[0] is not None:
+            yield cast("Received[Any]", found.pop())  # not kept here until the next one comes
+
+    async def _next(self, requests: AsyncIterator[bytes], held: set[Release]) -> Received[Any] | None:
+        """Return the next message of a stream, or None at its end; add what releases its memory to `held`."""
+        come = False
+        async with self._streamed.turn(lambda: come):
+            data = [await anext(requests, None)]
+            come = True
+            if data[0] is None:
+                return None
+            message, release = await self._parsed(cast("bytes", data.pop()))
             held.add(release)
-            del data
-            yield Received(message, partial(_let_go, held, release))
-            del message
+            return Received(message, partial(_let_go, held, release))
 
     def _of_several(self, behaviour: Behaviour) -> Behaviour:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
             _name_caller(context)
             try:
-                async for reply in behaviour(self._in_turn(requests), context):
+                async for reply in behaviour(self._in_turn(_messages(requests, context)), context):
                     await context.write(reply)
             except ServiceError as error:
                 async with answering(self._house, context, self._rpc):
@@ -200,12 +219,16 @@ class _Parsing:
 
     async def _in_turn(self, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         """Yield messages, each of which is answered when the next is asked for."""
-        async for data in requests:
-            message, release = await self._parsed(data, wait=True)
+        while (received := await self._next(requests, set())) is not None:
             try:
-                yield message
+                yield received.message
             finally:
-                release()
+                received.release()
+                del received
+
+
+def _messages(requests: AsyncIterator[bytes], context: Context) -> Messages:
+    return requests if isinstance(requests, Messages) else Messages(context)
 
 
 def _name_caller(context: Context) -> None:

@@ -17,7 +17,7 @@ from camserve_server.admission import Admission, FairThreads, Shelf
 from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
-from camserve_server.methods import METHODS
+from camserve_server.methods import METHODS, Perturbation, Windows
 from camserve_server.targets import carried, whole
 from camserve_server.telemetry import CURRENT, Spent
 from camserve_server.threads import in_thread
@@ -40,9 +40,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HELD = 3_000_000  # bytes of a decoded photo that are held while its request waits; larger ones are decoded again
-SHELF = 128 * 2**20  # bytes of decoded photos held together; where there is no room for one it is decoded again
-DRAWN_TOGETHER = 50_000_000  # pixels of all photos that are being decoded, and pictures being drawn; others wait
+SHELF = 32 * 2**20  # bytes of decoded photos held together; where there is no room for one it is decoded again
+EASEL = 160 * 2**20  # bytes of all photos that are being decoded, and pictures being drawn; others wait
+SHARE_OF_EASEL = 8 * 2**20  # bytes of it that each caller may have, however many there are
 DRAWN_AT_ONCE = 1_000_000  # pixels of pictures drawn before others have a turn: some 5 ms
+PICTURES = 32 * 2**20  # bytes of the pictures in a reply at most
+RGB = 3  # bytes of a pixel
+EDITED = 4  # bytes of a pixel of what is edited in an image: a mask, in float32
 NAMED = 9  # methods of a request that are looked at before its size is
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
 
@@ -82,7 +86,7 @@ class Pipeline:
         threads: that decode and draw, a step of each caller in turn.
         limits: on what one request may ask for.
         shelf: where decoded photos are held while their requests wait.
-        easel: lets so many photos be decoded and pictures be drawn at a time.
+        easel: has room for so many bytes of photos that are being decoded, and of pictures that are being drawn.
     """
 
     lifecycle: Lifecycle
@@ -90,7 +94,7 @@ class Pipeline:
     threads: FairThreads
     limits: Limits
     shelf: Shelf = field(default_factory=lambda: Shelf(SHELF))
-    easel: Admission = field(default_factory=lambda: Admission(DRAWN_TOGETHER, DRAWN_AT_ONCE, line=math.inf))
+    easel: Admission = field(default_factory=lambda: Admission(EASEL, SHARE_OF_EASEL, line=math.inf))
 
     @property
     def models(self) -> Mapping[str, KnownModel]:
@@ -104,7 +108,7 @@ class Pipeline:
         Args:
             model: that it is about.
             rows: that it will run at once.
-            size: of its message, in bytes.
+            size: of its inputs and maps, in bytes.
             wait: for room, rather than refuse.
         """
         clock, record = asyncio.get_running_loop().time, CURRENT.get()
@@ -149,7 +153,8 @@ class Pipeline:
                 progress=progress,
             )
 
-        rows, size = min(order.job.rows, self.limits.chunk), request.ByteSize() + _maps_of(order.job)
+        rows = min(order.job.rows, self.limits.chunk)
+        size = _images_of(order.job, rows) + _maps_of(order.job)
         async with self.admitted(order.job.model, rows, size=size, wait=wait):
             return await self._answered(order, work, deadline)
 
@@ -179,7 +184,8 @@ class Pipeline:
 
         with wire.within_explain():
             render.colormap(asked.order.rendering.colormap)
-            rows, size = min(asked.assessment.rows, self.limits.chunk), request.ByteSize() + _maps_of(asked.order.job)
+            rows = min(asked.assessment.rows, self.limits.chunk)
+            size = EDITED * rows * math.prod(asked.order.job.model.preprocess.size) + _maps_of(asked.order.job)
             async with self.admitted(asked.order.job.model, rows, size=size):
                 explained = await self._answered(asked.order, work, deadline)
         return wire.evaluate_response(asked, explained, readings)
@@ -214,9 +220,7 @@ class Pipeline:
             wants = order.rendering
             if not (wants.pictures or wants.intensity):
                 return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
-            again = 0 if view.photo is not None or not wants.pictures else math.prod(view.size)
-            pixels = again + math.ceil(order.job.explanations * _pixels_of(wants, view.size))
-            async with self.easel.admit(min(pixels, DRAWN_TOGETHER), wait=True):
+            async with self.easel.admit(min(_memory_to_draw(order, view), EASEL), wait=True):
                 response = await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
             if record:
                 record.stage("render", computed, clock())
@@ -224,8 +228,8 @@ class Pipeline:
 
     @asynccontextmanager
     async def decoding(self, data: bytes) -> AsyncIterator[None]:
-        """Hold room for the pixels of a photo inside the block."""
-        async with self.easel.admit(min(images.claimed(data), DRAWN_TOGETHER), wait=True):
+        """Hold room for decoding a photo inside the block."""
+        async with self.easel.admit(min(images.memory_to_decode(data), EASEL), wait=True):
             yield
 
     def _heard(self, request: explain_pb2.ExplainRequest) -> None:
@@ -267,11 +271,29 @@ def _drawn(
         photo = images.decode(order.image, limits)
         yield
     together = max(1, round(DRAWN_AT_ONCE / (_pixels_of(wants, view.size) or math.prod(view.image.shape[:2]))))
+    size = 0
     for finding in findings:
         if answers and len(answers) % together == 0:
             yield
         answers.append(_answer(finding, photo, view, wants))
+        size += sum(len(one.data) for one in (answers[-1].overlay, answers[-1].heatmap_image) if one)
+        if size > PICTURES:
+            raise InvalidArgument(
+                f"the pictures take more than {PICTURES // 2**20} MiB: set max_side, ask for fewer, or for JPEG",
+                field="rendering.max_side",
+            )
     return answered(answers)
+
+
+def _memory_to_draw(order: wire.Order, view: _View) -> int:
+    """Return an upper bound, in bytes, of the memory to draw a request's pictures, and to decode its photo again."""
+    wants = order.rendering
+    if not wants.pictures:
+        return 0
+    again = images.memory_to_decode(order.image) if view.photo is None else 0
+    each = RGB * math.ceil(_pixels_of(wants, view.size))
+    held = RGB * math.prod(view.size) * (view.photo is None) + each
+    return max(again, held) + min(order.job.explanations * each, PICTURES)
 
 
 def _answer(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> wire.Answer:
@@ -350,6 +372,15 @@ def _in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:
         part = f"from {seen.left:.0f} to {seen.right:.0f} across and from {seen.top:.0f} to {seen.bottom:.0f} down"
         raise InvalidArgument(f"the box is outside of what the model sees: {part}", field=field)
     return found
+
+
+def _images_of(job: jobs.Job, rows: int) -> int:
+    """Return an upper bound, in bytes, of the inputs of a job while `rows` of its rows are under way.
+
+    Noisy copies are made in the engine; edited images are made here, with a mask for each row.
+    """
+    edited = any(isinstance(METHODS[call.name], Perturbation | Windows) for call in job.calls)
+    return math.prod(job.model.preprocess.size) * (RGB + edited * EDITED * rows)
 
 
 def _maps_of(job: jobs.Job) -> int:

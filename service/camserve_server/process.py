@@ -12,9 +12,9 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 OWN_FILES = 256  # libraries, logs, sockets of its own
-MOST_KEPT = 2**29  # bytes that an engine keeps of what a batch has freed
-SERVER_KEEPS = 2**26  # bytes that a server keeps whose engines are processes of their own
-IDLE = 5.0  # seconds after its last batch, an engine gives them back
+MOST_KEPT = 2**28  # freed bytes that an engine keeps
+SERVER_KEEPS = 2**26  # freed bytes that a server keeps if its engines are separate processes
+IDLE = 5.0  # seconds after its last batch until an engine returns them to the kernel
 
 # Name in the environment, and number in malloc.h.
 ALLOCATOR = (("MALLOC_ARENA_MAX", -8), ("MALLOC_MMAP_THRESHOLD_", -3), ("MALLOC_TRIM_THRESHOLD_", -1))
@@ -37,7 +37,7 @@ def keep_memory(most: int = MOST_KEPT) -> None:
 
 
 def give_back() -> None:
-    """Give all that glibc keeps back to the kernel."""
+    """Return all freed memory that glibc keeps to the kernel."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 clock = time.monotonic
 
 PATH = "/metrics"
-AT_ONCE = 8  # connections that are answered at a time; one more is closed at once, or takes the place of a slow one
-SLOW = 2.0  # seconds after which a connection makes way for another, where all places are taken
-DEADLINE = 10.0  # seconds that a connection has in all, for TLS, its request and the answer
+AT_ONCE = 8  # connections that are served at a time; one more replaces a slow one, or is closed at once
+SLOW = 2.0  # seconds after which a connection may be replaced by a new one
+DEADLINE = 10.0  # seconds that a connection has in total, for TLS, its request and the answer
 POLL = 0.1  # seconds that stopping takes at most
 
 
@@ -96,7 +96,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         self.metrics = meters.written
         self._settings = settings
         self._tokens = access.known(settings.tokens_file) if settings.tokens_file else None
-        self._open: dict[Any, tuple[float, socket]] = {}  # since when, and a handle that TLS leaves alone; oldest first
+        self._open: dict[Any, tuple[float, socket]] = {}  # opening time, a handle that TLS leaves alone; oldest first
         super().__init__((host.strip("[]"), int(port)), _Handler)
 
     def server_bind(self) -> None:
@@ -121,14 +121,14 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
             self._forget(request)
 
     def service_actions(self) -> None:
-        """Close the connections that have had their time, however busy they look: one that drips is never silent."""
+        """Close the connections that are past their deadline; a slow sender is never silent, so silence is no test."""
         self._cut(DEADLINE)
 
     def _cut(self, seconds: float) -> None:
-        """Close the connections that are older than some seconds; their threads find them closed, and end."""
+        """Close the connections that are older than a number of seconds; their threads end when they notice."""
         for request, (since, handle) in list(self._open.items()):
             if clock() - since > seconds:
-                with suppress(OSError):  # it has just ended by itself
+                with suppress(OSError):  # the connection has just ended by itself
                     handle.shutdown(SHUT_RDWR)
                 self._forget(request)
 
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")  # which has a deadline: another request needs another
+        self.send_header("Connection", "close")  # the deadline is for the connection, so it gets one request
         if code == 401:  # noqa: PLR2004 -- HTTP's own number
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()

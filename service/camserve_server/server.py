@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from camserve.v1 import (
     evaluate_pb2,
@@ -23,7 +23,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
-from camserve_server import access, floods, logs, oip, process, scraping
+from camserve_server import access, floods, logs, oip, process, reflection, scraping
 from camserve_server.admission import FairThreads
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError
@@ -72,7 +72,7 @@ class Stop:
 
     @property
     def code(self) -> int:
-        """The exit code of a server that stopped: 0 where nothing was cut short."""
+        """The exit code of a server that stopped: 0 unless calls were cut short."""
         return int(self.hurry.is_set() or self.lost > 0)
 
     def signalled(self) -> None:
@@ -259,7 +259,7 @@ def _build(
         interceptors=_at_the_door(settings, house),
         options=(
             ("grpc.max_receive_message_length", size),
-            ("grpc.per_message_decompression", 0),  # parsing unpacks: gRPC would do it whether there is room or not
+            ("grpc.per_message_decompression", 0),  # `parsing` unpacks when there is room; gRPC would not wait for it
             ("grpc.max_send_message_length", -1),
             # Two limits: between them gRPC would refuse by chance.
             ("grpc.max_metadata_size", settings.max_metadata_kib * 2**10),
@@ -276,15 +276,16 @@ def _build(
     models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(house), server)
     oip.add_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    known = (*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
+    known = (*SERVICES[1:], health.SERVICE_NAME, reflection.NAME)
     pool = oip.pool_of(name for name in known if name != oip.NAME)
-    reflection.enable_server_reflection(known, server, pool)
+    told = reflection.ReflectionServicer(known, pool, settings.idle_seconds)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(told, server)
     return server
 
 
 def _at_the_door(settings: Settings, house: House) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    inner = floods.Patience(settings.idle_seconds, house), Parser(settings, house)
-    return (access.Guard(settings.tokens_file, house), *inner) if settings.tokens_file else inner
+    parser = Parser(settings, house)
+    return (access.Guard(settings.tokens_file, house), parser) if settings.tokens_file else (parser,)
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -301,11 +302,11 @@ async def serve_until_signal(settings: Settings) -> int:
     which a model hangs.
 
     Returns:
-        The exit code: 0 after a clean stop, 1 after one that was cut short or that lost calls which it had accepted.
+        The exit code: 0 after a clean stop; 1 if the stop was cut short or accepted calls were not answered.
     """
     stop, loop, warm = Stop(), asyncio.get_running_loop(), asyncio.Event()
     process.allow_files(settings.max_connections)
-    if settings.isolation == "process":  # batches are run elsewhere: what photos and messages took is given back
+    if settings.isolation == "process":  # batches run in other processes: here memory is only for photos and messages
         process.keep_memory(process.SERVER_KEEPS)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)

@@ -64,7 +64,7 @@ Q = TypeVar("Q")
 T = TypeVar("T")
 
 Context = grpc.aio.ServicerContext[Any, Any]
-ROUNDING = 0.95  # of a deadline: gRPC rounds what is left of it up, so that its caller may give up a little earlier
+ROUNDING = 0.95  # of a deadline: gRPC rounds the time left up, so the caller may give up slightly before our deadline
 
 
 @dataclass(slots=True)
@@ -197,8 +197,8 @@ class Received(Generic[Q]):
     """A message of a stream.
 
     Attributes:
-        message: itself.
-        release: gives back the memory that it takes.
+        message: the message.
+        release: releases the memory that is reserved for it.
     """
 
     message: Q
@@ -246,6 +246,7 @@ async def conversing(
             while (item := await _next(house, requests, pulse)) is not None:
                 pulse.began()
                 group.create_task(answered(item))
+                del item  # or it would stay until the next one comes
                 await free.acquire()
         except ServiceError as error:
             ended = error  # those that came before it are answered first
@@ -574,10 +575,10 @@ def _is_id(text: str) -> bool:
 
 
 def ours_of(error: Exception) -> ServiceError:
-    """Return our own errors as they are, and Internal for every other, which is logged.
+    """Return our own errors as they are, and Internal for every other error, which is logged.
 
-    Ours lose their tracebacks: with them a frame that has the error would be part of a cycle, in which the request, of
-    many megabytes maybe, would stay until the garbage is collected.
+    Our errors lose their tracebacks. A traceback refers to frames that refer to the error, and this cycle would keep
+    the request, perhaps many megabytes, in memory until the next garbage collection.
     """
     if isinstance(error, ServiceError):
         return error.with_traceback(None)

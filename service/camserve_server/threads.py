@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Threads(Protocol):
-    """Threads that take functions to run."""
+    """Threads that run functions."""
 
     def submit(self, function: Callable[[], object], /) -> object:
         """Run a function in one of them."""
@@ -19,7 +19,7 @@ async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args
     """Run a function in one of some threads; one whose caller has given up meanwhile is not begun.
 
     As the event loop's own `run_in_executor`, which keeps two futures for it, and calls some sixty functions more.
-    What ends a loop, a task or the program where it is raised is raised here as a RuntimeError: see `contained`.
+    An exception that would end a loop, a task or the program is raised here as a RuntimeError: see `contained`.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -30,8 +30,8 @@ async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args
         try:
             result = function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's
-            # Without this frame, which has the future: in a cycle, what the function was given would stay until the
-            # garbage is collected.
+            # Without this frame, which refers to the future: the cycle would keep the function's arguments in memory
+            # until the next garbage collection.
             own = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             loop.call_soon_threadsafe(_fail, done, contained(own))
             del own
@@ -48,10 +48,10 @@ def _settle(done: asyncio.Future[Any], result: object) -> None:
 
 
 def contained(error: BaseException) -> Exception:
-    """Return an error that harms nobody but who waits for the function that raised it.
+    """Return an error that affects only the caller that waits for the function which raised it.
 
-    A future refuses a StopIteration, so that whoever waits would wait for ever; StopAsyncIteration would end an
-    asynchronous loop, CancelledError the task that waits, SystemExit and KeyboardInterrupt the program.
+    A future refuses a StopIteration, so the caller would wait for ever. StopAsyncIteration would end an asynchronous
+    loop, CancelledError the task that waits, SystemExit and KeyboardInterrupt the program.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error

@@ -123,7 +123,7 @@ class Limits:
         asked: parameters of one ModelInfer.
     """
 
-    pixels: int = 50_000_000
+    pixels: int = 25_000_000
     side: int = 16_384
     rows: int = 16_384
     chunk: int = 64

@@ -6,6 +6,8 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher -> engine (meas
 
 import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy as np
 from camserve.v1 import explain_pb2
 from camserve_server import images, render, tiles, wire
 from camserve_server.errors import InvalidArgument
-from camserve_server.pipeline import Pipeline
+from camserve_server.pipeline import RGB, Pipeline
 from camserve_server.telemetry import Spent
 from camserve_server.threads import in_thread
 from camserve_server.types import Box, Limits, Map, ModelInfo, Pass, Picture, Pixels, Preprocess, Row, RowResult
@@ -59,8 +61,8 @@ async def inspect(
     """
     order = wire.read_inspection(request, pipeline.models, pipeline.limits)
     pass_ = Pass(order.model.key, "inspect", order.model.preprocess.size, order.layers)
-    look = await _looked(pipeline, order, pass_, deadline)
-    return wire.inspect_response(order, look.told(order.model), look.result, look.seconds(drawing=0.0))
+    async with _looking(pipeline, order, pass_, deadline) as look:
+        return wire.inspect_response(order, look.told(order.model), look.result, look.seconds(drawing=0.0))
 
 
 async def features(
@@ -79,13 +81,13 @@ async def features(
     order = wire.read_extraction(request, pipeline.models, pipeline.limits)
     colours = _colours(order.colormap)
     pass_ = Pass(order.model.key, "features", order.model.preprocess.size, (order.layer,))
-    look = await _looked(pipeline, order, pass_, deadline)
-    began = time.perf_counter()
-    channels, picture = await in_thread(pipeline.threads, _drawn, order, look, colours)
-    seconds = look.seconds(time.perf_counter() - began)
-    reply = wire.features_response(order, look.told(order.model), look.result, channels, picture, seconds)
-    reply.photo.CopyFrom(wire.photo_of(look.view.size, look.view.seen))
-    return reply
+    async with _looking(pipeline, order, pass_, deadline) as look:
+        began = time.perf_counter()
+        channels, picture = await in_thread(pipeline.threads, _drawn, order, look, colours)
+        seconds = look.seconds(time.perf_counter() - began)
+        reply = wire.features_response(order, look.told(order.model), look.result, channels, picture, seconds)
+        reply.photo.CopyFrom(wire.photo_of(look.view.size, look.view.seen))
+        return reply
 
 
 def _colours(name: str) -> Pixels:
@@ -95,16 +97,21 @@ def _colours(name: str) -> Pixels:
         raise InvalidArgument(error.message, field="colormap") from error
 
 
-async def _looked(pipeline: Pipeline, order: wire.Inspection | wire.Extraction, pass_: Pass, deadline: float) -> _Look:
+@asynccontextmanager
+async def _looking(
+    pipeline: Pipeline, order: wire.Inspection | wire.Extraction, pass_: Pass, deadline: float
+) -> AsyncIterator[_Look]:
+    """Run an image through the model; inside the block, room for its inputs and results stays reserved."""
     found: list[RowResult] = []
-    async with pipeline.admitted(order.model, 1, size=len(order.image) + _kept_of(order)):
+    size = RGB * math.prod(order.model.preprocess.size) + _kept_of(order)
+    async with pipeline.admitted(order.model, 1, size=size):
         began = time.perf_counter()
         async with pipeline.decoding(order.image):
             view = await in_thread(pipeline.threads, _see, order.image, order.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
         rows = [Row(view.image, order.target, features=pass_.kind == "features")]
         spent = await pipeline.batcher.submit(pass_, rows, lambda _index, result: found.append(result), deadline)
-    return _Look(view, found[0], decoding, spent)
+        yield _Look(view, found[0], decoding, spent)
 
 
 def _kept_of(order: wire.Inspection | wire.Extraction) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,6 +22,7 @@ from grpc_health.v1.health import HealthServicer
 from PIL import Image
 
 import camserve
+from camserve import cli
 from camserve.v1 import (
     evaluate_pb2,
     evaluate_pb2_grpc,
@@ -32,6 +34,8 @@ from camserve.v1 import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+    from click.testing import Result
 
 QUICK = camserve.Retry(attempts=4, first=0.01, longest=0.02)
 
@@ -72,7 +76,7 @@ class Refusal:
 
 
 def answer(request: explain_pb2.ExplainRequest, request_id: str = "id") -> Any:
-    """Answer as a server with one class per image does: the class is the image's last byte."""
+    """Answer like a server that finds one class in each image: the image's last byte."""
     index = request.image[-1]
     target = explain_pb2.Prediction(class_index=index, label=f"class {index}", probability=0.75, score=2.5)
     explanations = [
@@ -416,6 +420,14 @@ class Awaited:
                 yield result
         finally:
             await asyncio.to_thread(results.close)
+
+
+@pytest.fixture
+def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run a command against the test's server."""
+    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
 
 
 @pytest.fixture(params=["sync", "async"])

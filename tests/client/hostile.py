@@ -1,4 +1,4 @@
-"""A server that answers whatever a test wants, byte for byte, to every RPC."""
+"""A server that answers every RPC with the bytes that a test chooses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def serving() -> Iterator[Hostile]:
 
 
 def filled(message: Any, text: str, depth: int = 0) -> Any:
-    """Put a text into every string of a message, and one of each into every list."""
+    """Put a text into every string of a message, and one item into every list."""
     for field in message.DESCRIPTOR.fields:
         value = text if field.type == FieldDescriptor.TYPE_STRING else None
         if field.message_type and field.message_type.GetOptions().map_entry:
@@ -97,7 +97,7 @@ def _fill_map(entries: Any, value: Any, text: str) -> None:
 
 
 def explained(text: str = "x", **fields: Any) -> explain_pb2.ExplainResponse:
-    """Answer as an honest server, but for its texts, and for other fields of the explanation."""
+    """Answer like an honest server, except for its texts and for the given fields of the explanation."""
     response = filled(explain_pb2.ExplainResponse(), text)
     response.photo.CopyFrom(explain_pb2.Photo(width=6, height=4))
     (one,) = response.explanations

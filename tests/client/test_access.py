@@ -158,7 +158,7 @@ def test_a_token_in_the_clear_is_one_line_of_the_command() -> None:
 
 
 class _Proxy(socketserver.ThreadingTCPServer):
-    """A proxy that keeps what it was sent, and closes the connection."""
+    """A proxy that records what it receives, and closes the connection."""
 
     daemon_threads = True
 
@@ -176,7 +176,7 @@ class _Proxy(socketserver.ThreadingTCPServer):
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Proxy]:
-    """Name a proxy in every variable that there is for it."""
+    """Name a proxy in every environment variable for one."""
     with _Proxy() as proxy:
         for name in ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy"):
             for variable in (name, name.upper()):
@@ -188,14 +188,14 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Proxy]:
 
 
 @pytest.mark.parametrize("prefix", ["", "dns:///", "ipv4:"])
-async def test_without_tls_nothing_goes_through_a_proxy(connect: Any, server: Any, proxy: Any, prefix: str) -> None:
+async def test_without_tls_no_request_goes_through_a_proxy(connect: Any, server: Any, proxy: Any, prefix: str) -> None:
     client = connect(prefix + server.address, token="abc", timeout=10)
 
     assert [model.name for model in await client.models()] == ["tiny", "large"]
     assert proxy.heard == []
 
 
-async def test_over_tls_a_proxy_is_used_and_never_sees_the_token(connect: Any, proxy: Any) -> None:
+async def test_over_tls_a_proxy_is_used_and_cannot_read_the_token(connect: Any, proxy: Any) -> None:
     client = connect(FAR, token="secret", tls=True, retries=0)
     with pytest.raises(camserve.Unavailable):
         await client.models()

@@ -11,7 +11,7 @@ import click
 import grpc
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from PIL import Image
 
 import camserve
@@ -19,14 +19,6 @@ from camserve import _files, cli
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable
-
-
-@pytest.fixture
-def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
 
 
 @pytest.fixture

@@ -351,7 +351,7 @@ async def test_silence_has_an_end(client: Any, server: Any, replies: Any) -> Non
     assert server.stream_ended.wait(60)
 
 
-async def test_a_slow_consumer_does_not_make_the_server_silent(client: Any, monkeypatch: Any) -> None:
+async def test_slow_consumer_does_not_count_as_a_silent_server(client: Any, monkeypatch: Any) -> None:
     found: list[Any] = []
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (100 if len(found) >= 2 else 0))
     monkeypatch.setattr("camserve._stream.time", clock)

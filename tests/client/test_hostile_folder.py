@@ -1,32 +1,21 @@
-"""What whoever prepared a folder can do to the one who explains photos in it, or writes to it: nothing."""
+"""A prepared folder cannot harm a caller who explains its photos or writes pictures to it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
 
 import camserve
-from camserve import _dataset, _local, _wire, cli
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from camserve import _dataset, _local, _wire
 
 PHOTO = b"\xff\xd8\xff\xe0\x01"
-
-
-@pytest.fixture
-def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
 
 
 @pytest.fixture
@@ -47,9 +36,9 @@ def files(folder: Path) -> list[Path]:
 
 
 def prepare(folder: Path, names: list[Path], target: Path) -> None:
-    """Make each name, and what an older camserve wrote first in its place, a link."""
+    """Make a link of each name, and of the temporary names that an older camserve used."""
     for name in names:
-        # A part is read before it is written, and one that is none ends the job.
+        # A part is read before it is written, and an invalid part ends the job.
         whole = [folder / name] if name.suffix != ".parquet" else []
         for each in (*whole, folder / name.parent / f".{name.name}"):
             each.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +66,7 @@ def test_nothing_is_written_through_a_link(run: Any, photos: Any, victim: Any, t
 
 @pytest.mark.parametrize("name", [".lock", "job.json", "results", "overlays"])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_job_in_a_prepared_folder_leaves_what_is_elsewhere(
+def test_job_in_a_prepared_folder_changes_nothing_elsewhere(
     run: Any, photos: Any, tmp_path: Any, name: str, there: bool
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -98,7 +87,7 @@ def test_a_job_in_a_prepared_folder_leaves_what_is_elsewhere(
 
 
 @pytest.mark.parametrize("name", [".lock", "job.json", "results/x.parquet"])
-def test_a_pipe_in_a_jobs_folder_holds_nobody_up(run: Any, photos: Any, tmp_path: Any, name: str) -> None:
+def test_pipe_in_a_jobs_folder_blocks_nothing(run: Any, photos: Any, tmp_path: Any, name: str) -> None:
     pipe = tmp_path / "out" / name
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
@@ -119,7 +108,7 @@ async def test_save_replaces_a_link(client: Any, victim: Any, tmp_path: Any, nam
     assert not (tmp_path / name).is_symlink()
 
 
-async def test_plots_tables_and_tiles_replace_a_link_too(client: Any, victim: Any, tmp_path: Any) -> None:
+async def test_plots_tables_and_tiles_replace_a_link(client: Any, victim: Any, tmp_path: Any) -> None:
     inspection = await client.inspect(b"\x01")
     features = await client.features(b"\x01")
     evaluation = await client.evaluate(b"\x01", metrics=["deletion"])
@@ -136,13 +125,13 @@ async def test_plots_tables_and_tiles_replace_a_link_too(client: Any, victim: An
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     _local.write(tmp_path / "a", b"old")
     with pytest.raises(TypeError):
-        _local.write(tmp_path / "a", "no bytes")  # type: ignore[arg-type]  # which fails half way
+        _local.write(tmp_path / "a", "no bytes")  # type: ignore[arg-type]  # which fails after the file was opened
 
     assert (tmp_path / "a").read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_file_gets_the_permissions_that_others_get(tmp_path: Path) -> None:
+def test_written_file_gets_the_usual_permissions(tmp_path: Path) -> None:
     _local.write(tmp_path / "a", b"")
     (tmp_path / "b").write_bytes(b"")
 
@@ -152,11 +141,11 @@ def test_a_file_gets_the_permissions_that_others_get(tmp_path: Path) -> None:
 def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path(os.devnull)):
-        with pytest.raises(OSError, match="no file"):
+        with pytest.raises(OSError, match="not a regular file"):
             _local.write(path, b"x")
 
 
-def test_what_a_killed_job_had_not_finished_is_gone_after_the_next(run: Any, photos: Any, tmp_path: Any) -> None:
+def test_next_run_deletes_the_unfinished_files_of_a_killed_job(run: Any, photos: Any, tmp_path: Any) -> None:
     unfinished = tmp_path / "out" / f".{'0a' * 8}.tmp"
     unfinished.parent.mkdir()
     unfinished.write_bytes(b"half")
@@ -171,7 +160,7 @@ KINDS = [b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8 ", b"B
 
 @pytest.fixture
 def sent(server: Any) -> list[bytes]:
-    """Hear which photos a server is sent."""
+    """Record which photos a server receives."""
     photos: list[bytes] = []
 
     def keep(stream: Any, _: Any) -> Any:
@@ -205,13 +194,13 @@ def test_only_photos_leave_the_machine(run: Any, photos: Any, tmp_path: Any, sen
 
 
 @pytest.mark.parametrize("head", KINDS)
-def test_what_a_server_takes_is_sent(tmp_path: Path, head: bytes) -> None:
+def test_formats_that_a_server_accepts_are_sent(tmp_path: Path, head: bytes) -> None:
     (tmp_path / "a").write_bytes(head + b"rest")
 
     assert _wire.image_bytes(tmp_path / "a") == head + b"rest"
 
 
-async def test_no_other_file_that_is_named_is_sent_either(client: Any, server: Any, tmp_path: Any) -> None:
+async def test_named_file_that_is_not_a_photo_is_not_sent(client: Any, server: Any, tmp_path: Any) -> None:
     (tmp_path / "key").write_bytes(SECRET)
 
     for targets in ([], [camserve.similarity(tmp_path / "key")]):
@@ -222,7 +211,7 @@ async def test_no_other_file_that_is_named_is_sent_either(client: Any, server: A
 
 @pytest.mark.parametrize("where", ["{folder}", "{folder}/*.jpg", "{folder}/**/*.jpg"])
 @pytest.mark.parametrize("job", [(), ("--resume",)])
-def test_a_link_out_of_a_folder_is_followed_only_where_that_is_allowed(
+def test_link_out_of_a_folder_is_followed_only_if_allowed(
     run: Any, photos: Any, tmp_path: Any, sent: Any, job: Any, where: str
 ) -> None:
     (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
@@ -242,7 +231,7 @@ def test_a_link_out_of_a_folder_is_followed_only_where_that_is_allowed(
     assert PHOTO + b"private" in sent
 
 
-def test_a_link_that_is_named_itself_is_followed(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
+def test_named_link_is_followed(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
     (tmp_path / "link.jpg").symlink_to(photos / "cat.jpg")
 
     for job in ((), ("--resume",)):
@@ -253,7 +242,7 @@ def test_a_link_that_is_named_itself_is_followed(run: Any, photos: Any, tmp_path
 @pytest.mark.parametrize(
     "named", ["{out}/private.jpg", "../private.jpg", "file://{out}/private.jpg", "{in}/../private.jpg"]
 )
-def test_a_table_names_files_of_its_folder_only(run: Any, photos: Any, tmp_path: Any, sent: Any, named: str) -> None:
+def test_table_may_name_only_files_in_its_folder(run: Any, photos: Any, tmp_path: Any, sent: Any, named: str) -> None:
     (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
     path = table(photos, "cat.jpg", named.format(**{"out": tmp_path, "in": photos}))
 
@@ -268,7 +257,7 @@ def test_a_table_names_files_of_its_folder_only(run: Any, photos: Any, tmp_path:
     assert sent == [PHOTO, PHOTO + b"private"]
 
 
-def test_a_table_names_no_link_out_of_its_folder(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
+def test_table_may_not_name_a_link_out_of_its_folder(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
     (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
     (photos / "link.jpg").symlink_to(tmp_path / "private.jpg")
     (photos / "folder").symlink_to(tmp_path)
@@ -282,7 +271,7 @@ def test_a_table_names_no_link_out_of_its_folder(run: Any, photos: Any, tmp_path
 
 
 @pytest.mark.parametrize("job", [(), ("--resume",)])
-def test_pipes_devices_loops_and_odd_names_hold_nobody_up(
+def test_pipes_devices_loops_and_odd_names_do_not_block_a_run(
     run: Any, photos: Any, tmp_path: Any, sent: Any, job: Any
 ) -> None:
     os.mkfifo(photos / "pipe.jpg")
@@ -304,7 +293,7 @@ def test_pipes_devices_loops_and_odd_names_hold_nobody_up(
         sent.clear()
 
 
-def test_a_table_names_no_pipe(photos: Path) -> None:
+def test_table_may_not_name_a_pipe(photos: Path) -> None:
     os.mkfifo(photos / "pipe.jpg")
     chosen = _dataset.Photos([str(table(photos, "pipe.jpg"))])
 
@@ -313,7 +302,7 @@ def test_a_table_names_no_pipe(photos: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [b"", PHOTO])
-def test_a_file_beyond_all_measure_is_not_read(run: Any, photos: Any, tmp_path: Any, sent: Any, head: bytes) -> None:
+def test_huge_file_is_not_read(run: Any, photos: Any, tmp_path: Any, sent: Any, head: bytes) -> None:
     (photos / "cat.jpg").write_bytes(head)
     os.truncate(photos / "cat.jpg", 100 << 30)
 
@@ -323,9 +312,9 @@ def test_a_file_beyond_all_measure_is_not_read(run: Any, photos: Any, tmp_path: 
     assert sent == []
 
 
-def test_folders_may_lie_as_deep_as_a_path_is_long(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
+def test_folders_may_be_nested_as_deep_as_paths_allow(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
     deep = f"{photos}/{'d/' * 1100}"
-    subprocess.run(["mkdir", "-p", deep], check=True)  # Python's own would go too deep itself
+    subprocess.run(["mkdir", "-p", deep], check=True)  # Python's makedirs would recurse too deep
     Path(f"{deep}deep.jpg").write_bytes(PHOTO)
     try:
         for job in ((), ("--resume",)):

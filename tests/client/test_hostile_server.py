@@ -1,4 +1,4 @@
-"""What a hostile server, or whoever writes the labels of an honest one, can do to its clients: nothing."""
+"""A hostile server, or hostile labels of an honest one, cannot harm a client."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 import camserve
-from camserve import _board, _tables, cli
+from camserve import _board, _tables
 from camserve._picture import Picture
 from camserve.v1 import evaluate_pb2, explain_pb2
 from client import hostile
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 JPEG = b"\xff\xd8\xff\xe0"
 
-# A link, a cleared screen, a line up by C1, a carriage return, letters in another order, lines, markup of rich.
+# A link, a cleared screen, a cursor movement by C1, a carriage return, reversed text, line breaks, rich's markup.
 EVIL = "\x1b]8;;http://evil\x07[bold]b[/bold]\x1b[2J\x9b1A\rforged\u202egpj.\u2028 line\n2026 OK \U000e0041"
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\U000e0000-\U000e007f]")
 
@@ -39,15 +38,8 @@ def photo(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "photo.jpg"
 
 
-@pytest.fixture
-def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
-
-
 def speak(server: hostile.Hostile, text: str) -> None:
-    """Have every answer say a text wherever it says any."""
+    """Put a text into every string of every answer."""
     for name, kind in hostile.ANSWERS.items():
         server.replies[name] = hostile.filled(kind(), text).SerializeToString()
     explained = hostile.explained(text)
@@ -85,7 +77,9 @@ def speak(server: hostile.Hostile, text: str) -> None:
         "replay {receipt} {photo}",
     ],
 )
-def test_a_terminal_obeys_no_word_of_a_server(run: Any, server: Any, photo: Any, tmp_path: Any, command: str) -> None:
+def test_text_from_a_server_cannot_control_the_terminal(
+    run: Any, server: Any, photo: Any, tmp_path: Any, command: str
+) -> None:
     speak(server, EVIL)
     out = tmp_path / "out"
     if "receipt" in command:
@@ -100,7 +94,9 @@ def test_a_terminal_obeys_no_word_of_a_server(run: Any, server: Any, photo: Any,
 
 
 @pytest.mark.parametrize("command", ["models", "explain {photo} -o {out}", "health"])
-def test_a_terminal_obeys_no_error_of_a_server(run: Any, server: Any, photo: Any, tmp_path: Any, command: str) -> None:
+def test_error_from_a_server_cannot_control_the_terminal(
+    run: Any, server: Any, photo: Any, tmp_path: Any, command: str
+) -> None:
     def refuse(_: Any, context: Any) -> Any:
         context.abort(hostile.grpc.StatusCode.PERMISSION_DENIED, EVIL)
 
@@ -127,7 +123,7 @@ PICTURES = {
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("data", PICTURES.values(), ids=PICTURES)
-def test_a_picture_that_is_none_is_one_error(data: bytes) -> None:
+def test_invalid_picture_raises_internal(data: bytes) -> None:
     with pytest.raises(camserve.Internal, match=r"the server sent (no|a) picture"):
         Picture("png", data, 1, 1).open()
 
@@ -144,11 +140,11 @@ def test_a_picture_with_too_many_pixels_is_not_decoded(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_a_picture_that_is_one_is_decoded(kind: str) -> None:
+def test_valid_picture_is_decoded(kind: str) -> None:
     assert Picture("png", hostile.image(kind), 1, 1).open().size == (6, 4)
 
 
-def test_json_says_the_same_with_its_own_escapes() -> None:
+def test_json_output_escapes_the_same_characters() -> None:
     said = _tables.as_json({"label": EVIL})
 
     assert json.loads(said) == {"label": EVIL}
@@ -156,7 +152,7 @@ def test_json_says_the_same_with_its_own_escapes() -> None:
 
 
 def wrong(change: Callable[[Any], object]) -> bytes:
-    """Return an answer that is honest but for a change."""
+    """Return an honest answer with one change."""
     response = hostile.explained()
     change(response)
     return response.SerializeToString()
@@ -176,13 +172,13 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", NO_ANSWERS.values(), ids=NO_ANSWERS)
-async def test_what_is_no_answer_is_one_error(connect: Any, server: Any, answer: bytes) -> None:
+async def test_malformed_answer_raises_internal(connect: Any, server: Any, answer: bytes) -> None:
     server.replies["Explain"] = answer
     with pytest.raises(camserve.Internal):
         await connect(server.address).explain(JPEG)
 
 
-async def test_no_explanation_is_no_replay(connect: Any, server: Any) -> None:
+async def test_replay_without_an_explanation_raises_internal(connect: Any, server: Any) -> None:
     client = connect(server.address)
     server.replies["Explain"] = hostile.explained().SerializeToString()
     receipt = (await client.explain(JPEG)).explanations[0].receipt
@@ -193,14 +189,14 @@ async def test_no_explanation_is_no_replay(connect: Any, server: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"\x08\x63", b"\xff"])
-async def test_an_unknown_health_is_one_error(connect: Any, server: Any, answer: bytes) -> None:
+async def test_invalid_health_status_raises_internal(connect: Any, server: Any, answer: bytes) -> None:
     server.replies["Check"] = answer
     with pytest.raises(camserve.Internal):
         await connect(server.address).health()
 
 
 @pytest.mark.parametrize("curve", [{"x": [0, 1], "y": [1]}, {"x": [1e38], "y": [1]}, {"x": [float("nan")], "y": [1]}])
-async def test_a_curve_that_cannot_be_drawn_is_one_error(connect: Any, server: Any, curve: Any) -> None:
+async def test_invalid_curve_raises_internal(connect: Any, server: Any, curve: Any) -> None:
     reading = evaluate_pb2.Reading(curves=[evaluate_pb2.Curve(**curve)])
     judged = evaluate_pb2.EvaluateResponse(explained=hostile.explained(), readings=[reading])
     server.replies["Evaluate"] = judged.SerializeToString()
@@ -209,9 +205,7 @@ async def test_a_curve_that_cannot_be_drawn_is_one_error(connect: Any, server: A
 
 
 @pytest.mark.parametrize("pushback", ["99999999999999", "-1", "later", "9" * 5000])
-async def test_a_server_that_wants_to_see_it_in_years_is_not_waited_for(
-    connect: Any, server: Any, pushback: str
-) -> None:
+async def test_pushback_of_years_is_not_waited_for(connect: Any, server: Any, pushback: str) -> None:
     calls: list[bytes] = []
 
     def refuse(request: bytes, context: Any) -> Any:
@@ -225,7 +219,7 @@ async def test_a_server_that_wants_to_see_it_in_years_is_not_waited_for(
     assert len(calls) == 1
 
 
-async def test_answers_that_nobody_asked_for_are_no_sign_of_life(connect: Any, server: Any) -> None:
+async def test_unrequested_answers_do_not_count_as_a_sign_of_life(connect: Any, server: Any) -> None:
     def endless(each: Any) -> Iterator[Any]:
         while True:
             yield explain_pb2.ExplainStreamResponse(request_id=f"not {each.request_id}")
@@ -236,7 +230,7 @@ async def test_answers_that_nobody_asked_for_are_no_sign_of_life(connect: Any, s
         _ = [each async for each in connect(server.address).explain_many([JPEG], timeout=0.3)]
 
 
-async def test_numbers_that_are_none_are_written_into_a_receipt(connect: Any, server: Any) -> None:
+async def test_non_finite_numbers_are_written_into_a_receipt(connect: Any, server: Any) -> None:
     response = hostile.explained()
     response.explanations[0].parameters["x"].number = response.explanations[0].score = float("nan")
     server.replies["Explain"] = response.SerializeToString()
@@ -245,14 +239,14 @@ async def test_numbers_that_are_none_are_written_into_a_receipt(connect: Any, se
     assert '"x": "nan"' in explanation.receipt.to_json()
 
 
-async def test_no_word_of_a_server_becomes_html(connect: Any, server: Any) -> None:
+async def test_text_from_a_server_is_escaped_as_html(connect: Any, server: Any) -> None:
     server.replies["Explain"] = hostile.explained('"><script>alert(1)</script>').SerializeToString()
     html = (await connect(server.address).explain(JPEG))._repr_html_()
 
     assert "<script" not in html
 
 
-def test_a_label_of_a_megabyte_is_drawn_short() -> None:
+def test_label_of_a_megabyte_is_shortened_when_drawn() -> None:
     tile = _board.Tile("x" * 1_000_000, None)
 
     assert _board.draw([tile], []).width < 1000

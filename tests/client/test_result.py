@@ -171,7 +171,7 @@ def result_of(explanation: camserve.Explanation) -> camserve.Result:
     )
 
 
-async def test_a_class_without_a_label_is_called_by_its_index(client: Any, server: Any) -> None:
+async def test_class_without_a_label_is_named_by_its_index(client: Any, server: Any) -> None:
     def unlabelled(request: Any, request_id: str = "id") -> Any:
         response = answer(request, request_id)
         response.predictions[0].label = response.explanations[0].target.label = ""

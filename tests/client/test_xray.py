@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _chart, cli
+from camserve import _chart
 from camserve.v1 import explain_pb2
 
 
@@ -24,13 +23,6 @@ async def inspection(client: Any) -> Any:
 @pytest.fixture
 async def features(client: Any) -> Any:
     return await client.features(b"\x07")
-
-
-@pytest.fixture
-def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("CAMSERVE_SERVER", server.address)
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
 
 
 @pytest.fixture

@@ -14,5 +14,5 @@ def served():
         "torchvision:resnet18?weights=none",
         "small=torchvision:mobilenet_v3_small?weights=none&size=64",
     )
-    with serving(models=models) as one:
+    with serving(models=models, max_batch_mib=1024) as one:  # full batches, in which neighbours could be confused
         yield one

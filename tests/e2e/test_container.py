@@ -119,7 +119,7 @@ def test_compose_limits_the_memory_and_the_processes_of_every_service(service):
 
 @services
 def test_compose_gives_the_server_the_memory_that_it_needs(service):
-    """What the Kubernetes manifests request was measured; compose sets the limit alone."""
+    """The request in the Kubernetes manifests was measured; compose sets only a limit."""
     deployment = yaml.safe_load((ROOT / "deploy/kubernetes/deployment.yaml").read_text("utf-8"))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))

@@ -1,4 +1,4 @@
-"""Rubbish through the front door: each is answered, and costs nothing that stays."""
+"""Invalid input to a running server: every call is answered, and no resources are leaked."""
 
 import io
 import random

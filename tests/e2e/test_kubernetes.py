@@ -65,7 +65,7 @@ def ports(pod):
 @pytest.mark.parametrize(
     "manifest", [*MANIFESTS.values(), PREDICTOR, POLICIES["kserve"]], ids=[*MANIFESTS, "kserve", "kserve-networkpolicy"]
 )
-def test_every_manifest_is_what_the_schema_of_kubernetes_asks_for(manifest, version):
+def test_every_manifest_matches_the_schema_of_kubernetes(manifest, version):
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
@@ -244,7 +244,7 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-def test_the_network_policy_selects_the_pods_that_it_is_for(policy, labels):
+def test_network_policy_selects_the_pods_of_the_server(policy, labels):
     unlabelled = Peer(HOME, {})
 
     assert "Ingress" in policy["spec"]["policyTypes"]
@@ -259,7 +259,7 @@ def test_labelled_pods_may_call_from_the_namespace_and_from_labelled_ones(policy
 
 
 @BOTH
-def test_a_label_alone_does_not_let_another_namespace_in(policy, labels):
+def test_pod_label_alone_does_not_admit_another_namespace(policy, labels):
     assert admitted_ports(policy, labels, Peer(ELSEWHERE, CLIENT)) == set()
     assert admitted_ports(policy, labels, Peer({**ELSEWHERE, **CLIENT}, {})) == set()
 

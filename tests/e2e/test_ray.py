@@ -65,7 +65,7 @@ with cluster(None, Engines(1, 1, 1, 1, 0)):
 
 
 def test_workers_import_nothing_from_the_current_folder(tmp_path):
-    """Ray by itself searches it before all other places."""
+    """By default Ray makes its workers search that folder first."""
     (tmp_path / "colorsys.py").touch()
     done = subprocess.run([sys.executable, "-P", "-c", IN_A_WORKER], cwd=tmp_path, capture_output=True, check=True)
     assert not done.stdout.decode().startswith(str(tmp_path))
@@ -104,9 +104,7 @@ def address(folder):
         yield f"127.0.0.1:{port}"
         serving.send_signal(signal.SIGTERM)
         assert serving.wait(90) == 0, log.read_text()
-        assert (
-            "fail" not in log.read_text().partition(" draining")[2]
-        )  # nothing alarming is said of a stop that went well
+        assert "fail" not in log.read_text().partition(" draining")[2]  # a clean stop logs no error
     finally:
         serving.kill()
         serving.wait()
@@ -123,7 +121,7 @@ def engines(address, folder, calls=24):
 
 
 def ran(folder):
-    """How many rows each engine's process has run; what loads a model runs some too."""
+    """The number of rows that each engine's process has run; loading a model runs some as well."""
     return Counter(map(int, (folder / "ran").read_text().split()))
 
 

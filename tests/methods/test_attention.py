@@ -113,7 +113,7 @@ def test_maps_are_those_of_the_papers_in_float64(load, name, method):
 
 
 def both(model, image):
-    """What the papers need, in plain float32 and in float64."""
+    """The inputs of the papers' formulas, in plain float32 and in float64."""
     return [reference(model.module, inputs(model, image), dtype=one) for one in (torch.float32, torch.float64)]
 
 

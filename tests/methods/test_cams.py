@@ -87,7 +87,7 @@ def captured_by_hand(peers):
 
 
 @pytest.mark.parametrize("method", PAPERS)
-def test_a_map_equals_the_papers_formula(seen, method):
+def test_map_equals_the_papers_formula(seen, method):
     ours, peers = seen
     assert worst(ours[method], lambda one: [PAPERS[method](a, g) for a, g in captured_by_hand(one)], peers) <= 1
 
@@ -272,7 +272,7 @@ def test_the_sign_of_an_eigencam_is_that_of_the_scores_slope_along_the_component
         assert float(v @ g.sum((1, 2))) >= 0
 
 
-def test_a_principal_component_is_numpys():
+def test_principal_component_equals_numpys():
     terms, _ = drawn(3, 8, 3, 4)
     for one, found in zip(terms.double().numpy(), principal(terms).numpy(), strict=True):
         assert error_ratio(found, numpys(one.astype(np.float32)), numpys(one)) <= 1

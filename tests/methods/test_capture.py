@@ -35,7 +35,7 @@ ZOO = {
 
 
 def oracle(arch, state, image, layers):
-    """Activations and gradients of torchvision's own model, with all that it does in place, in the image's precision.
+    """Activations and gradients of torchvision's own model, with its in-place operations, in the image's precision.
 
     Returns:
         By layer the activation and the gradient; and the gradient at the image.
@@ -66,7 +66,7 @@ def oracle(arch, state, image, layers):
 
 
 def smooth(arch, model, size, layers):
-    """An image at which float32 and float64 are on the same side of every ReLU, and what the oracle says in both.
+    """An image at which float32 and float64 are on the same side of every ReLU, and the oracle's results in both.
 
     Where rounding moves one value across zero the gradient jumps, whoever takes it. That it did not is seen in the
     gradient at the image, which needs no capture.
@@ -110,7 +110,7 @@ def zoo(request):
 
 
 def error_ratios(zoo, captures):
-    """Yield how exact the captured activation and gradient of each layer are."""
+    """Yield the error ratios of the captured activation and gradient of each layer."""
     for name, capture in captures.items():
         for place, found in enumerate((capture.activation, capture.gradient)):
             yield error_ratio(found, zoo.plain[name][place], zoo.truth[name][place]), name
@@ -150,7 +150,7 @@ def test_layers_watched_together_capture_what_each_captures_alone_and_leave_the_
 
 
 @pytest.mark.parametrize("fault", [lambda seen: seen.flip(-1), lambda seen: seen * (1 + 1e-4)])
-def test_a_capture_that_is_wrong_is_caught(zoo, fault):
+def test_planted_fault_in_a_capture_is_detected(zoo, fault):
     """A planted fault: mirrored, or scaled by a ten-thousandth."""
     name = zoo.layers[0]
     capture = backward(zoo.model, zoo.image, [name])[name]

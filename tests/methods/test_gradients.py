@@ -32,7 +32,7 @@ def heatmap(model, image, method, target=ClassTarget(3), chunk=64):  # noqa: B00
 
 
 def both(oracle, model, *images):
-    """What an oracle says of a module and an input, in plain float32 and in float64."""
+    """An oracle's results for a module and an input, in plain float32 and in float64."""
     image = inputs(model, *images)
     yield oracle(copy.deepcopy(model.module), image.clone().requires_grad_()).detach()
     yield oracle(doubled(model.module), image.double().requires_grad_()).detach()

@@ -433,7 +433,7 @@ def test_a_pickle_is_not_read(folder, tmp_path):
 
 
 def indexed(name, **more):
-    """An index by which all weights are in one file."""
+    """Return a function that writes an index which places all weights in one file."""
 
     def write(folder):
         names = dict.fromkeys(safetensors.torch.load_file(folder / "model.safetensors"), name)
@@ -465,7 +465,7 @@ WAYS_TO_A_PICKLE = {
 
 
 @pytest.mark.parametrize("way", WAYS_TO_A_PICKLE)
-def test_no_way_from_a_folder_leads_to_a_pickle(folder, way, monkeypatch):
+def test_no_file_in_a_folder_makes_transformers_read_a_pickle(folder, way, monkeypatch):
     mark, loads = folder.parent / "it ran", []
 
     class Planted:

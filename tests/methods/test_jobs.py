@@ -264,7 +264,7 @@ class Untold:
 
 
 def judged(model, calls, metrics, engine):
-    """What a job's maps are judged by; the bytes that it held at its peak."""
+    """Return an assessment of a job's maps, its readings, and its peak memory in bytes."""
     chosen = tuple(
         jobs.MetricCall(name, {one.name: one.default for one in METRICS[name].parameters} | parameters)
         for name, parameters in metrics
@@ -279,7 +279,7 @@ def judged(model, calls, metrics, engine):
 
 
 MASKS = 64 * 64 * 64 * 4
-"""Bytes of as many masks as a method tries at a time."""
+"""Bytes of the masks that a method tries at a time."""
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ MASKS = 64 * 64 * 64 * 4
         [("deletion", {"steps": steps}) for steps in range(60, 76)],  # 16 metrics of so many masks each
     ],
 )
-def test_one_evaluation_holds_few_masks_at_a_time(resnet, metrics):
+def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
     engine = Untold()
     asked, (readings,), peak = judged(resnet, [call("rise", samples=64)], metrics, engine)
 
@@ -314,7 +314,7 @@ def test_small_repeats_still_share_batches(resnet):
     assert engine.most == 64
 
 
-def test_a_repeat_that_fails_takes_the_others_with_it(resnet):
+def test_failed_repeat_cancels_the_others(resnet):
     engine = Untold(failing=100)
     with pytest.raises(OutOfMemory):
         judged(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})], engine)
@@ -322,9 +322,9 @@ def test_a_repeat_that_fails_takes_the_others_with_it(resnet):
     assert engine.rows < 200
 
 
-def test_a_surrogate_makes_its_masks_as_they_are_tried(resnet):
+def test_surrogate_makes_its_masks_only_when_they_are_tried(resnet):
     pytest.importorskip("captum")
-    judged(resnet, [call("kernel_shap", samples=32)], [], Untold())  # what is imported for it is not its own
+    judged(resnet, [call("kernel_shap", samples=32)], [], Untold())  # for its imports, which must not count
     _, _, peak = judged(resnet, [call("kernel_shap", samples=2048)], [], Untold())
 
     assert peak < 6 * MASKS

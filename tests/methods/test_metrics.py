@@ -115,7 +115,7 @@ class Given:
 # ------------------------------------------------------------------------------------------------ against the libraries
 
 
-@pytest.mark.parametrize("steps", [12, 7])
+@pytest.mark.parametrize("steps", [7, pytest.param(12, marks=pytest.mark.slow)])
 def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(lite0, photos, gradcam, steps):
     baselines = {
         "deletion": None,

@@ -350,7 +350,7 @@ def test_a_surrogate_refuses_more_samples_than_fit_in_memory(name):
 
     assert count(samples=244, cells=64) == 244
     assert count(samples=16_000, cells=7) == 16_000
-    with pytest.raises(InvalidArgument, match=r"at most 1,000,000: with 64 cells, 244 samples"):
+    with pytest.raises(InvalidArgument, match=r"at most 1,000,000: at most 244 samples with 64 cells"):
         count(samples=245, cells=64)
 
 

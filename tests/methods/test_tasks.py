@@ -56,7 +56,7 @@ def oracle(score, activation):
 
 
 def check(found, *oracles):
-    """Compare the score and the map of a row or a finding with what plain float32 and float64 say of the same."""
+    """Compare the score and the map of a row or a finding with those of plain float32 and float64."""
     heatmap = found.maps[0][0] if hasattr(found, "maps") else found.heatmap
     (plain, plain_map), (truth, true_map) = ((float(score.detach()), oracle(score, at)) for score, at in oracles)
     assert error_ratio(found.score, plain, truth) <= 1

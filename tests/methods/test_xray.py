@@ -69,7 +69,7 @@ def apart(statistics, tensor):
 
 
 def error(statistics, plain, truth):
-    """How far statistics are from those of a tensor in float64, as a share of what those of plain float32 allow."""
+    """Return the distance of statistics from those of a tensor in float64, as a share of the limit by plain float32."""
     return apart(statistics, truth) / (FACTOR * apart(SimpleNamespace(**described(plain)), truth) + FLOOR)
 
 

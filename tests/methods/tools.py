@@ -35,7 +35,7 @@ def gap(ours, theirs):
 
 
 FACTOR, FLOOR = 4, 1e-6
-"""A float32 answer may be `FACTOR` times as far from the truth as plain float32 is, and `FLOOR` more.
+"""A float32 answer may be `FACTOR` times as far from the truth as plain float32 is, plus `FLOOR`.
 
 Both are shares of the largest value. Plain float32 is the same formula or model run by torch or numpy as it comes; the
 truth is that in float64. Rounding is another on every processor, with every number of threads and in every order of a
@@ -77,7 +77,7 @@ def photo(name, side=224):
 
 
 def inputs(model, *images):
-    """What the model gets to see of the images, [B,3,h,w] in its precision."""
+    """The model's input for the images, [B,3,h,w] in its precision."""
     return normalise(torch.from_numpy(np.stack(images)), model.info.preprocess).to(model.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a server does for requests: photos decoded, places taken in the queue, rows run."""
+"""Counts of a server's work: photos decoded, places taken in the queue, rows run."""
 
 import contextlib
 from collections import Counter
@@ -9,7 +9,7 @@ from camserve_server import images
 
 @contextlib.contextmanager
 def counting(served):
-    """Count inside the block; yield a function that returns what there was of each."""
+    """Count inside the block; yield a function that returns the counts."""
     batcher, done = served.pipeline.batcher, Counter()
     decode, take, before = images.decode, batcher._door._take, batcher.stats.rows
 

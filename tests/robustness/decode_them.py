@@ -1,4 +1,4 @@
-"""Decodes one image after the other; says of each what came of it, and what it cost at the best of three times.
+"""Decode one image after the other; print the outcome of each, and its lowest cost of three runs.
 
 `decoded` counts the calls of OpenCV, and `inflated` the bytes that were inflated before it.
 """
@@ -18,7 +18,7 @@ DONE = Counter()
 
 
 def counted():
-    """Count from now on what decoding does."""
+    """Start to count the work of decoding."""
     imdecode, decompressobj = images.cv2.imdecode, zlib.decompressobj
 
     class Inflating:

@@ -44,11 +44,11 @@ def opening(rpc):
 
 OPENINGS = tuple(map(opening, RPCS))
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-NO_WINDOW = struct.pack(">HI", 4, 0)  # SETTINGS_INITIAL_WINDOW_SIZE: of the answers nothing is read
+NO_WINDOW = struct.pack(">HI", 4, 0)  # SETTINGS_INITIAL_WINDOW_SIZE: the answers are never read
 
 
 class Connection:
-    """One connection that answers what it must, so that it is not closed for silence.
+    """One connection that sends only what HTTP/2 requires, so that it is not closed for silence.
 
     Args:
         host: of the server.
@@ -60,7 +60,8 @@ class Connection:
         self.socket = socket.create_connection((host, int(port)), 10)
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
         self.streams, self.open, self.statuses = itertools.count(1, 2), True, 0
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def _listen(self):
         with self.socket.makefile("rb") as incoming:
@@ -99,6 +100,8 @@ def stuck(where, count, _seconds):
         connections.append(Connection(*where))
         connections[-1].call(min(STREAMS, count - start), cancel=False)
     yield
+    for one in connections:
+        one.listener.join(1)  # what the server has closed is read to its end
     yield {
         "ended": sum(one.statuses for one in connections),
         "open": sum(one.open for one in connections),

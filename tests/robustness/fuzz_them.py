@@ -38,7 +38,7 @@ class Record:
         self.allowed, self.codes, self.bad = allowed, Counter(), []
 
     def add(self, number, code, wrong):
-        """Note one answer."""
+        """Record one answer."""
         self.codes[code] += 1
         if code not in self.allowed or wrong:
             self.bad.append((number, code, *wrong))
@@ -57,7 +57,7 @@ def tried(send, line, sent, allowed):
 
 
 def send_images(line, data):
-    """Send images through one stream, some at a time; yield of each its number, status and what is wrong."""
+    """Send images through one stream, some at a time; yield for each its number, status and what is wrong."""
     free = threading.Semaphore(TOGETHER)
 
     def ask():
@@ -79,7 +79,7 @@ def send_images(line, data):
 
 
 def send_messages(line, messages):
-    """Send messages, some at a time; yield of each its number, status and what is wrong."""
+    """Send messages, some at a time; yield for each its number, status and what is wrong."""
     waiting = deque()
     for number, (rpc, data) in enumerate(messages):
         if rpc == "ExplainStream":

@@ -430,11 +430,11 @@ def bearer(*secrets):
 
 
 NO_TEXT = b"\x0a\xa0\x8d\x06" + b"\xff" * 100_000
-"""A field that should be text, and is no UTF-8: only parsing shows that this is no message."""
+"""A text field that is not UTF-8: only parsing shows that the message is invalid."""
 
 
 def status_of(channel, metadata, method=EXPLAIN, request=NO_TEXT):
-    """Call with bytes that are no message; return the error."""
+    """Call with bytes that are not a message; return the error."""
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(method)(request, metadata=metadata, timeout=10)
     return caught.value
@@ -619,7 +619,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("method", STREAMS)
-def test_an_open_stream_takes_no_request_after_its_token_was_revoked(start, tmp_path, method, monkeypatch):
+def test_stream_accepts_no_request_once_its_token_is_revoked(start, tmp_path, method, monkeypatch):
     monkeypatch.setattr(access, "RECHECK", 0.0)
     made, name_of = STREAMS[method]
     roll = Roll(tmp_path / "tokens")
@@ -642,7 +642,7 @@ def test_an_open_stream_takes_no_request_after_its_token_was_revoked(start, tmp_
     assert hygiene.faults(caught.value) == []
 
 
-def test_what_a_stream_accepted_before_its_token_was_revoked_is_answered(start, tmp_path, monkeypatch):
+def test_stream_answers_what_it_accepted_before_its_token_was_revoked(start, tmp_path, monkeypatch):
     monkeypatch.setattr(access, "RECHECK", 0.0)
     roll = Roll(tmp_path / "tokens")
     secret = roll.add("revoked", "explain")

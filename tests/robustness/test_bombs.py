@@ -1,12 +1,15 @@
 """Small images that would become large: refused before anything is decoded, in a process that is measured."""
 
 import io
+import math
 import struct
 import zlib
 
 import pytest
 from PIL import Image
 
+from camserve_server import images
+from camserve_server.types import Limits
 from robustness import hygiene, watched
 
 
@@ -58,6 +61,23 @@ def gif(width, height):
     return bytes(file)
 
 
+def exif(length, texts=65_534):
+    """EXIF that turns the picture by a quarter, and has many text entries that each refer to all of its bytes."""
+    turned = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+    described = struct.pack("<HHII", 0x010E, 2, length - 8, 8)
+    directory = struct.pack("<H", texts + 1) + turned + described * texts + bytes(4)
+    return (b"II*\0" + struct.pack("<I", 8) + directory).ljust(length, b"x")
+
+
+def png_of_exif(length, **texts):
+    file = png(64, 32, bytes(9 * 32))
+    return file[:33] + chunk(b"eXIf", exif(length, **texts)) + file[33:]
+
+
+def webp_of_exif(length, **texts):
+    return saved(Image.new("RGB", (64, 32)), "WEBP", exif=exif(length, **texts))
+
+
 BOMBS = {
     "png": lambda: png(20_000, 20_000, bytes(2501 * 20_000)),
     "png of one line": lambda: png(50_000_000, 1, bytes(6_250_001)),
@@ -71,7 +91,18 @@ BOMBS = {
     "tiff": lambda: saved(Image.new("1", (20_000, 20_000)), "TIFF", compression="tiff_adobe_deflate"),
     "tiff of many pages": lambda: animated("TIFF"),
     "bmp": lambda: bmp(30_000, 30_000),
+    "png of exif": lambda: png_of_exif(1 << 20),
+    "webp of exif": lambda: webp_of_exif(1 << 20),
+    "webp of a million chunks": lambda: saved(Image.new("RGB", (64, 64)), "WEBP") + b"more\0\0\0\0" * 1_000_000,
 }
+
+
+def largest():
+    """A photo of as many pixels as are accepted."""
+    side = math.isqrt(Limits().pixels)
+    return png(side, side, bytes((side // 8 + 2) * side))
+
+
 INFLATED = 2**16  # bytes: of a small PNG whose rows go on and on, until that is seen
 FIRST_FRAMES = {"apng": lambda: animated("PNG"), "animated webp": lambda: animated("WEBP")}
 
@@ -79,7 +110,7 @@ FIRST_FRAMES = {"apng": lambda: animated("PNG"), "animated webp": lambda: animat
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bombs")
-    for name, made in {**BOMBS, **FIRST_FRAMES, "control": lambda: png(7000, 7000, bytes(876 * 7000))}.items():
+    for name, made in {**BOMBS, **FIRST_FRAMES, "control": largest}.items():
         (folder / name).write_bytes(made())
     return watched.run("decode_them", folder)
 
@@ -98,6 +129,11 @@ def test_a_bomb_is_refused_before_it_is_decoded_and_within_10_mb(outcomes, name)
 def test_of_an_animation_one_frame_is_decoded(outcomes, name):
     assert outcomes[name]["words"] == "(64, 64, 3)"
     assert outcomes[name]["mb"] <= 10
+
+
+@pytest.mark.parametrize("made", [png_of_exif, webp_of_exif])
+def test_exif_of_as_many_bytes_as_a_jpeg_has_room_for_turns_a_picture(made):
+    assert images.decode(made(1 << 16, texts=100), Limits()).shape == (64, 32, 3)
 
 
 def test_the_watch_sees_a_photo_of_the_largest_size_accepted(outcomes):

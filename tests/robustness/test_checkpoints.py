@@ -153,14 +153,14 @@ def doubling(times):
 
 
 def kept_by(key):
-    """A file as torch wrote it before 1.6, which says that numbers are kept by such a key."""
+    """A file in the format before torch 1.6, whose storages have such a key."""
     words = (checkpoint.LEGACY_MAGIC, checkpoint.LEGACY_VERSION, {"little_endian": True})
     head = b"".join(pickle.dumps(word, protocol=2) for word in words)
     return head + described(4, [4], [1]) + b"\x80\2]" + key + b"a." + bytes(24)
 
 
 def many_references(items):
-    """A description with 20,000 references to numbers, each a list of so many items."""
+    """A pickle with 20,000 references to storages, each a list with this number of items."""
     reference = b"](" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\4"
     return packed(b"\x80\2" + reference + b"N" * items + b"eq\0" + b"h\0Q" * 20_000 + b".")
 
@@ -247,7 +247,7 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_hostile_file_is_refused_in_words_and_costs_little(outcomes, name):
+def test_hostile_file_is_refused_with_a_reason_and_costs_little(outcomes, name):
     outcome = outcomes[name]
     assert outcome["error"] == "ConfigError"
     assert len(outcome["words"]) <= 512
@@ -345,7 +345,7 @@ PREFIXES = ("model.", "module.", "_orig_mod.", "model.module.", "module._orig_mo
 
 @pytest.mark.parametrize("wrapper", ["", "state_dict", "model_state_dict", "model"])
 @pytest.mark.parametrize("prefix", ["", *PREFIXES])
-def test_weights_that_a_training_tool_wrapped_are_loaded(tmp_path, wrapper, prefix):
+def test_weights_with_a_training_tools_prefix_are_loaded(tmp_path, wrapper, prefix):
     state = {prefix + name: tensor for name, tensor in STATE.items()}
     torch.save({wrapper: state, "epoch": 3} if wrapper else state, tmp_path / "w.pth")
     assert_loaded(tmp_path / "w.pth")
@@ -362,7 +362,7 @@ def assert_loaded(path):
     assert all(torch.equal(tensor, STATE[name]) for name, tensor in module.state_dict().items())
 
 
-def test_weights_that_fit_neither_with_nor_without_their_prefix_are_refused_in_words(tmp_path):
+def test_refusal_of_weights_names_the_prefix_that_was_removed(tmp_path):
     torch.save({f"module.{name}": one for name, one in list(STATE.items())[1:]}, tmp_path / "w.pth")
     with pytest.raises(ConfigError, match=r"also without the prefix 'module\.'.*Missing key.*features\.0\.weight"):
         assert_loaded(tmp_path / "w.pth")

@@ -107,8 +107,8 @@ def gate(served):  # noqa: ARG001 -- which imports the model
     sys.modules["slow_nets"].GATE.permits = math.inf
 
 
-async def test_200_calls_behind_a_batch_end_at_their_deadlines_and_none_is_executed(served, explain):
-    """All of them end, and leave the queue, while that batch still runs."""
+async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, explain):
+    """All of them end and leave the queue while that batch still runs, and none is executed."""
     batcher, asked = served.pipeline.batcher, [request(photo(number)) for number in range(20)]
 
     async def call(number):
@@ -121,7 +121,7 @@ async def test_200_calls_behind_a_batch_end_at_their_deadlines_and_none_is_execu
     async with blocker(served, explain):
         rows = batcher.stats.rows
         codes = await asyncio.gather(*map(call, range(200)))
-        await wait_in_loop_until(lambda: batcher.admitted == 1)  # the one that holds up the others
+        await wait_in_loop_until(lambda: batcher.admitted == 1)  # the call that blocks the engine
         assert rows_waiting(served) == 0
     await explain(request(photo(0)))
 
@@ -149,22 +149,22 @@ async def test_a_hundred_calls_taken_back_in_the_queue_are_never_executed_and_le
     ("method", "parameters"),
     [("smoothgrad", {"samples": 256}), ("rise", {"samples": 512}), ("integrated_gradients", {"steps": 256})],
 )
-async def test_a_long_method_that_is_taken_back_runs_no_further_batch(method, parameters, served, explain, gate):
-    """Than the one that runs when that is heard of."""
+async def test_cancelled_long_method_runs_no_further_batch(method, parameters, served, explain, gate):
+    """At most the batch that is running at the cancellation goes on."""
     batcher, gate.permits = served.pipeline.batcher, 3
     before = batcher.stats.batches
     call = explain(request(photo(1), method, **parameters))
-    await wait_in_loop_until(lambda: batcher.stats.batches == before + 4)  # the fourth one is held up
+    await wait_in_loop_until(lambda: batcher.stats.batches == before + 4)  # the fourth batch is blocked
     call.cancel()
     await wait_in_loop_until(lambda: batcher.admitted == 0)
     gate.permits = math.inf
     await explain(request(photo(0)))
 
-    assert batcher.stats.batches == before + 5  # that one's own
+    assert batcher.stats.batches == before + 5  # only the blocked batch
 
 
 @pytest.mark.parametrize("position", [0, 3, 7])
-async def test_neighbours_of_a_row_that_is_taken_back_in_their_batch_get_the_same_bits(position, served, explain, gate):
+async def test_cancelled_row_changes_no_bit_of_others_in_its_batch(position, served, explain, gate):
     """As in any batch of eight, whoever else is in it; batches of other sizes differ in the last bits of float32."""
     batcher = served.pipeline.batcher
 

@@ -1,4 +1,4 @@
-"""Small messages that would be large in memory: refused before they are parsed, and beside the event loop."""
+"""Small messages that would be large in memory are refused before they are parsed, without blocking the event loop."""
 
 import asyncio
 import gzip
@@ -14,7 +14,8 @@ from benchmarks.serving import serving as process
 from google.protobuf.message import DecodeError
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import errors, parsing
+from camserve_server import parsing
+from camserve_server.admission import CALLER
 from camserve_server.oip.v2 import inference_pb2
 from camserve_server.wire.footprint import footprint, shape_of
 from robustness import hygiene, nets
@@ -42,7 +43,7 @@ def methods():
 
 
 def numbers(count):
-    """The pixels of a ModelInfer one by one: 8 bytes in memory for each."""
+    """The pixels of a ModelInfer as single numbers, which take 8 bytes each in memory."""
     return delimited(5, delimited(5, delimited(4, b"\1" * count)))
 
 
@@ -57,11 +58,11 @@ BOMBS = {
     "fields that are not known": (LIST, lambda: delimited(9, b"") * 8 * MIB),
     "health": (HEALTH, lambda: b"\x10\x00" * 8 * MIB),
 }
-"""Of 16 MiB, or a little less, and of 16 kB as gzip."""
+"""Messages of 16 MiB, or slightly less, and messages of 16 kB that are packed by gzip."""
 
 
 def peak(server):
-    """The most bytes that a server's own process has had in memory."""
+    """The peak memory of a server's own process, in bytes."""
     status = Path(f"/proc/{server.pid}/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
@@ -85,16 +86,16 @@ def line(served):
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_a_message_of_too_much_memory_is_refused_and_never_parsed(line, what, monkeypatch):
+def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypatch):
     parsed = []
     whole = parsing.Intake.parsed
 
-    async def watched(self, data, shape, parse, *, wait):
+    async def watched(self, data, shape, parse):
         def noted(plain):
             parsed.append(len(plain))
             return parse(plain)
 
-        return await whole(self, data, shape, noted, wait=wait)
+        return await whole(self, data, shape, noted)
 
     monkeypatch.setattr(parsing.Intake, "parsed", watched)
     method, made = BOMBS[what]
@@ -106,8 +107,8 @@ def test_a_message_of_too_much_memory_is_refused_and_never_parsed(line, what, mo
     assert parsed == []
 
 
-def test_many_such_messages_at_once_leave_the_server_as_small_as_it_was():
-    """Sixteen of each were 7 GiB and 3 GiB."""
+def test_many_such_messages_at_once_leave_the_servers_memory_unchanged():
+    """Sixteen of each took 7 GiB and 3 GiB."""
     model = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
     with process((model,), "--threads", "1") as server, grpc.insecure_channel(server.address) as line:
         bombs = (EXPLAIN, methods()), (INFER, numbers(6 * MIB))
@@ -121,7 +122,7 @@ def test_many_such_messages_at_once_leave_the_server_as_small_as_it_was():
     assert grown <= 350 * MIB
 
 
-def test_while_a_large_message_is_counted_others_are_answered(line, monkeypatch):
+def test_other_calls_are_answered_while_a_large_message_is_counted(line, monkeypatch):
     counting, go_on = threading.Event(), threading.Event()
 
     def counted(data, shape, most):
@@ -143,7 +144,7 @@ def test_while_a_large_message_is_counted_others_are_answered(line, monkeypatch)
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_an_honest_compressed_request_is_answered(line, compression):
+def test_ordinary_compressed_request_is_answered(line, compression):
     request = explain_pb2.ExplainRequest(image=PHOTOS["chelsea"].read_bytes())
     request.rendering.heatmap = True
     call = line.unary_unary(EXPLAIN)
@@ -167,7 +168,7 @@ def test_a_compressed_stream_is_answered(line):
 @pytest.mark.parametrize(
     "broken", [gzip.compress(b"x" * 1000)[:-20], b"\x1f\x8b", gzip.compress(b"\xff"), b"\x78\x9c\xff"]
 )
-def test_what_is_no_message_once_it_is_unpacked_is_refused(line, broken):
+def test_invalid_compressed_message_is_refused(line, broken):
     error = refused(line, EXPLAIN, broken, grpc.Compression.NoCompression)
 
     assert (error.code(), error.details()) == (
@@ -177,7 +178,7 @@ def test_what_is_no_message_once_it_is_unpacked_is_refused(line, broken):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
-def test_a_message_larger_than_the_limit_once_unpacked_is_refused(line, pack):
+def test_message_above_the_limit_once_unpacked_is_refused(line, pack):
     error = refused(line, EXPLAIN, pack(bytes(17 * MIB)), grpc.Compression.NoCompression)
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -185,7 +186,7 @@ def test_a_message_larger_than_the_limit_once_unpacked_is_refused(line, pack):
 
 
 class Fake(parsing.Intake):
-    """An intake whose messages are bytes, and which notes how many of them are held."""
+    """An intake whose messages are bytes, and which records how many of them are held."""
 
     made: ClassVar[list["Fake"]] = []
 
@@ -198,13 +199,13 @@ class Fake(parsing.Intake):
         return self._room.taken
 
 
-async def test_messages_take_no_more_memory_together_than_there_is():
+async def test_all_messages_together_stay_within_the_memory_budget():
     intake, shape, highest = Fake(2000, 10_000), {}, 0
     done = []
 
     async def one(size):
         nonlocal highest
-        message, release = await intake.parsed(delimited(1, bytes(size)), shape, bytes, wait=True)
+        message, release = await intake.parsed(delimited(1, bytes(size)), shape, bytes)
         highest = max(highest, intake.taken)
         await asyncio.sleep(0)
         done.append(len(message))
@@ -219,18 +220,37 @@ async def test_messages_take_no_more_memory_together_than_there_is():
     assert intake.taken == 0
 
 
-async def test_who_finds_no_memory_left_is_refused_and_told_when_to_come():
+async def test_one_callers_messages_leave_memory_for_another_callers():
+    intake, shape = Fake(1000, 6000), {}
+
+    async def sent(caller):
+        CALLER.set(caller)
+        return await intake.parsed(delimited(1, bytes(600)), shape, bytes)
+
+    greedy = [asyncio.ensure_future(sent("a")) for _ in range(6)]
+    await asyncio.sleep(0.01)
+    modest = await sent("b")
+
+    assert [one.done() for one in greedy].count(True) == 2
+    assert len(modest[0]) == 603
+
+
+async def test_message_waits_until_there_is_memory_for_it():
     intake, shape = Fake(1000, 4000), {}
-    _, release = await intake.parsed(delimited(1, bytes(1600)), shape, bytes, wait=False)
-    with pytest.raises(errors.ResourceExhausted) as caught:
-        await intake.parsed(delimited(1, bytes(700)), shape, bytes, wait=False)
+    _, release = await intake.parsed(delimited(1, bytes(1600)), shape, bytes)
+    second = asyncio.ensure_future(intake.parsed(delimited(1, bytes(700)), shape, bytes))
+    await asyncio.sleep(0.01)
+    before = second.done()
     release()
+    message, release = await second
 
-    assert caught.value.retry_after
-    await intake.parsed(delimited(1, bytes(700)), shape, bytes, wait=False)
+    assert not before
+    assert len(message) == 703
+    release()
+    assert intake.taken == 0
 
 
-async def test_a_message_that_is_none_holds_no_memory():
+async def test_invalid_message_holds_no_memory():
     intake = Fake(1000, 4000)
 
     def parse(_data):
@@ -238,12 +258,12 @@ async def test_a_message_that_is_none_holds_no_memory():
 
     for data in (b"\x0a\x01x", gzip.compress(b"\x0a\x01x")):
         with pytest.raises(DecodeError):
-            await intake.parsed(data, {}, parse, wait=False)
+            await intake.parsed(data, {}, parse)
 
     assert intake.taken == 0
 
 
-def test_calls_and_streams_give_back_the_memory_of_their_messages_however_they_end(monkeypatch):
+def test_calls_and_streams_always_release_the_memory_of_their_messages(monkeypatch):
     monkeypatch.setattr(parsing, "Intake", Fake)
     Fake.made.clear()
     sound = [explain_pb2.ExplainStreamRequest(request_id=str(number)).SerializeToString() for number in range(40)]
@@ -281,7 +301,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("what", LARGE)
-def test_no_message_takes_more_memory_than_was_estimated(what):
+def test_message_takes_no_more_memory_than_estimated(what):
     """The constants are those of this release of protobuf."""
     kind, made = LARGE[what]
     data = made()
@@ -295,7 +315,7 @@ def test_no_message_takes_more_memory_than_was_estimated(what):
 
 
 @pytest.mark.parametrize("data", [b"\x0b\x0c", b"\x0a", b"\x0a\x05ab", b"\xff" * 11, b"\x1a\x02\x0a\x05", b"\x0d\x01"])
-def test_what_is_no_message_is_not_counted(data):
+def test_invalid_message_is_not_counted(data):
     with pytest.raises(DecodeError):
         footprint(data, shape_of(explain_pb2.ExplainRequest.DESCRIPTOR), 100)
 

@@ -82,12 +82,12 @@ MANY = 17  # images of one request: a photo and sixteen targets
 
 
 def many():
-    """A request of as many images as one may have."""
+    """A request with the largest allowed number of images."""
     target = explain_pb2.Target(similarity=explain_pb2.Similarity(image=GREEDY))
     return explain_pb2.ExplainRequest(image=GREEDY, targets=[target] * (MANY - 1))
 
 
-def test_one_foreign_image_at_most_is_decoded_before_a_modest_callers(secrets, monkeypatch):
+def test_at_most_one_image_of_others_is_decoded_before_a_new_callers(secrets, monkeypatch):
     """One thread decodes, and two requests of seventeen images each wait for it."""
     path, known = secrets
     order, begun, go, decode = [], threading.Event(), threading.Event(), images.decode

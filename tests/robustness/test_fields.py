@@ -1,4 +1,4 @@
-"""Every number out of its range, every list and text too long, of every RPC: refused before it costs anything."""
+"""Numbers out of range, and lists and texts that are too long, are refused in every RPC before any work is done."""
 
 import dataclasses
 
@@ -215,7 +215,7 @@ def test_every_number_out_of_range_is_refused_where_requests_are_read(served):
     assert outcomes(cases, lambda *what: at_the_edge(served.pipeline.models, *what)) == {}
 
 
-def test_every_number_out_of_range_is_refused_by_the_server_before_it_costs_anything(line, cost):
+def test_number_out_of_range_is_refused_before_any_work(line, cost):
     cases = [
         (place, label, fields.put(fields.sound(place), place, value), expected(place, label))
         for place, label, value in NUMBERS
@@ -271,14 +271,14 @@ def too_long(place, count):
 
 
 def parsed_or_not(case):
-    """A message with more fields than one may have is refused before it is parsed, so that no field is named."""
+    """A message with too many fields is refused before it is parsed, so the refusal names no field."""
     place, label, request, refusal = case
     counted = footprint(request.SerializeToString(), shape_of(request.DESCRIPTOR), FIELDS)
     return place, label, request, refusal if counted is not None else ("INVALID_ARGUMENT", "")
 
 
 @pytest.mark.parametrize("count", [None, MANY])
-def test_every_list_that_is_too_long_is_refused_by_the_server_before_it_costs_anything(line, cost, count):
+def test_too_long_list_is_refused_before_any_work(line, cost, count):
     """By one, and by far."""
     cases = [
         parsed_or_not(too_long(place, count or getattr(LIMITS, LISTS[f"camserve.v1.{place.name}"]) + 1))
@@ -297,7 +297,7 @@ def worded(place, text):
 
 
 @pytest.mark.parametrize("length", [LIMITS.text + 1, 1_000_000])
-def test_every_text_that_is_too_long_is_refused_by_the_server_before_it_costs_anything(line, cost, length):
+def test_too_long_text_is_refused_before_any_work(line, cost, length):
     assert len(fields.TEXTS) > 30
     cases = [worded(place, "/x" * (length // 2) + "x") for place in fields.TEXTS]
 
@@ -333,7 +333,7 @@ def test_the_id_of_a_streams_item_has_its_own_limit(line):
     assert (answer.code, answer.field) == ("INVALID_ARGUMENT", "request_id")
 
 
-def test_a_sound_request_costs_what_is_counted(line, cost):
+def test_work_of_a_valid_request_is_counted(line, cost):
     assert over_the_wire(line, "Explain", explain_pb2.ExplainRequest(image=fields.PHOTO)).code is None
     assert cost() == {"decoded": 1, "admitted": 1, "rows": 1}
 

@@ -39,13 +39,13 @@ def flood(address, *what):
 
 
 def neighbour(client):
-    """Be somebody who calls one after the other; every call is answered, or raises."""
+    """Make one call after the other, each of which must be answered."""
     for _ in range(CALLS):
         client.explain(PHOTO, overlay=None, timeout=60)
 
 
 @pytest.mark.slow
-def test_a_neighbour_of_stuck_calls_silent_connections_and_resets_is_answered_and_all_of_them_go():
+def test_callers_are_answered_during_a_flood_and_its_connections_end():
     flags = ("--threads", "1", "--idle-seconds", "4", "--connection-idle-seconds", "6")
     with serving((MODEL,), *flags) as server, camserve.Client(server.address, retries=0) as client:
         neighbour(client)
@@ -57,7 +57,8 @@ def test_a_neighbour_of_stuck_calls_silent_connections_and_resets_is_answered_an
                 with camserve.Client(server.address, retries=0) as newcomer:
                     assert newcomer.health() is camserve.Health.SERVING
             neighbour(client)
-            wait_until(lambda: tree.files(server.pid) <= before)
+            # Fewer than before: the client's own connection is idle too by then, and is closed as the others are.
+            wait_until(lambda: tree.files(server.pid) < before)
 
     assert resets["sent"] == RESETS * SECONDS
     assert stuck == {"ended": STUCK, "open": 0}
@@ -65,8 +66,8 @@ def test_a_neighbour_of_stuck_calls_silent_connections_and_resets_is_answered_an
 
 
 @pytest.mark.slow
-def test_without_the_limits_stuck_calls_are_seen_to_stay():
-    """The detectors above are themselves shown a server that waits for ever."""
+def test_without_the_limits_stuck_calls_are_detected():
+    """Show the detectors above a server that waits for ever."""
     flags = ("--threads", "1", "--idle-seconds", "3600")
     with serving((MODEL,), *flags) as server, camserve.Client(server.address, retries=0) as client:
         neighbour(client)

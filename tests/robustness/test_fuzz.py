@@ -52,7 +52,7 @@ def test_mutants_of_images_are_explained_or_refused_as_images(told, count):
     assert told["images"]["codes"]["OK"] > count / 10
 
 
-def test_mutants_of_messages_are_answered_or_refused_for_what_they_say(told, count):
+def test_mutants_of_messages_are_answered_or_refused(told, count):
     """NOT_FOUND and FAILED_PRECONDITION are right where chance has changed a name, or the number of a class."""
     assert told["messages"]["bad"] == []
     assert set(told["messages"]["codes"]) <= fuzz_them.ALLOWED | fuzz_them.NAMES_ANOTHER
@@ -66,12 +66,12 @@ def test_the_kept_ones_are_too(told):
         assert told[what]["count"] > 50
 
 
-def test_all_together_take_no_100_mb_and_the_server_still_answers(told):
+def test_mutants_take_less_than_100_mb_and_the_server_still_answers(told):
     assert told["mb"] <= 100
     assert told["after"] == {"codes": {"OK": 1}, "bad": [], "count": 1}
 
 
-def test_a_decoder_that_raises_or_keeps_what_it_was_given_is_seen(told):
+def test_decoder_that_raises_or_leaks_is_detected(told):
     assert {code for _, code, *_ in told["raise"]["bad"]} == {"INTERNAL"}
     assert told["leak"]["bad"] == []
     assert told["leak"]["mb"] > 100

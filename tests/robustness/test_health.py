@@ -1,4 +1,4 @@
-"""Health checks, which need no token: whoever watches cannot hold the status back from others, or take all the room."""
+"""Health checks need no token, so a watcher must not delay the status for others or take all watches."""
 
 import asyncio
 
@@ -6,9 +6,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server import health
 from robustness import flood_it, nets
-from support import serving
+from support import PHOTOS, serving
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -17,7 +18,7 @@ WATCH = "grpc.health.v1.Health/Watch"
 
 @pytest.fixture
 async def served():
-    """A server that has health and nothing else: its servicer, its port and a stub."""
+    """A server with only the health service: its servicer, its port and a stub."""
     server, servicer = grpc.aio.server(), health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -45,7 +46,7 @@ async def until(there):
 
 
 async def stuck(port, count=1):
-    """Watch over a connection that takes no answers; return it once the server has tried to answer."""
+    """Watch over a connection that accepts no answers; return it once the server has tried to answer."""
     connection = flood_it.Connection("127.0.0.1", port, flood_it.NO_WINDOW)
     for _ in range(count):
         connection.send(WATCH, b"")
@@ -54,7 +55,7 @@ async def stuck(port, count=1):
 
 
 @pytest.mark.parametrize("turns", [(SERVING,), (SERVING, NOT_SERVING)])
-async def test_a_watcher_that_reads_nothing_holds_back_no_status(served, turns):
+async def test_watcher_that_reads_nothing_delays_no_status(served, turns):
     servicer, port, stub = served
     attacker = await stuck(port)
     watching, first = await begun(stub)
@@ -77,7 +78,7 @@ async def test_a_watcher_that_falls_behind_gets_the_latest_status(served):
     assert (await watching.read()).status == SERVING
 
 
-async def test_one_address_takes_some_of_the_watches_and_leaves_the_others(served, monkeypatch):
+async def test_one_address_cannot_take_all_watches(served, monkeypatch):
     _, port, stub = served
     monkeypatch.setattr(health, "WATCHERS_OF_ONE", 4)
     attacker = await stuck(port, 4)
@@ -98,6 +99,22 @@ async def test_one_address_takes_some_of_the_watches_and_leaves_the_others(serve
     attacker.socket.close()
 
 
+async def test_a_watch_for_a_name_that_is_long_or_a_field_that_is_not_known_is_refused(served):
+    _, _, stub = served
+    largest = asked("x" * (health.LARGEST - 3))
+    _, first = await begun(stub, largest.service)
+    assert (largest.ByteSize(), first) == (health.LARGEST, UNKNOWN)
+
+    for question in (asked(largest.service + "x"), unknown_field(health.LARGEST)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(question, timeout=10).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def unknown_field(size):
+    return health_pb2.HealthCheckRequest.FromString(b"\x12" + bytes((size & 127 | 128, size >> 7)) + bytes(size))
+
+
 async def test_a_watch_that_ends_makes_room_for_another(served, monkeypatch):
     servicer, _, stub = served
     monkeypatch.setattr(health, "WATCHERS_OF_ONE", 1)
@@ -107,7 +124,7 @@ async def test_a_watch_that_ends_makes_room_for_another(served, monkeypatch):
         await until(lambda: not servicer._watchers)
 
 
-async def test_a_service_that_is_not_there_is_unknown_until_it_is(served):
+async def test_missing_service_is_unknown_until_it_exists(served):
     servicer, _, stub = served
     call, first = await begun(stub, "later")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -125,7 +142,7 @@ async def test_list_returns_the_status_of_every_service(served):
     assert {name: one.status for name, one in listed.statuses.items()} == {"": NOT_SERVING, "liveness": SERVING}
 
 
-def test_a_server_lists_its_services_and_watches_to_who_has_no_token(tmp_path):
+def test_list_and_watch_need_no_token(tmp_path):
     (tmp_path / "tokens").write_text("")
     with (
         serving(models=(nets.TINY,), device="cpu", threads=1, tokens_file=str(tmp_path / "tokens")) as one,
@@ -138,3 +155,32 @@ def test_a_server_lists_its_services_and_watches_to_who_has_no_token(tmp_path):
     assert {one.status for one in listed.values()} == {SERVING}
     assert {"", "liveness", "camserve.v1.ExplainService"} <= set(listed)
     assert watched == SERVING
+
+
+def test_watches_do_not_take_the_memory_that_there_is_for_all_messages():
+    """A watch kept the memory that its message takes: those of large ones left none for anybody."""
+    small = {"max_message_mib": 1, "max_queue_rows": 16}  # four messages of the largest size, and no more
+    with (
+        serving(models=(nets.TINY,), device="cpu", threads=1, **small) as one,
+        grpc.insecure_channel(one.address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        sizes = (*[2**19] * 8, *(2**power for power in range(18, 11, -1)))
+        watches, codes = [], set()
+        for size in sizes:  # one after the other: at once, some would find no room before they are refused
+            watches.append(stub.Watch(asked("x" * size), timeout=60))
+            codes.add(refusal(watches[-1]))
+        photo = explain_pb2.ExplainRequest(image=PHOTOS["chelsea"].read_bytes())
+        answer = explain_pb2_grpc.ExplainServiceStub(channel).Explain(photo, timeout=60)
+
+    assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert answer.explanations
+
+
+def refusal(watch):
+    """Return the code with which a watch is refused; None if it is not."""
+    try:
+        next(watch)
+    except grpc.RpcError as error:
+        return error.code()
+    return None

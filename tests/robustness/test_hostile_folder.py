@@ -1,4 +1,4 @@
-"""A folder that somebody else made: no command that is run in it imports what lies there."""
+"""Commands import nothing from the current folder, which may be somebody else's."""
 
 import importlib.metadata
 import subprocess
@@ -24,7 +24,7 @@ EXPLAIN = ("explain", "photo.png", "-o", "out", "--resume", "--device", "cpu")
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a photo, and a module by the name of each that Python or camserve might import."""
+    """A folder with a photo, and a module for each name that Python or camserve might import."""
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     (tmp_path / "small.toml").write_text(f'models = "{SMALL}"\ndevice = "cpu"')
     installed = [name for name in importlib.metadata.packages_distributions() if name.isidentifier()]
@@ -41,7 +41,7 @@ def run(folder, *command):
 
 
 def test_photos_are_explained_without_importing_from_the_current_folder(folder):
-    """With --resume, which has an engine in a process of its own."""
+    """With --resume, where the engine is a process of its own."""
     assert run(folder, PROGRAM, *EXPLAIN, "--model", SMALL) == (0, [])
 
 
@@ -55,6 +55,6 @@ def test_a_named_module_is_found_in_the_current_folder_after_every_other(folder)
     assert run(folder, PROGRAM, *EXPLAIN, "--model", "nets_of_mine:net?size=32") == (0, [])
 
 
-def test_the_trap_is_sprung_by_a_python_that_searches_the_folder_first(folder):
+def test_planted_modules_are_imported_by_python_without_protection(folder):
     _, imported = run(folder, sys.executable, "-c", "import torch")
     assert imported

@@ -371,7 +371,7 @@ def test_what_is_not_there_is_told_as_what_a_link_outside_leads_to(place, line):
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_file_that_becomes_a_link_before_it_is_opened_is_not_loaded(place, isolation, monkeypatch):
+def test_file_replaced_by_a_link_before_opening_is_not_loaded(place, isolation, monkeypatch):
     (place.path / "outside.safetensors").write_bytes((place.weights / "1.safetensors").read_bytes())
     resolve = lifecycle.Lifecycle._file
 

@@ -1,7 +1,6 @@
 """The table of limits in SECURITY.md is that of the code, and each is met where the table says."""
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import grpc
 import pytest
 
 from camserve.v1 import explain_pb2, models_pb2
-from camserve_server import admission, batcher, health, images, parsing, pipeline
+from camserve_server import admission, batcher, floods, health, images, parsing, pipeline
 from camserve_server.config import Settings
 from camserve_server.servicer import LONGEST_ID
 from camserve_server.types import Limits
@@ -20,7 +19,6 @@ from support import serving
 SECURITY = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 SETTINGS, LIMITS = Settings(), Limits()
 INVALID, GRPC = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED, by gRPC itself"
-REFUSED = "RESOURCE_EXHAUSTED, and when to come"
 NO_LIMITS = {
     "max_batch_rows": "how the server works, whoever asks",
     "max_batch_mib": "the same",
@@ -45,13 +43,16 @@ def of_the_server():
         ("message, unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", "RESOURCE_EXHAUSTED"),
         ("fields of a message", f"{parsing.FIELDS:,}", "", INVALID),
         ("memory of a message", mib(parsing.GROWTH * SETTINGS.max_message_mib * 2**20), "", INVALID),
-        ("memory of all messages", mib(SETTINGS.max_queue_rows * batcher.PLACE), "", REFUSED),
+        ("memory of all messages", mib(parsing.MESSAGES), "", "the others wait"),
+        ("messages being received, of a caller's calls", f"{parsing.RECEIVED}", "", "the others wait unread"),
+        ("and of its streams", f"{parsing.RECEIVED}", "", "the others wait unread"),
         ("health watches", f"{health.WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
         ("of these, from one address", f"{health.WATCHERS_OF_ONE}", "", "RESOURCE_EXHAUSTED"),
+        ("message of a watch, or of a question to reflection", f"{health.LARGEST // 2**10} KiB", "", INVALID),
         ("rows in the queue", f"{SETTINGS.max_queue_rows:,}", "max_queue_rows", "RESOURCE_EXHAUSTED, and when to come"),
         ("of these, one caller's", "its share", "", "RESOURCE_EXHAUSTED; within it the request waits"),
         ("rows that wait for the queue", f"{admission.LINE:,}", "", "RESOURCE_EXHAUSTED, and when to come"),
-        ("bytes for each row in both", f"{batcher.PLACE // 2**10} KiB", "", "the request counts as more rows"),
+        ("inputs and maps of each row in both", f"{batcher.PLACE // 2**10} KiB", "", "the request counts as more rows"),
     )
 
 
@@ -66,9 +67,11 @@ def of_a_request():
         ("pixels on a side of it", f"{limits.side:,}", "max_side", f"{INVALID}, `image`"),
         ("frames of it", "1", "", "the others are left out"),
         ("scans of a JPEG", f"{images._MAX_SCANS}", "", f"{INVALID}, `image`"),
+        ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
-        ("pixels decoded or drawn at a time, of all", f"{pipeline.DRAWN_TOGETHER:,}", "", "the others wait"),
+        ("bytes of its pictures", mib(pipeline.PICTURES), "", pictures),
+        ("memory to decode and draw in, of all", mib(pipeline.EASEL), "", "the others wait"),
         ("decoded photos held, of all", mib(pipeline.SHELF), "", "the others are decoded again"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
@@ -119,13 +122,18 @@ def test_no_limit_is_left_out_of_the_table(monkeypatch):
             assert table() != before, field.name
 
 
-def test_what_security_md_adds_up_is_the_sum():
+def test_security_md_states_the_memory_limits_of_the_code():
     queue = SETTINGS.max_queue_rows * batcher.PLACE
-    assert f"messages {mib(queue)}, and {mib(queue // 2)} that wait for this" in SECURITY.replace("\n", " ")
-    assert f"maps {mib(queue)}" in SECURITY.replace("\n", " ")
-    picture = 224 * 224
-    own = SETTINGS.max_queue_rows * picture * (3 + 4) / 2**20
-    assert f"{math.ceil(own / 10) * 10} MiB of inputs and masks" in SECURITY.replace("\n  ", " ")
+    bounds = (
+        f"messages {mib(parsing.MESSAGES)}; inputs, masks and maps {mib(queue)}; decoded photos {mib(pipeline.SHELF)}; "
+        f"what is being decoded and drawn {mib(pipeline.EASEL)}; batches on a CPU {SETTINGS.max_batch_mib} MiB"
+    )
+    receiving = f"at most {parsing.RECEIVED} calls and {parsing.RECEIVED} streams whose messages"
+    text = SECURITY.replace("\n", " ")
+
+    assert bounds in text
+    assert receiving in text
+    assert f"lapses after {floods.LAPSE:g} s" in text
 
 
 @pytest.fixture(scope="module")

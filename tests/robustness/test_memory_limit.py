@@ -29,7 +29,7 @@ def folder_of_this():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             return CGROUPS / "memory" / path.lstrip("/"), "memory.limit_in_bytes", "memory.oom_control"
-    return CGROUPS, "memory.max", "memory.events"  # a group of version 2 that has processes can have no other in it
+    return CGROUPS, "memory.max", "memory.events"  # in version 2, a group that has processes cannot have child groups
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def limited(folder, log):
 
 
 def explained(port, name, samples, count):
-    """Explain a photo so many times; return the errors."""
+    """Explain a photo `count` times; return the errors."""
     method = explain_pb2.Method(name=name, parameters={"samples": explain_pb2.Parameter(number=samples)})
     request = explain_pb2.ExplainRequest(image=PHOTO, methods=[method])
     requests = (explain_pb2.ExplainStreamRequest(request_id=str(i), request=request) for i in range(count))

@@ -107,7 +107,7 @@ def cost(served):
 
 
 def answered(line, rpc, request):
-    """Return the refusal of a request; of a stream the words of its answer."""
+    """Return the refusal of a request; for a stream, the error message in its answer."""
     packed = request.SerializeToString()
     try:
         if rpc == "ModelStreamInfer":
@@ -140,7 +140,7 @@ def test_the_table_holds_every_list_of_the_protocol_but_a_tensors_numbers():
 
 
 @pytest.mark.parametrize("count", [None, MANY])
-def test_every_list_that_is_too_long_is_refused_before_it_costs_anything(line, count, cost):
+def test_too_long_list_is_refused_before_any_work(line, count, cost):
     """By one, and by far."""
     cases = [(way, too_many(way, count or getattr(LIMITS, LISTS[way[1][-1].full_name]) + 1)) for way in LISTED]
 
@@ -150,7 +150,7 @@ def test_every_list_that_is_too_long_is_refused_before_it_costs_anything(line, c
 
 
 @pytest.mark.parametrize("length", [LIMITS.text + 1, 1_000_000])
-def test_every_text_that_is_too_long_is_refused_before_it_costs_anything(line, length, cost):
+def test_too_long_text_is_refused_before_any_work(line, length, cost):
     assert len(TEXTS) > 20
     assert wrongly_refused(line, [(way, too_long(way, length)) for way in TEXTS]) == {}
     assert cost() == {}
@@ -179,7 +179,7 @@ def out_of_range():
                 yield name, "string_param", str(value)
 
 
-def test_every_number_of_the_parameters_is_refused_beyond_its_range_before_it_costs_anything(line, cost):
+def test_parameter_out_of_range_is_refused_before_any_work(line, cost):
     bad, count = {}, 0
     for name, kind, value in out_of_range():
         request = photo(method=("string_param", "smoothgrad"), **{name: (kind, value)})
@@ -194,7 +194,7 @@ def test_every_number_of_the_parameters_is_refused_beyond_its_range_before_it_co
     assert cost() == {}
 
 
-def test_a_shape_that_nothing_fills_costs_nothing(line, cost):
+def test_shape_without_contents_is_refused_before_any_work(line, cost):
     for datatype in ("BYTES", "UINT8", "FP32"):
         for shape in ([2**62, 2**62, 3], [2**62, 1], [1, 1 << 40, 1 << 20, 3]):
             request = photo()

@@ -1,4 +1,4 @@
-"""What a worker process sends: it arrives as it was, and nothing that it could send runs code in the server."""
+"""Messages of a worker process arrive unchanged, and no message can run code in the server."""
 
 import json
 import os
@@ -35,7 +35,7 @@ RESULTS = (
 
 
 def shown(value):
-    """Return a value such that two are equal if they say the same: arrays by kind, shape and bytes."""
+    """Return a value that can be compared: arrays become their dtype, shape and bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if type(value) in replies.CLASSES:
@@ -70,7 +70,7 @@ def test_a_shared_array_is_sent_once_and_arrives_writable():
         (ZeroDivisionError("of a model"), RuntimeError),
     ],
 )
-def test_an_error_arrives_as_one_of_ours(error, kind):
+def test_error_arrives_as_one_of_our_classes(error, kind):
     found = replies.unpacked(replies.packed(Reply(1, error=error))).error
 
     assert type(found) is kind
@@ -80,7 +80,7 @@ def test_an_error_arrives_as_one_of_ours(error, kind):
 
 
 class Runs:
-    """A pickle of it ends the process that reads it."""
+    """An object whose pickle ends the process that reads it."""
 
     def __reduce__(self):
         return os._exit, (3,)
@@ -121,7 +121,7 @@ HOSTILE = {
 
 
 class Fake:
-    """A process that says what a test wants."""
+    """A worker process that sends what a test chooses."""
 
     pid = 0
 
@@ -147,7 +147,7 @@ def process(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_process_that_sends_what_is_no_message_is_ended(process, kind):
+def test_worker_that_sends_an_invalid_message_is_ended(process, kind):
     answer = process.ask("drop", "x", seconds=60)
     process.process.connection.send_bytes(HOSTILE[kind])
 
@@ -156,7 +156,7 @@ def test_a_process_that_sends_what_is_no_message_is_ended(process, kind):
 
 
 @pytest.mark.parametrize("value", [None, "rows", (), RESULTS[:1], (*RESULTS[:1], INFO), RESULTS])
-def test_an_answer_that_is_no_result_for_each_row_fails_the_batch(value):
+def test_answer_without_a_result_for_each_row_fails_the_batch(value):
     with pytest.raises(Internal, match="a result for each row"):
         worker._results(value, 2)
     assert worker._results(RESULTS[:2], 2) == list(RESULTS[:2])

@@ -14,7 +14,7 @@ def server():
         yield one
 
 
-def test_more_callers_than_there_is_room_for_are_served_or_refused_and_leave_nothing(server):
+def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
     """How fast is for `make soak`, on a machine that does nothing else."""
     report = soak.saturation(server, 6, 1, rounds=1)
 

@@ -379,8 +379,8 @@ def test_a_server_that_loses_its_nursery_starts_engines_all_the_same(folder):
         client.explain(IMAGE, overlay=None)
 
 
-def test_a_lethal_request_kills_two_workers_at_most_and_is_not_sent_again(folder):
-    """Its caller would try again, and those who share its batch are answered."""
+def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
+    """The client would retry UNAVAILABLE. The other requests of the batch are answered."""
     white, outcomes = np.full_like(IMAGE, 255), []
     with served(folder, "--max-batch-rows", "16") as (process, _, address):
         before = worker_of(process)
@@ -400,8 +400,8 @@ def test_a_lethal_request_kills_two_workers_at_most_and_is_not_sent_again(folder
     assert 1 <= log.count("an engine's process ended: the worker was killed, probably out of memory: exit -9") <= 2
 
 
-def test_under_load_all_requests_are_answered_whatever_happens_to_a_worker(folder):
-    """A worker is killed, then stopped, 32 callers each having one request under way; CAMSERVE_TEST_ROUNDS times."""
+def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
+    """Kill a worker, then stop one, while 32 callers have one request each under way; CAMSERVE_TEST_ROUNDS times."""
     codes, done, rounds = [], threading.Event(), int(os.environ.get("CAMSERVE_TEST_ROUNDS", "1"))
 
     def work(client):

@@ -239,7 +239,7 @@ async def test_who_gives_up_in_the_line_makes_way(door):
 
 @pytest.mark.parametrize("first", ["decided", "cancelled"])
 @pytest.mark.parametrize("decision", ["let in", "turned away"])
-async def test_a_waiter_decided_on_and_cancelled_in_one_turn_holds_nothing(door, decision, first):
+async def test_waiter_decided_and_cancelled_in_the_same_turn_holds_nothing(door, decision, first):
     for _ in range(8):
         door.come("greedy")
     await settle()

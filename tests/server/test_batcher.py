@@ -818,7 +818,7 @@ def passes(number):
 
 
 @pytest.mark.parametrize("came_before", [False, True])
-async def test_one_foreign_batch_at_most_runs_before_a_modest_callers(came_before):
+async def test_at_most_one_batch_of_others_runs_before_a_new_callers(came_before):
     """Also where the greedy caller has 150 requests of a pass of their own each, all older and more urgent."""
     engine = Engine()
     async with Batcher(engine, max_batch_rows=8) as batcher:
@@ -837,7 +837,7 @@ async def test_one_foreign_batch_at_most_runs_before_a_modest_callers(came_befor
     assert before <= 1
 
 
-async def test_callers_take_turns_at_batches_whatever_each_has_sent():
+async def test_callers_take_turns_at_batches():
     engine = Engine()
     async with Batcher(engine, max_batch_rows=8) as batcher:
         batcher.pause()
@@ -852,7 +852,7 @@ async def test_callers_take_turns_at_batches_whatever_each_has_sent():
     assert first == [1, 2, 100, 1, 2, 102]
 
 
-async def test_the_caller_whose_turn_it_is_comes_first_in_a_batch_that_others_fill():
+async def test_batch_starts_with_the_next_caller_and_is_filled_by_others():
     engine = Engine()
     async with Batcher(engine, max_batch_rows=4) as batcher:
         batcher.pause()
@@ -866,7 +866,7 @@ async def test_the_caller_whose_turn_it_is_comes_first_in_a_batch_that_others_fi
     assert [sorted(indices) for _, indices in engine.batches[:2]] == [[1, 1, 2, 3], [1, 1, 1, 1]]
 
 
-async def test_cancelled_requests_let_go_of_their_images_at_once():
+async def test_cancelled_requests_release_their_images_at_once():
     async with Batcher(Engine()) as batcher:
         batcher.pause()
         rows = [row(value) for value in range(50)]
@@ -887,7 +887,7 @@ async def test_cancelled_requests_let_go_of_their_images_at_once():
 @pytest.mark.parametrize(
     "kind", [StopIteration, StopAsyncIteration, asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit]
 )
-async def test_whatever_a_model_raises_fails_its_request_and_no_other(kind):
+async def test_error_from_a_model_fails_only_its_own_request(kind):
     def engine(_pass, rows):
         if rows[0].target.index == 1:
             raise kind
@@ -908,7 +908,7 @@ def heavy(image, target, methods=4):
     return Row(image, ClassTarget(target), tuple(MethodCall("kpcacam", {"kernel": str(k)}) for k in range(methods)))
 
 
-async def test_a_batch_of_heavy_maps_that_were_not_measured_yet_is_small():
+async def test_first_batch_of_unmeasured_heavy_maps_is_small():
     engine, image = Engine(), np.zeros((1, 1, 3), np.uint8)
     async with Batcher(engine) as batcher:
         await batcher.submit(CAM, [heavy(image, target) for target in range(16)], lambda *_: None)
@@ -916,7 +916,7 @@ async def test_a_batch_of_heavy_maps_that_were_not_measured_yet_is_small():
     assert len(engine.batches[0][1]) * 4 <= capacity_module.UNMEASURED // 4
 
 
-def test_what_a_batch_holds_is_bounded_by_what_its_rows_took_before():
+def test_batch_size_is_bounded_by_the_measured_cost_of_rows():
     capacity = capacity_module.Capacity(8, 60.0)
     kind, rows = capacity_module.kind_of(CAM, row(1)), [row(value) for value in range(9)]
 
@@ -933,14 +933,14 @@ def test_what_a_batch_holds_is_bounded_by_what_its_rows_took_before():
     assert fits() == 8
 
 
-def test_a_batch_has_one_row_whatever_it_costs():
+def test_batch_has_at_least_one_row():
     room, (first, second) = capacity_module.Capacity(8, 60.0).room(CAM, 8), (row(1), row(2))
 
     assert room.takes(first, 1e9, 8)
     assert not room.takes(second, 0.1, 8)
 
 
-def test_costs_of_kinds_that_callers_make_up_are_forgotten():
+def test_number_of_remembered_row_costs_is_limited():
     capacity = capacity_module.Capacity(8, 60.0)
     for pass_ in passes(3 * capacity_module.REMEMBERED):
         capacity.measured({capacity_module.kind_of(pass_, row(1)): 1}, 1.0)
@@ -994,7 +994,7 @@ async def lost(engine, count=8, poison=(), halves=False):
 
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("position", [0, 5, 7])
-async def test_a_lethal_request_is_run_twice_at_most_and_takes_no_other_along(position, halves):
+async def test_lethal_request_runs_at_most_twice_and_fails_no_other(position, halves):
     engine = Deadly()
     answers = await lost(engine, poison={position}, halves=halves)
 
@@ -1012,13 +1012,13 @@ async def test_a_request_that_was_alone_when_its_worker_ended_is_not_run_again()
     assert isinstance(answer, Internal)
 
 
-async def test_a_batch_that_its_worker_never_began_is_run_again_and_suspects_nobody():
+async def test_batch_that_its_worker_never_began_is_simply_run_again():
     engine = Deadly(never_began=3)
 
     assert await lost(engine, 2) == [[0.0], [1.0]]
 
 
-async def test_nothing_runs_beside_a_request_that_may_have_ended_a_worker():
+async def test_request_that_may_have_ended_a_worker_runs_alone():
     engine = Deadly()
     answers = await lost(engine, 16, poison={3, 12}, halves=True)
 
@@ -1026,7 +1026,7 @@ async def test_nothing_runs_beside_a_request_that_may_have_ended_a_worker():
     assert [i for i, one in enumerate(answers) if isinstance(one, Internal)] == [3, 12]
 
 
-async def test_a_request_that_waits_to_be_run_again_is_answered_if_no_engine_comes_back():
+async def test_request_waiting_for_a_rerun_is_answered_if_no_engine_returns():
     engine, loop = Deadly(), asyncio.get_running_loop()
 
     def dying(*batch):
@@ -1065,7 +1065,7 @@ def layered(**sizes):
         ("curvature", ("layer1",), 1),
     ],
 )
-async def test_a_batch_has_as_many_inputs_as_its_memory_is_enough_for(kind, layers, inputs):
+async def test_number_of_inputs_in_a_batch_is_limited_by_memory(kind, layers, inputs):
     engine, pass_ = Engine(), Pass("net", kind, (8, 8), layers)
     async with Batcher(engine, max_batch_rows=8, batch_bytes=768 * 2**10) as batcher:
         batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
@@ -1074,7 +1074,42 @@ async def test_a_batch_has_as_many_inputs_as_its_memory_is_enough_for(kind, laye
     assert max(len(batch) for _, batch in engine.batches) == inputs
 
 
-async def test_a_model_that_is_forgotten_takes_no_room_of_the_batches_of_another():
+class Beside(Engine):
+    """Notes for each batch what else runs when it begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.running, self.seen, self.lock = [], [], threading.Lock()
+
+    def __call__(self, pass_, rows, half=None):
+        with self.lock:
+            self.running.append(pass_.kind)
+            self.seen.append((half, *self.running))
+        time.sleep(0.002)  # so that another may begin
+        try:
+            return super().__call__(pass_, rows)
+        finally:
+            with self.lock:
+                self.running.remove(pass_.kind)
+
+
+async def test_input_that_takes_more_than_half_of_the_memory_has_the_engine_alone():
+    engine = Beside()
+    passes = [Pass("net", "bias", (8, 8)), Pass("net", "cam", (8, 8), ("layer16",))]
+    async with Batcher(engine, halves=True, batch_bytes=300 * 2**10) as batcher:
+        batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
+        batcher.pause()
+        asked = [asyncio.create_task(ask(batcher, [i], passes[i % 2])) for i in range(40)]
+        await settle()
+        batcher.resume()
+        answers = await asyncio.gather(*asked)
+
+    assert answers == [[float(i)] for i in range(40)]
+    assert {(half, len(running)) for half, *running in engine.seen if "bias" in running} == {(None, 1)}
+    assert sum(running == ["bias"] for _, *running in engine.seen) == 20
+
+
+async def test_forgotten_model_does_not_limit_batches_of_others():
     engine = Engine()
     async with Batcher(engine, max_batch_rows=8, batch_bytes=1) as batcher:
         batcher.learn("net", layered(layer4=1024))

@@ -528,7 +528,7 @@ def test_while_the_application_starts_its_state_is_heeded_and_so_is_a_stop(monke
 
 
 class Controller:
-    """Ray with Ray Serve's controller, which is gone after it was looked for so often."""
+    """Ray with Ray Serve's controller, which has ended after a number of look-ups."""
 
     def __init__(self, looks):
         self.looks, self.asked = looks, []
@@ -545,8 +545,8 @@ class Controller:
 
 
 @pytest.mark.parametrize("looks", [1, 3])
-def test_a_stop_waits_for_ray_serve_outside_of_a_call_to_it(looks, caplog):
-    """A call that waits would be cut off when the controller is killed, and Ray would report it as failed."""
+def test_stop_waits_for_ray_serve_without_a_pending_call(looks, caplog):
+    """A pending call would fail when the controller is killed, and Ray would report it."""
     controller = Controller(looks)
     commands.stop_ray_serve(controller, timeout=60)
 
@@ -562,7 +562,7 @@ def test_a_stop_without_ray_serve_has_nothing_to_wait_for():
     assert controller.asked == []
 
 
-def test_a_controller_that_does_not_stop_is_left_and_named(caplog):
+def test_controller_that_does_not_stop_is_logged(caplog):
     commands.stop_ray_serve(Controller(10), timeout=0)
 
     assert [record.message for record in caplog.records] == ["Ray Serve did not stop within 0 s"]
@@ -571,5 +571,5 @@ def test_a_controller_that_does_not_stop_is_left_and_named(caplog):
 @pytest.mark.parametrize(
     ("photos", "engines", "size"), [(100, 8, 13), (100, 1, 64), (10_000, 8, 64), (3, 8, 1), (64, 1, 64)]
 )
-def test_few_photos_are_shared_by_all_actors(photos, engines, size):
+def test_few_photos_are_divided_among_all_actors(photos, engines, size):
     assert job.batch_size(photos, engines) == size

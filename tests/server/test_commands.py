@@ -24,7 +24,7 @@ FLAGS = ("--isolation", "thread", "--address", "127.0.0.1:0", "--device", "cpu",
 
 
 def flags(*given):
-    """FLAGS, but for those that are given, and then these."""
+    """Return the given flags, and those of FLAGS that are not given."""
     pairs = zip(FLAGS[::2], FLAGS[1::2], strict=True)
     return [word for pair in pairs if pair[0] not in given for word in pair] + list(given)
 
@@ -183,16 +183,21 @@ def test_a_signal_while_the_models_load_ends_it_soon_with_0(folder):
     assert "Traceback" not in log
 
 
-def test_a_signal_while_torch_is_still_imported_ends_it_soon_with_0(folder, monkeypatch):
-    """What runs first in a container never gets a signal that it has no handler for."""
-    (folder / "torch.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(3600)")
+def stopped_in(module, folder, monkeypatch):
+    """Stop a server that imports this text as torch; return the exit code and what was logged."""
+    (folder / "torch.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     with served(folder) as server:
         wait_until(lambda: (folder / "importing").exists() or server.ended())
         server.tell()
-        code, log = server.end()
+        return server.end()
 
-    assert (code, log) == (0, "")
+
+def test_signal_during_the_import_of_torch_stops_the_server_with_0(folder, monkeypatch):
+    """The first process of a container gets no signal for which it has no handler."""
+    module = "import time\nopen('importing', 'w').close()\ntime.sleep(3600)"
+
+    assert stopped_in(module, folder, monkeypatch) == (0, "")
 
 
 FORKS = """
@@ -208,16 +213,9 @@ time.sleep(3600)
 """
 
 
-def test_a_signal_where_python_forgets_exceptions_is_not_lost(folder, monkeypatch):
-    """What is raised in a callback after a fork is printed, and the program goes on."""
-    (folder / "torch.py").write_text(FORKS)
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    with served(folder) as server:
-        wait_until(lambda: (folder / "importing").exists() or server.ended())
-        server.tell()
-        code, log = server.end()
-
-    assert (code, log) == (0, "")
+def test_signal_in_a_callback_that_swallows_exceptions_stops_the_server(folder, monkeypatch):
+    """Python prints an exception that is raised in a callback after a fork, and goes on."""
+    assert stopped_in(FORKS, folder, monkeypatch) == (0, "")
 
 
 def test_what_the_operator_got_wrong_is_all_that_is_printed(folder):

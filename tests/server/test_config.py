@@ -245,13 +245,13 @@ def _stop():
         ("cat " * 60, ""),
     ],
 )
-def test_a_hint_has_the_names_with_the_same_words_and_else_the_nearest(name, hint):
+def test_hint_prefers_names_with_the_same_words(name, hint):
     labels = ["crate", "tiger cat", "Persian cat", "Egyptian cat", "cat bowl", "scatter rug", "catamaran"]
 
     assert errors.did_you_mean(name, labels) == hint
 
 
-def test_a_hint_among_21000_names_compares_the_letters_of_1000_at_most(monkeypatch):
+def test_hint_among_21000_names_compares_at_most_1000(monkeypatch):
     compared = []
 
     def compare(_name, names, **_):

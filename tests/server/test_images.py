@@ -192,7 +192,7 @@ def png_header(width, height):
 
 @dataclasses.dataclass
 class Work:
-    """What decoding did: the files that OpenCV was given, the bytes that were inflated here, the chunks walked."""
+    """The work of decoding: the files passed to OpenCV, the bytes inflated here, the chunks walked."""
 
     decoded: list = dataclasses.field(default_factory=list)
     inflated: int = 0
@@ -235,7 +235,7 @@ def bomb():
     return png_header(20_000, 20_000)
 
 
-def test_a_bomb_is_refused_by_its_header_and_without_memory(bomb, work):
+def test_bomb_is_refused_by_its_header_without_using_memory(bomb, work):
     assert len(bomb) < 60_000
     with at_most_mb(10), pytest.raises(InvalidArgument, match="20,000 x 20,000 pixels: 16,384 on a side"):
         images.decode(bomb, LIMITS)
@@ -343,7 +343,7 @@ HUGE = {
 
 @pytest.mark.parametrize("kind", HUGE)
 def test_the_size_is_read_from_the_header_of_every_kind(kind):
-    with pytest.raises(InvalidArgument, match="has 9,000 x 8,000 pixels: 50,000,000 in all are accepted"):
+    with pytest.raises(InvalidArgument, match="has 9,000 x 8,000 pixels: 25,000,000 in all are accepted"):
         images.decode(HUGE[kind], LIMITS)
 
 
@@ -393,7 +393,7 @@ def broken(seed, good, bomb):
 
 
 def test_no_bytes_do_more_than_be_refused(bomb, capfd):
-    """300 broken files, as the service will meet them: a picture or InvalidArgument, in little memory."""
+    """300 broken files each give a picture or InvalidArgument, in little memory."""
     good = [*KINDS.values(), saved(Image.fromarray(data.astronaut()), "JPEG", progressive=True)]
     decoded, refusals = 0, []
     with at_most_mb(100):
@@ -508,8 +508,8 @@ def test_a_long_photo_looks_as_if_it_were_resized_whole(shape, interpolation):
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 16384), (16384, 1), (3, 5000), (16384, 3), (2000, 16384)])
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
-def test_extreme_photos_cost_little(shape, interpolation, monkeypatch):
-    """Whatever is resized, no more than eight times the pixels that are kept are made of it."""
+def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatch):
+    """Resizing makes at most eight times as many pixels as are kept."""
     whole, part, made = images.functional.resize_image, Image.Image.resize, [0]
 
     def resized(tensor, size, **how):

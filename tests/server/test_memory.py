@@ -16,6 +16,7 @@ from support import PHOTOS, serving, wait_until
 NET = "net=torchvision:squeezenet1_1?weights=none&size=128"
 PHOTO = PHOTOS["rocket"].read_bytes()
 DRAWN = explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_PNG, max_side=400)
+IMAGE = 3 * 128 * 128  # bytes that the model sees
 ROWS = 64
 
 
@@ -57,14 +58,19 @@ def explaining(stub, padding=0, **fields):
     return lambda: stub.Explain.future(explain_pb2.ExplainRequest(image=PHOTO + bytes(padding), **fields), timeout=60)
 
 
-def test_a_full_queue_holds_no_more_than_so_many_bytes_of_messages(served, stub):
-    """2 MiB each, and a little: nine places of 64."""
-    call = explaining(stub, padding=8 * PLACE)
-    with held(served, *[call] * 20) as (calls, places):
-        refused = [one for one in calls if one.done()]
-        assert (len(refused), places) == (13, 63)
-        assert {one.code() for one in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert [one.code() for one in calls].count(grpc.StatusCode.OK) == 7
+def test_edited_images_count_as_their_masks(served, stub):
+    masks = {"samples": explain_pb2.Parameter(number=30)}
+    methods = [explain_pb2.Method(name="rise", parameters=masks)]
+    with held(served, explaining(stub, methods=methods)) as (_, places):
+        assert places == math.ceil((IMAGE + 4 * 128 * 128 * 31) / PLACE) > 31
+
+
+def test_a_full_queue_refuses_a_request_whose_masks_do_not_fit(served, stub):
+    masks = {"samples": explain_pb2.Parameter(number=30)}
+    call = explaining(stub, methods=[explain_pb2.Method(name="rise", parameters=masks)])
+    with held(served, *[call] * 4) as (calls, places):
+        assert [one.code() for one in calls if one.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+        assert places == 2 * 32
 
 
 def test_maps_count_too(served, stub):
@@ -73,23 +79,23 @@ def test_maps_count_too(served, stub):
     maps = 4 * 128 * 128 * (len(names) * 8 - 1)
     methods = [explain_pb2.Method(name=name) for name in names]
     with held(served, explaining(stub, methods=methods, top_k=8)) as (_, places):
-        assert places == math.ceil((len(PHOTO) + maps) / PLACE) > 8
+        assert places == math.ceil((IMAGE + maps) / PLACE) > 8
 
 
 def test_feature_maps_count_too(served, stub):
     layer = served.pipeline.models["net"].layers["features.0"]
     ask = explain_pb2.ExtractFeaturesRequest(image=PHOTO, layer="features.0", raw=True, top=1)
     with held(served, lambda: stub.ExtractFeatures.future(ask, timeout=60)) as (_, places):
-        assert places == math.ceil((len(PHOTO) + 4 * math.prod(layer.shape)) / PLACE) > 1
+        assert places == math.ceil((IMAGE + 4 * math.prod(layer.shape)) / PLACE) > 1
 
 
-def test_feature_maps_that_a_method_starts_from_count(served, stub):
+def test_feature_maps_that_a_method_starts_from_count_as_bytes(served, stub):
     shapes = [served.pipeline.models["net"].layers[name].shape for name in ("features.0", "features.1")]
     few = {"samples": explain_pb2.Parameter(number=2)}
     methods = [explain_pb2.Method(name="smoothgradcam_plus_plus", parameters=few)]
     with held(served, explaining(stub, methods=methods, layers=["features.0", "features.1"])) as (_, places):
         features = sum(map(math.prod, shapes))
-        assert places == math.ceil((len(PHOTO) + 4 * (128 * 128 + features)) / PLACE) > 8
+        assert places == math.ceil((IMAGE + 4 * (128 * 128 + features)) / PLACE) > 8
 
 
 def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_picture(served, stub):
@@ -109,41 +115,65 @@ def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_pictu
 
 def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):
     easel, most = served.pipeline.easel, []
-    monkeypatch.setattr(easel, "_places", 500_000)
+    monkeypatch.setattr(easel, "_places", 2_000_000)
     take = easel._take
     monkeypatch.setattr(easel, "_take", lambda *given: (take(*given), most.append(easel.taken)))
     calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(12)]
 
     assert {call.code() for call in calls} == {grpc.StatusCode.OK}
     assert len(most) == 2 * 12
-    assert 0 < max(most) <= 500_000
+    assert 0 < max(most) <= 2_000_000
     assert easel.taken == 0
 
 
 def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than_there_is(served, stub, monkeypatch):
-    monkeypatch.setattr("camserve_server.pipeline.DRAWN_TOGETHER", 100_000)
+    monkeypatch.setattr("camserve_server.pipeline.EASEL", 100_000)
     monkeypatch.setattr(served.pipeline.easel, "_places", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
 
 
-def test_a_photo_of_the_largest_size_is_decoded_alone(served, stub, monkeypatch):
+def test_decoding_counts_as_what_it_takes(served, stub, monkeypatch):
     easel, most = served.pipeline.easel, []
-    monkeypatch.setattr("camserve_server.pipeline.DRAWN_TOGETHER", 300_000)  # the photo has 273,280 pixels
-    monkeypatch.setattr(easel, "_places", 300_000)
     take = easel._take
     monkeypatch.setattr(easel, "_take", lambda caller, places: (take(caller, places), most.append(places)))
     looking = [stub.InspectLayers.future(explain_pb2.InspectLayersRequest(image=PHOTO), timeout=60) for _ in range(4)]
     calls = [explaining(stub)() for _ in range(4)]
 
     assert {call.code() for call in calls + looking} == {grpc.StatusCode.OK}
-    assert most == [640 * 427] * 8
+    assert most == [3 * 640 * 427] * 8
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
-def test_the_pixels_that_a_file_claims_are_known_before_it_is_decoded(kind):
+def encoded(kind, *, exif=b"", **more):
     file = io.BytesIO()
-    Image.new("RGB", (300, 200)).save(file, kind)
+    Image.new("RGB", (300, 200)).save(file, kind, **({"exif": exif} if exif else {}), **more)
+    return file.getvalue()
 
-    assert images.claimed(file.getvalue()) == 60_000
-    assert images.claimed(file.getvalue()[:12]) == images.claimed(b"") == images.claimed(b"GIF89a") == 0
+
+@pytest.mark.parametrize(
+    ("file", "each"),
+    [
+        (encoded("JPEG"), 3),
+        (encoded("JPEG", exif=Image.Exif().tobytes() or b"Exif\0\0"), 6),
+        (encoded("JPEG", progressive=True), 9),
+        (encoded("PNG"), 6),
+        (encoded("WEBP"), 7),
+        (encoded("BMP"), 6),
+    ],
+    ids=["JPEG", "JPEG that may be turned", "progressive JPEG", "PNG", "WebP", "BMP"],
+)
+def test_memory_to_decode_is_known_from_the_header(file, each):
+    assert images.memory_to_decode(file) == each * 300 * 200
+    assert images.memory_to_decode(file[:12]) == 0
+
+
+def test_what_is_no_picture_takes_nothing_to_decode():
+    assert images.memory_to_decode(b"") == images.memory_to_decode(b"GIF89a") == 0
+
+
+def test_pictures_of_too_many_bytes_are_refused(stub, monkeypatch):
+    monkeypatch.setattr("camserve_server.pipeline.PICTURES", 50_000)
+    error = explaining(stub, rendering=DRAWN, top_k=2)().exception()
+
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "set max_side, ask for fewer, or for JPEG" in error.details()

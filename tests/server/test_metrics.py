@@ -72,7 +72,7 @@ def labels_of(samples, name, label):
 
 
 def settled(scrape, name, count, **labels):
-    """Scrape until a sum is what it should be: a call is counted just after it is answered."""
+    """Scrape until a sum has the expected value, because a call is counted just after it is answered."""
 
     def right():
         samples = scrape()
@@ -407,7 +407,7 @@ def test_any_other_path_says_where_the_metrics_are_and_tells_nothing_else():
 
 @contextlib.contextmanager
 def slow_connections(address):
-    """As many as are answered at a time, each of which has sent the beginning of a request."""
+    """Open as many connections as are served at a time, each with the beginning of a request."""
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(scraping.AT_ONCE)]
         for line in lines:
@@ -416,7 +416,7 @@ def slow_connections(address):
         yield lines
 
 
-def test_slow_connections_make_way_for_a_scrape(monkeypatch):
+def test_scrape_replaces_a_slow_connection(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(scraping, "clock", lambda: now[0])
     with scraped() as address, slow_connections(address) as lines:

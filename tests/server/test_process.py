@@ -107,13 +107,13 @@ def test_the_allocator_is_told_numbers_of_malloc_h(options):
     """M_ARENA_MAX is -8, M_MMAP_THRESHOLD -3, M_TRIM_THRESHOLD -1."""
     process.keep_memory()
 
-    assert options == {-8: 1, -3: 256 * 2**20, -1: 512 * 2**20}
+    assert options == {-8: 1, -3: 128 * 2**20, -1: 256 * 2**20}
 
 
 def test_what_the_operator_says_of_the_allocator_stays(options, monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
     process.keep_memory()
-    assert options == {-3: 256 * 2**20, -1: 512 * 2**20}
+    assert options == {-3: 128 * 2**20, -1: 256 * 2**20}
 
     options.clear()
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=4")

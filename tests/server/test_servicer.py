@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import config, floods, images, logs, pipeline, render, server, servicer
+from camserve_server import config, images, logs, parsing, pipeline, render, server, servicer
 from camserve_server.errors import ConfigError, ServiceError, WorkerLost
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
@@ -798,15 +798,15 @@ async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and
         "grpc.health.v1.Health/Watch",
     ],
 )
-async def test_a_call_whose_message_does_not_come_is_ended_after_a_while(rpc, serving, monkeypatch):
+async def test_call_without_a_message_is_ended_after_a_timeout(rpc, serving, monkeypatch):
     async with serving(idle_seconds=60) as running:
-        first, begun = floods.Patience._first, []
+        only, begun = parsing.only, []
 
-        async def noted(patience, requests):
+        async def noted(requests, seconds):
             begun.append(requests)
-            return await first(patience, requests)
+            return await only(requests, seconds)
 
-        monkeypatch.setattr(floods.Patience, "_first", noted)
+        monkeypatch.setattr(parsing, "only", noted)
         with StoppedClock() as clock:
             call = running.channel.stream_stream(f"/{rpc}")()
             ended = asyncio.ensure_future(refused(call.read()))
@@ -847,17 +847,17 @@ async def test_a_connection_of_age_makes_way_for_another_and_only_what_outlasts_
     assert error.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_call_that_is_taken_back_before_its_message_has_no_line_in_the_log(running, logged, monkeypatch):
-    first, ends = floods.Patience._first, []
+async def test_call_cancelled_before_its_message_is_not_logged(running, logged, monkeypatch):
+    only, ends = parsing.only, []
 
-    async def noted(patience, requests):
+    async def noted(requests, seconds):
         try:
-            return await first(patience, requests)
+            return await only(requests, seconds)
         except BaseException as error:
             ends.append(type(error))
             raise
 
-    monkeypatch.setattr(floods.Patience, "_first", noted)
+    monkeypatch.setattr(parsing, "only", noted)
     with StoppedClock():  # in which the moment that gRPC is given never ends
         call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
         await call.wait_for_connection()

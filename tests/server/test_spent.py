@@ -37,7 +37,7 @@ class HeldEngine:
 
 @pytest.fixture
 async def clock(monkeypatch):
-    """The event loop's clock, which stands still until the test sets it; but no two readings are the same."""
+    """The event loop's clock, which stands still until the test sets it, except that no two readings are equal."""
     now, readings = [100.0], itertools.count()
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0] + next(readings) * 1e-9)
     return now
@@ -75,7 +75,7 @@ async def test_two_half_batches_of_one_request_count_their_common_time_once(cloc
     assert (spent.queue, spent.compute) == pytest.approx((0.0, 3.0), abs=1e-3)
 
 
-async def test_passes_that_a_request_submits_together_share_its_time(clock):
+async def test_passes_submitted_together_share_the_time_of_their_request(clock):
     """An evaluation gathers several submissions, and each of them waits while the others run."""
     engine, spent = HeldEngine(), Spent()
     engine.released[None].set()

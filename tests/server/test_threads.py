@@ -46,7 +46,7 @@ async def test_an_error_reaches_the_caller_as_it_is(one):
     [StopIteration(), StopAsyncIteration(), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()],
     ids=lambda error: type(error).__name__,
 )
-async def test_an_error_that_would_end_more_than_a_request_is_contained(one, error):
+async def test_error_that_would_end_more_than_a_request_is_contained(one, error):
     async with asyncio.timeout(10):
         with pytest.raises(RuntimeError, match=type(error).__name__) as found:
             await in_thread(one, raising(error))
@@ -55,8 +55,8 @@ async def test_an_error_that_would_end_more_than_a_request_is_contained(one, err
     assert await in_thread(one, int) == 0
 
 
-async def test_callers_take_turns_at_threads_a_step_each(one):
-    """One who has just come is next, however many steps another has sent."""
+async def test_callers_take_turns_in_threads_one_step_each(one):
+    """A new caller is next, however many steps another caller has sent."""
     threads, order, begun, go = FairThreads(one), [], threading.Event(), threading.Event()
 
     def step(caller):

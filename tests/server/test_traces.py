@@ -272,7 +272,7 @@ def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
 
 
 def test_a_collector_that_is_not_there_does_not_keep_the_server_from_stopping(tiny, monkeypatch):
-    """Its exporter would try for an hour; that the test ends at all is what it shows."""
+    """The exporter would try for an hour, so the test passes if it ends at all."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     monkeypatch.setattr(traces, "MOMENT", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing

@@ -562,7 +562,7 @@ def test_a_label_that_a_thousand_classes_share_names_a_few_of_them():
 
 
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
-def test_a_name_of_many_megabytes_is_refused_without_a_search_for_the_like_of_it(make, monkeypatch):
+def test_huge_name_is_refused_without_a_search_for_similar_names(make, monkeypatch):
     """Requests are checked on the event loop: what takes seconds there stops every call."""
     searched, search = [], errors.difflib.get_close_matches
 

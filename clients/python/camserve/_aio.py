@@ -361,10 +361,10 @@ class _Stubs:
 
 
 async def _own(call: grpc.aio.UnaryUnaryCall[Any, R]) -> R:
-    """Await a call; one that the closing of the client cancels does not cancel its task.
+    """Await a call. If closing the client cancels the call, its task is not cancelled.
 
     Raises:
-        Internal: The answer cannot be read.
+        Internal: The answer cannot be parsed.
     """
     try:
         answer = cast("R | None", await call)
@@ -373,8 +373,8 @@ async def _own(call: grpc.aio.UnaryUnaryCall[Any, R]) -> R:
         if task is None or task.cancelling():
             raise
         raise Cancelled("the client was closed") from error
-    if answer is None:  # which gRPC makes of bytes that cannot be read
-        raise Internal("the server sent what is no answer")
+    if answer is None:  # gRPC returns None for bytes that cannot be parsed
+        raise Internal("the server sent an answer that cannot be parsed")
     return answer
 
 

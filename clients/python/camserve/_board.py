@@ -199,7 +199,7 @@ class _Sheet:
         self, text: str, at: Point, *, color: str = INK, size: int = 13, anchor: str = "la", most: float = math.inf
     ) -> None:
         font = ImageFont.load_default(size * FINE)
-        text = text[:_LONGEST]  # a server's words, which are measured letter by letter
+        text = text[:_LONGEST]  # the server chose its length, and the loop below takes off one letter at a time
         while len(text) > 1 and self.pen.textlength(text, font) > most * FINE:
             text = f"{text.rstrip('…')[:-1]}…"
         self.pen.text((at[0] * FINE, at[1] * FINE), text, color, font, anchor=anchor)

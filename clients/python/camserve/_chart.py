@@ -102,7 +102,7 @@ def _rows(pen: ImageDraw.ImageDraw, layers: Sequence[LayerReading], step: float)
 def _fitted(name: str, width: float) -> str:
     """Shorten a name from its beginning, since layers differ in their ends."""
     font = _font(11)
-    name = name[-_LONGEST:]  # a server's words, which are measured letter by letter
+    name = name[-_LONGEST:]  # the server chose its length, and the loop below takes off one letter at a time
     while font.getbbox(name)[2] > width:
         name = "…" + name[2:]
     return name

@@ -32,11 +32,11 @@ def images_in(paths: Iterable[str], output: Path, *, allow_outside: bool = False
 
     Args:
         paths: Files, folders and globs.
-        output: Where the pictures are to be.
-        allow_outside: Whether links may lead out of a folder that is named.
+        output: The folder for the pictures.
+        allow_outside: Whether links may lead out of a named folder.
 
     Returns:
-        The images; and those left out since they are links that lead out of their folder.
+        The images, and the links that were left out because they lead out of their folder.
 
     Raises:
         InvalidArgument: A path is a URI, or a folder has no images.
@@ -63,11 +63,11 @@ def _expanded(path: str, output: Path) -> Iterable[str]:
 
 
 def walk(folder: str, enter: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the images below a folder, by name; links to folders could lead round in a circle.
+    """Yield the images below a folder, by name. Links to folders are not followed: they could form a loop.
 
     Args:
-        folder: Of this machine.
-        enter: Whether to look into a folder below it.
+        folder: A local folder.
+        enter: Whether to search a folder below it.
     """
     ahead = [iter(_entries(folder))]
     while ahead:
@@ -91,14 +91,14 @@ def _entries(folder: str) -> list[tuple[str, bool]]:
 
 
 def is_photo(name: str) -> bool:
-    """Say whether a file is a photo by its name."""
+    """Return whether a file's name is that of a photo."""
     return posixpath.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
 
 
 def named(path: str) -> list[str]:
-    """Return a path as it is, or the files and folders that a glob names, but for hidden ones.
+    """Return a path as it is, or the files and folders that a glob names, except hidden ones.
 
-    ``**`` goes through no link, which could lead round in a circle.
+    ``**`` does not follow links, which could form a loop.
     """
     if Path(path).exists():
         return [path]
@@ -120,9 +120,9 @@ def _is_hidden(path: Path) -> bool:
 
 
 def root_of(path: str) -> str | None:
-    """Return the folder that photos of a path must lie in: a folder itself, or what a glob begins with.
+    """Return the folder that the photos of a path must lie in: the folder itself, or the first folder of a glob.
 
-    None for a file, which is read wherever it leads, since it was named itself.
+    None for a file: the caller named it, so it is read wherever its links lead.
     """
     if Path(path).is_dir():
         return os.path.realpath(path)
@@ -130,7 +130,7 @@ def root_of(path: str) -> str | None:
 
 
 def leads_below(path: str, root: str) -> bool:
-    """Say whether a path, its links followed, lies below a folder."""
+    """Return whether a path lies below a folder once its links are followed."""
     return os.path.realpath(path).startswith(f"{root.rstrip(os.sep)}{os.sep}")
 
 

@@ -1,4 +1,4 @@
-"""Files of this machine, read and written in folders that somebody else may have prepared."""
+"""Local files, read and written safely in folders that somebody else may have prepared."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
         """A file, or an object of a store."""
 
         def read(self, size: int = ..., /) -> bytes:
-            """Return so many bytes, or all."""
+            """Return up to ``size`` bytes, or all."""
             ...
 
 
 NO_PHOTO = "not a JPEG, PNG, WebP or BMP file"
 
-# What a server takes. Of a BMP the header's size too: "BM" is what a text may begin with.
+# The formats that a server accepts. For a BMP the header's size is checked as well, because a text may begin with "BM".
 _PHOTO = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{12}[\x0c\x10\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL
 )
@@ -38,14 +38,14 @@ _LARGEST = 1 << 30
 
 
 def read_photo(file: Readable, size: int) -> bytes:
-    """Read a photo. Of what is none, or too large for any server, only the first bytes are read.
+    """Read a photo. If the file is not a photo, or too large for any server, only its first bytes are read.
 
     Args:
-        file: It, at its beginning.
-        size: Of it in bytes; 0 where that is not known.
+        file: The file, at its beginning.
+        size: Its size in bytes; 0 if unknown.
 
     Raises:
-        InvalidArgument: It is no photo: then it is no server's business.
+        InvalidArgument: The file is not a photo, so it must not be sent, or it is too large.
     """
     head = file.read(_HEAD)
     if head and not _PHOTO.match(head):
@@ -57,20 +57,20 @@ def read_photo(file: Readable, size: int) -> bytes:
 
 
 def write(path: str | os.PathLike[str], data: bytes, *, lasting: bool = False, unfinished: str = "") -> None:
-    """Write a file whole or not at all. A link that lies in its place is replaced, not followed.
+    """Write a file completely or not at all. A link at its path is replaced, not followed.
 
     Args:
-        path: Of the file.
-        data: What is in it.
-        lasting: Whether to wait until the disk has it.
-        unfinished: The folder, of the same file system, in which it is written first. Default: its own.
+        path: Where the file is to be.
+        data: Its content.
+        lasting: Whether to wait until it is on the disk.
+        unfinished: A folder on the same file system in which it is written first. Default: the file's own folder.
 
     Raises:
-        OSError: It cannot be written, or a device, a pipe or a folder has its name.
+        OSError: It cannot be written, or there is a device, a pipe or a folder at its path.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 -- a Path would cost more than the call
-        raise OSError(errno.EINVAL, "there is something that is no file", os.fspath(path))
-    # Nobody can have prepared a name that is random, and what is there is not opened: that is mode x.
+        raise OSError(errno.EINVAL, "exists and is not a regular file", os.fspath(path))
+    # A random name cannot be prepared in advance, and mode x never opens a file that exists.
     folder = unfinished or os.path.dirname(path)  # noqa: PTH120 -- as above
     first = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118 -- as above
     try:
@@ -87,7 +87,7 @@ def write(path: str | os.PathLike[str], data: bytes, *, lasting: bool = False, u
 
 
 def sweep(folder: Path) -> None:
-    """Delete from a folder what a process that was killed had not finished writing there."""
+    """Delete the unfinished files that a killed process left in a folder."""
     for each in folder.glob(f".{'[0-9a-f]' * 16}.tmp"):
         each.unlink(missing_ok=True)
 
@@ -100,15 +100,15 @@ def npy(values: Any) -> bytes:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
-    """Open a regular file, and neither wait for a pipe nor begin to read a device.
+    """Open a regular file, without waiting for a pipe or reading a device.
 
     Args:
-        path: Of the file.
+        path: The file.
         flags: For ``os.open``.
-        mode: That goes with them.
+        mode: For ``open``; it must match the flags.
 
     Raises:
-        OSError: It cannot be opened, or is no regular file.
+        OSError: It cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -67,11 +67,11 @@ def evaluation(response: evaluate_pb2.EvaluateResponse) -> Evaluation:
     """Read a response.
 
     Raises:
-        Internal: It judges an explanation that it does not have, or what it says is no reading.
+        Internal: It judges an explanation that it does not have, or a reading is invalid.
     """
     explained = _wire.result(response.explained)
     if len(response.readings) % max(1, len(explained.explanations)):
-        raise Internal("the server judged some explanations by other metrics than the rest")
+        raise Internal("the server did not judge every explanation by the same metrics")
     return Evaluation(explained, tuple(_reading(each, explained) for each in response.readings))
 
 
@@ -79,7 +79,7 @@ def _reading(said: evaluate_pb2.Reading, explained: Result) -> Reading:
     if said.explanation >= len(explained.explanations):
         raise Internal("the server judged an explanation that it did not send")
     if not all(len(each.x) == len(each.y) and all(0 <= x <= 1 for x in each.x) for each in said.curves):
-        raise Internal("the server sent a curve that is none")
+        raise Internal("the server sent an invalid curve")
     return Reading(
         explanation=explained.explanations[said.explanation],
         metric=said.metric,

@@ -61,18 +61,18 @@ class Picture:
         """Decode it.
 
         Raises:
-            Internal: It is no JPEG, PNG or WebP, is broken, or has more pixels than
+            Internal: It is not a JPEG, PNG or WebP, is broken, or has more pixels than
                 ``PIL.Image.MAX_IMAGE_PIXELS``.
         """
         try:
-            # Pillow knows some forty formats, and the server may say that this is any of them.
+            # Pillow has decoders for some forty formats, and without this list the server chooses the decoder.
             image = Image.open(io.BytesIO(self.data), formats=_DECODED)
             _check_pixels(image)
             image.load()
         except CamserveError:
             raise
         except Exception as error:
-            raise Internal(f"the server sent no picture that can be read: {error}") from error
+            raise Internal(f"the server sent a picture that cannot be decoded: {error}") from error
         return image
 
     def encoded(self, wanted: str) -> bytes:
@@ -81,10 +81,10 @@ class Picture:
 
 
 def _check_pixels(image: Image.Image) -> None:
-    # Pillow itself warns of one that is too large, and refuses it from twice as many pixels on.
+    # Pillow itself only warns above this limit, and raises an error above twice the limit.
     most = Image.MAX_IMAGE_PIXELS
     if most is not None and image.width * image.height > most:
-        raise Internal(f"the server sent a picture of {image.width:,} x {image.height:,} pixels: {most:,} are decoded")
+        raise Internal(f"the server sent a picture of {image.width:,} x {image.height:,} pixels; the limit is {most:,}")
 
 
 def encode(image: Image.Image, wanted: str) -> bytes:

@@ -98,7 +98,7 @@ def explanation(result: Result) -> Explanation:
     """Return the one explanation that was asked for.
 
     Raises:
-        Internal: The server sent none.
+        Internal: The answer has none.
     """
     if not result.explanations:
         raise Internal("the server sent no explanation")

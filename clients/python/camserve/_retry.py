@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
-LONGEST_PUSHBACK = 3600.0  # seconds; a server that wants more does not want the request
+LONGEST_PUSHBACK = 3600.0  # seconds; if the server asks for a longer pause, the request is not sent again
 
 
 @dataclass(frozen=True, slots=True)

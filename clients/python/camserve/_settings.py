@@ -97,7 +97,7 @@ def settings(address: str, given: Given, options: AccessOptions) -> Settings:
         check_clear(address, metadata)
     channel = CHANNEL_OPTIONS + access.channel_options + balancing(address)
     if credentials is None:
-        channel += (("grpc.enable_http_proxy", 0),)  # a proxy would read, and could change, what is not encrypted
+        channel += (("grpc.enable_http_proxy", 0),)  # a proxy could read and change what is not encrypted
     return Settings(address, given.timeout, retry, metadata, credentials, channel)
 
 
@@ -125,10 +125,10 @@ def health(packed: bytes) -> Health:
     """Read the answer.
 
     Raises:
-        Internal: It is none.
+        Internal: The answer is not a valid health status.
     """
     try:
         number = health_pb2.HealthCheckResponse.FromString(packed).status
         return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(number))
     except (DecodeError, ValueError) as error:
-        raise Internal("the server sent no status of its health") from error
+        raise Internal("the server sent an invalid health status") from error

@@ -206,7 +206,7 @@ class Window:
     def _answered(self, reply: explain_pb2.ExplainStreamResponse) -> None:
         slot = self._slots.get(reply.request_id)
         if slot is None or not slot.under_way:
-            return  # nobody asked: no sign of life either
+            return  # not an answer to any open request, so it does not count as a sign of life
         self._heard = time.monotonic()
         if reply.WhichOneof("outcome") == "progress":
             slot.rows, self._news = (reply.progress.rows_done, reply.progress.rows_total), True

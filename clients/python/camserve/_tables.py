@@ -56,7 +56,7 @@ def show(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
 
 
 def _cell(content: str | Text) -> Text:
-    # As text, so that brackets in a label are no markup.
+    # A Text, so that rich does not read brackets in a label as markup.
     style = content.style if isinstance(content, Text) else ""
     return Text(brief(str(content)), style=style)
 

@@ -1,4 +1,4 @@
-"""Text from elsewhere, made safe to print: a terminal shows it and obeys none of it."""
+"""Escape text from other sources, so that a terminal prints it and does not act on it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 import re
 
 LONGEST = 4000
-"""Characters of a line or a cell that are printed."""
+"""Characters of a line or a cell that are printed at most."""
 
-# C0 and C1 with ESC, line and paragraph separators; marks, embeddings, overrides and isolates that change the order in
-# which letters are shown; tags, which are invisible; halves of surrogate pairs, as in a file's name that is not UTF-8.
+# C0 and C1 with ESC, line and paragraph separators; marks, embeddings, overrides and isolates that change the direction
+# of text; tags, which are invisible; single surrogates, as in a file name that is not UTF-8.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
 def printable(text: str) -> str:
-    r"""Escape what a terminal would obey, or would break a line at.
+    r"""Escape the characters that a terminal would act on, and line breaks.
 
     >>> printable("\x1b[2J cat\n")
     '\\x1b[2J cat\\n'
@@ -25,12 +25,12 @@ def printable(text: str) -> str:
 
 
 def brief(text: str) -> str:
-    """Escape a line or a cell, and cut one that is very long."""
+    """Escape a line or a cell, and truncate it if it is very long."""
     return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
 
 
 def printable_json(text: str) -> str:
-    r"""Escape the same in JSON, as JSON does, and leave its own line breaks.
+    r"""Escape the same characters in JSON text, in JSON's notation; keep its line breaks.
 
     >>> printable_json('["\x9b2J"]')
     '["\\u009b2J"]'
@@ -39,7 +39,7 @@ def printable_json(text: str) -> str:
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
-    """Print text; its own line breaks stay."""
+    """Print escaped text; line breaks are kept."""
     import click  # noqa: PLC0415 -- only commands print
 
     click.echo("\n".join(map(printable, text.split("\n"))), err=err)

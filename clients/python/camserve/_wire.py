@@ -284,10 +284,10 @@ def result(response: explain_pb2.ExplainResponse, asked: Sequence[explain_pb2.Ta
         asked: The targets of its request, for receipts: an image to compare with is not sent back.
 
     Raises:
-        Internal: A raw map has not as many values as it says, or the answer is none to any request.
+        Internal: A raw map does not have the number of values that it declares, or the answer is invalid.
     """
     if len(response.explanations) > _MOST_EXPLANATIONS or len(response.predictions) > _RANGES["max_predictions"][1]:
-        raise Internal("the server sent more than anybody can ask for")
+        raise Internal("the server sent more explanations or predictions than a request can ask for")
     photo = _photo(response.photo)
     timing = response.timing
     return Result(
@@ -331,7 +331,7 @@ def _photo(said: explain_pb2.Photo) -> Photo:
     seen = said.seen
     edges = (seen.left, seen.top, seen.right, seen.bottom)
     if max(said.width, said.height) > _LONGEST_SIDE or not all(map(math.isfinite, edges)):
-        raise Internal("the server sent no geometry of a photo")
+        raise Internal("the server sent an invalid photo geometry")
     box = Box(seen.left, seen.top, seen.right, seen.bottom)
     whole = Box(0.0, 0.0, float(said.width), float(said.height))
     return Photo(said.width, said.height, box if said.HasField("seen") else whole)
@@ -341,7 +341,7 @@ def _prediction(said: explain_pb2.Prediction) -> Prediction:
     box = said.box
     where = Box(box.left, box.top, box.right, box.bottom) if said.HasField("box") else None
     if said.class_index > _LARGEST_INDEX:
-        raise Internal("the server sent no class")
+        raise Internal("the server sent an invalid class index")
     label = said.label or f"class {said.class_index}"
     return Prediction(label, said.probability, said.class_index, said.score, where, said.area)
 

@@ -37,10 +37,10 @@ _SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
 
 class Command(click.Command):
-    """Takes an option once, but for those that say that they are repeated."""
+    """Command that refuses a repeated option, unless the option takes several values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuse a second value, of which click would silently take the last."""
+        """Refuse a second value; click would silently use the last one."""
         if not ctx.resilient_parsing and not (self.no_args_is_help and not args):
             *_, order = self.make_parser(ctx).parse_args(list(args))
             for option, count in Counter(order).items():
@@ -320,7 +320,7 @@ class _Folder(click.Path):
 @click.option(
     "--allow-outside",
     is_flag=True,
-    help="Read photos outside of the folders named too: behind links, and where a Parquet file says so.",
+    help="Also read photos outside of the named folders: through links, and by the paths in a Parquet file.",
 )
 @_connected
 def explain(

@@ -92,12 +92,19 @@ class Capacity:
         """Note how much memory a model takes; rows mean it by this key."""
         self._footprints[key] = Footprint.of(model)
 
+    def may_share(self, pass_: Pass) -> bool:
+        """Say whether a batch may run beside another one: not if a single input takes more memory than a batch may."""
+        return not self._bytes or self._input_bytes(pass_) <= self._bytes
+
     def _fitting(self, pass_: Pass) -> int:
         """Return how many inputs the memory of a batch is enough for; at least one."""
+        needed = self._input_bytes(pass_)
+        return max(1, self._bytes // needed) if self._bytes and needed else self.inputs
+
+    def _input_bytes(self, pass_: Pass) -> int:
+        """Return how much memory an input takes in a batch of a pass; 0 where that is not known."""
         footprint = self._footprints.get(pass_.model)
-        if footprint is None or not self._bytes:
-            return self.inputs
-        return max(1, self._bytes // max(1, footprint.input_bytes(pass_)))
+        return footprint.input_bytes(pass_) if footprint else 0
 
     def seconds_of(self, kind: RowKind) -> float:
         """Return how long a row is expected to take."""

@@ -139,6 +139,9 @@ class Queue:
         for line in self._all_lines():
             yield from line.tickets
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
     def add(self, ticket: Ticket) -> None:
         """Let a request wait."""
         self._lines.setdefault(ticket.caller, {}).setdefault(ticket.pass_, Line()).tickets[ticket] = None
@@ -193,11 +196,18 @@ class Queue:
         oldest = next(iter(self._lines[caller][pass_].tickets))
         return oldest.since, sum(ticket.waiting for line in same for ticket in line.tickets)
 
-    def form(self, most: int) -> list[Place]:
-        """Take a batch of at most so many inputs from those that wait."""
+    def form(self, most: int, *, beside: bool = False) -> list[Place]:
+        """Take the next batch from the rows that wait.
+
+        Args:
+            most: the largest number of inputs in it.
+            beside: whether it will run beside another batch. If the next batch may not, none is taken.
+        """
         if (chosen := self._next()) is None:
             return []
         caller, pass_ = chosen
+        if beside and not self._capacity.may_share(pass_):
+            return []
         room = self._capacity.room(pass_, most)
         line = self._lines[caller][pass_]
         # A batch too small to be shared goes to the oldest whole, every fourth time.

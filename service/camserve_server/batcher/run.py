@@ -48,7 +48,7 @@ Run: TypeAlias = Callable[..., list[RowResult]]
 One that can run two batches at once is also told which half of it one may take, 0 or 1.
 """
 
-PLACE = 256 * 2**10  # bytes of its message that a row has room for: a request of more takes the places of several rows
+PLACE = 64 * 2**10  # bytes of inputs and maps in one place of the queue; a request that needs more takes several
 SHORTEST_RETRY = 0.05
 LONGEST_RETRY = 5.0
 
@@ -195,7 +195,7 @@ class Batcher:
 
         Args:
             rows: that the request will run.
-            size: of its message, in bytes.
+            size: of its inputs and maps, in bytes.
             wait: for room, rather than refuse.
 
         Raises:
@@ -261,6 +261,9 @@ class Batcher:
             batch = await self._pulled(engine, 0)
             if not batch:
                 await self._run_suspect(engine)
+            elif not self._capacity.may_share(batch[0][0].pass_):
+                await engine.second_idle.wait()
+                await self._execute(engine, batch, None)
             elif self._halves and (engine.inputs[1] or not self._is_alone(batch)):
                 engine.halved.set()
                 await self._execute(engine, batch, 0)
@@ -290,13 +293,16 @@ class Batcher:
                 self._arrived.set()  # which waiting for company has cleared, and another engine waits for
                 continue
             most = self._share(engine.inputs[1 - half]) if self._halves else self._max_batch
-            if batch := self._formed(most):
+            if batch := self._formed(most, beside=half == 1):
                 engine.inputs[half] = _inputs(batch)
                 if half:
                     engine.second_idle.clear()
                 self._arrived.set()  # there may be more, for whichever engine is free next
                 return batch
-            self._arrived.clear()
+            if half and self._queue:
+                engine.halved.clear()  # the next batch may not run beside another one: the first half takes it
+            else:
+                self._arrived.clear()
 
     async def _run_suspect(self, engine: _Engine) -> None:
         """Run a request again that was in a batch whose worker ended, with nothing beside it."""
@@ -338,9 +344,9 @@ class Batcher:
             except TimeoutError:
                 return
 
-    def _formed(self, most: int) -> list[Place]:
-        """Form a batch of at most so many inputs, if anything waits."""
-        batch = self._queue.form(most)
+    def _formed(self, most: int, *, beside: bool) -> list[Place]:
+        """Form the next batch, of at most `most` inputs; return an empty one if no row may run now."""
+        batch = self._queue.form(most, beside=beside)
         if batch:
             self._account(batch)
         return batch

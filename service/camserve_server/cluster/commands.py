@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 NAME = "camserve"
 PATIENCE = 15.0  # seconds after which is said what is waited for
-LONGEST_STOP = 15.0  # seconds that Ray Serve takes to stop, beside the drain
+LONGEST_STOP = 15.0  # seconds that Ray Serve takes to stop, in addition to the drain
 LONGEST_START = 60.0  # seconds from when Ray says that it is ready until its proxy knows where calls go
 
 _CANNOT = re.compile(r"\bConfigError: (.+)")
@@ -80,10 +80,10 @@ def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
 
 
 def _job() -> Any:
-    """Return what Ray shall know of the job, such that its workers do not search the current folder for modules first.
+    """Return the job's configuration for Ray, with which workers do not search the current folder for modules first.
 
-    Ray puts it before all other places, unless the job has a working directory of its own, which would have to be
-    copied. Where a user's own module is named, the engines get the folder as the last place, by their `path`.
+    Ray puts the current folder first in the search path, unless the job has its own working directory, which would have
+    to be copied. If a model names a user's own module, the engines get the folder as the last place, by their `path`.
     """
     job = ray("job_config").JobConfig()
     job._runtime_env_has_working_dir = lambda: True  # noqa: SLF001 -- Ray has no setting for it
@@ -145,7 +145,7 @@ def serve(settings: Settings, engines: Engines) -> int:
 
 
 def stop_ray_serve(ray_: Any, timeout: float) -> None:
-    """Have Ray Serve's controller stop everything, and wait until it is gone itself.
+    """Make Ray Serve's controller stop everything, and wait until the controller itself has ended.
 
     `serve.shutdown()` would wait in a call to the controller that never returns, because the controller ends by being
     killed. Ray then reports "Task ServeController.graceful_shutdown failed. There are infinite retries remaining" at
@@ -162,7 +162,7 @@ def stop_ray_serve(ray_: Any, timeout: float) -> None:
         while time.monotonic() < late:
             ray_.get_actor(**named)
             time.sleep(0.1)
-    except ValueError:  # there is no actor of that name any more
+    except ValueError:  # the controller has ended
         return
     log.warning("Ray Serve did not stop within %d s", timeout)
 

@@ -46,7 +46,7 @@ class Job:
         column: of a Parquet file.
         output: the job's folder, a path or a URI that all machines can write to.
         run: which run this is.
-        allow_outside: whether to read photos outside of the folders named.
+        allow_outside: whether to read photos outside of the named folders.
     """
 
     settings: Mapping[str, Any]
@@ -72,7 +72,7 @@ class Job:
         return Job(settings, question, at_home, column, folder, uuid.uuid4().hex, allow_outside)
 
     def photos(self, without: str = "") -> _dataset.Photos:
-        """Return the photos, but for those in a folder."""
+        """Return the photos, except those in one folder."""
         return _dataset.Photos(self.paths, self.column, without, allow_outside=self.allow_outside)
 
 
@@ -169,7 +169,7 @@ def _serving(settings: Mapping[str, Any]) -> Iterator[Client]:
 
 
 def batch_size(photos: int, engines: int) -> int:
-    """Return how many photos an actor is given at once: few photos are shared by all actors."""
+    """Return how many photos an actor gets at a time, such that even a few photos are divided among all actors."""
     return min(TOGETHER, -(-photos // engines))
 
 

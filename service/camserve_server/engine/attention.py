@@ -169,10 +169,10 @@ def _own(model: LoadedModel, inputs: Tensor, chain: Sequence[Span]) -> _Own:
 
 
 class PlainAttention(TorchFunctionMode):
-    """Computes every attention step by step, in this thread alone.
+    """Mode that computes every attention step by step, without fused kernels, in the current thread only.
 
-    torch's own way to choose how, `sdpa_kernel`, sets flags of the whole process: a batch in another thread would be
-    rounded in another way.
+    torch's own switch, `sdpa_kernel`, sets flags of the whole process, so it would change the rounding of a batch in
+    another thread.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class PlainAttention(TorchFunctionMode):
         return self._multi_head(*args, **kwargs)
 
     def _seen(self, matrix: Tensor) -> Tensor:
-        """Return an attention [B,heads,queries,keys], with which the model shall go on."""
+        """Return the attention [B,heads,queries,keys] that the model continues with."""
         return matrix
 
 

@@ -50,7 +50,7 @@ TOGETHER = 16
 """Rows that methods are computed for at once, where there are as many; more would only take memory."""
 
 TOGETHER_BYTES = 32 * 2**20
-"""Bytes of what layers gave for these rows, from which on no more are gathered."""
+"""Bytes of activations and gradients at which no more rows are gathered."""
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:

@@ -22,8 +22,8 @@ from camserve_server.types import LayerInfo, MethodCall, ModelInfo, View
 AUGMENTED = tuple(View(mirrored, gain) for mirrored in (False, True) for gain in (0.9, 1.0, 1.1))
 """The views that augmentation smoothing takes the mean over."""
 
-HEAVY_MAPS = 8  # heavy maps that a row makes at most: 4 s where one takes half a second
-HEAVY = 4  # maps that one heavy map counts as, as long as it was not measured
+HEAVY_MAPS = 8  # heavy maps that a row makes at most; they take 4 s if one takes half a second
+HEAVY = 4  # maps that one heavy map counts as, until its cost was measured
 
 
 def is_clean(call: MethodCall) -> bool:
@@ -48,17 +48,17 @@ def wants_features(call: MethodCall) -> bool:
 
 
 def is_heavy(call: MethodCall) -> bool:
-    """Tell whether a map takes long to make whatever the model: it decomposes a matrix."""
+    """Return whether a map takes long to compute for any model, because it decomposes a matrix."""
     method = METHODS[call.name]
     return call.eigen or (isinstance(method, Cam) and method.decomposes)
 
 
 def rows_shared(calls: Sequence[MethodCall], layers: int) -> tuple[tuple[MethodCall, ...], ...]:
-    """Deal out the calls that a pass over the image as it is answers, so that no row makes many heavy maps.
+    """Divide the calls that a pass over the unchanged image answers among rows, so that no row makes many heavy maps.
 
     Args:
-        calls: at least one, in their order.
-        layers: that each makes a map of.
+        calls: at least one, in order.
+        layers: how many layers each call makes a map of.
     """
     heavy = [call for call in calls if is_heavy(call)]
     light = [call for call in calls if call not in heavy]
@@ -68,7 +68,7 @@ def rows_shared(calls: Sequence[MethodCall], layers: int) -> tuple[tuple[MethodC
 
 
 def maps_of(calls: Sequence[MethodCall], layers: Sequence[str]) -> int:
-    """Return how many maps a row makes of its image, each of those that take long counted as several."""
+    """Return how many maps a row makes of its image; a heavy map counts as several."""
     return max(1, sum(HEAVY if is_heavy(call) else 1 for call in calls)) * max(1, len(layers))
 
 

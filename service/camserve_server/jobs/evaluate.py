@@ -126,8 +126,8 @@ class _Court:
         study: the image, and what the model says of it.
         seen: the part of the photo that this is.
         findings: by method, layer and target.
-        repeated: by method and metric, how the maps that were computed again compare: for each time, the number of each
-            layer and target.
+        repeated: by method and metric, how the maps that were computed again compare: for each repetition, one number
+            for each layer and target.
     """
 
     asked: Assessment
@@ -146,7 +146,7 @@ class _Court:
         )
 
     def _rows(self, metric: MetricCall, call: MethodCall) -> int:
-        """Return how many rows a metric runs for one map; for maps computed again, once for all layers and targets."""
+        """Return how many rows a metric runs for one map; maps computed again count once for all layers and targets."""
         kind = METRICS[metric.name]
         return kind.count(**metric.parameters) if isinstance(kind, Edited) else _cost(self.asked.job, call, metric)
 
@@ -198,7 +198,7 @@ class _Court:
         return await desk.think(_judge_repeats, metric, numbers, random)
 
     async def _again(self, kind: Repeated, call: MethodCall, changed: Study) -> _Numbers:
-        """Have a method's maps computed again, and compare them; of the maps themselves nothing is kept."""
+        """Compute a method's maps again and compare them; only the numbers are kept, not the maps."""
         _, (sheets,) = await examine(changed)
         return await changed.desk.think(self._compared, kind, call, sheets)
 

@@ -1,8 +1,8 @@
 """How much memory a batch takes on a CPU, estimated from the shapes of a model's layers.
 
 Measured against what the process grows by for each input, in MiB, measured / estimated: efficientnet_lite0 forward
-13 / 14, saliency 78 / 81, Grad-CAM on its first layer 78 / 91, on its first eight 88 / 105, FullGrad 165 / 167,
-ShapleyCAM on its first layer 186 / 239; resnet50 forward 8 / 9, Grad-CAM on its first layer 93 / 99.
+13 to 22 / 19, saliency 78 / 81, Grad-CAM on its first layer 78 / 91, on its first eight 88 / 105, FullGrad 165 / 167,
+ShapleyCAM on its first layer 186 / 239; resnet50 forward 8 / 12, Grad-CAM on its first layer 93 / 99.
 """
 
 import math
@@ -12,7 +12,7 @@ from itertools import accumulate
 from camserve_server.types import ModelInfo, Pass
 
 FLOAT = 4  # bytes
-AT_ONCE = 3  # outputs of the largest layer that a forward pass holds: what a layer gets, and what it makes in two steps
+AT_ONCE = 4  # outputs of the largest layer that a forward pass holds: three, and what the allocator keeps between
 KEPT = 0.85  # of what all layers give, so much is kept for a backward pass
 BIASES = 1.75  # of the same, in a pass that has the gradient at every bias too
 TWICE = 2.5  # of the same, to differentiate twice
@@ -41,13 +41,14 @@ class Footprint:
         outer = {name.rpartition(".")[0] for name in outputs}
         inner = [0 if name in outer else size for name, size in outputs.items()]
         sums = list(accumulate(reversed(inner), initial=0))
-        return cls(AT_ONCE * max(inner, default=0), sums[-1], dict(zip(reversed(outputs), sums, strict=False)), outputs)
+        behind = dict(zip(reversed(outputs), sums, strict=False))
+        return cls(AT_ONCE * max(inner, default=0), sums[-1], behind, outputs)
 
     def input_bytes(self, pass_: Pass) -> int:
         """Return what one input takes in a batch of a pass."""
         if pass_.kind == "score":
             return self.forward
-        if not pass_.layers:
+        if not pass_.layers or pass_.kind == "inspect":  # which keeps nothing of what it measures
             return max(self.forward, round(self.layers * (BIASES if pass_.kind == "bias" else KEPT)))
         behind = max(self.behind.get(name, 0) for name in pass_.layers)
         kept = behind * (TWICE if pass_.kind == "curvature" else KEPT)

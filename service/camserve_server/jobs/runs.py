@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from camserve_server.jobs.cost import AUGMENTED, part
 from camserve_server.jobs.fuse import fused, onto_pixels, pyramid
@@ -41,6 +42,8 @@ from camserve_server.types import (
     View,
 )
 
+Sums: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
+
 
 async def examine(study: Study) -> tuple[Study, list[list[Sheet]]]:
     """Run a study: the image as it is first, then every method that this does not answer.
@@ -53,7 +56,7 @@ async def examine(study: Study) -> tuple[Study, list[list[Sheet]]]:
 
 
 async def examine_all(studies: Sequence[Study]) -> list[tuple[Study, list[list[Sheet]]]]:
-    """Run several studies of one request, as many at a time as its rows under way allow."""
+    """Run several studies of one request, as many at a time as its limit on rows under way allows."""
     return await studies[0].desk.gather([(one.job.rows, partial(examine, one)) for one in studies])
 
 
@@ -95,31 +98,36 @@ class _Mean:
     """The mean of what a method's copies add to it, for one target on one layer.
 
     Attributes:
+        squares: whether to take the mean of the squares as well. A variance is a small difference of large numbers, so
+            both means are in float64.
         total: so far.
         copies: so far.
         dead: whether every gradient so far was zero everywhere.
         scores: of the copies, in the order of their indices.
     """
 
-    total: Map | None = None
+    squares: bool = False
+    total: Sums | None = None
     copies: int = 0
     dead: bool = True
     scores: list[float] = field(default_factory=list)
 
     def add(self, term: Map, score: float, *, dead: bool) -> None:
-        self.total = term.copy() if self.total is None else self.total.__iadd__(term)
+        added = np.stack((term, np.square(term, dtype=np.float64))) if self.squares else term
+        self.total = added.copy() if self.total is None else self.total.__iadd__(added)
         self.copies += 1
         self.dead = self.dead and dead
         self.scores.append(score)
 
     @property
     def value(self) -> torch.Tensor:
-        return torch.from_numpy(cast("Map", self.total) / np.float32(self.copies))
+        return torch.from_numpy(cast("Sums", self.total) / np.float32(self.copies))
 
 
 async def _means(study: Study, call: MethodCall, pass_: Pass, count: int) -> list[list[_Mean]]:
     """Run a method's copies; return the mean of each layer (one where there is none) and target."""
-    means = [[_Mean() for _ in study.targets] for _ in pass_.layers or ("",)]
+    squares = cast("Cam | Saliency", METHODS[call.name]).squares
+    means = [[_Mean(squares) for _ in study.targets] for _ in pass_.layers or ("",)]
 
     def add(index: int, result: RowResult) -> None:
         for layer, maps, dead in zip(means, result.maps, result.dead, strict=True):
@@ -172,7 +180,7 @@ def _finish_cam(method: Cam, call: MethodCall, mean: _Mean, features: Sequence[M
 async def _saliency(study: Study, call: MethodCall) -> list[Sheet]:
     method = cast("Saliency", METHODS[call.name])
     if call in study.job.clean:
-        means = [_Mean() for _ in study.answers]
+        means = [_Mean(method.squares) for _ in study.answers]
         for mean, answer in zip(means, study.answers, strict=True):
             mean.add(answer.maps[0][0], answer.score, dead=answer.dead[0])
     else:

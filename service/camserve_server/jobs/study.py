@@ -82,11 +82,11 @@ class Desk:
     async def gather(self, parts: Sequence[tuple[int, Callable[[], Awaitable[T]]]]) -> list[T]:
         """Run parts of the request side by side, and return their results in order.
 
-        A part makes its edits and maps while it runs. So parts run at the same time only while their rows together
-        are no more than may be under way; a part with more rows than that runs alone.
+        A part makes its edits and maps while it runs. So parts run at the same time only if the sum of their rows is
+        within the limit on rows under way; a part with more rows than that runs alone.
 
         Args:
-            parts: for each, how many rows it runs, and what runs it.
+            parts: the number of rows of each part, and the function that runs it.
         """
         room = _Room(self._chunk)
 
@@ -109,10 +109,10 @@ class Desk:
 
 
 class _Room:
-    """Places that are taken several at a time, in the order in which they are asked for.
+    """Semaphore of which several places are taken at a time, in the order of the requests.
 
     Args:
-        places: that there are.
+        places: the number of places.
     """
 
     def __init__(self, places: int) -> None:
@@ -121,8 +121,8 @@ class _Room:
 
     @asynccontextmanager
     async def take(self, places: int) -> AsyncIterator[None]:
-        """Hold places inside the block; never more than there are."""
-        async with self._turn:  # two that each had half of the room would wait for ever
+        """Hold places inside the block, at most as many as there are."""
+        async with self._turn:  # two waiters that each held half of the places would wait for ever
             for _ in range(places):
                 await self._free.acquire()
         try:
@@ -197,10 +197,10 @@ class Study:
     async def _answers(
         self, targets: Sequence[FixedTarget], calls: tuple[MethodCall, ...], *, features: bool = False
     ) -> list[RowResult]:
-        """Run some of the methods that the image as it is answers, for every target."""
+        """Run some of the methods that need only the unchanged image, for every target."""
         found: dict[int, RowResult] = {}
         rows = [self.row(target, calls) for target in targets]
-        # Feature maps are the image's, whatever the target: one row brings them for all.
+        # Feature maps belong to the image and do not depend on the target: one row returns them for all.
         rows[0] = replace(rows[0], features=features)
         await self.desk.run(self._clean_pass(), rows, found.__setitem__)
         return [found[place] for place in range(len(rows))]
@@ -221,5 +221,5 @@ class Study:
 
 
 def _joined(first: RowResult, second: RowResult) -> RowResult:
-    """Put the maps of two rows of one image and target together, for each layer."""
+    """Join the maps of two rows of the same image and target, for each layer."""
     return replace(first, maps=tuple((*one, *other) for one, other in zip(first.maps, second.maps, strict=True)))

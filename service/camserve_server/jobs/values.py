@@ -69,7 +69,7 @@ class Job:
 
     @property
     def shared(self) -> tuple[tuple[MethodCall, ...], ...]:
-        """The same methods, as the rows have them that run for each target: one row, or several of heavy methods."""
+        """The same methods, divided among the rows that run for each target: one row, or several for heavy methods."""
         return rows_shared(self.clean, len(self.layers))
 
     @property

@@ -130,7 +130,7 @@ METHODS: dict[str, Method] = {
         "Adebayo et al. 2018, arXiv:1810.03307",
         copy=gradients.noisy,
         count=gradients.samples,
-        term=gradients.moments,
+        squares=True,
         parameters=NOISY,
         about=gradients.variance,
     ),

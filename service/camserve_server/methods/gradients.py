@@ -88,11 +88,6 @@ def squared(_image: Tensor, _copy: Tensor, gradient: Tensor, _index: int, **_par
     return gradient.square()
 
 
-def moments(_image: Tensor, _copy: Tensor, gradient: Tensor, _index: int, **_parameters: float | str) -> Tensor:
-    """Give the gradient and its square, [2,3,H,W]."""
-    return torch.stack((gradient, gradient.square()))
-
-
 def variance(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
     """Take the variance of the gradient over noisy copies of the image.
 

@@ -97,7 +97,7 @@ class Cam:
         curvature: whether `weigh` is given, as `curvature`, the Hessian of the score times the activations [B,C,h,w].
         smooths: whether `weigh` returns the terms of each channel, so that eigen smoothing can take their first
             principal component instead of their sum.
-        decomposes: whether `weigh` decomposes a matrix, which takes up to half a second a map.
+        decomposes: whether `weigh` decomposes a matrix, which takes up to half a second for each map.
     """
 
     weigh: Weigh
@@ -111,6 +111,7 @@ class Cam:
     decomposes: bool = False
 
     layered = True
+    squares = False
     needs = ""
 
     @property
@@ -129,6 +130,7 @@ class Saliency:
         copy: makes one copy of the image.
         count: how many copies it takes.
         term: what one copy adds to the mean.
+        squares: whether `finish` also gets the mean of the squared terms; both means are in float64, stacked [2,...].
         parameters: that it takes.
         rule: how a ReLU passes a gradient on: as it is, or as guided backpropagation or a deconvnet has it.
         baseline: which of the copies is the baseline whose score, taken from the image's own, the map must add up to:
@@ -141,6 +143,7 @@ class Saliency:
     copy: Copy = itself
     count: Count = one
     term: Term = gradient
+    squares: bool = False
     parameters: tuple[Parameter, ...] = ()
     rule: Literal["saliency", "guided", "deconvnet"] = "saliency"
     baseline: Count | None = None

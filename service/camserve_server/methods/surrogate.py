@@ -19,7 +19,7 @@ from camserve_server.types import Edit
 
 AT_ONCE = 64
 
-MOST_CELLS = 1_000_000  # of all sets together: to fit so many takes 48 MB, measured with scikit-learn 1.9
+MOST_CELLS = 1_000_000  # samples times cells squared: a fit of this size takes 48 MB, measured with scikit-learn 1.9
 
 NEEDS = 'the package Captum: pip install "camserve[captum]"'
 
@@ -50,11 +50,11 @@ def samples(*, samples: float, cells: float, **_parameters: float | str) -> int:
     """Return the parameter `samples`.
 
     Raises:
-        InvalidArgument: so many samples of a grid of so many cells take too much memory.
+        InvalidArgument: this number of samples of a grid with this number of cells takes too much memory.
     """
     if samples * cells**2 > MOST_CELLS:
         most = int(MOST_CELLS // cells**2)
-        words = f"samples times cells squared is at most {MOST_CELLS:,}: with {cells:g} cells, {most:,} samples"
+        words = f"samples times cells squared is at most {MOST_CELLS:,}: at most {most:,} samples with {cells:g} cells"
         raise InvalidArgument(words, field="methods")
     return int(samples)
 

@@ -18,8 +18,8 @@ from camserve_server.types import Edit
 Judging = Generator[Sequence[Edit], Array, Reading]
 
 BLUR_TAPS, BLUR_SIGMA = 11, 5.0
-AT_ONCE = 64  # edits that are made before they are tried: what is held of them in memory
-IMPUTED = 8  # imputed images that are: each takes up to 0.2 s
+AT_ONCE = 64  # edits that are made and tried at a time, and so held in memory
+IMPUTED = 8  # the same for imputed images, each of which takes up to 0.2 s to make
 
 NEIGHBOURS = (
     *((down, across, 1 / 6) for down, across in ((-1, 0), (0, -1), (0, 1), (1, 0))),
@@ -111,7 +111,7 @@ def both_ways(*, steps: float, **_parameters: float) -> int:
 
 
 def _tried(edits: Iterator[Edit], at_once: int = AT_ONCE) -> Generator[Sequence[Edit], Array, list[float]]:
-    """Try edits, some at a time; return their probabilities."""
+    """Try edits, `at_once` at a time; return their probabilities."""
     found: list[float] = []
     while some := list(islice(edits, at_once)):
         found += (yield some).tolist()

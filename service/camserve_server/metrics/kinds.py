@@ -139,9 +139,9 @@ class Repeated:
     """A metric that has the map computed again under changed conditions, and compares.
 
     Attributes:
-        compare: the map, one that was computed again (on the same grid) -> how they compare.
-        judge: that of every time, how much of the model was random each time (0 to 1), parameters by name -> the
-            reading.
+        compare: the map, the map that was computed again (on the same grid) -> how they compare.
+        judge: the results of `compare`, the share of the model that was random each time (0 to 1), parameters by name
+            -> the reading.
         vary: the input [3,H,W], parameters by name -> the conditions.
         paper: that defines it.
         count: parameters by name -> how many conditions.

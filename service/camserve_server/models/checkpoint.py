@@ -83,7 +83,7 @@ def load(path: Path, room: Room, sha256: str = "", folder: str = "") -> dict[str
         room: that the model has for them.
         sha256: hexadecimal, that the file must have, or nothing. What is hashed is what is loaded, also when somebody
             changes the file meanwhile; for that it is held in memory.
-        folder: that the file must be in, with no link on the way to it, whoever changes it meanwhile; or nothing.
+        folder: the folder that the file must be in, with no link on the way, even one made meanwhile; or empty.
 
     Returns:
         Tensors by name. Whether they are the model's is for the model to say.
@@ -103,7 +103,7 @@ def load(path: Path, room: Room, sha256: str = "", folder: str = "") -> dict[str
 @contextmanager
 def _opened(path: Path, folder: str) -> Iterator[BinaryIO]:
     """Open a regular file, and nothing that would block or that only opening changes."""
-    # Not to wait for a writer, should a pipe have taken the file's place since.
+    # O_NONBLOCK: do not wait for a writer if a pipe has replaced the file since it was checked.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if folder:
@@ -119,7 +119,7 @@ def _opened(path: Path, folder: str) -> Iterator[BinaryIO]:
 
 
 def _opened_inside(folder: str, parts: Sequence[str], flags: int) -> int:
-    """Open a file below a folder, one step at a time: none of them may be a link, however late it was put there."""
+    """Open a file below a folder, one step at a time, so that no part of the path can be a link, even a new one."""
     *folders, name = parts
     here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -318,7 +318,7 @@ def _legacy(file: BinaryIO, room: Room) -> _Contents:
 
 def _starts(keys: Any, storages: Mapping[str, Storage], at: int) -> dict[str, int]:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise Damaged("its numbers have keys that are no text")
+        raise Damaged("its numbers have keys that are not text")
     starts = {}
     for key in keys:
         starts[key] = at

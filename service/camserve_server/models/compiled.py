@@ -83,7 +83,7 @@ class Part:
         known = torch._dynamo.run(self._alone)  # noqa: SLF001 -- torch documents it by this name
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad(), _without_mode():  # as it was compiled; nothing here is differentiated anyway
+            with torch.no_grad(), _without_mode():  # as when it was compiled; nothing here is differentiated
                 return known(*args, **kwargs)
 
         self._module.forward = forward
@@ -94,7 +94,7 @@ class Part:
 
 
 def _without_mode() -> AbstractContextManager[object]:
-    """Leave the mode that a pass may have set for torch's functions: under one, compiled code does not run."""
+    """Leave the torch function mode that a pass may have set, because compiled code does not run under a mode."""
     if torch._C._len_torch_function_stack():  # noqa: SLF001 -- torch has no public name for it
         return torch.overrides._pop_mode_temporarily()  # noqa: SLF001 -- the same
     return nullcontext()

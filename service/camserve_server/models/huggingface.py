@@ -39,9 +39,8 @@ TASKS: Mapping[str, Task] = {
 
 CLASSIFIER = "ForImageClassification"  # in the name of each of transformers' own image classifiers
 
-_FILE = re.compile(
-    r"[\w-][\w.-]*\.safetensors", re.ASCII
-)  # in the folder itself, and of the one format that holds no code
+# A file in the folder itself, in the one format that holds no code.
+_FILE = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
 _PLAIN = re.compile(r"[\w.-]*")  # of a network in timm itself; "hf-hub:OWNER/NAME" is one of the Hub
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "depths", "drop_path_rate", "drop_rate", "dynamic_img_pad", "dynamic_img_size",
@@ -129,7 +128,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder.name} is quantised, and gradients want plain weights: save it as it was before")
     if "configuration_files" in config:
         raise ConfigError(
-            f"{folder.name}: its config.json names other files in its place: save it with save_pretrained"
+            f"{folder.name}: its config.json names other configuration files: save the model with save_pretrained"
         )
     _check_timm(config, folder.name)
     return config
@@ -203,10 +202,10 @@ def _random(make: Any, config: Any, size: int | None) -> nn.Module:
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any], origin: str) -> list[Path]:
-    """Return the files that the weights are in.
+    """Return the files of the weights.
 
     Raises:
-        ConfigError: there are none, or one is not a .safetensors file in the folder itself.
+        ConfigError: there is none, or one is not a .safetensors file in the folder itself.
     """
     there = (name for name in WEIGHTS if (folder / name).exists())
     named = config.get("transformers_weights") or next(there, "")
@@ -234,7 +233,7 @@ def _indexed(path: Path, origin: str) -> list[Any]:
 
 def _trained(make: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> nn.Module:
     try:
-        # Not the folder: transformers would choose files in it, and has several ways to choose a pickle.
+        # No folder is passed: transformers would choose files in it itself, in some cases a pickle.
         module, told = make.from_pretrained(
             None,
             config=config,

@@ -28,7 +28,7 @@ CLASSES = ("classify", "multilabel", "regress")
 """Tasks of models that answer with one row of numbers, made of an embedding."""
 
 WRAPPERS = ("model.", "module.", "_orig_mod.")
-"""Prefixes that training tools put before every weight's name."""
+"""Prefixes that training tools add to the name of every weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +213,7 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
 
 
 def _without_wrapper(state: Mapping[str, Tensor], module: nn.Module) -> tuple[Mapping[str, Tensor], str]:
-    """Return weights by the names that a module gives them, and the prefix that a wrapper had put before all names.
+    """Return the weights under the module's own names, and the prefix that was removed.
 
     Lightning saves a network as its attribute "model.", DataParallel as "module.", torch.compile as "_orig_mod.".
     """

@@ -228,10 +228,10 @@ class _Machine:
 
 
 def _is_reference(value: object) -> bool:
-    """Tell whether this is what torch.save writes for a storage.
+    """Return whether a value is what torch.save writes for a storage.
 
-    ("storage", its class, its key, its device, how many numbers), and, before torch 1.6, None. The types are exact: a
-    key of another type would be hashed or turned to text, and both may take time and memory without end.
+    That is ("storage", its class, its key, its device, its number of elements), and, before torch 1.6, None. The types
+    must be exact: a key of another type would be hashed or converted to text, which may take unlimited time and memory.
     """
     if not isinstance(value, tuple) or len(value) not in {5, 6} or any(part is not None for part in value[5:]):
         return False

@@ -213,10 +213,9 @@ def _of(spec: ModelSpec, made: Any) -> Source:
 
 
 def search_current_folder(spec: ModelSpec) -> None:
-    """Let Python find the module of a user's own factory in the current folder, after every other place.
+    """Add the current folder to the end of the search path if a user's own factory is in a module found nowhere else.
 
-    Only for a module that is named and found nowhere else: whatever else lies in a folder must not be imported because
-    a command was run there.
+    Other modules in the folder must not be imported just because a command was run there.
     """
     if _is_own(spec) and importlib.util.find_spec(spec.source.partition(".")[0]) is None:
         sys.path.append(str(Path.cwd()))

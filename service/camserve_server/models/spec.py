@@ -41,8 +41,8 @@ class ModelSpec:
         task: what it answers with; None to find out, which cannot tell classes from numbers or embeddings.
         compile: whether what lies before its default layer is compiled when it is loaded.
         folder: of a model that transformers saved; nothing for other sources.
-        model_folder: that a caller named the weights file in: it is opened without following any link below this
-            folder. Nothing where the operator named the file.
+        model_folder: the folder in which a caller named the weights file; no link below it is followed when the file is
+            opened. Empty if the operator named the file.
     """
 
     name: str

@@ -204,7 +204,7 @@ async def _explained(
     else:
         images = read_images(request, pipeline.limits)
     questions = list(map(asked.about, images))
-    del images  # which the questions have copies of
+    del images  # the questions have copies
 
     async def explain(place: int, question: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
         with fields_named(place, len(questions)):

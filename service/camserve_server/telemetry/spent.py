@@ -1,11 +1,11 @@
-"""Where the time of one request went in the batcher."""
+"""The time that one request spends in the batcher."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of waiting and of computing; no moment counts twice.
+    """Seconds of waiting and of computing, of which none counts twice.
 
     A request may have several batches under way, on two halves of an engine or on several engines, while more of its
     rows wait. Time in which at least one of its batches runs is `compute`, once, and the rest of the wait is `queue`.
@@ -15,8 +15,8 @@ class Spent:
         queue: seconds in which its rows waited and none of its batches ran.
         compute: seconds in which at least one of its batches ran.
         batch_rows: rows in the largest of its batches.
-        submitted: how many calls to `submit` have not returned yet.
-        running: how many of its batches run.
+        submitted: the number of calls to `submit` that have not returned yet.
+        running: the number of its batches that are running.
         since: when one of these two last changed.
     """
 

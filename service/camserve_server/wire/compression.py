@@ -1,4 +1,4 @@
-"""Compressed messages: unpacked here and not by gRPC, which would hold the whole of each before we see any of it."""
+"""Unpack compressed messages here, because gRPC would unpack all of a message before we can check its size."""
 
 import zlib
 
@@ -6,15 +6,13 @@ from google.protobuf.message import DecodeError
 
 from camserve_server.errors import ResourceExhausted
 
-_GZIP = b"\x1f\x8b"  # no message of protobuf begins like this: it would be a field of a kind that there is not
-_ZLIB = (
-    0x78  # the first byte of what gRPC calls deflate; a message could begin so, with field 15, which none of ours has
-)
-_EITHER = 32 + zlib.MAX_WBITS  # zlib's own number: told by the header
+_GZIP = b"\x1f\x8b"  # no protobuf message begins with these bytes: they would be a field of an unknown wire type
+_ZLIB = 0x78  # first byte of what gRPC calls deflate; in a message it would begin field 15, which none of ours has
+_EITHER = 32 + zlib.MAX_WBITS  # zlib's flag for detecting gzip or zlib by the header
 
 
 def is_compressed(data: bytes) -> bool:
-    """Say whether a message is compressed, by its first bytes: gRPC does not tell us what its header says."""
+    """Return whether a message is compressed, judged by its first bytes, because gRPC does not expose the header."""
     return data[:2] == _GZIP or (len(data) > 1 and data[0] == _ZLIB and int.from_bytes(data[:2]) % 31 == 0)
 
 
@@ -22,12 +20,12 @@ def unpacked(data: bytes, most: int) -> bytes:
     """Unpack a message.
 
     Args:
-        data: that is compressed.
-        most: bytes that it may have then.
+        data: the compressed message.
+        most: the number of bytes that it may have when unpacked.
 
     Raises:
         ResourceExhausted: it has more.
-        DecodeError: it is broken.
+        DecodeError: the data is corrupt.
     """
     unpacking = zlib.decompressobj(_EITHER)
     try:

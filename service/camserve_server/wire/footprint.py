@@ -1,8 +1,8 @@
-"""The memory that a message takes once it is parsed, estimated from its bytes: before it takes any.
+"""Estimate the memory that a message takes once it is parsed, from its bytes, before it is parsed.
 
-A few bytes of protobuf may be a message of a hundred bytes in memory, and gzip makes a few of thousands. So fields are
-counted first. A field of bytes or text is skipped, however long it is, and the rest of an honest request is a few dozen
-fields, so that the estimate costs some microseconds.
+A few bytes of protobuf may become a message of a hundred bytes in memory, and gzip packs thousands of bytes into a few.
+So the fields are counted first. A field of bytes or text is skipped, however long it is, and the rest of an ordinary
+request is a few dozen fields, so the estimate takes a few microseconds.
 """
 
 from typing import TypeAlias
@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 Shape: TypeAlias = "dict[int, Shape | int]"
 """The fields of a message that grow when they are parsed: by tag, the shape of a message, or bytes for each byte."""
 
-ELEMENT = 256  # bytes of memory that a field takes at most beside its contents; measured: 158 (upb, protobuf 7.36)
-COPIES = 2  # of its bytes: in the message, and where it is read, as of the image
-GROWTH = 2  # a packed list of varints grows by doubling, in memory that is not given back before the message is
+ELEMENT = 256  # bytes of memory that a field takes at most, besides its contents; measured: 158 (upb, protobuf 7.36)
+COPIES = 2  # copies of a field's bytes: in the message, and where it is read, for example the image
+GROWTH = 2  # a packed list of varints grows by doubling, in memory that is only released with the message
 _VARINTS = {
     FieldDescriptor.TYPE_INT32: 4,
     FieldDescriptor.TYPE_INT64: 8,
@@ -37,7 +37,7 @@ def shape_of(kind: Descriptor, known: dict[str, Shape] | None = None) -> Shape:
 
     Args:
         kind: of the message.
-        known: shapes that are made already; kinds may contain themselves.
+        known: the shapes made so far, because a kind of message may contain itself.
     """
     known = {} if known is None else known
     if kind.full_name not in known:
@@ -51,17 +51,17 @@ def shape_of(kind: Descriptor, known: dict[str, Shape] | None = None) -> Shape:
 
 
 def footprint(data: bytes, shape: Shape, most: int) -> int | None:
-    """Return at most how many bytes of memory a message takes until it is answered, but for what is made of it.
+    """Return an upper bound of the memory, in bytes, that a message itself takes until it is answered.
 
-    None is returned for a message of more fields than are to be counted.
+    Returns None if the message has more than `most` fields.
 
     Args:
         data: the message.
-        shape: of its kind.
-        most: fields to count, those of messages in it among them.
+        shape: the shape of its kind.
+        most: how many fields are counted, including those of nested messages.
 
     Raises:
-        DecodeError: this is no message.
+        DecodeError: the data is not a message.
     """
     try:
         return _counted(data, shape, most)
@@ -71,7 +71,7 @@ def footprint(data: bytes, shape: Shape, most: int) -> int | None:
 
 def _counted(data: bytes, shape: Shape, most: int) -> int | None:
     memory, fields = COPIES * len(data), 0
-    parts = [(0, len(data), shape)]  # in whatever order: nothing of one depends on another
+    parts = [(0, len(data), shape)]  # in any order: the parts are independent
     while parts:
         at, end, shape = parts.pop()
         while at < end:
@@ -94,7 +94,7 @@ def _counted(data: bytes, shape: Shape, most: int) -> int | None:
 
 
 def _inside(inner: "Shape | int", at: int, size: int, parts: list[tuple[int, int, Shape]]) -> int:
-    """Return what a list takes; put a message among the parts that are still to be looked at."""
+    """Return the memory of a packed list; add a message to the parts that are still to be counted."""
     if isinstance(inner, int):
         return inner * size
     parts.append((at, at + size, inner))
@@ -102,16 +102,16 @@ def _inside(inner: "Shape | int", at: int, size: int, parts: list[tuple[int, int
 
 
 def _skipped(data: bytes, at: int, kind: int) -> int:
-    """Return where a number ends that begins here."""
+    """Return where a number that begins here ends."""
     if kind == _VARINT:
         return at + 1 if data[at] <= _ONE_BYTE else _varint(data, at)[1]
     if kind in _FIXED:
         return at + _FIXED[kind]
-    raise DecodeError  # a group, which no message of ours has, or nothing that there is
+    raise DecodeError  # a group, which none of our messages has, or an unknown wire type
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number, and where it ends."""
+    """Return a number and where it ends."""
     number = 0
     for place in range(_LONGEST):
         byte = data[at + place]

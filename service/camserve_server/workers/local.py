@@ -22,6 +22,9 @@ from camserve_server.workers.messages import Setup
 
 log = logging.getLogger(__name__)
 
+LARGE = frozenset({"bias", "curvature"})
+"""Kinds of pass whose batches take so much memory that what earlier ones have left is given back before."""
+
 _LOADING = threading.Lock()
 """One model after another: random weights come from a generator that the whole process has in common."""
 
@@ -80,6 +83,8 @@ class Local:
         place = 1 if twin and (half or pass_.randomised) else 0
         threads = max(1, (self._setup.threads + 1 - half) // 2) if twin and half is not None else self._setup.threads
         with self._turns[place]:
+            if self._setup.device == "cpu" and pass_.kind in LARGE:
+                process.give_back()
             self._take(threads)
             return self._halves[place].run(pass_, rows)
 

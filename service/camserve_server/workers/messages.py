@@ -64,8 +64,8 @@ class Beat:
 
 
 def packed(message: Setup | Ask) -> bytes:
-    """Return what a server sends as bytes; arrays are copied once, and what several rows share stays shared.
+    """Return a server's message as bytes; arrays are copied once, and objects that several rows share stay shared.
 
-    A pickle, which an engine reads: it does what its server says anyway. What it answers is none, see `replies`.
+    It is a pickle, because a worker obeys its server anyway. A worker's answers are not pickles: see `replies`.
     """
     return pickle.dumps(message, protocol=5)

@@ -21,7 +21,7 @@ from typing import NoReturn, Protocol
 
 from camserve_server.workers import child
 
-# -P, as else Python would look for modules in the current folder first.
+# -P: without it Python would search the current folder for modules first.
 PROGRAM = ("-P", "-c", "import sys; from camserve_server.workers import child; child.run(int(sys.argv[1]))")
 _NUMBER = struct.Struct("i")
 

@@ -1,8 +1,8 @@
 """Messages from a worker process to its server, in a format that cannot run code.
 
-Pickle can: a worker process that a model or a photo took over, through native code, would take over the server as well.
-A message here is JSON, followed by the bytes of its arrays. Reading it makes values of `CLASSES` and our own
-errors, nothing else.
+Pickle can run code: a worker process that a model or a photo took over, through native code, would take over the server
+as well. A message here is JSON, followed by the bytes of its arrays. Reading it creates only values of `CLASSES` and
+our own errors.
 """
 
 import json
@@ -41,7 +41,7 @@ CLASSES: tuple[type[Any], ...] = (
     types.LayerInfo,
     types.ModelInfo,
 )
-"""What a message may hold, beside numbers, texts, bytes, arrays, tuples and tables."""
+"""Classes of the values in a message, besides numbers, texts, bytes, arrays, tuples and tables."""
 
 _NAMED = MappingProxyType({kind.__name__: kind for kind in CLASSES})
 _ERRORS: Mapping[str, type[Exception]] = MappingProxyType(
@@ -53,11 +53,11 @@ _HEAD = struct.Struct("<II")
 
 
 class BadMessageError(Exception):
-    """Bytes that are no message."""
+    """A message that cannot be read or that is not expected."""
 
 
 def _allowed(hint: Any) -> tuple[type, ...]:
-    """Return the classes that a value with this annotation may be of."""
+    """Return the classes that a value with this annotation may have."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return tuple(kind for part in get_args(hint) for kind in _allowed(part))
@@ -67,7 +67,7 @@ def _allowed(hint: Any) -> tuple[type, ...]:
     return (float, int) if kind is float else (kind,) if isinstance(kind, type) else (object,)
 
 
-# Only of what a batch computes: what is said of a model comes in part from a user's own code.
+# Only for the results of batches: the description of a model comes in part from a user's own code.
 _FIELDS = MappingProxyType(
     {kind: tuple(map(_allowed, get_type_hints(kind).values())) for kind in (Beat, Memory, Reply, types.RowResult)}
 )
@@ -82,10 +82,10 @@ _VALUES = MappingProxyType({kind: _values_of(kind) for kind in CLASSES})
 
 
 def packed(message: Reply | Beat) -> bytes:
-    """Return a message as bytes; an array that stands in it several times is sent once.
+    """Return a message as bytes; an array that occurs in it several times is sent once.
 
     Raises:
-        TypeError: it holds something else than `CLASSES` and what they may hold.
+        TypeError: it contains a value that a message may not have: see `CLASSES`.
     """
     places: dict[int, int] = {}
     arrays: list[np.ndarray[Any, Any]] = []
@@ -124,18 +124,18 @@ def _plain(value: object) -> object:
 
 
 def unpacked(data: bytes) -> Reply | Beat:
-    """Return the message that some bytes are.
+    """Read a message.
 
     Raises:
-        BadMessageError: they are none.
+        BadMessageError: the bytes are not a message.
     """
     try:
         body, table = _HEAD.unpack_from(data)
         begin = _HEAD.size + body
         arrays = _arrays(data, json.loads(data[begin : begin + table]), begin + table)
         message = json.loads(data[_HEAD.size : begin], object_hook=lambda entry: _made(entry, arrays))
-    except Exception as error:  # whatever a parser or a constructor trips over
-        raise BadMessageError(f"sent bytes that are no message ({type(error).__name__})") from error
+    except Exception as error:  # any error of a parser or a constructor
+        raise BadMessageError(f"sent bytes that are not a message ({type(error).__name__})") from error
     if not isinstance(message, Reply | Beat):
         raise BadMessageError("sent a message that is neither a reply nor a sign of life")
     return message
@@ -147,14 +147,14 @@ def _arrays(data: bytes, table: list[tuple[str, list[int]]], at: int) -> list[np
         if not all(type(length) is int and length >= 0 for length in shape):
             raise ValueError("an array has no proper shape")
         dtype, count = _DTYPES[name], math.prod(shape)
-        # A copy: it may be written to, and keeps nothing of the message alive.
+        # A copy, which is writable and does not keep the message in memory.
         arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape).copy() if count else np.empty(shape, dtype))
         at += count * dtype.itemsize
     return arrays
 
 
 def _made(entry: dict[str, Any], arrays: list[np.ndarray[Any, Any]]) -> object:
-    """Return the value that an object of JSON stands for."""
+    """Return the value that a JSON object stands for."""
     ((name, value),) = entry.items()
     if (kind := _NAMED.get(name)) is not None:
         values = [_tuples(one) for one in value]

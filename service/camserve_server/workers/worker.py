@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 STARTING = 300.0  # seconds until a process must say that it is ready: a cold disk may be slow to give torch
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries to start one, if it never came so far as to be ready
 DEADLY = 3  # processes that may end while they load a model again, one after the other, before it is given up
-MOST_BYTES = 2**32  # of one message; a longer one is no message
+MOST_BYTES = 2**32  # of one message; a longer one is refused
 LOADING = 1800.0  # seconds that a model may take: weights may come over a slow network
 
 Told = Callable[[], object]
@@ -116,7 +116,7 @@ class _Life:
         with self._lock:
             waiting = self._asked.pop(message.number, None)
         if waiting is None:
-            raise BadMessageError("answered what it was not asked")
+            raise BadMessageError("answered a request that it did not get")
         if message.error is None:
             waiting.answer.set_result(message.value)
         else:
@@ -126,12 +126,11 @@ class _Life:
         with self._lock:
             late = min(self._asked.values(), key=lambda one: one.late, default=None)
         if late and late.late < time.monotonic():
-            raise TimeoutError(
-                f"took longer than {'max_batch_seconds' if late.what == 'run' else 'it may'} to {late.what}"
-            )
+            limit = "longer than max_batch_seconds" if late.what == "run" else "too long"
+            raise TimeoutError(f"took {limit} to {late.what}")
 
     def _bury(self, why: str = "") -> None:
-        """Make sure that the process is no more, say so, and tell all who wait; the exit code is a cause, too."""
+        """Make sure that the process has ended, log why, and fail all requests that wait for it."""
         code = self.process.end()
         why = f"the worker {why or _cause(code)}"
         if not self._ending:
@@ -155,9 +154,9 @@ class _Life:
 
 
 def _results(value: object, count: int) -> list[RowResult]:
-    """Check that a process answered with a result for each row."""
+    """Check that a process returned a result for each row."""
     if not isinstance(value, tuple) or len(value) != count or not all(isinstance(one, RowResult) for one in value):
-        raise Internal("the engine's process did not answer with a result for each row")
+        raise Internal("the worker did not return a result for each row")
     return list(value)
 
 
@@ -176,7 +175,7 @@ _CAUSES: dict[int, str] = {
 
 
 def _cause(code: int) -> str:
-    """Say why a process ended, by its exit code, or the signal that ended it, negative."""
+    """Describe why a process ended, from its exit code; a negative code is the signal that ended it."""
     return f"{_CAUSES.get(-code, 'ended')}: exit {code}"
 
 

@@ -38,7 +38,7 @@ MODELS = {
 
 
 def kept(function):
-    """Call a function of a subject once, and keep what it returns as long as the subject."""
+    """Call a function of a subject once, and cache its result as long as the subject exists."""
 
     @wraps(function)
     def once(subject):
@@ -86,7 +86,7 @@ class Subject:
 
     @cached_property
     def exact(self):
-        """The same photo before the same weights in float64."""
+        """The same photo and the same weights in float64."""
         return replace(self, theirs=doubled(self.theirs))
 
     @property
@@ -126,7 +126,7 @@ def together(subject):
 
 @kept
 def captured(subject):
-    """Activations and gradients of a subject's layer, each [C,h,w], by autograd and nothing of ours."""
+    """Activations and gradients of a subject's layer, each [C,h,w], by autograd, without our code."""
     return gradients(subject, subject.input)
 
 
@@ -172,12 +172,12 @@ class Distances:
 
     @property
     def allowed(self):
-        """How far ours may be."""
+        """The largest distance that ours may have."""
         return FACTOR * self.plain + FLOOR
 
     @property
     def ratio(self):
-        """How much of that it takes: more than 1 is too far."""
+        """Our distance as a share of the limit; more than 1 is too far."""
         return self.ours / self.allowed
 
 
@@ -214,7 +214,7 @@ class Case:
         return f"{self.method}-{self.model}-{self.oracle}"
 
     def distances(self):
-        """Measure the distances on the photo where ours takes the most of its limit."""
+        """Measure the distances on the photo on which ours comes closest to its limit."""
         return max((self.on(one) for one in subjects(self.model)[: self.photos]), key=lambda found: found.ratio)
 
     def on(self, subject):

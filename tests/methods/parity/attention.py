@@ -15,7 +15,7 @@ PAPERS = {
 }
 
 
-@kept  # the methods share what the slow model says
+@kept  # the methods share the results of the slow model
 def said(subject):
     """Attention and gradients of a class token's transformer."""
     return reference(subject.theirs, subject.input, subject.index, subject.input.dtype)

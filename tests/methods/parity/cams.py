@@ -117,7 +117,7 @@ def drawn(image, index):
 
 
 def fullgrad(subject):
-    """FullGrad as its authors' code has it, on torch's own convolutions and batch normalisations."""
+    """FullGrad as in its authors' code, on torch's own convolutions and batch normalisations."""
     model, kept, image = relu6_apart(unfrozen(subject.theirs)), [], subject.input.requires_grad_()
 
     def keep(module, _args, output):

@@ -34,8 +34,8 @@ class Photos:
         paths: Files, folders, globs, Parquet files, or URIs of any of them but globs.
         column: Of a Parquet file: that has the photos. Default: "image", or the only one with bytes.
         without: A folder that is left out where it lies in others: the job's own.
-        allow_outside: Whether to read what is outside of the folders named, behind links and where a
-            Parquet file says so: whoever made these could name any file of this machine.
+        allow_outside: Whether to read files outside of the named folders, through links and by the paths in a
+            Parquet file. Whoever made these could name any file on this machine.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Photos:
         self._column = column
         self._without = filesystem(without)[1] if without else ""
         self._roots: dict[str, Any] = {}
-        self._named: set[str] = set()  # files of this machine
-        self._folders: set[str] = set()  # of this machine, that all others must lie in
+        self._named: set[str] = set()  # local files
+        self._folders: set[str] = set()  # local folders that all other files must lie in
         for path in self._paths:
             fs, inside = filesystem(path)
             self._roots[_root(_scheme(path) + inside)] = fs
@@ -95,7 +95,7 @@ class Photos:
             yield scheme + inside
 
     def _here(self, path: str, scheme: str, inside: str) -> Generator[Key, None, None]:
-        """Yield what a path of this machine names; not by Arrow, to which a file's name must be text."""
+        """Yield the keys that a local path names. Arrow is not used, because it takes only file names that are text."""
         if Path(inside).is_dir():
             yield from (scheme + each for each in walk(inside, self._enters))
         elif not Path(inside).exists():
@@ -112,7 +112,7 @@ class Photos:
             yield from self._of(each)
 
     def _enters(self, folder: str) -> bool:
-        """Say whether to look into a folder of this machine: not into one that has the pictures of a job."""
+        """Return whether to search a local folder: not one that holds the pictures of a job."""
         path = Path(folder)
         return not self._is_a_jobs(folder, ours=path.name == _OVERLAYS and (path.parent / _CARD).exists())
 
@@ -143,7 +143,7 @@ class Photos:
         """Return the key of a photo that a table names.
 
         Raises:
-            InvalidArgument: It lies outside of the table's folder, and nobody allowed that.
+            InvalidArgument: The photo is outside of the table's folder, and that was not allowed.
         """
         key = _beside(table, path)
         if self._allow_outside or (key.startswith(table.rpartition("/")[0] + "/") and ".." not in key.split("/")):
@@ -177,10 +177,10 @@ class Photos:
             return read_photo(stream, 0)
 
     def _followed(self, path: str) -> str:
-        """Follow the links of a path of this machine.
+        """Return a local path, once it is known where its links lead.
 
         Raises:
-            FailedPrecondition: They lead out of all folders that were named; so it is left for a run that may.
+            FailedPrecondition: They lead out of all named folders. A later run with --allow-outside can read the photo.
         """
         if self._allow_outside or path in self._named or any(leads_below(path, folder) for folder in self._folders):
             return path

@@ -98,7 +98,7 @@ class Store:
     def _make(self, folder: str) -> None:
         if folder not in self._made:
             if self._local and not Path(folder).resolve().is_relative_to(Path(self._root).resolve()):
-                raise FailedPrecondition(f"{folder} is a link that leaves {self.place}: write to another folder")
+                raise FailedPrecondition(f"{folder} is a link out of {self.place}: write to another folder")
             self._fs.create_dir(folder, recursive=True)
             self._made.add(folder)
 
