@@ -82,11 +82,11 @@ class Settings(BaseModel):
     max_drawn_pixels: int = Field(
         default=200_000_000, ge=1, description="Pixels of all the pictures that one request may ask for, together."
     )
-    max_message_mib: int = Field(default=16, ge=1, le=1024, description="Size of a request at most.")
+    max_message_mib: int = Field(default=8, ge=1, le=1024, description="Size of a request at most.")
     max_metadata_kib: int = Field(
         default=8, ge=1, le=1024, description="Size of a call's metadata at most, a token's too."
     )
-    max_pixels: int = Field(default=25_000_000, ge=1, description="Pixels of a photo at most; checked before decoding.")
+    max_pixels: int = Field(default=16_777_216, ge=1, description="Pixels of a photo at most; checked before decoding.")
     max_side: int = Field(default=16_384, ge=1, description="Longer side of a photo at most, in pixels.")
     max_streams: int = Field(default=100, ge=1, le=10_000, description="Calls under way on one connection at most.")
     max_connections: int = Field(

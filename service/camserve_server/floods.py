@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias, cast
 
 import grpc
 
-from camserve_server.admission import CALLER
+from camserve_server.admission import CALLER, Turns
 from camserve_server.config import Settings
 from camserve_server.errors import DeadlineExceeded, InvalidArgument
 
@@ -20,7 +20,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 HANDSHAKE = 10.0  # seconds that a new connection may take for TLS and the first frames of HTTP/2
 SILENCE = 60.0  # seconds without a sign of life after which a caller is asked for one
 ANSWER = 20.0  # seconds that it has for it
-LAPSE = 0.1  # seconds that a message may take while others of its caller wait to be received
+LAPSE = 1.0  # seconds that a message may take while others of its caller wait to be received
 MOMENT = 0.1  # seconds after which gRPC, which first says that no message will come, has told that a call is taken back
 
 
@@ -76,7 +76,8 @@ class Receiving:
 
     gRPC buffers a message until it is complete, so a caller who sends many large messages at once could take any amount
     of memory. Of a message that is not being received yet, gRPC takes at most 64 KiB. A call whose message does not
-    arrive loses its turn to the next call, and goes on waiting for the message.
+    arrive loses its turn to the next call, and goes on waiting for the message. The connections of a caller take turns,
+    so that one whose messages never arrive holds up the others only once.
 
     Args:
         most: messages of one caller that are received at a time.
@@ -87,65 +88,84 @@ class Receiving:
         self._gates: dict[str, _Gate] = {}
 
     @asynccontextmanager
-    async def turn(self, received: Callable[[], bool]) -> AsyncIterator[None]:
+    async def turn(self, connection: str, received: Callable[[], bool]) -> AsyncIterator[None]:
         """Hold the right to receive a message inside the block.
 
         Args:
+            connection: that the message comes through.
             received: says whether the message is there; until then the turn may lapse.
         """
         caller = CALLER.get()
         gate = self._gates.setdefault(caller, _Gate(self._most))
-        turn = _Turn(received)
+        turn = _Turn(connection, received)
         try:
             await gate.enter(turn)
             yield
         finally:
             gate.leave(turn)
-            if not (gate.held or gate.line) and self._gates.get(caller) is gate:
+            if not (gate.held or gate.lines) and self._gates.get(caller) is gate:
                 del self._gates[caller]
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A call that receives a message, or waits to: whether it has the message, and since when it has its turn."""
+    """A call that receives a message, or waits to.
 
+    Attributes:
+        connection: of the call.
+        received: says whether it has the message.
+        since: when it got its turn.
+        come: set when it gets its turn.
+    """
+
+    connection: str
     received: Callable[[], bool]
     since: float = 0.0
+    come: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True, eq=False)
 class _Gate:
-    """The calls of one caller that receive, the longest first, and those that wait for a turn to."""
+    """The calls of one caller: those that receive, the longest first, and by connection those that wait to."""
 
     most: int
     held: dict[_Turn, None] = field(default_factory=dict)
-    line: dict[_Turn, asyncio.Event] = field(default_factory=dict)
+    lines: dict[str, dict[_Turn, None]] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)  # of the connections
     timer: asyncio.TimerHandle | None = None  # one for all who wait: there may be many of them
 
     async def enter(self, turn: _Turn) -> None:
         """Take a turn, or wait for one."""
-        if len(self.held) < self.most and not self.line:
+        if len(self.held) < self.most and not self.lines:
             self._begin(turn)
             return
-        come = self.line[turn] = asyncio.Event()
+        self.lines.setdefault(turn.connection, {})[turn] = None
         self._watch()
-        await come.wait()
+        await turn.come.wait()
 
     def leave(self, turn: _Turn) -> None:
         """Give a turn back, or stop waiting for one; then let those in who wait."""
         self.held.pop(turn, None)
-        self.line.pop(turn, None)
-        while self.line and len(self.held) < self.most:
-            following = next(iter(self.line))
+        self._out_of_line(turn)
+        while self.lines and len(self.held) < self.most:
+            following = next(iter(self.lines[self.turns.next(self.lines)]))
+            self._out_of_line(following)
             self._begin(following)
-            self.line.pop(following).set()
+
+    def _out_of_line(self, turn: _Turn) -> None:
+        line = self.lines.get(turn.connection, {})
+        line.pop(turn, None)
+        if not line:
+            self.lines.pop(turn.connection, None)
 
     def _begin(self, turn: _Turn) -> None:
         turn.since = asyncio.get_running_loop().time()
         self.held[turn] = None
+        self.turns.took(turn.connection)
+        turn.come.set()
 
     def _watch(self) -> None:
-        if self.line and self.timer is None:
+        if self.lines and self.timer is None:
             self.timer = asyncio.get_running_loop().call_later(LAPSE, self._lapse)
 
     def _lapse(self) -> None:

@@ -63,7 +63,6 @@ _DEFLATES = 1032  # times, at most
 _SLICE = 1 << 15
 
 _RGB = 3  # bytes of a pixel
-_TURNED, _HEADERS = b"Exif\0\0", 1 << 16
 
 
 def decode(data: bytes, limits: Limits) -> Pixels:
@@ -116,11 +115,9 @@ def memory_to_decode(data: bytes) -> int:
 
 def _pixel_bytes(kind: str, data: bytes) -> int:
     """Return how many bytes a pixel takes while a file is decoded: its RGB, and what the decoder holds beside it."""
-    if kind == "JPEG":
-        code, _ = _frame(data)
-        # libjpeg holds all coefficients of a progressive file, of two bytes each. A turned photo is copied.
-        return _RGB + max(_RGB * (_TURNED in data[:_HEADERS]), 2 * _RGB * (code != _BASELINE))
-    return 2 * _RGB + 1 if kind == "WebP" else 2 * _RGB
+    if kind == "JPEG" and _frame(data)[0] != _BASELINE:
+        return 3 * _RGB  # libjpeg holds all coefficients of a progressive file, of two bytes each
+    return 2 * _RGB + (kind == "WebP")  # OpenCV decodes into an array of its own, and copies that
 
 
 def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:

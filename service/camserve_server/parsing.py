@@ -32,8 +32,8 @@ Release: TypeAlias = Callable[[], None]
 FIELDS = 32_768  # of a message, those of messages in it among them
 FIELDS_AT_ONCE = 1000  # counted on the event loop: about a millisecond
 BYTES_AT_ONCE = 2**20  # parsed there: likewise
-RECEIVED = 8  # messages of one caller's calls that are received at a time, and as many of its streams
-MESSAGES = 96 * 2**20  # bytes of memory for all messages that are not answered yet; the others wait, mostly unread
+RECEIVED = 4  # messages of one caller's calls that are received at a time, and as many of its streams
+MESSAGES = 64 * 2**20  # bytes of memory for all messages that are not answered yet; the others wait, mostly unread
 GROWTH = 4  # times the largest message that may be sent: memory of one once it is parsed
 
 
@@ -164,7 +164,7 @@ class _Parsing:
         """Return the only message of a call and the function that releases its memory, or end the call."""
         try:
             come = False
-            async with self._alone.turn(lambda: come):
+            async with self._alone.turn(context.peer(), lambda: come):
                 data = [await only(_messages(requests, context), self._house.idle)]
                 come = True
                 return await self._parsed(data.pop())
@@ -180,7 +180,7 @@ class _Parsing:
             _name_caller(context)
             held: set[Release] = set()
             try:
-                await behaviour(self._received(_messages(requests, context), held), context)
+                await behaviour(self._received(_messages(requests, context), context, held), context)
             except grpc.aio.AbortError as error:
                 raise error.with_traceback(None) from None  # as above
             finally:  # of those that were read and never begun, too
@@ -189,14 +189,16 @@ class _Parsing:
 
         return answer
 
-    async def _received(self, requests: AsyncIterator[bytes], held: set[Release]) -> AsyncIterator[Received[Any]]:
-        while (found := [await self._next(requests, held)])[0] is not None:
+    async def _received(
+        self, requests: AsyncIterator[bytes], context: Context, held: set[Release]
+    ) -> AsyncIterator[Received[Any]]:
+        while (found := [await self._next(requests, context, held)])[0] is not None:
             yield cast("Received[Any]", found.pop())  # not kept here until the next one comes
 
-    async def _next(self, requests: AsyncIterator[bytes], held: set[Release]) -> Received[Any] | None:
+    async def _next(self, requests: AsyncIterator[bytes], context: Context, held: set[Release]) -> Received[Any] | None:
         """Return the next message of a stream, or None at its end; add what releases its memory to `held`."""
         come = False
-        async with self._streamed.turn(lambda: come):
+        async with self._streamed.turn(context.peer(), lambda: come):
             data = [await anext(requests, None)]
             come = True
             if data[0] is None:
@@ -209,7 +211,7 @@ class _Parsing:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
             _name_caller(context)
             try:
-                async for reply in behaviour(self._in_turn(_messages(requests, context)), context):
+                async for reply in behaviour(self._in_turn(_messages(requests, context), context), context):
                     await context.write(reply)
             except ServiceError as error:
                 async with answering(self._house, context, self._rpc):
@@ -217,9 +219,9 @@ class _Parsing:
 
         return answer
 
-    async def _in_turn(self, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async def _in_turn(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
         """Yield messages, each of which is answered when the next is asked for."""
-        while (received := await self._next(requests, set())) is not None:
+        while (received := await self._next(requests, context, set())) is not None:
             try:
                 yield received.message
             finally:

@@ -7,7 +7,7 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for compa
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeAlias, TypeVar
 
@@ -45,8 +45,12 @@ EASEL = 160 * 2**20  # bytes of all photos that are being decoded, and pictures 
 SHARE_OF_EASEL = 8 * 2**20  # bytes of it that each caller may have, however many there are
 DRAWN_AT_ONCE = 1_000_000  # pixels of pictures drawn before others have a turn: some 5 ms
 PICTURES = 32 * 2**20  # bytes of the pictures in a reply at most
+REPLIES = 96 * 2**20  # bytes of all replies that are not sent yet, with their copies; others wait before they are drawn
+CALLERS_REPLIES = 64 * 2**20  # bytes of them that one caller may have: one that reads nothing holds up nobody else
+COPIES = 3  # of a reply: the message, its serialised form, and what gRPC holds until it is sent
 RGB = 3  # bytes of a pixel
-EDITED = 4  # bytes of a pixel of what is edited in an image: a mask, in float32
+FLOAT = 4  # bytes of a number of a map
+EDITED = FLOAT  # bytes of a pixel of what is edited in an image: a mask
 NAMED = 9  # methods of a request that are looked at before its size is
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
 
@@ -87,6 +91,7 @@ class Pipeline:
         limits: on what one request may ask for.
         shelf: where decoded photos are held while their requests wait.
         easel: has room for so many bytes of photos that are being decoded, and of pictures that are being drawn.
+        replies: has room for so many bytes of replies that are not sent yet.
     """
 
     lifecycle: Lifecycle
@@ -95,6 +100,9 @@ class Pipeline:
     limits: Limits
     shelf: Shelf = field(default_factory=lambda: Shelf(SHELF))
     easel: Admission = field(default_factory=lambda: Admission(EASEL, SHARE_OF_EASEL, line=math.inf))
+    replies: Admission = field(
+        default_factory=lambda: Admission(REPLIES, SHARE_OF_EASEL, line=math.inf, most=CALLERS_REPLIES)
+    )
 
     @property
     def models(self) -> Mapping[str, KnownModel]:
@@ -123,6 +131,7 @@ class Pipeline:
     async def explain(
         self,
         request: explain_pb2.ExplainRequest,
+        unsent: ExitStack,
         *,
         deadline: float = math.inf,
         wait: bool = False,
@@ -132,6 +141,7 @@ class Pipeline:
 
         Args:
             request: as it came.
+            unsent: to be closed when the reply is sent: releases its memory.
             deadline: on the event loop's clock.
             wait: for room in the queue, rather than be refused.
             progress: is told how many rows are done, and of how many.
@@ -156,15 +166,16 @@ class Pipeline:
         rows = min(order.job.rows, self.limits.chunk)
         size = _images_of(order.job, rows) + _maps_of(order.job)
         async with self.admitted(order.job.model, rows, size=size, wait=wait):
-            return await self._answered(order, work, deadline)
+            return await self._answered(order, work, deadline, unsent)
 
     async def evaluate(
-        self, request: evaluate_pb2.EvaluateRequest, *, deadline: float = math.inf
+        self, request: evaluate_pb2.EvaluateRequest, unsent: ExitStack, *, deadline: float = math.inf
     ) -> evaluate_pb2.EvaluateResponse:
         """Explain one image, and judge every map.
 
         Args:
             request: as it came.
+            unsent: to be closed when the reply is sent: releases its memory.
             deadline: on the event loop's clock.
 
         Raises:
@@ -187,10 +198,16 @@ class Pipeline:
             rows = min(asked.assessment.rows, self.limits.chunk)
             size = EDITED * rows * math.prod(asked.order.job.model.preprocess.size) + _maps_of(asked.order.job)
             async with self.admitted(asked.order.job.model, rows, size=size):
-                explained = await self._answered(asked.order, work, deadline)
+                explained = await self._answered(asked.order, work, deadline, unsent)
         return wire.evaluate_response(asked, explained, readings)
 
-    async def _answered(self, order: wire.Order, work: Work, deadline: float) -> explain_pb2.ExplainResponse:
+    async def answering(self, size: int, unsent: ExitStack) -> None:
+        """Wait for memory for a reply of so many bytes, and hold it until `unsent` is closed."""
+        unsent.callback(await self.replies.hold(min(COPIES * size, CALLERS_REPLIES), wait=True))
+
+    async def _answered(
+        self, order: wire.Order, work: Work, deadline: float, unsent: ExitStack
+    ) -> explain_pb2.ExplainResponse:
         clock, spent, record = asyncio.get_running_loop().time, Spent(), CURRENT.get()
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
@@ -218,6 +235,7 @@ class Pipeline:
                 return response
 
             wants = order.rendering
+            await self.answering(_size_of_reply(order, view, outcome.findings), unsent)
             if not (wants.pictures or wants.intensity):
                 return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
             async with self.easel.admit(min(_memory_to_draw(order, view), EASEL), wait=True):
@@ -294,6 +312,15 @@ def _memory_to_draw(order: wire.Order, view: _View) -> int:
     each = RGB * math.ceil(_pixels_of(wants, view.size))
     held = RGB * math.prod(view.size) * (view.photo is None) + each
     return max(again, held) + min(order.job.explanations * each, PICTURES)
+
+
+def _size_of_reply(order: wire.Order, view: _View, findings: Sequence[jobs.Finding]) -> int:
+    """Return about how many bytes the pictures and numbers of a reply take: a JPEG or WebP picture, a byte a pixel."""
+    wants = order.rendering
+    each = math.ceil(_pixels_of(wants, view.size)) * (RGB if "png" in (wants.overlay, wants.heatmap_image) else 1)
+    pictures = min(len(findings) * each, PICTURES)
+    numbers = FLOAT * len(findings) * math.prod(view.image.shape[:2]) * wants.intensity
+    return pictures + numbers + sum(one.heatmap.nbytes for one in findings) * wants.heatmap
 
 
 def _answer(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> wire.Answer:

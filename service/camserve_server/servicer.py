@@ -5,7 +5,7 @@ import logging
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -133,7 +133,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExplainResponse:
         """Explain one image."""
         async with answering(self._house, context, "Explain") as call:
-            response = await self._house.open().explain(request, deadline=call.deadline)
+            response = await self._house.open().explain(request, call.unsent, deadline=call.deadline)
             response.request_id = call.request_id
             call.seen(response)
             return response
@@ -145,16 +145,17 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         async with answering(self._house, context, "ExplainStream") as call:
 
             async def answer(item: explain_pb2.ExplainStreamRequest, write: Write) -> None:
-                async with _telling(item, write) as progress:
-                    reply = await self._reply(item, call.deadline, progress)
-                await write(reply)
+                one = Call(item.request_id, call.deadline)
+                with one.unsent:
+                    async with _telling(item, write) as progress:
+                        reply = await self._reply(item, one, progress)
+                    await write(reply)
 
             await conversing(self._house, context, requests, answer)
 
     async def _reply(
-        self, item: explain_pb2.ExplainStreamRequest, deadline: float, progress: jobs.Progress
+        self, item: explain_pb2.ExplainStreamRequest, call: "Call", progress: jobs.Progress
     ) -> explain_pb2.ExplainStreamResponse:
-        call = Call(item.request_id, deadline)
         outcome = await attempted(self._house, call, "ExplainStream", self._explained(item, call, progress))
         if isinstance(outcome, ServiceError):
             return explain_pb2.ExplainStreamResponse(request_id=item.request_id, error=_message(outcome))
@@ -166,7 +167,9 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         _check_id(item.request_id)
         logs.REQUEST_ID.set(item.request_id)
         pipeline = self._house.accepted()
-        response = await pipeline.explain(item.request, deadline=call.deadline, wait=True, progress=progress)
+        response = await pipeline.explain(
+            item.request, call.unsent, deadline=call.deadline, wait=True, progress=progress
+        )
         response.request_id = item.request_id
         call.seen(response)
         return response
@@ -186,7 +189,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExtractFeaturesResponse:
         """Return channels of a layer."""
         async with answering(self._house, context, "ExtractFeatures") as call:
-            response = await xray.features(self._house.open(), request, deadline=call.deadline)
+            response = await xray.features(self._house.open(), request, call.unsent, deadline=call.deadline)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "channels": len(response.channels)}
             return response
@@ -317,7 +320,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
     ) -> evaluate_pb2.EvaluateResponse:
         """Explain one image, and judge every map."""
         async with answering(self._house, context, "Evaluate") as call:
-            response = await self._house.open().evaluate(request, deadline=call.deadline)
+            response = await self._house.open().evaluate(request, call.unsent, deadline=call.deadline)
             response.request_id = response.explained.request_id = call.request_id
             call.seen(response.explained)
             return response
@@ -436,6 +439,7 @@ class Call:
     Attributes:
         request_id: the caller's, or one of ours.
         deadline: on the event loop's clock.
+        unsent: closed when its reply is sent: releases what is held for it.
         fields: that its line in the log shall have.
         telemetry: what is told of it, if anything is.
         record: what of it is told.
@@ -443,6 +447,7 @@ class Call:
 
     request_id: str
     deadline: float
+    unsent: ExitStack = field(default_factory=ExitStack)
     fields: dict[str, object] = field(default_factory=dict)
     telemetry: Telemetry | None = None
     record: Record | None = None
@@ -487,6 +492,7 @@ async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[C
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     call = Call(_request_id(context), math.inf if remaining is None else began + remaining)
+    context.add_done_callback(lambda _context: call.unsent.close())  # type: ignore[arg-type]  # any callable will do
     logs.REQUEST_ID.set(call.request_id)
     call.heard(house, rpc, context)
     CALLER.set(logs.CALLER.get() or address_of(context.peer()))

@@ -123,7 +123,7 @@ class Limits:
         asked: parameters of one ModelInfer.
     """
 
-    pixels: int = 25_000_000
+    pixels: int = 16_777_216
     side: int = 16_384
     rows: int = 16_384
     chunk: int = 64

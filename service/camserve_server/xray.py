@@ -7,7 +7,7 @@ bytes -> wire (check) -> images (decode, in a thread) -> batcher -> engine (meas
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,13 +66,14 @@ async def inspect(
 
 
 async def features(
-    pipeline: Pipeline, request: explain_pb2.ExtractFeaturesRequest, *, deadline: float = math.inf
+    pipeline: Pipeline, request: explain_pb2.ExtractFeaturesRequest, unsent: ExitStack, *, deadline: float = math.inf
 ) -> explain_pb2.ExtractFeaturesResponse:
     """Return channels of a layer, ranked.
 
     Args:
         pipeline: what the request goes through.
         request: as it came.
+        unsent: to be closed when the reply is sent: releases its memory.
         deadline: on the event loop's clock.
 
     Raises:
@@ -82,6 +83,7 @@ async def features(
     colours = _colours(order.colormap)
     pass_ = Pass(order.model.key, "features", order.model.preprocess.size, (order.layer,))
     async with _looking(pipeline, order, pass_, deadline) as look:
+        await pipeline.answering(_kept_of(order), unsent)
         began = time.perf_counter()
         channels, picture = await in_thread(pipeline.threads, _drawn, order, look, colours)
         seconds = look.seconds(time.perf_counter() - began)

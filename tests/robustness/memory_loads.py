@@ -15,7 +15,7 @@ from robustness import tree
 from support import PHOTOS
 
 MIB = 2**20
-MESSAGE = 16 * MIB - 2**16  # bytes of an image in a message that is nearly as large as one may be
+MESSAGE = 8 * MIB - 2**16  # bytes of an image in a message that is nearly as large as one may be
 CALLS = 100  # at once: as many as one connection may have
 PHOTO = PHOTOS["rocket"].read_bytes()
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -175,8 +175,8 @@ EARLY = [
 ]
 """The layers of efficientnet_lite0 with the largest feature maps: 32 and 96 channels of 112 x 112."""
 TARGETS = [explain_pb2.Target(class_index=number) for number in range(16)]
-LARGEST = photo_of(4990, 4990)
-PROGRESSIVE = photo_of(4990, 4990, cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_JPEG_SAMPLING_FACTOR, 0x111111)
+LARGEST = photo_of(4095, 4095)
+PROGRESSIVE = photo_of(4095, 4095, cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_JPEG_SAMPLING_FACTOR, 0x111111)
 PNG = explain_pb2.IMAGE_FORMAT_PNG
 
 
@@ -194,7 +194,7 @@ def copied(name, copies):
 
 def similar():
     """A request whose targets are images of their own."""
-    image = photo_of(1200, 1200)
+    image = photo_of(960, 960)
     return explaining(targets=[explain_pb2.Target(similarity=explain_pb2.Similarity(image=image)) for _ in range(16)])
 
 
@@ -227,11 +227,13 @@ LOADS = {
     ),
     "layers measured": lambda caller: caller.send(explain_pb2.InspectLayersRequest(image=PHOTO), 16),
     "channels": lambda caller: caller.send(extracting("blocks.1.0.conv_pw"), CALLS),
-    "photos of 25 megapixels": lambda caller: caller.send(explaining(image=LARGEST), 4),
-    "progressive photos of 25 megapixels": lambda caller: caller.send(explaining(image=PROGRESSIVE), 4),
-    "PNG of 25 megapixels": lambda caller: caller.send(explaining(image=LARGEST, overlay=PNG), 4),
+    "photos of 16 megapixels": lambda caller: caller.send(explaining(image=LARGEST), 4),
+    "progressive photos of 16 megapixels": lambda caller: caller.send(explaining(image=PROGRESSIVE), 4),
+    "PNG of 16 megapixels": lambda caller: caller.send(explaining(image=LARGEST, overlay=PNG), 4),
     "64 maps of 3 megapixels": lambda caller: caller.send(of_everything(), 8),
-    "64 maps of 3 megapixels as PNG": lambda caller: caller.send(of_everything(overlay=PNG), 4),
+    "16 maps of 3 megapixels as PNG": lambda caller: caller.send(
+        explaining(image=photo_of(1700, 1800), targets=TARGETS, overlay=PNG), 8
+    ),
     "targets that are images": lambda caller: caller.send(similar(), 8),
     "large messages": lambda caller: caller.send(explaining(image=padded(PHOTO)), 50),
     "large messages of one stream": lambda caller: caller.stream(explaining(image=padded(PHOTO)), 32),
@@ -240,6 +242,6 @@ LOADS = {
     "tensors of 32 streams": lambda caller: caller.stream_infer(inferring(8), 1, 32),
     "large photos in large messages": lambda caller: caller.send(explaining(image=padded(LARGEST)), 16),
     "smoothgrad of large photos": lambda caller: caller.send(
-        explaining(method("smoothgrad", samples=64), image=padded(LARGEST), overlay=PNG), 8
+        explaining(method("smoothgrad", samples=16), image=padded(LARGEST), overlay=PNG), 8
     ),
 }

@@ -72,6 +72,8 @@ def of_a_request():
         ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
         ("bytes of its pictures", mib(pipeline.PICTURES), "", pictures),
         ("memory to decode and draw in, of all", mib(pipeline.EASEL), "", "the others wait"),
+        ("memory of replies that are not sent yet, of all", mib(pipeline.REPLIES), "", "the others are not drawn yet"),
+        ("of these, of one caller", mib(pipeline.CALLERS_REPLIES), "", "the others are not drawn yet"),
         ("decoded photos held, of all", mib(pipeline.SHELF), "", "the others are decoded again"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),

@@ -12,7 +12,7 @@ from robustness.memory_loads import LOADS, MIB, Caller, Meter, explaining
 MOST = 400 * MIB
 BOUNDED = {
     *("forward passes", "overlays", "saliency", "smoothgrad", "vargrad", "fullgrad", "rise", "occlusion"),
-    *("photos of 25 megapixels", "large messages", "large messages of one stream"),
+    *("photos of 16 megapixels", "large messages", "large messages of one stream"),
 }
 OPEN = pytest.mark.xfail(run=False, reason="takes more than 400 MiB, or did in some runs: SECURITY.md, Memory")
 

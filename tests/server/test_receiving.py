@@ -25,16 +25,17 @@ class Call:
     Args:
         receiving: what gives turns.
         caller: whose call it is.
+        connection: that it came through.
         received: whether its message is there.
     """
 
-    def __init__(self, receiving, caller="a", *, received=True):
+    def __init__(self, receiving, caller="a", connection="1", *, received=True):
         self.receives, self._go_on = asyncio.Event(), asyncio.Event()
-        self._task = asyncio.ensure_future(self._run(receiving, caller, received))
+        self._task = asyncio.ensure_future(self._run(receiving, caller, connection, received))
 
-    async def _run(self, receiving, caller, received):
+    async def _run(self, receiving, caller, connection, received):
         CALLER.set(caller)
-        async with receiving.turn(lambda: received):
+        async with receiving.turn(connection, lambda: received):
             self.receives.set()
             await self._go_on.wait()
 
@@ -95,6 +96,21 @@ async def test_turn_of_a_call_whose_message_does_not_come_lapses_and_one_that_ha
         assert await receiving_now([later]) == [False]
         for call in (whole, stuck, waiting, later):
             await call.end()
+        assert receiving._gates == {}
+
+
+async def test_connection_whose_messages_never_come_holds_up_another_one_of_its_caller_only_once():
+    with StoppedClock() as clock:
+        receiving = Receiving(2)
+        stuck = [Call(receiving, received=False) for _ in range(20)]
+        newcomer = Call(receiving, connection="2")
+        before = await receiving_now([newcomer])
+        clock.advance(floods.LAPSE)
+
+        assert before == [False]
+        assert await receiving_now([newcomer]) == [True]
+        for call in (*stuck, newcomer):
+            await call.cancel()
         assert receiving._gates == {}
 
 

@@ -7,6 +7,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
+from camserve_server import process
 from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
     Turn,
@@ -49,8 +50,15 @@ _Seen: TypeAlias = tuple[Turn, list[Grids]]
 TOGETHER = 16
 """Rows that methods are computed for at once, where there are as many; more would only take memory."""
 
-TOGETHER_BYTES = 32 * 2**20
+TOGETHER_BYTES = 8 * 2**20
 """Bytes of activations and gradients at which no more rows are gathered."""
+
+LARGE = 8 * 2**20
+"""Bytes of activations and gradients of a row, after which freed memory goes back to the system on a CPU.
+
+So large blocks, between small ones that stay, leave a heap in pieces: 16 targets on four layers of 1.6 MB took 215 MiB,
+of which half was free.
+"""
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
@@ -64,6 +72,10 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
         seen = ((turn, [see(model.info, captures, name, turn.units) for name in pass_.layers]) for turn in turns)
         for some in _together(seen):
             results |= _results(some, rows)
+            large = _bytes_of(some) >= LARGE * sum(len(turn.rows) for turn, _ in some)
+            some.clear()
+            if large and model.info.device == "cpu":
+                process.give_back()
     return in_order(results)
 
 
@@ -86,12 +98,16 @@ def _together(seen: Iterable[_Seen]) -> Iterator[list[_Seen]]:
     some: list[_Seen] = []
     for one in seen:
         some.append(one)
-        taken = sum(2 * grid.activations.nbytes for _, grids in some for grid in grids)
-        if taken >= TOGETHER_BYTES or sum(len(turn.rows) for turn, _ in some) >= TOGETHER:
+        if _bytes_of(some) >= TOGETHER_BYTES or sum(len(turn.rows) for turn, _ in some) >= TOGETHER:
             yield some
             some = []
     if some:
         yield some
+
+
+def _bytes_of(seen: Sequence[_Seen]) -> int:
+    """Return how many bytes of activations and gradients some backward passes showed."""
+    return sum(2 * grid.activations.nbytes for _, grids in seen for grid in grids)
 
 
 def _results(seen: Sequence[_Seen], rows: Sequence[Row]) -> dict[int, RowResult]:

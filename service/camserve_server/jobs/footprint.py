@@ -1,8 +1,8 @@
 """How much memory a batch takes on a CPU, estimated from the shapes of a model's layers.
 
 Measured against what the process grows by for each input, in MiB, measured / estimated: efficientnet_lite0 forward
-13 to 22 / 19, saliency 78 / 81, Grad-CAM on its first layer 78 / 91, on its first eight 88 / 105, FullGrad 165 / 167,
-ShapleyCAM on its first layer 186 / 239; resnet50 forward 8 / 12, Grad-CAM on its first layer 93 / 99.
+13 to 25 / 23, saliency 78 / 81, Grad-CAM on one early layer 104 / 92, on four for 16 targets 137 / 130, FullGrad
+165 / 167, ShapleyCAM on the first layer 186 / 239; resnet50 forward 8 / 15, Grad-CAM on its first layer 93 / 112.
 """
 
 import math
@@ -12,9 +12,10 @@ from itertools import accumulate
 from camserve_server.types import ModelInfo, Pass
 
 FLOAT = 4  # bytes
-AT_ONCE = 4  # outputs of the largest layer that a forward pass holds: three, and what the allocator keeps between
+AT_ONCE = 5  # outputs of the largest layer that a forward pass holds, with what the allocator keeps between them
 KEPT = 0.85  # of what all layers give, so much is kept for a backward pass
 BIASES = 1.75  # of the same, in a pass that has the gradient at every bias too
+HELD = 8  # copies of what the layers of a pass give: the maps and their gradients, and what methods make of both
 TWICE = 2.5  # of the same, to differentiate twice
 
 
@@ -52,4 +53,4 @@ class Footprint:
             return max(self.forward, round(self.layers * (BIASES if pass_.kind == "bias" else KEPT)))
         behind = max(self.behind.get(name, 0) for name in pass_.layers)
         kept = behind * (TWICE if pass_.kind == "curvature" else KEPT)
-        return max(self.forward, round(kept)) + 2 * sum(self.outputs.get(name, 0) for name in pass_.layers)
+        return max(self.forward, round(kept)) + HELD * sum(self.outputs.get(name, 0) for name in pass_.layers)

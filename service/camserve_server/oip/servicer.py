@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any
 
@@ -207,8 +208,9 @@ async def _explained(
     del images  # the questions have copies
 
     async def explain(place: int, question: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
-        with fields_named(place, len(questions)):
-            return await pipeline.explain(question, deadline=deadline, wait=wait)
+        # Memory is released before the reply is sent: a later message of a stream waits for an earlier one's reply.
+        with fields_named(place, len(questions)), ExitStack() as unsent:
+            return await pipeline.explain(question, unsent, deadline=deadline, wait=wait)
 
     explaining = [asyncio.ensure_future(explain(place, question)) for place, question in enumerate(questions)]
     try:

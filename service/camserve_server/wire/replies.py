@@ -85,19 +85,21 @@ def explain_response(
     Args:
         order: the request.
         logits: what the model said; see `jobs.Outcome`.
-        answers: in the order of the request.
+        answers: in the order of the request; taken from the list one by one, as pictures and messages take much memory.
         size: height and width of the photo.
         seen: the part of the photo that the model saw.
         seconds: where the time went.
     """
     told = Told(order.job.model, logits, seen)
-    return explain_pb2.ExplainResponse(
+    response = explain_pb2.ExplainResponse(
         model=order.job.model.name,
         predictions=told.predictions(order.predictions),
-        explanations=[_explanation(told, answer) for answer in answers],
         photo=photo_of(size, seen),
         timing=timing_of(seconds),
     )
+    while answers:
+        response.explanations.append(_explanation(told, answers.pop(0)))
+    return response
 
 
 def photo_of(size: tuple[int, int], seen: Box) -> explain_pb2.Photo:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from camserve_server.workers.local import Local
 
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
+LARGE = 8 * 2**20  # bytes of a reply, after which freed memory goes back to the system: there were copies of it
 
 
 class _Child:
@@ -83,6 +84,10 @@ class _Child:
         except BaseException:  # noqa: BLE001 -- a model may call sys.exit
             failure = Internal("the model tried to end the server")
         self._send(packed(Reply(ask.number, error=failure)) if failure else message)
+        size = len(message)
+        del message
+        if size > LARGE:
+            process.give_back()
         self._worked = time.monotonic()
         return failure is None
 
