@@ -15,7 +15,7 @@ BASE ?= origin/main
 
 MINUTES ?= 10
 
-.PHONY: setup node demo test test-slow test-processors .methods .small .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow test-memory test-processors .methods .small .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -73,7 +73,7 @@ test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones, with cov
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 
-RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python -m coverage run -m pytest -m "not slow"
+RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python -m coverage run -m pytest -m "not slow and not search"
 
 .methods:
 	@OMP_NUM_THREADS=1 $(RUN) $(METHODS) >$@.log 2>&1
@@ -88,6 +88,9 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python -m coverage run -m pytest -m "not sl
 
 test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
 	$(BIN)/python -m pytest -m slow
+
+test-memory: setup  ## every load of the search for the most memory that one caller can take: some eight minutes
+	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py
 
 test-processors: setup  ## the parity and capture tests as on other processors; ALL=1 for all of tests/methods
 	PYTHON=$(BIN)/python tests/other_processors.sh $(if $(ALL),all)

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import resource
+import time
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -14,6 +15,8 @@ log = logging.getLogger(__name__)
 OWN_FILES = 256  # libraries, logs, sockets of its own
 MOST_KEPT = 2**28  # freed bytes that an engine keeps
 SERVER_KEEPS = 2**26  # freed bytes that a server keeps if its engines are separate processes
+PIECES = 2**25  # bytes by which either may grow beyond that
+PAUSE = 1.0  # seconds after which a process that has grown too much returns them again
 IDLE = 5.0  # seconds after its last batch until an engine returns them to the kernel
 
 # Name in the environment, and number in malloc.h.
@@ -40,6 +43,30 @@ def give_back() -> None:
     """Return all freed memory that glibc keeps to the kernel."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Heap:
+    """The heap of a process, which keeps what is used again, and gives back what a mixture of work has left in pieces.
+
+    Args:
+        most: bytes that the process may have beyond those that it has at rest.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.rest()
+
+    def rest(self) -> None:
+        """Give back what is free. What is left, the process has at rest."""
+        give_back()
+        self._at_rest, self._given_back = resident(), time.monotonic()
+
+    def check(self) -> None:
+        """Give back what is free if the process has grown too much; at most once a second, for it may be in use."""
+        now = time.monotonic()
+        if now - self._given_back >= PAUSE and resident() > self._at_rest + self._most:
+            self._given_back = now
+            give_back()
 
 
 def keep_objects() -> None:

@@ -305,6 +305,7 @@ async def serve_until_signal(settings: Settings) -> int:
         The exit code: 0 after a clean stop; 1 if the stop was cut short or accepted calls were not answered.
     """
     stop, loop, warm = Stop(), asyncio.get_running_loop(), asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
     process.allow_files(settings.max_connections)
     if settings.isolation == "process":  # batches run in other processes: here memory is only for photos and messages
         process.keep_memory(process.SERVER_KEEPS)
@@ -313,6 +314,8 @@ async def serve_until_signal(settings: Settings) -> int:
 
     def ready(_port: int, _pipeline: Pipeline) -> None:
         process.keep_objects()
+        if settings.isolation == "process":
+            tasks.append(loop.create_task(_checked(process.Heap(process.SERVER_KEEPS + process.PIECES))))
         warm.set()
 
     serving = asyncio.ensure_future(serve(settings, stop, ready))
@@ -330,6 +333,12 @@ async def serve_until_signal(settings: Settings) -> int:
     if any(thread.name == LOADING for thread in threading.enumerate()):
         os._exit(stop.code)  # a model that nobody waits for any more
     return stop.code
+
+
+async def _checked(heap: process.Heap) -> None:
+    while True:
+        await asyncio.sleep(process.PAUSE)
+        await asyncio.to_thread(heap.check)
 
 
 @contextmanager

@@ -51,6 +51,21 @@ del batch
 print(most - before, resident() - before)
 """
 
+PIECES = """
+import sys
+import numpy as np
+from camserve_server import process
+
+process.keep_memory()
+process.PAUSE = 0
+heap = process.Heap(int(sys.argv[1]) * 2**20)
+before = process.resident()
+blocks = [(np.ones(2**18, np.float32), np.ones(2**9, np.float32)) for _ in range(100)]  # 1 MiB each, and a small one
+blocks[:60] = [small for _, small in blocks[:60]]
+heap.check()
+print((process.resident() - before) // 2**20)
+"""
+
 COLLECT = """
 import gc, weakref
 from camserve_server import process
@@ -84,6 +99,14 @@ def test_what_a_large_batch_took_is_given_back_but_for_a_bound():
 
     assert most > 850
     assert left <= 512 + 16
+
+
+@glibc
+def test_free_memory_between_small_blocks_is_given_back_once_a_process_has_grown_by_more_than_its_bound():
+    (beyond,), (within,) = said(PIECES, "64"), said(PIECES, "128")
+
+    assert int(beyond) <= 48
+    assert int(within) >= 96
 
 
 @pytest.fixture

@@ -36,8 +36,10 @@ class _Child:
         self._sending = threading.Lock()
         self._batches: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._ready = False
+        self._under_way: set[int] = set()  # numbers of requests
         self._worked = 0.0  # when the last request ended; 0 once its memory was given back
         self._measured: Local | None = None
+        self._heap = process.Heap(process.MOST_KEPT + process.PIECES)
 
     def work(self) -> None:
         """Work until the server is gone."""
@@ -75,6 +77,7 @@ class _Child:
         """Do what is asked, and say what came of it; return whether it went well."""
         message = b""
         failure: Exception | None = None
+        self._under_way.add(ask.number)
         try:
             message = packed(Reply(ask.number, getattr(engine, ask.what)(*ask.arguments)))
         except (ServiceError, ConfigError) as error:
@@ -86,17 +89,22 @@ class _Child:
         self._send(packed(Reply(ask.number, error=failure)) if failure else message)
         size = len(message)
         del message
-        if size > LARGE:
+        if ask.what == "load":
+            self._heap.rest()
+        elif size > LARGE:
             process.give_back()
+        else:
+            self._heap.check()
         self._worked = time.monotonic()
+        self._under_way.discard(ask.number)
         return failure is None
 
     def _beat(self) -> None:
         while True:
             self._send(packed(Beat(self._ready, self._measured.memory() if self._measured else None)))
-            if self._worked and time.monotonic() - self._worked > process.IDLE:
+            if self._worked and not self._under_way and time.monotonic() - self._worked > process.IDLE:
                 self._worked = 0.0
-                process.give_back()
+                self._heap.rest()
             time.sleep(BEAT)
 
     def _send(self, message: bytes) -> None:
