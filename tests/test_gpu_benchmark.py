@@ -37,6 +37,7 @@ def run(monkeypatch, *words):
     program.main()
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_is_written_as_it_is_found(monkeypatch, tmp_path, capsys):
     run(monkeypatch, "--device", "cpu", "--quick", "--out", str(tmp_path / "found.md"))
     kept = json.loads((tmp_path / "found.json").read_text())

@@ -38,8 +38,8 @@ def delimited(number, content):
 
 
 def methods():
-    """16 MiB of methods without a name."""
-    return delimited(3, b"") * (8 * MIB - 8)
+    """8 MiB of methods without a name."""
+    return delimited(3, b"") * (4 * MIB - 8)
 
 
 def numbers(count):
@@ -49,16 +49,16 @@ def numbers(count):
 
 BOMBS = {
     "methods": (EXPLAIN, methods),
-    "methods of an evaluation": (EVALUATE, lambda: delimited(1, methods()[: 15 * MIB])),
-    "targets": (EXPLAIN, lambda: delimited(4, delimited(3, b"")) * 4 * MIB),
-    "layers": (EXPLAIN, lambda: delimited(6, b"") * 8 * MIB),
-    "parameters": (EXPLAIN, lambda: delimited(3, delimited(2, b"") * 7 * MIB)),
-    "tensors": (INFER, lambda: delimited(5, b"") * 8 * MIB),
-    "numbers": (INFER, lambda: numbers(15 * MIB)),
-    "fields that are not known": (LIST, lambda: delimited(9, b"") * 8 * MIB),
-    "health": (HEALTH, lambda: b"\x10\x00" * 8 * MIB),
+    "methods of an evaluation": (EVALUATE, lambda: delimited(1, methods()[: 7 * MIB])),
+    "targets": (EXPLAIN, lambda: delimited(4, delimited(3, b"")) * 2 * MIB),
+    "layers": (EXPLAIN, lambda: delimited(6, b"") * 4 * MIB),
+    "parameters": (EXPLAIN, lambda: delimited(3, delimited(2, b"") * 3 * MIB)),
+    "tensors": (INFER, lambda: delimited(5, b"") * 4 * MIB),
+    "numbers": (INFER, lambda: numbers(7 * MIB)),
+    "fields that are not known": (LIST, lambda: delimited(9, b"") * 4 * MIB),
+    "health": (HEALTH, lambda: b"\x10\x00" * 4 * MIB),
 }
-"""Messages of 16 MiB, or slightly less, and messages of 16 kB that are packed by gzip."""
+"""Messages of 8 MiB, or slightly less, which gzip packs into 8 kB."""
 
 
 def peak(server):
@@ -111,7 +111,7 @@ def test_many_such_messages_at_once_leave_the_servers_memory_unchanged():
     """Sixteen of each took 7 GiB and 3 GiB."""
     model = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
     with process((model,), "--threads", "1") as server, grpc.insecure_channel(server.address) as line:
-        bombs = (EXPLAIN, methods()), (INFER, numbers(6 * MIB))
+        bombs = (EXPLAIN, methods()), (INFER, numbers(3 * MIB))
         refused(line, *bombs[0])
         before = peak(server)
         with ThreadPoolExecutor(32) as callers:

@@ -1058,9 +1058,9 @@ def layered(**sizes):
     ("kind", "layers", "inputs"),
     [
         ("score", (), 8),
-        ("cam", ("layer16",), 8),  # nothing after it is kept
+        ("cam", ("layer16",), 3),  # nothing after it is kept; of its own maps there are eight copies
         ("saliency", (), 3),  # nearly all that 16 layers of 16 KiB give
-        ("cam", ("layer1",), 3),
+        ("cam", ("layer1",), 2),
         ("bias", (), 1),
         ("curvature", ("layer1",), 1),
     ],

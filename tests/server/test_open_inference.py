@@ -627,6 +627,9 @@ def test_a_server_that_is_not_warm_is_live_and_not_ready():
         def set_trailing_metadata(self, _trailers):
             pass
 
+        def add_done_callback(self, _callback):
+            pass
+
     async def ask():
         asked = oip.InferenceServicer(House(1), lambda: False, 0)
         live = await asked.ServerLive(inference_pb2.ServerLiveRequest(), Context())

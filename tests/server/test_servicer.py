@@ -266,7 +266,7 @@ async def test_more_explanations_than_the_limit_are_refused_before_they_cost_any
 
 async def test_more_pixels_to_draw_than_the_limit_are_refused_before_they_cost_a_row(running):
     packed = io.BytesIO()
-    Image.new("L", (5000, 4000)).save(packed, "PNG")
+    Image.new("L", (4000, 4000)).save(packed, "PNG")
     both = {"overlay": explain_pb2.IMAGE_FORMAT_PNG, "heatmap_image": explain_pb2.IMAGE_FORMAT_PNG}
     asks = {"image": packed.getvalue(), "top_k": 5, "methods": [explain_pb2.Method(name="gradcam")] * 2}
     error = await refused(running.explain(request(rendering=explain_pb2.Rendering(**both), **asks)))
@@ -274,9 +274,9 @@ async def test_more_pixels_to_draw_than_the_limit_are_refused_before_they_cost_a
     small = await running.explain(request(rendering=explain_pb2.Rendering(**both, max_side=500), **asks))
 
     assert error.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "400 million pixels, and 200 is the limit: set max_side" in error.message
+    assert "320 million pixels, and 200 is the limit: set max_side" in error.message
     assert rows == 0
-    assert (small.explanations[9].overlay.width, small.explanations[9].overlay.height) == (500, 400)
+    assert (small.explanations[9].overlay.width, small.explanations[9].overlay.height) == (500, 500)
 
 
 def explode(*_args, **_options):

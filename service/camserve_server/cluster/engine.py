@@ -4,8 +4,8 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +38,16 @@ class _Context:
         caller: who called.
         trailers: metadata of the reply.
         replies: of a stream; None after the last.
+        done: closed when the call has ended.
     """
 
     caller: Caller
     trailers: tuple[tuple[str, str | bytes], ...] = ()
     replies: asyncio.Queue[explain_pb2.ExplainStreamResponse | None] = field(default_factory=asyncio.Queue)
+    done: ExitStack = field(default_factory=ExitStack)
+
+    def add_done_callback(self, callback: Callable[["_Context"], None]) -> None:
+        self.done.callback(callback, self)
 
     def time_remaining(self) -> None:
         """Return nothing: Ray cancels a call whose caller is gone, and does not say when that will be."""
@@ -104,10 +109,11 @@ class Engine:
         """
         context = _Context(caller)
         method = next(getattr(one, rpc) for one in self._servicers if rpc in type(one).__dict__)
-        try:
-            return Answer(await method(request, context), (*context.trailers, (ENGINE, NAME)))
-        except Aborted as ended:
-            return ended.answer
+        with context.done:
+            try:
+                return Answer(await method(request, context), (*context.trailers, (ENGINE, NAME)))
+            except Aborted as ended:
+                return ended.answer
 
     async def told(
         self, item: explain_pb2.ExplainStreamRequest, caller: Caller
@@ -126,6 +132,7 @@ class Engine:
             await answering
         finally:
             answering.cancel()
+            context.done.close()
 
     async def one(self, item: explain_pb2.ExplainStreamRequest, caller: Caller) -> explain_pb2.ExplainStreamResponse:
         """Answer one request of a stream."""
