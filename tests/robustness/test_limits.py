@@ -128,7 +128,8 @@ def test_security_md_states_the_memory_limits_of_the_code():
     queue = SETTINGS.max_queue_rows * batcher.PLACE
     bounds = (
         f"messages {mib(parsing.MESSAGES)}; inputs, masks and maps {mib(queue)}; decoded photos {mib(pipeline.SHELF)}; "
-        f"what is being decoded and drawn {mib(pipeline.EASEL)}; replies {mib(pipeline.REPLIES)}; batches on a CPU {SETTINGS.max_batch_mib} MiB"
+        f"what is being decoded and drawn {mib(pipeline.EASEL)}; replies {mib(pipeline.REPLIES)}; "
+        f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
     receiving = f"at most {parsing.RECEIVED} calls and {parsing.RECEIVED} streams receive a message"
     text = " ".join(SECURITY.split())
