@@ -89,7 +89,7 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python -m coverage run -m pytest -m "not sl
 test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
 	$(BIN)/python -m pytest -m slow
 
-test-memory: setup  ## every load of the search for the most memory that one caller can take: some eight minutes
+test-memory: setup  ## every load of the search for the most memory that one caller can take: some fifteen minutes
 	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py
 
 test-processors: setup  ## the parity and capture tests as on other processors; ALL=1 for all of tests/methods

@@ -58,6 +58,7 @@ class Connection:
 
     def __init__(self, host, port, settings=b""):
         self.socket = socket.create_connection((host, int(port)), 10)
+        self.socket.settimeout(None)  # a server that says nothing has not closed it
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
         self.streams, self.open, self.statuses = itertools.count(1, 2), True, 0
         self.listener = threading.Thread(target=self._listen, daemon=True)

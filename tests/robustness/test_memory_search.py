@@ -10,10 +10,7 @@ from robustness import memory_loads, tree
 from robustness.memory_loads import LOADS, MIB, Caller, Meter, explaining
 
 MOST = 400 * MIB
-SLOW = {
-    *("forward passes", "overlays", "layers measured", "progressive photos of 16 megapixels"),
-    *("64 maps of 3 megapixels", "large messages", "tensors"),
-}
+SLOW = {"forward passes", "layers measured", "64 maps of 3 megapixels", "large messages"}
 """Those that every run of the slow tests tries; `make test-memory` tries all."""
 
 
@@ -24,30 +21,28 @@ def used(process):
     time.sleep(IDLE + 1)
 
 
-@pytest.fixture(scope="module")
-def metered():
-    """A server, and what measures it."""
+@pytest.fixture
+def server():
     with serving(()) as process:
         used(process)
-        yield process, Meter(process.pid)
+        yield process
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "load", [pytest.param(load, marks=pytest.mark.slow if load in SLOW else pytest.mark.search) for load in LOADS]
 )
-def test_heavy_load_of_one_caller_takes_at_most_400_mib(metered, load):
-    process, meter = metered
+def test_heavy_load_of_one_caller_takes_at_most_400_mib(server, load):
+    meter = Meter(server.pid)
     meter.start()
-    with Caller(process.address) as caller:
+    with Caller(server.address) as caller:
         outcomes = LOADS[load](caller)
     grown = meter.grown() / MIB
-    time.sleep(IDLE + 1)  # until the engine is at rest again
 
     assert set(outcomes) <= {"OK", "RESOURCE_EXHAUSTED"}
     assert outcomes["OK"] > 0
     assert grown <= MOST / MIB
-    assert meter.processes() == tree.pids(process.pid)
+    assert meter.processes() == tree.pids(server.pid)
 
 
 @pytest.mark.slow
