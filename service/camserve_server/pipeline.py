@@ -201,8 +201,13 @@ class Pipeline:
                 explained = await self._answered(asked.order, work, deadline, unsent)
         return wire.evaluate_response(asked, explained, readings)
 
-    async def answering(self, size: int, unsent: ExitStack) -> None:
-        """Wait for memory for a reply of so many bytes, and hold it until `unsent` is closed."""
+    async def reserve_reply(self, size: int, unsent: ExitStack) -> None:
+        """Reserve memory for a reply and its copies; wait until there is enough.
+
+        Args:
+            size: bytes of the reply.
+            unsent: to be closed when the reply is sent: releases the memory.
+        """
         unsent.callback(await self.replies.hold(min(COPIES * size, CALLERS_REPLIES), wait=True))
 
     async def _answered(
@@ -235,7 +240,7 @@ class Pipeline:
                 return response
 
             wants = order.rendering
-            await self.answering(_size_of_reply(order, view, outcome.findings), unsent)
+            await self.reserve_reply(_size_of_reply(order, view, outcome.findings), unsent)
             if not (wants.pictures or wants.intensity):
                 return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
             async with self.easel.admit(min(_memory_to_draw(order, view), EASEL), wait=True):

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 OWN_FILES = 256  # libraries, logs, sockets of its own
 MOST_KEPT = 2**28  # freed bytes that an engine keeps
 SERVER_KEEPS = 2**26  # freed bytes that a server keeps if its engines are separate processes
-PIECES = 2**25  # bytes by which either may grow beyond that
-PAUSE = 1.0  # seconds after which a process that has grown too much returns them again
+PIECES = 2**25  # bytes by which either may grow beyond that, before freed memory is returned
+PAUSE = 1.0  # seconds at least between two such returns
 IDLE = 5.0  # seconds after its last batch until an engine returns them to the kernel
 
 # Name in the environment, and number in malloc.h.
@@ -46,7 +46,7 @@ def give_back() -> None:
 
 
 class Heap:
-    """The heap of a process, which keeps what is used again, and gives back what a mixture of work has left in pieces.
+    """Returns freed memory to the system when a process has grown: a mixture of work leaves its heap fragmented.
 
     Args:
         most: bytes that the process may have beyond those that it has at rest.

@@ -83,7 +83,7 @@ async def features(
     colours = _colours(order.colormap)
     pass_ = Pass(order.model.key, "features", order.model.preprocess.size, (order.layer,))
     async with _looking(pipeline, order, pass_, deadline) as look:
-        await pipeline.answering(_kept_of(order), unsent)
+        await pipeline.reserve_reply(_kept_of(order), unsent)
         began = time.perf_counter()
         channels, picture = await in_thread(pipeline.threads, _drawn, order, look, colours)
         seconds = look.seconds(time.perf_counter() - began)

@@ -155,7 +155,7 @@ def encoded(kind, **more):
 
 
 def unread(served, count):
-    """Send a request so many times at once, and read nothing of the replies: PNGs of 300 x 200."""
+    """Send `count` requests at once over a connection that never reads a reply. Each reply has a PNG of 300 x 200."""
     request = explain_pb2.ExplainRequest(image=encoded("JPEG"), rendering=DRAWN)
     connection = Connection(*served.address.split(":"), settings=NO_WINDOW)
     for _ in range(count):

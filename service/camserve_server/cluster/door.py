@@ -42,7 +42,7 @@ class Door:
     """
 
     def __init__(
-        self, engine: Any, refusals: Mapping[type[Exception], str], longest: int = 16 * 2**20, in_flight: int = 32
+        self, engine: Any, refusals: Mapping[type[Exception], str], longest: int = 8 * 2**20, in_flight: int = 32
     ) -> None:
         self._engine, self._refusals = engine, refusals
         self._longest, self._in_flight = longest, in_flight
