@@ -56,8 +56,8 @@ TOGETHER_BYTES = 8 * 2**20
 LARGE = 8 * 2**20
 """Bytes of activations and gradients of a row, after which freed memory goes back to the system on a CPU.
 
-Blocks of this size, freed between small blocks that stay in use, leave the heap fragmented: 16 targets on four layers of
-1.6 MB each took 215 MiB, half of it free.
+Blocks of this size, freed between small blocks that stay in use, leave the heap fragmented: 16 targets on four layers
+of 1.6 MB each took 215 MiB, half of it free.
 """
 
 
