@@ -12,9 +12,9 @@ import functools
 import ipaddress
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import unquote
@@ -158,8 +158,7 @@ class Admission:
         self._waiting: Counter[str] = Counter()
         self._asked: dict[str, float] = {}  # the latest last
 
-    @asynccontextmanager
-    async def admit(self, places: int, *, wait: bool) -> AsyncIterator[None]:
+    def admit(self, places: int, *, wait: bool) -> "Stay":
         """Hold room inside the block.
 
         Args:
@@ -169,11 +168,7 @@ class Admission:
         Raises:
             Exception: the refusal.
         """
-        release = await self.hold(places, wait=wait)
-        try:
-            yield
-        finally:
-            release()
+        return Stay(self, places, wait=wait)
 
     async def hold(self, places: int, *, wait: bool) -> Callable[[], None]:
         """Take room; return the function that releases it, which must be called exactly once.
@@ -295,3 +290,22 @@ class Admission:
         """Return whose turn it is: of those who wait and may have more, the one that has least."""
         may = [one for one, line in self._lines.items() if self._within(one, line[0].places, share)]
         return min(may, key=lambda one: self._held[one], default=None)
+
+
+class Stay:
+    """Room that is held inside a block; see `Admission.admit`.
+
+    Args:
+        admission: to the room.
+        places: how much.
+        wait: for it, even without a right to it.
+    """
+
+    def __init__(self, admission: Admission, places: int, *, wait: bool) -> None:
+        self._admission, self._places, self._wait = admission, places, wait
+
+    async def __aenter__(self) -> None:
+        self._release = await self._admission.hold(self._places, wait=self._wait)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._release()

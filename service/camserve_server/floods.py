@@ -5,8 +5,8 @@ A call that was opened, and whose message never comes, costs little; but gRPC it
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, TypeAlias, cast
 
 import grpc
@@ -87,41 +87,55 @@ class Receiving:
         self._most = most
         self._gates: dict[str, _Gate] = {}
 
-    @asynccontextmanager
-    async def turn(self, connection: str, received: Callable[[], bool]) -> AsyncIterator[None]:
-        """Hold the right to receive a message inside the block.
+    def turn(self, connection: str) -> "Turn":
+        """Hold the right to receive a message of the current caller inside a block.
 
         Args:
             connection: that the message comes through.
-            received: says whether the message is there; until then the turn may lapse.
         """
         caller = CALLER.get()
         gate = self._gates.setdefault(caller, _Gate(self._most))
-        turn = _Turn(connection, received)
-        try:
-            await gate.enter(turn)
-            yield
-        finally:
-            gate.leave(turn)
-            if not (gate.held or gate.lines) and self._gates.get(caller) is gate:
-                del self._gates[caller]
+        return Turn(connection, gate, partial(self._left, caller, gate))
+
+    def _left(self, caller: str, gate: "_Gate") -> None:
+        if not (gate.held or gate.lines) and self._gates.get(caller) is gate:
+            del self._gates[caller]
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    """A call that receives a message, or waits to.
+class Turn:
+    """The right to receive a message, held inside a block; see `Receiving.turn`.
 
     Attributes:
-        connection: of the call.
-        received: says whether it has the message.
-        since: when it got its turn.
-        come: set when it gets its turn.
+        connection: that the message comes through.
+        gate: of its caller.
+        left: called when the block was left.
+        received: whether the message is there; until then the turn may lapse.
+        since: when it was got.
+        come: set when it is got.
     """
 
     connection: str
-    received: Callable[[], bool]
+    gate: "_Gate"
+    left: Callable[[], None]
+    received: bool = False
     since: float = 0.0
     come: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.gate.enter(self)
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self.gate.leave(self)
+        self.left()
 
 
 @dataclass(slots=True, eq=False)
@@ -129,12 +143,12 @@ class _Gate:
     """The calls of one caller: those that receive, the longest first, and by connection those that wait to."""
 
     most: int
-    held: dict[_Turn, None] = field(default_factory=dict)
-    lines: dict[str, dict[_Turn, None]] = field(default_factory=dict)
+    held: dict[Turn, None] = field(default_factory=dict)
+    lines: dict[str, dict[Turn, None]] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)  # of the connections
     timer: asyncio.TimerHandle | None = None  # one for all who wait: there may be many of them
 
-    async def enter(self, turn: _Turn) -> None:
+    async def enter(self, turn: Turn) -> None:
         """Take a turn, or wait for one."""
         if len(self.held) < self.most and not self.lines:
             self._begin(turn)
@@ -143,7 +157,7 @@ class _Gate:
         self._watch()
         await turn.come.wait()
 
-    def leave(self, turn: _Turn) -> None:
+    def leave(self, turn: Turn) -> None:
         """Give a turn back, or stop waiting for one; then let those in who wait."""
         self.held.pop(turn, None)
         self._out_of_line(turn)
@@ -152,13 +166,13 @@ class _Gate:
             self._out_of_line(following)
             self._begin(following)
 
-    def _out_of_line(self, turn: _Turn) -> None:
+    def _out_of_line(self, turn: Turn) -> None:
         line = self.lines.get(turn.connection, {})
         line.pop(turn, None)
         if not line:
             self.lines.pop(turn.connection, None)
 
-    def _begin(self, turn: _Turn) -> None:
+    def _begin(self, turn: Turn) -> None:
         turn.since = asyncio.get_running_loop().time()
         self.held[turn] = None
         self.turns.took(turn.connection)
@@ -172,7 +186,7 @@ class _Gate:
         """Take the turns away from calls whose message does not come, as long as others wait."""
         self.timer = None
         late = asyncio.get_running_loop().time() - LAPSE
-        for turn in [one for one in self.held if one.since <= late and not one.received()]:
+        for turn in [one for one in self.held if one.since <= late and not one.received]:
             self.leave(turn)
         self._watch()
 

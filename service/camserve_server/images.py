@@ -103,7 +103,7 @@ def pixels_of(data: bytes, limits: Limits) -> int:
 def memory_to_decode(data: bytes) -> int:
     """Return how many bytes of memory it takes to decode a file, by its header; 0 if the header cannot be read.
 
-    Unlike `pixels_of` it takes no time, however many parts a file has.
+    Unlike `pixels_of` it looks at nothing behind the header, so the event loop may call it with any file.
     """
     try:
         kind = _kind(data)
@@ -124,6 +124,8 @@ def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:
     kind = _kind(data)
     size = _size(kind, data)
     _check_size(size, limits)
+    if kind == "JPEG":
+        _check_scans(data)
     _check_exif(kind, data)
     return kind, size
 
@@ -245,7 +247,6 @@ def _uint24(data: bytes, at: int) -> int:
 def _jpeg_size(data: bytes) -> Size:
     _, frame = _frame(data)
     height, width = struct.unpack_from(">HH", data, frame + 3)
-    _check_scans(data)
     return height, width
 
 

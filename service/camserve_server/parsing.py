@@ -163,10 +163,9 @@ class _Parsing:
     async def _received_alone(self, requests: AsyncIterator[bytes], context: Context) -> tuple[Any, Release]:
         """Return the only message of a call and the function that releases its memory, or end the call."""
         try:
-            come = False
-            async with self._alone.turn(context.peer(), lambda: come):
+            async with self._alone.turn(context.peer()) as turn:
                 data = [await only(_messages(requests, context), self._house.idle)]
-                come = True
+                turn.received = True
                 return await self._parsed(data.pop())
         except ServiceError as error:
             refused = error.with_traceback(None)  # its frames hold the message
@@ -197,10 +196,9 @@ class _Parsing:
 
     async def _next(self, requests: AsyncIterator[bytes], context: Context, held: set[Release]) -> Received[Any] | None:
         """Return the next message of a stream, or None at its end; add what releases its memory to `held`."""
-        come = False
-        async with self._streamed.turn(context.peer(), lambda: come):
+        async with self._streamed.turn(context.peer()) as turn:
             data = [await anext(requests, None)]
-            come = True
+            turn.received = True
             if data[0] is None:
                 return None
             message, release = await self._parsed(cast("bytes", data.pop()))

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeAlias, TypeVar
 
 from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server import images, jobs, render, wire
-from camserve_server.admission import Admission, FairThreads, Shelf
+from camserve_server.admission import Admission, FairThreads, Shelf, Stay
 from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
@@ -249,11 +249,9 @@ class Pipeline:
                 record.stage("render", computed, clock())
             return response
 
-    @asynccontextmanager
-    async def decoding(self, data: bytes) -> AsyncIterator[None]:
+    def decoding(self, data: bytes) -> Stay:
         """Hold room for decoding a photo inside the block."""
-        async with self.easel.admit(min(images.memory_to_decode(data), EASEL), wait=True):
-            yield
+        return self.easel.admit(min(images.memory_to_decode(data), EASEL), wait=True)
 
     def _heard(self, request: explain_pb2.ExplainRequest) -> None:
         """Note what is asked, as far as it names what there is: the rest is the caller's words."""

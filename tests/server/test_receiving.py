@@ -35,7 +35,8 @@ class Call:
 
     async def _run(self, receiving, caller, connection, received):
         CALLER.set(caller)
-        async with receiving.turn(connection, lambda: received):
+        async with receiving.turn(connection) as turn:
+            turn.received = received
             self.receives.set()
             await self._go_on.wait()
 

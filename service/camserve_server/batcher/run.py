@@ -18,14 +18,13 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self, TypeAlias
 
 from camserve_server import logs
-from camserve_server.admission import Admission
+from camserve_server.admission import Admission, Stay
 from camserve_server.batcher.capacity import Capacity, RowKind
 from camserve_server.batcher.queue import Collect, Place, Queue, Stats, Ticket
 from camserve_server.errors import (
@@ -189,8 +188,7 @@ class Batcher:
         """Rows that wait for a batch."""
         return sum(ticket.waiting for ticket in self._queue)
 
-    @asynccontextmanager
-    async def admit(self, rows: int, *, size: int = 0, wait: bool = False) -> AsyncIterator[None]:
+    def admit(self, rows: int, *, size: int = 0, wait: bool = False) -> Stay:
         """Hold room for so many rows inside the block.
 
         Args:
@@ -207,8 +205,7 @@ class Batcher:
         if rows > self.limit:
             raise InvalidArgument(f"the request costs {rows} rows, and {self.limit} is the limit")
         places = min(max(rows, -(-size // PLACE)), self.limit)
-        async with self._door.admit(places, wait=wait):
-            yield
+        return self._door.admit(places, wait=wait)
 
     def _refused(self, words: str) -> ResourceExhausted:
         self.stats.refused += 1
