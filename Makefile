@@ -66,14 +66,13 @@ METHODS := tests/methods
 WHOLE := tests/e2e tests/robustness
 PARTS := methods small whole
 
-test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones, with coverage
-	$(BIN)/python -m coverage erase
+test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones; COVERAGE=1 also measures what they cover
+	$(if $(COVERAGE),$(BIN)/python -m coverage erase)
 	$(MAKE) --no-print-directory -k -j3 $(PARTS:%=.%); code=$$?; \
 	  cat .methods.log .small.log; $(BIN)/python tests/skipped.py $(PARTS:%=.skipped.%); rm .methods.log .small.log; exit $$code
-	$(BIN)/python -m coverage combine -q
-	$(BIN)/python -m coverage report
+	$(if $(COVERAGE),$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report)
 
-RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python -m coverage run -m pytest -m "not slow and not search"
+RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest -m "not slow and not search"
 
 .methods:
 	@OMP_NUM_THREADS=1 $(RUN) $(METHODS) >$@.log 2>&1

@@ -53,6 +53,7 @@ def test_the_engine_is_timed_beside_a_plain_forward_pass():
     assert all(float(speeds[name]) > 0 for name in (engine.PLAIN_LAST, engine.OURS, engine.OURS_HALF))
 
 
+@pytest.mark.slow
 def test_a_server_is_loaded_below_and_beyond_its_capacity():
     part = served.measure(TINY, say=quietly)
 

@@ -106,6 +106,7 @@ def test_the_source_distribution_holds_what_it_takes_to_build_test_and_try_it(bu
     assert not any("__pycache__" in name or name.startswith((".venv", "out/")) for name in names)
 
 
+@pytest.mark.slow
 def test_without_extras_the_client_imports_and_torch_is_not_even_installed(installed):
     code = """
 import sys, importlib.util as find, camserve
@@ -123,6 +124,7 @@ with camserve.Client("localhost:1"):
     assert (found.returncode, found.stdout, found.stderr) == (0, "works\n", "")
 
 
+@pytest.mark.slow
 def test_without_extras_the_clients_command_line_works(installed):
     helped = run(installed / "camserve", "--help", cwd=installed)
     version = run(installed / "camserve", "--version", cwd=installed)
@@ -136,6 +138,7 @@ def test_without_extras_the_clients_command_line_works(installed):
     assert alone.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["serve"], ["--help"], []])
 def test_without_extras_the_server_says_which_one_is_missing(installed, arguments):
     found = run(installed / "camserve-server", *arguments, cwd=installed)

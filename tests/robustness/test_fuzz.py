@@ -1,6 +1,6 @@
 """What chance makes of images and messages: answered, or refused as what it is, with no harm done.
 
-Mutants of images and of messages go through a whole server, 300 of each, or in the slow tests 5,000, and those that are
+Mutants of images and of messages go through a whole server, 150 of each, or in the slow tests 5,000, and those that are
 kept in `corpus`. Beside that chance looks at the two edges themselves, where requests are read and where images are
 decoded.
 """
@@ -25,12 +25,12 @@ from support import serving
 
 COUNT = 5000
 EDGE = settings(
-    max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 SMALL = Limits(pixels=100_000, side=2000)
 
 
-FEW = 300
+FEW = 150
 SENT = [FEW, pytest.param(COUNT, marks=pytest.mark.slow)]
 
 
@@ -79,7 +79,7 @@ def test_decoder_that_raises_or_leaks_is_detected(told):
 
 def test_a_decoder_that_crashes_is_seen():
     with pytest.raises(AssertionError):
-        watched.run("fuzz_them", 300, 0, "crash")
+        watched.run("fuzz_them", 60, 0, "crash")
 
 
 def test_the_corpus_is_small():

@@ -22,13 +22,19 @@ def net():
 EXPLAIN = ("explain", "photo.png", "-o", "out", "--resume", "--device", "cpu")
 
 
+@pytest.fixture(scope="module")
+def names():
+    """Every name that Python or camserve might import."""
+    installed = [name for name in importlib.metadata.packages_distributions() if name.isidentifier()]
+    return {*sys.stdlib_module_names, *installed, *NEVER_INSTALLED}
+
+
 @pytest.fixture
-def folder(tmp_path):
-    """A folder with a photo, and a module for each name that Python or camserve might import."""
+def folder(tmp_path, names):
+    """A folder with a photo, and a module of each of those names."""
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     (tmp_path / "small.toml").write_text(f'models = "{SMALL}"\ndevice = "cpu"')
-    installed = [name for name in importlib.metadata.packages_distributions() if name.isidentifier()]
-    for name in {*sys.stdlib_module_names, *installed, *NEVER_INSTALLED}:
+    for name in names:
         (tmp_path / f"{name}.py").write_text(LEAVES_ITS_NAME.format(mark=str(tmp_path / "it ran")))
     return tmp_path
 

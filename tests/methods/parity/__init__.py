@@ -31,7 +31,7 @@ MODELS = {
     "vgg16": ("torchvision:vgg16?weights=none&size=96", "features.29", ("astronaut",)),
     "convnext_tiny": ("torchvision:convnext_tiny?weights=none&size=160", None, ("rocket",)),
     "swin_t": ("torchvision:swin_t?weights=none", None, ("china",)),
-    "vit_b_16": ("torchvision:vit_b_16?weights=none", None, ("flower",)),
+    "vit_b_16": ("torchvision:vit_b_16?weights=none&size=96", None, ("flower",)),
     "resnet18, biases drawn": ("drawn=methods.parity.made:resnet18?size=96", "layer4", ("flower",)),
 }
 """By name: the model, seeded where it has no weights; the layer, None for its default; the photos."""

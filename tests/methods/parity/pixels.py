@@ -1,6 +1,5 @@
 """Parity of the methods that look at the input: its gradients, and what becomes of the score when it is edited."""
 
-import copy
 import warnings
 from unittest.mock import patch
 
@@ -9,12 +8,13 @@ import torchcam.methods
 from captum import attr
 from torch import nn
 
-from methods.parity import Case, library
+from methods.parity import Case, library, unfrozen
 from methods.tools import call
 
 CAPTUM, TORCHCAM = library("captum"), library("torchcam")
 
 RANDOM = ("resnet50", "densenet121", "vgg16")
+SMALL = "resnet18, biases drawn"  # for methods of many passes
 SEED = {"samples": 6, "seed": 3}
 
 
@@ -22,7 +22,7 @@ def attributed(peer, fold, *, plain_relus=False, **options):
     """Captum's attribution [3,H,W] of the subject's class, folded into a map."""
 
     def theirs(subject):
-        module = copy.deepcopy(subject.theirs)
+        module = unfrozen(subject.theirs)
         for one in module.modules():
             if plain_relus and isinstance(one, nn.ReLU):
                 one.inplace = False  # captum sets hooks on them
@@ -104,12 +104,12 @@ CASES = [
             attributed(attr.IntegratedGradients, total, n_steps=8, internal_batch_size=9),
             parameters={"steps": 8, "quadrature": "gauss-legendre"},
         )
-        for model in ("densenet121", "vgg16")
+        for model in ("densenet121", SMALL)
     ),
     *(
         Case(
             name,
-            "vgg16",
+            SMALL,
             f"{CAPTUM} NoiseTunnel({kind})",
             tunnel(kind, 0.15),
             parameters={**SEED, "noise": 0.15},
@@ -129,7 +129,7 @@ CASES = [
     ),
     Case(
         "occlusion",
-        "densenet121",
+        SMALL,
         f"{CAPTUM} Occlusion",
         attributed(
             attr.Occlusion,
@@ -142,14 +142,14 @@ CASES = [
     ),
     Case(
         "kernel_shap",
-        "densenet121",
+        SMALL,
         f"{CAPTUM} KernelShap",
         shapley,
         parameters={"samples": 40, "cells": 4},
     ),
     Case(
         "scorecam",
-        "resnet18, biases drawn",
+        SMALL,
         f"{TORCHCAM} ScoreCAM",
         scorecam,
         least=0.999,
