@@ -424,7 +424,11 @@ def test_a_model_that_changes_its_input_in_place_can_be_explained(plant):
         ("timm:vit_tiny_patch16_224?weights=none", "blocks.11.norm1", Layout("tokens", 14, 14, 1)),
         ("timm:swin_tiny_patch4_window7_224?weights=none", "norm", Layout("nhwc", 7, 7)),
         ("timm:vit_small_patch16_dinov3?weights=none&classes=5", None, Layout("tokens", 16, 16, 5)),
-        ("torchvision:vit_b_16?weights=none&size=64", "encoder.layers.encoder_layer_11.ln_1", Layout("tokens", 4, 4, 1)),
+        (
+            "torchvision:vit_b_16?weights=none&size=64",
+            "encoder.layers.encoder_layer_11.ln_1",
+            Layout("tokens", 4, 4, 1),
+        ),
     ],
 )
 def test_the_default_layer_is_the_last_one_with_a_grid_and_a_gradient(text, layer, layout):

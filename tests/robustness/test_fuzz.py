@@ -79,7 +79,7 @@ def test_decoder_that_raises_or_leaks_is_detected(told):
 
 def test_a_decoder_that_crashes_is_seen():
     with pytest.raises(AssertionError):
-        watched.run("fuzz_them", 60, 0, "crash")
+        watched.run("fuzz_them", 100, 0, "crash")
 
 
 def test_the_corpus_is_small():
