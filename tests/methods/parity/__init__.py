@@ -96,7 +96,7 @@ class Subject:
         """What the model gets, [1,3,H,W], in the oracles' precision."""
         exact = inputs(self.model, self.image)
         if self.rounded:
-            up = torch.rand(exact.shape, generator=torch.Generator().manual_seed(self.rounded)) < 0.5  # noqa: PLR2004
+            up = torch.rand(exact.shape, generator=torch.Generator().manual_seed(self.rounded)) < 0.5
             exact = torch.where(up, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf)))
         return exact.to(next(self.theirs.parameters()).dtype)
 
@@ -227,13 +227,13 @@ class Case:
         """Measure the distances on one photo."""
         truth, ours = np.asarray(self.theirs(subject.exact), np.float64), self._ours(subject)
         found = Distances(gap(ours, self._turned(ours, truth)), 0)
-        for plain in self._plain(subject):
+        for plain in self.plain(subject):
             found = replace(found, plain=max(found.plain, gap(plain, self._turned(plain, truth))))
             if found.ratio <= 1:
                 break
         return found
 
-    def _plain(self, subject):
+    def plain(self, subject):
         """Run the oracle in plain float32: as it is, without oneDNN's kernels, and with the input rounded otherwise.
 
         Where a map amplifies rounding, one run may be close to the truth by chance.
