@@ -30,8 +30,9 @@ same oracle in float64. An error is the largest difference from the truth, as a 
 
 The limit for camserve is {FACTOR} × the oracle's own error + {FLOOR:.0e}. No absolute limit would do: float32 rounds
 differently on every processor, and some maps amplify it. Where a value is close to the zero of a ReLU, rounding decides
-whether a gradient passes, in camserve and in the oracle alike. Where camserve is beyond the limit, the oracle runs once
-more without oneDNN's kernels and the larger of its two errors counts, because one run can be accurate by chance.
+whether a gradient passes, in camserve and in the oracle alike. Where camserve is beyond the limit, the oracle runs up
+to four times more and the largest of its errors counts, because one run can be accurate by chance: once without
+oneDNN's kernels, and three times with every number of the input rounded up or down by one unit in the last place.
 
 The numbers are from the photo on which camserve comes closest to its limit, and from one processor. Where the oracle is
 documented to compute something else, the cell has Pearson's *correlation* instead, and the section below says why.
