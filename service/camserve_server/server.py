@@ -41,7 +41,13 @@ from camserve_server.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
-QUIET, LONGEST_QUIET = 0.1, 1.0  # seconds without a new call before a draining server closes its port
+TURN, QUIET = 0.01, 10
+"""A draining server closes its port after so many looks, seconds apart, at which no new call had come.
+
+Looks are counted, not time: a process that the machine did not run for a while has calls waiting that it has not seen.
+"""
+LONGEST_QUIET = 1.0
+"""Seconds that it looks at most."""
 
 SERVICES = (
     "",
@@ -245,10 +251,13 @@ async def _finished(house: House, seconds: float) -> None:
     clock = asyncio.get_running_loop().time
     late = clock() + seconds
     while house.active and clock() < late:  # noqa: ASYNC110 -- once in a life, not worth an event on every call
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(TURN)
     late = min(late, clock() + LONGEST_QUIET)
-    while clock() < min(late, house.arrived + QUIET):  # noqa: ASYNC110 -- as above
-        await asyncio.sleep(0.01)
+    quiet = 0
+    while quiet < QUIET and clock() < late:
+        arrived = house.arrived
+        await asyncio.sleep(TURN)
+        quiet = quiet + 1 if house.arrived == arrived else 0
 
 
 def _build(

@@ -77,7 +77,7 @@ class House:
         pipeline: None until the models are warm.
         draining: set when the server stops.
         active: calls under way.
-        arrived: when the last call came, on the event loop's clock.
+        arrived: calls that came so far.
         telemetry: what is told of each request, if anything is.
         names: that spans have, by those of the RPCs.
     """
@@ -87,7 +87,7 @@ class House:
     pipeline: Pipeline | None = None
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     active: int = 0
-    arrived: float = 0.0
+    arrived: int = 0
     telemetry: Telemetry | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ class House:
     @contextmanager
     def visited(self) -> Iterator[None]:
         """Count a call as under way inside the block."""
-        self.arrived = asyncio.get_running_loop().time()
+        self.arrived += 1
         self.active += 1
         try:
             yield

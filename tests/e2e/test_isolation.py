@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import camserve
+from rounding import check_same
 from support import rows_waiting, serving, wait_until
 
-MOODY = '''
+CODE = '''
 import torch
 from torch import nn
 
@@ -27,15 +28,16 @@ class Moody(nn.Module):
             raise RuntimeError("a white image")
         return self.head(self.features(x).mean((2, 3)))
 '''
+MOODY = "moody=moody_nets:Moody?size=64"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moody")
-    (folder / "moody_nets.py").write_text(MOODY)
+    (folder / "moody_nets.py").write_text(CODE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        with serving(models=("moody=moody_nets:Moody?size=64",), max_batch_rows=8) as one:
+        with serving(models=(MOODY,), max_batch_rows=8) as one:
             yield one
 
 
@@ -62,4 +64,4 @@ def test_one_bad_row_in_a_batch_of_eight_fails_alone_in_the_real_engine(served, 
             assert isinstance(outcome, camserve.Internal)
             assert "white" not in str(outcome)
         else:
-            assert np.abs(outcome.heatmap - alone[number]).max() <= 1e-5 * np.abs(alone[number]).max()
+            check_same(outcome.heatmap, alone[number], MOODY)

@@ -1,5 +1,6 @@
 """A server that is told to stop loses nothing that it accepted, and is gone in time."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 
 import camserve
+from camserve_server import server
+from camserve_server.servicer import House
 from support import children, wait_until
 
 # Imports what a server imports, once; then becomes one server after the other, each a process of its own.
@@ -220,6 +223,25 @@ def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stop
     assert set(crowd.outcomes) <= {"OK", "Unavailable", "Internal"}
     assert crowd.outcomes.count("Internal") <= 1  # a request may be alone when its worker is killed
     assert server.calls().count("OK") == crowd.outcomes.count("OK")
+
+
+async def test_calls_that_came_while_the_machine_ran_something_else_are_seen_before_the_port_is_closed():
+    """The event loop stands still, as on a busy machine; a call that came meanwhile is handed over a little later."""
+    loop, house, seen = asyncio.get_running_loop(), House(1), []
+
+    def arrive():
+        seen.append("call")
+        house.arrived += 1
+
+    def stand_still():
+        time.sleep(0.3)
+        loop.call_later(0.02, arrive)
+
+    loop.call_later(0.05, stand_still)
+    await server._finished(house, 60)
+    seen.append("finished")
+
+    assert seen == ["call", "finished"]
 
 
 def test_server_that_stops_with_calls_unanswered_exits_with_1(nursery, tmp_path):

@@ -13,6 +13,7 @@ from PIL import Image
 import camserve
 from camserve_server.errors import OutOfMemory
 from robustness import hygiene, soaked, tree
+from rounding import check_same
 from support import give_back_memory, rows_waiting, serving, wait_until
 
 FAILS = {
@@ -20,12 +21,13 @@ FAILS = {
     "raising hook": camserve.Internal,
     "bad layer": camserve.CamserveError,
 }
+POISONED = "poisoned=robustness.soaked:poisoned?size=32"
 ASKED = {"overlay": None, "targets": 2}
 
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=("poisoned=robustness.soaked:poisoned?size=32",), threads=1, max_batch_rows=8) as one:
+    with serving(models=(POISONED,), threads=1, max_batch_rows=8) as one:
         yield one
 
 
@@ -73,7 +75,7 @@ def test_seven_neighbours_of_a_poisoned_row_are_right(colour, position, served, 
     else:
         assert own.verdict == "NON_FINITE"
     for number in {*range(8)} - {position}:
-        assert np.abs(outcomes[number].heatmap - alone[number]).max() <= 1e-5 * np.abs(alone[number]).max()
+        check_same(outcomes[number].heatmap, alone[number], POISONED)
 
 
 def png(image):

@@ -4,13 +4,13 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
 import camserve
 from camserve_server import hardware
 from camserve_server.errors import ConfigError
+from rounding import check_same
 from support import PHOTOS, serving
 
 NET = "torchvision:resnet18?weights=none&size=64"
@@ -70,8 +70,7 @@ def test_both_engines_are_used_and_either_gives_the_answers_of_one(client, engin
     assert sum(map(sum, noted)) == 24
     assert all(noted)
     for result, expected in zip(found, alone * 4, strict=True):
-        heatmap = result.explanations[0].heatmap
-        assert np.abs(heatmap - expected).max() <= 1e-5 * np.abs(expected).max()
+        check_same(result.explanations[0].heatmap, expected, NET)
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
@@ -102,7 +101,7 @@ def test_a_long_methods_answer_is_the_same_whichever_engine_ran_which_part(clien
     found = [ask(client, IMAGES[0], methods=camserve.Method("integrated_gradients", {"steps": 24})) for _ in range(2)]
     maps = [one.explanations[0].heatmap for one in found]
 
-    assert np.abs(maps[0] - maps[1]).max() <= 1e-5 * np.abs(maps[1]).max()
+    check_same(*maps, NET, "integrated_gradients", steps=24)
     assert found[0].explanations[0].completeness_error < 0.2
 
 

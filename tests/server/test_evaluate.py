@@ -4,7 +4,6 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 import camserve
@@ -12,6 +11,7 @@ from camserve.v1 import evaluate_pb2
 from camserve_server import wire
 from camserve_server.metrics import METRICS
 from camserve_server.types import Limits
+from rounding import check_same
 from support import PHOTOS, serving, wait_until
 
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -46,7 +46,7 @@ def test_maps_are_judged_side_by_side(client):
     assert all(math.isfinite(each.value) for each in found.readings)
     assert found.explained.request_id
     for judged, alone in zip(found.explained.explanations, explained.explanations, strict=True):
-        np.testing.assert_allclose(judged.heatmap, alone.heatmap, atol=1e-5 * np.abs(alone.heatmap).max())
+        check_same(judged.heatmap, alone.heatmap, SMALL, judged.method)
     assert found.plot().width > 700
 
 
@@ -130,7 +130,7 @@ def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client
         readings = [one.result().readings[0] for one in judging]
 
     for heatmap in maps:
-        np.testing.assert_allclose(heatmap, alone, atol=1e-5 * np.abs(alone).max())
+        check_same(heatmap, alone, SMALL)
     assert readings[0].curves[0].y != readings[1].curves[0].y
     assert len(client.models()) == len(served.pipeline.models) == 1
 
