@@ -55,6 +55,7 @@ _MAX_SEGMENTS = 4096
 
 # What a picture is made of. Beside it stand animation, texts and profiles, which libpng inflates for nobody.
 _PICTURE = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf"))
+_ONCE = frozenset((b"tRNS", b"eXIf"))  # libpng ignores another one, with a line of warning each
 _MAX_CHUNKS = 1 << 16
 # Each of 65,535 entries may be a text of all of it, and OpenCV copies them all. In a JPEG there is no room for more.
 _MAX_EXIF = 1 << 16
@@ -277,7 +278,7 @@ def _check_scans(data: bytes) -> None:
 
 
 def _picture(data: bytes, size: Size, limits: Limits) -> bytes:
-    """Leave the chunks out of a PNG that are not its picture, and refuse one that inflates to more than that.
+    """Leave out the chunks of a PNG that are not its picture or are ignored; refuse one that inflates to more than it.
 
     libpng goes on inflating behind the last row: for 16 MB that are sent, a minute.
     """
@@ -289,9 +290,15 @@ def _picture(data: bytes, size: Size, limits: Limits) -> bytes:
     # the largest photo that is accepted inflates to, with four channels of 16 bits.
     if length > most + _SLICE or (length * _DEFLATES > 8 * limits.pixels and _inflates_to_more(data, rows, most)):
         raise _broken("PNG")
-    if all(kind in _PICTURE for kind, _, _ in chunks):
+    first = {kind: start for kind, start, _ in reversed(chunks)}
+    kept = [
+        (start, stop)
+        for kind, start, stop in chunks
+        if kind in _PICTURE and (kind not in _ONCE or start == first[kind])
+    ]
+    if len(kept) == len(chunks):
         return data
-    return data[:8] + b"".join(data[start:stop] for kind, start, stop in chunks if kind in _PICTURE)
+    return data[:8] + b"".join(data[start:stop] for start, stop in kept)
 
 
 def _most_inflated(data: bytes, size: Size) -> int:

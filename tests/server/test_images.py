@@ -286,6 +286,19 @@ def test_texts_and_profiles_in_a_png_are_not_inflated(capfd, work):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("kind", "content"), [(b"tRNS", bytes(6)), (b"eXIf", b"II*\0\x08\0\0\0\0\0")])
+def test_a_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, work):
+    """libpng ignores the others, with a line of warning for each."""
+    file = KINDS["rgb"]
+    at = file.find(b"IDAT") - 4
+    chunk = struct.pack(">I4s", len(content), kind) + content + struct.pack(">I", zlib.crc32(kind + content))
+    once = file[:at] + chunk + file[at:]
+
+    assert np.array_equal(images.decode(file[:at] + chunk * 1000 + file[at:], LIMITS), images.decode(once, LIMITS))
+    assert work.decoded == [once, once]
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(("side", "rows"), [(64, 1 << 26), (1000, 1 << 28), (2000, 1 << 24)])
 def test_a_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work):
     file, stream = png_header(side, side), zlib.compressobj(9)
