@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -10,6 +14,7 @@ import pytest
 
 import camserve
 from camserve import _errors
+from support import wait_in_loop_until
 
 
 class Foreign(grpc.RpcError):
@@ -62,6 +67,45 @@ def test_an_error_survives_pickling() -> None:
 
 def test_a_message_is_there_even_if_the_server_sent_none() -> None:
     assert str(translated("DATA_LOSS", None, None)) == "data loss [request sent]"
+
+
+async def test_a_call_that_comes_as_the_server_stops_ends_with_unavailable() -> None:
+    """gRPC's server cancels calls that it has received and not handed over; a client that retries sends them again."""
+
+    async def answer(_request: bytes, _context: object) -> bytes:
+        return b""
+
+    server = grpc.aio.server()
+    handlers = {"Check": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    together = threading.Barrier(9)
+
+    def ask() -> str:
+        with camserve.Client(f"127.0.0.1:{port}", retries=0) as client:
+            client.health()
+            together.wait()
+            try:
+                client.health()
+            except camserve.CamserveError as error:
+                return type(error).__name__
+            return "OK"
+
+    with ThreadPoolExecutor(8) as threads:
+        asked = [asyncio.get_running_loop().run_in_executor(threads, ask) for _ in range(8)]
+        await wait_in_loop_until(lambda: together.n_waiting == 8)
+        together.wait()
+        time.sleep(0.3)  # noqa: ASYNC251 -- calls arrive, and the event loop takes none of them
+        await server.stop(1)
+        outcomes = await asyncio.gather(*asked)
+
+    assert set(outcomes) <= {"OK", "Unavailable"}
+
+
+def test_a_call_that_is_cancelled_on_this_side_ends_with_cancelled() -> None:
+    assert type(translated("CANCELLED", "Channel closed!")) is camserve.Cancelled
+    assert type(translated("CANCELLED", "CANCELLED")) is camserve.Unavailable
 
 
 @pytest.mark.parametrize("packed", [b"\xff\xff", "text", b""])

@@ -40,6 +40,9 @@ NEVER = -1.0
 
 # What grpc.aio says in place of the server's status: https://github.com/grpc/grpc/issues/36066
 _LOST = "Internal error from Core"
+# What gRPC's server says to a call that arrives as it stops, and that it has not handed over: nothing was done for it.
+# What is cancelled on this side has other words, as "Channel closed!".
+_NOT_TAKEN = grpc.StatusCode.CANCELLED, "CANCELLED"
 
 
 class CamserveError(Exception):
@@ -215,6 +218,8 @@ def _translated(error: grpc.RpcError, address: str, request_id: str) -> Camserve
     own = _text(trailers.get(REQUEST_ID)) or request_id
     if error.details() == _LOST:
         return StatusLost("the stream broke", request_id=own)
+    if (error.code(), error.details()) == _NOT_TAKEN:
+        return Unavailable(f"the server at {address} stopped before it took the request", request_id=own)
     details = Details(said.request_id or own, said.fields, _seconds(trailers.get(PUSHBACK_TRAILER)))
     return make(error.code(), _readable(error.details() or "", address), details)
 
