@@ -14,8 +14,9 @@ OPEN_INFERENCE := camserve_server/oip/v2/inference.proto
 BASE ?= origin/main
 
 MINUTES ?= 10
+TIMES ?= 3
 
-.PHONY: setup node demo test test-slow test-memory test-processors .methods .small .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow test-memory test-processors test-busy .methods .small .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -93,6 +94,10 @@ test-memory: setup  ## every load of the search for the most memory that one cal
 
 test-processors: setup  ## the parity and capture tests as on other processors; ALL=1 for all of tests/methods
 	PYTHON=$(BIN)/python tests/other_processors.sh $(if $(ALL),all)
+
+test-busy: setup  ## make test TIMES=3 times in a row, beside a program that takes a full core
+	@$(BIN)/python -c "while True: pass" & busy=$$!; trap "kill $$busy" EXIT; trap "exit 1" INT TERM; \
+	  for number in $$(seq $(TIMES)); do $(MAKE) --no-print-directory test || exit 1; done
 
 $(RAY_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY_VENV)
