@@ -42,12 +42,12 @@ from camserve_server.types import ModelInfo
 log = logging.getLogger(__name__)
 
 TURN, QUIET = 0.01, 10
-"""A draining server closes its port after so many looks, seconds apart, at which no new call had come.
+"""A draining server checks for new calls every `TURN` seconds, and closes its port after `QUIET` checks without one.
 
-Looks are counted, not time: a process that the machine did not run for a while has calls waiting that it has not seen.
+It counts checks and not seconds: if the machine did not run the process for a while, calls wait that it has not seen.
 """
 LONGEST_QUIET = 1.0
-"""Seconds that it looks at most."""
+"""Seconds after which it closes its port even if calls still come."""
 
 SERVICES = (
     "",

@@ -35,5 +35,5 @@ def counting(served):
 
 
 async def well(_):
-    """The server's own explanations, of which there is one every ten seconds without a request, are nobody's cost."""
+    """Stand in for the explanation that a server makes for itself after ten seconds without a request."""
     return True

@@ -40,8 +40,8 @@ NEVER = -1.0
 
 # What grpc.aio says in place of the server's status: https://github.com/grpc/grpc/issues/36066
 _LOST = "Internal error from Core"
-# What gRPC's server says to a call that arrives as it stops, and that it has not handed over: nothing was done for it.
-# What is cancelled on this side has other words, as "Channel closed!".
+# When a gRPC server stops, it cancels the calls that it has received but not yet passed to a handler; no work was done
+# for them. A call that the client cancels has other details, such as "Channel closed!".
 _NOT_TAKEN = grpc.StatusCode.CANCELLED, "CANCELLED"
 
 
