@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from camserve_server import access, config, hardware, models
+from camserve_server import access, config, devices, models
 from camserve_server.config import Settings
 from camserve_server.errors import ConfigError
 from camserve_server.methods import add_plugins
@@ -109,7 +109,7 @@ def _faults_of_all(settings: Settings) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"model_folder = {settings.model_folder}: there is no such folder")
 
     looks: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("device", lambda: hardware.devices_named(settings.device)),
+        ("device", lambda: devices.devices_named(settings.device)),
         ("address", lambda: access.check(settings.model_copy(update={"metrics_address": None}))),
         ("metrics_address", lambda: access.check(settings.model_copy(update={"address": LOCAL}))),
         ("tls_cert" if settings.tls_cert else "tls_key", lambda: access.credentials(settings)),
@@ -126,7 +126,7 @@ def _faults_of_all(settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _faults_of_loading(file: _File, settings: Settings, loaded: Told) -> list[Fault]:
     found = []
-    device = hardware.devices_named(settings.device)[0]
+    device = devices.devices_named(settings.device)[0]
     for text in settings.models:
         try:
             loaded(_loaded(models.parse(text), device))

@@ -21,8 +21,9 @@ import torch
 
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
+from camserve_server.devices import devices_named
 from camserve_server.errors import ConfigError, Internal
-from camserve_server.hardware import cores, devices_named, memory_limit
+from camserve_server.hardware import cores, memory_limit
 from camserve_server.models import ModelSpec
 from camserve_server.registry import Registry
 from camserve_server.targets import anything

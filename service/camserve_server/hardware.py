@@ -1,14 +1,9 @@
-"""What this machine has: cores, memory and devices."""
+"""What this machine has: cores and memory."""
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-
-from camserve_server.errors import ConfigError
 
 CGROUPS = Path("/sys/fs/cgroup")
 GROUPS_OF_THIS = Path("/proc/self/cgroup")
@@ -46,23 +41,3 @@ def _limits_of(group: str) -> Iterator[int]:
             yield int((folder / name).read_text(encoding="ascii"))
         if folder == root:
             return
-
-
-def devices_named(names: str) -> list[str]:
-    """Return the devices that a setting means, one for each engine.
-
-    Raises:
-        ConfigError: one is not there.
-    """
-    if names == "auto":
-        return ["cuda:0" if torch.cuda.is_available() else "cpu"]
-    return [device for name in names.split(",") for device in _devices_of(name.strip())]
-
-
-def _devices_of(name: str) -> list[str]:
-    there = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ConfigError(f'device "{name}": there are cpu, cuda, cuda:N and auto, or some of them with commas between')
-    if name != "cpu" and (name not in there if ":" in name else not there):
-        raise ConfigError(f'device "{name}": torch sees {len(there)} CUDA devices here')
-    return there if name == "cuda" else [name]

@@ -18,6 +18,9 @@ Map: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 """A part of an image, bool [h,w]."""
 
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""Names of torch's dtypes that a model may compute in."""
+
 Kind: TypeAlias = Literal[
     "score",
     "cam",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import camserve
-from camserve_server import hardware
+from camserve_server import devices, hardware
 from camserve_server.errors import ConfigError
 from rounding import check_same
 from support import PHOTOS, serving
@@ -127,23 +127,23 @@ def test_devices_are_named_one_by_one_or_all_at_once(monkeypatch, names, found):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    assert hardware.devices_named(names) == found
+    assert devices.devices_named(names) == found
 
 
 @pytest.mark.parametrize("names", ["cuda:2", "cpu,gpu", "cuda:0,", "", "cuda:00"])
 def test_a_device_that_is_not_there_is_an_error_that_names_it(monkeypatch, names):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=f'device "{names.rpartition(",")[2]}"'):
-        hardware.devices_named(names)
+        devices.devices_named(names)
 
 
 def test_without_a_gpu_cuda_is_an_error_and_auto_is_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
-    assert hardware.devices_named("auto") == ["cpu"]
+    assert devices.devices_named("auto") == ["cpu"]
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices"):
-        hardware.devices_named("cuda")
+        devices.devices_named("cuda")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ has, so that many methods and targets of one image share all that they can.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
+from camserve_server.devices import device_of
 from camserve_server.engine import attention, bias, cam, saliency, score, xray
 from camserve_server.engine.inputs import normalise, viewed
 from camserve_server.errors import OutOfMemory
@@ -38,12 +36,13 @@ class Engine:
     Args:
         models: by name, all on one device; no other engine may have the same. More may come, and some go, meanwhile.
         device: that they are on; if not given, that of the first.
-        beside: whether other engines may work on that device at the same time.
+        beside: whether other engines may work on that device at the same time: it then has a stream of its own.
     """
 
     def __init__(self, models: Mapping[str, LoadedModel], *, device: str = "", beside: bool = False) -> None:
         self._models = models
-        self._place = _place(device or next(iter(models.values())).info.device, beside=beside)
+        self._device = device_of(device or next(iter(models.values())).info.device)
+        self._context = self._device.context(own_stream=beside)
 
     def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
         """Run one batch.
@@ -61,25 +60,13 @@ class Engine:
         """
         try:
             model = self._models[pass_.model]
-            with self._place, randomised(model, pass_.randomised):
+            with self._context, randomised(model, pass_.randomised):
                 return RUNS[pass_.kind](model.serving(pass_), pass_, rows)
-        except torch.OutOfMemoryError:
-            pass  # raised again below: an error that led to ours would hold the tensors that fill the memory
+        except Exception as error:
+            if not self._device.is_out_of_memory(error):
+                raise
+        # Not raised inside of the block: an error that led to ours would hold the tensors that fill the memory.
         raise OutOfMemory("the device has no memory for this", retry_after=1.0)
-
-
-def _place(device: str, *, beside: bool) -> AbstractContextManager[object]:
-    """Return a context that can be entered again and again, in which torch computes on a device.
-
-    Beside other engines in a stream of its own, so that none waits for what another has asked of the same GPU.
-    """
-    if device == "cpu":
-        return nullcontext()
-    if not beside:
-        return torch.cuda.device(device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not declare it
-    stream.wait_stream(torch.cuda.default_stream(device))  # in which the models were made
-    return torch.cuda.stream(stream)
 
 
 __all__ = ["RUNS", "Engine", "normalise", "viewed"]

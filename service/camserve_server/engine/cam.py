@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from camserve_server import process
+from camserve_server.devices import device_of
 from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
     Turn,
@@ -74,7 +75,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
             results |= _results(some, rows)
             large = _bytes_of(some) >= LARGE * sum(len(turn.rows) for turn, _ in some)
             some.clear()
-            if large and model.info.device == "cpu":
+            if large and device_of(model.info.device).is_cpu:
                 process.give_back()
     return in_order(results)
 

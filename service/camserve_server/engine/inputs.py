@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from camserve_server.devices import device_of
 from camserve_server.types import Edit, Preprocess, View
 
 TYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.float32): torch.float32}
@@ -17,12 +18,12 @@ TYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.float32): torch.float32}
 def uploaded(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: torch.device) -> Tensor:
     """Bring arrays of one shape to a device, one behind another [n,...].
 
-    They go to a GPU from page-locked memory, as that is all it can fetch from while this thread goes on.
+    They go to a GPU from page-locked memory, so that this thread does not wait for the copy.
     """
-    pinned = device.type == "cuda"
-    held = torch.empty((len(arrays), *arrays[0].shape), dtype=TYPES[arrays[0].dtype], pin_memory=pinned)
+    place = device_of(device)
+    held = place.host_buffer((len(arrays), *arrays[0].shape), TYPES[arrays[0].dtype])
     np.stack(arrays, out=held.numpy())
-    return held.to(device, non_blocking=pinned)
+    return place.upload(held)
 
 
 @functools.lru_cache(64)

@@ -24,6 +24,7 @@ import torch.overrides
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
+from camserve_server.devices import device_of
 from camserve_server.hooks import output_of
 from camserve_server.models.onednn import Direct
 
@@ -187,8 +188,7 @@ def _share(module: nn.Module, parts: Sequence[Part], images: Tensor, otherwise: 
 def _seconds(module: nn.Module, images: Tensor) -> float:
     began = time.perf_counter()
     module(images.clone())
-    if images.is_cuda:
-        torch.cuda.synchronize(images.device)
+    device_of(images.device).synchronize()
     return time.perf_counter() - began
 
 

@@ -3,12 +3,10 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 from camserve_server.errors import ConfigError, did_you_mean
-from camserve_server.types import Task
-
-Precision = Literal["float32", "bfloat16", "float16"]
+from camserve_server.types import Precision, Task
 
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""

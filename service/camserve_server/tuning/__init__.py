@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from camserve_server import hardware, server
+from camserve_server import devices, hardware, server
 from camserve_server.tuning import bench
 from camserve_server.tuning.choice import choose
 from camserve_server.tuning.report import HEADINGS, Tuned, check_writable, toml, write
@@ -42,7 +42,7 @@ def tune(models: Sequence[str], device: str, wishes: Wishes) -> Tuned:
     usual = {name: spec.precision for name, spec in specs.items()}
     with bench.threads_kept():
         torch.set_num_threads(cores)
-        place = hardware.devices_named(device)[0]  # one engine is measured; another is its equal
+        place = devices.devices_named(device)[0]  # one engine is measured; another is its equal
         ready = bench.prepare(specs, place)
         threads = tuple(dict.fromkeys((cores, max(1, cores // 2), 1))) if place == "cpu" else (cores,)
         likeness = ready.likenesses()

@@ -8,28 +8,22 @@ import numpy as np
 import torch
 
 from camserve_server._cv2 import cv2
+from camserve_server.devices import device_of
 from camserve_server.engine import Engine
 from camserve_server.errors import ConfigError, OutOfMemory, ServiceError
 from camserve_server.models import LoadedModel, load
-from camserve_server.models.spec import ModelSpec, Precision
+from camserve_server.models.spec import ModelSpec
 from camserve_server.targets import anything
 from camserve_server.tuning.survey import BATCHES, Line
-from camserve_server.types import Map, MethodCall, Pass, Pixels, Row, RowResult
+from camserve_server.types import Map, MethodCall, Pass, Pixels, Precision, Row, RowResult
 
 LIKENESS_IMAGES = 6
 GRADCAM = MethodCall("gradcam")
 
-# As torch names what a processor can do.
-_NATIVE = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16", "sve_bf16")
-
 
 def precisions(device: str) -> tuple[Precision, ...]:
     """Return the precisions that a device multiplies in by instructions of its own, float32 first."""
-    if device != "cpu":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return ("float32", "bfloat16", "float16") if native else ("float32", "float16")
-    can: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return ("float32", "bfloat16") if any(can.get(name) for name in _NATIVE) else ("float32",)
+    return ("float32", *device_of(device).precisions())
 
 
 def images(size: tuple[int, int], count: int) -> list[Pixels]:

@@ -60,7 +60,7 @@ class _Child:
         while True:
             well = self._answer(engine, self._batches.get())
             if not well and setup.device != "cpu":
-                _check_device()
+                _check_device(setup.device)
 
     def _read(self, engine: "Local") -> None:
         try:
@@ -115,12 +115,12 @@ class _Child:
             os._exit(0)
 
 
-def _check_device() -> None:
+def _check_device(name: str) -> None:
     """End a process whose GPU no longer answers: after some errors it never does again."""
-    import torch  # noqa: PLC0415 -- as above
+    from camserve_server.devices import device_of  # noqa: PLC0415 -- it needs torch
 
     try:
-        torch.cuda.synchronize()
+        device_of(name).check()
     except RuntimeError:
         traceback.print_exc()
         os._exit(1)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from camserve_server import logs, process
+from camserve_server.devices import device_of
 from camserve_server.engine import Engine
 from camserve_server.errors import Unavailable
 from camserve_server.methods import add_plugins
@@ -38,7 +39,7 @@ class Local:
 
     def __init__(self, setup: Setup) -> None:
         add_plugins()
-        self._setup = setup
+        self._setup, self._device = setup, device_of(setup.device)
         self._models: dict[str, LoadedModel] = {}
         self._twins: dict[str, LoadedModel] = {}
         self._halves = self._engine_of(self._models), self._engine_of(self._twins)
@@ -71,7 +72,8 @@ class Local:
             # In a cycle that was taken out of the collector's rounds. To look at everything takes half a second.
             gc.unfreeze()
             process.keep_objects()
-        _give_back()
+        self._device.release_memory()
+        process.give_back()
 
     def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `Port.run`."""
@@ -83,7 +85,7 @@ class Local:
         place = 1 if twin and (half or pass_.randomised) else 0
         threads = max(1, (self._setup.threads + 1 - half) // 2) if twin and half is not None else self._setup.threads
         with self._turns[place]:
-            if self._setup.device == "cpu" and pass_.kind in LARGE:
+            if self._device.is_cpu and pass_.kind in LARGE:
                 process.give_back()
             self._take(threads)
             return self._halves[place].run(pass_, rows)
@@ -94,14 +96,8 @@ class Local:
             torch.set_num_threads(threads)
 
     def memory(self) -> Memory:
-        """Return how much memory it has; see `Port.memory`. Of a GPU nothing is asked that could wait for it."""
-        device = self._setup.device
-        if device == "cpu" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return Memory(process.resident())
-        total = torch.cuda.get_device_properties(device).total_memory
-        return Memory(
-            process.resident(), torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total
-        )
+        """Return how much memory it has; see `Port.memory`."""
+        return Memory(process.resident(), *(self._device.memory() or ()))
 
     def close(self) -> None:
         """Let the models go."""
@@ -117,10 +113,3 @@ def _warm_up(engine: Engine, info: ModelInfo) -> None:
         ("saliency", Pass(info.name, "saliency", info.preprocess.size)),
     ):
         engine.run(pass_, [Row(image, anything(info), (MethodCall(name),))])
-
-
-def _give_back() -> None:
-    """Give the memory of what is no longer there to the system, and to other users of a GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    process.give_back()
