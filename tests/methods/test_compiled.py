@@ -182,7 +182,8 @@ def noexec(tmp_path):
     """A folder on a file system from which nothing can be executed."""
     folder = tmp_path / "noexec"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec,size=16m", "none", folder], check=False).returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "noexec,size=16m", "none", folder]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip(needs.NOEXEC)
     yield folder
     subprocess.run(["umount", folder], check=True)
