@@ -24,6 +24,7 @@ NODE = missing("Node.js", "apt-get install nodejs npm && make node")
 NODE_PACKAGES = missing("the package list of the Node client", "make node")
 NOEXEC = "a file system mounted noexec is missing: run this as root on Linux"
 PROMETHEUS = missing("Prometheus", "apt-get install prometheus")
+SIMULATED = "the simulated GPU needs a process of its own: make test-simulated"
 RAY = missing("Ray", "make test-ray")
 TRANSFORMERS = missing("transformers", "make setup")
 TRITON = missing("Triton, which comes with torch for CUDA", "make setup on Linux")

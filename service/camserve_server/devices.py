@@ -84,6 +84,10 @@ class Device:
         """Return a tensor of the host's on this device, without waiting for it."""
         return tensor
 
+    def randn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return standard normal numbers, float32. They are drawn on the host, so that every device draws the same."""
+        return self.upload(torch.randn(shape, generator=generator, out=self.host_buffer(shape, torch.float32)))
+
     def synchronize(self) -> None:
         """Wait until the device has done all that it was asked."""
 

@@ -35,11 +35,12 @@ class Units:
     turns: list[list[int]]
 
     def index_of(self, rows: Sequence[int], device: torch.device) -> slice | Tensor:
-        """Return the index of some rows' units along the batch axis: a slice if they are all units in their order."""
-        chosen = [self.of_row[row] for row in rows]
-        if chosen == list(range(len(self.rows))):
+        """Return the index of some rows' units along the batch axis."""
+        chosen, place = [self.of_row[row] for row in rows], device_of(device)
+        # A slice copies nothing. On a CPU the copy stays: sums over it are rounded as they always were.
+        if chosen == list(range(len(self.rows))) and not place.is_cpu:
             return slice(len(chosen))
-        return device_of(device).tensor(chosen)
+        return place.tensor(chosen)
 
 
 def units_of(rows: Sequence[Row]) -> Units:

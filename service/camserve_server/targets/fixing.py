@@ -67,7 +67,7 @@ class _Seen:
     Attributes:
         said: what the model answered; in the host's memory, unless it is of every pixel.
         areas: of the images whose target is the rank of an area, by place: share, probability and logit of each class.
-        winners: of the images of which a class is to be found, by place: the class of each pixel [h,w].
+        winners: of the images in which a class is to be found, by place: the class of each pixel [h,w].
     """
 
     said: Outputs
@@ -80,7 +80,7 @@ def _seen(said: Outputs, targets: Sequence[Target]) -> _Seen:
     values = said.values.detach()
     if said.info.task == "segment":  # whose values are too many to be read
         ranked = [place for place, target in enumerate(targets) if isinstance(target, RankTarget)]
-        found = [place for place, target in enumerate(targets) if _is_to_be_found(target)]
+        found = [place for place, target in enumerate(targets) if place in ranked or _is_to_be_found(target)]
         read = fetched([*(covered(values[place]) for place in ranked), *(values[place].argmax(0) for place in found)])
         areas, winners = read[: len(ranked)], read[len(ranked) :]
         return _Seen(said, dict(zip(ranked, areas, strict=True)), dict(zip(found, winners, strict=True)))
