@@ -155,7 +155,7 @@ def joined(turns: Sequence[Turn]) -> Turn:
     return Turn(
         [row for turn in turns for row in turn.rows],
         [unit for turn in turns for unit in turn.units],
-        slice(0),
+        slice(0),  # its rows are of several passes, each with tensors of its own
         [target for turn in turns for target in turn.targets],
         torch.cat([turn.scores for turn in turns]),
         [one for turn in turns for one in turn.summaries],
