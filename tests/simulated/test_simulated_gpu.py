@@ -99,6 +99,18 @@ def test_method_gives_the_maps_of_the_cpu(pair, name):
         check_equal(found, answer, cpu)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, precision):
+    cpu, gpu = pair(f"{RESNET}&precision={precision}")
+    found, expected, truth = (
+        explain(model, noise(1, 64), job(model, ["gradcam"], [ClassTarget(3)])).findings[0].heatmap
+        for model in (gpu, cpu, exact(pair(RESNET)[0]))
+    )
+
+    assert gpu.quick is not None  # its weights are converted: the simulated GPU has no autocast
+    assert error_ratio(found, expected, truth) <= 1
+
+
 @pytest.mark.parametrize(
     "target",
     [
