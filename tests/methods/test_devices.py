@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from camserve_server import models
+from camserve_server.devices import fetched
 from camserve_server.engine import Engine, cam, normalise
-from camserve_server.engine.batch import fetched
 from camserve_server.engine.inputs import uploaded
 from camserve_server.errors import OutOfMemory
 from camserve_server.types import ClassTarget, MethodCall, Pass, RankTarget, Row

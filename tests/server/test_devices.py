@@ -114,19 +114,6 @@ def test_what_is_told_of_a_model_names_every_device_once(client):
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Have torch see GPUs, by their compute capabilities."""
-
-    def see(*capabilities):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
-
-    return see
-
-
-@pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Have this machine be one with these files."""
 
