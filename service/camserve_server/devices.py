@@ -183,7 +183,8 @@ class Cuda(Accelerator):
 
     def precisions(self) -> tuple[Precision, ...]:
         """Return the names of the dtypes, beside float32, in which it has instructions of its own to multiply."""
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        # Of this GPU: `torch.cuda.is_bf16_supported` looks at the current one.
+        native = bool(torch.version.hip) or torch.cuda.get_device_capability(self.torch) >= (8, 0)
         return ("bfloat16", "float16") if native else ("float16",)
 
 

@@ -341,11 +341,16 @@ def test_a_processor_is_measured_in_what_it_has_instructions_for(can, monkeypatc
     assert bench.precisions("cpu") == (("float32", "bfloat16") if can else ("float32",))
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_gpu_that_would_only_imitate_bfloat16_is_not_measured_in_it(native, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: native or including_emulation)
-    assert ("bfloat16" in bench.precisions("cuda:0")) is native
-    assert "float16" in bench.precisions("cuda:0")
+@pytest.mark.parametrize(
+    ("device", "precisions"),
+    [("cuda:0", ("float32", "float16")), ("cuda:1", ("float32", "bfloat16", "float16"))],
+)
+def test_each_gpu_is_measured_in_the_precisions_that_it_has_instructions_for(monkeypatch, device, precisions):
+    """Below compute capability 8.0 bfloat16 is imitated."""
+    capabilities = {torch.device("cuda:0"): (7, 5), torch.device("cuda:1"): (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
+
+    assert bench.precisions(device) == precisions
 
 
 def test_a_line_is_computed_by_its_threads_and_torch_has_its_own_again_after(monkeypatch):
