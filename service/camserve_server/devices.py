@@ -5,6 +5,8 @@
 
 import functools
 import re
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -76,6 +78,14 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was asked."""
+
+    def measure(self, function: Callable[[], object]) -> float:
+        """Return the seconds from a function's call until the device has done all that the function asked of it."""
+        self.synchronize()
+        began = time.perf_counter()
+        function()
+        self.synchronize()
+        return time.perf_counter() - began
 
     def check(self) -> None:
         """Check that it still computes: after some errors a process cannot use its GPU any more.

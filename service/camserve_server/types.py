@@ -437,6 +437,7 @@ class ModelInfo:
         embedding: the linear layer whose input is the image's embedding; empty where there is none, and where the
             embedding is what it answers with.
         version: how often a model of that name was loaded, this time included; 0 outside of a server.
+        channels_last: whether its input has that memory layout, or is contiguous.
     """
 
     name: str
@@ -454,6 +455,7 @@ class ModelInfo:
     task: Task = "classify"
     embedding: str = ""
     version: int = 0
+    channels_last: bool = True
 
     @property
     def key(self) -> str:
