@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,14 @@ class LoadedModel:
         module: frozen, in evaluation mode, on its device.
         quick: a quicker copy for passes that look at the default layer or behind it, or None.
         dtype: of the module's input: float32, where it is not such a copy in half precision.
+        drawn: random weights that were drawn for it, by seed and by name; see `randomise`.
     """
 
     info: ModelInfo
     module: nn.Module
     quick: Quick | None = None
     dtype: torch.dtype = torch.float32
+    drawn: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def serving(self, pass_: Pass) -> "LoadedModel":
         """Return what a pass shall run on: this model, or its quicker copy."""
