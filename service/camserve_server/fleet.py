@@ -73,7 +73,7 @@ class Fleet:
         self.registry = Registry()
         self.batcher = Batcher(
             *(engine.run for engine in self._engines),
-            max_batch_rows=settings.max_batch_rows or (CPU_BATCH if devices[0] == "cpu" else GPU_BATCH),
+            max_batch_rows=self._max_rows(devices),
             max_queue_rows=settings.max_queue_rows,
             max_delay=settings.max_queue_delay_ms / 1e3,
             halves=self._halves(devices),
@@ -93,6 +93,7 @@ class Fleet:
             path=tuple(sys.path),
             halves=self._halves(devices),
             measure=bool(settings.metrics_address),
+            max_rows=self._max_rows(devices),
         )
         if self._hears:
             self._hears.begun(place, setup.device)
@@ -101,6 +102,10 @@ class Fleet:
             return Local(setup)
         come, go = (partial(self._loop.call_soon_threadsafe, told, place) for told in (self._came, self._went))
         return Worker(setup, batch_seconds=settings.max_batch_seconds, up=come, down=go, lost=self._hear_of_loss)
+
+    def _max_rows(self, devices: Sequence[str]) -> int:
+        """Return how many rows a batch may have."""
+        return self._settings.max_batch_rows or (CPU_BATCH if devices[0] == "cpu" else GPU_BATCH)
 
     def _threads(self, devices: Sequence[str]) -> int:
         """Return how many threads each engine computes with."""

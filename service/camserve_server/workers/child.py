@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ class _Child:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._batches: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Ask | Callable[[], object]] = queue.SimpleQueue()
         self._ready = False
         self._under_way: set[int] = set()  # numbers of requests
         self._worked = 0.0  # when the last request ended; 0 once its memory was given back
@@ -52,15 +53,33 @@ class _Child:
         from camserve_server.workers.local import Local  # noqa: PLC0415 -- the same
 
         torch.set_num_threads(setup.threads)
-        engine = Local(setup)
+        engine = Local(setup, self._in_turn)
         process.keep_objects()  # libraries only: models may go again
         threading.Thread(target=self._read, args=(engine,), name="reading", daemon=True).start()
         self._measured = engine if setup.measure else None
         self._ready = True
         while True:
-            well = self._answer(engine, self._batches.get())
-            if not well and setup.device != "cpu":
+            asked = self._batches.get()
+            if not isinstance(asked, Ask):
+                asked()
+            elif not self._answer(engine, asked) and setup.device != "cpu":
                 _check_device(setup.device)
+
+    def _in_turn(self, function: Callable[[], object]) -> None:
+        """Call a function in the thread that runs batches, between two of them; return once it has returned."""
+        returned, failures = threading.Event(), list[BaseException]()
+
+        def call() -> None:
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's
+                failures.append(error)
+            returned.set()
+
+        self._batches.put(call)
+        returned.wait()
+        if failures:
+            raise failures.pop()  # kept nowhere else: its traceback holds what is in the device's memory
 
     def _read(self, engine: "Local") -> None:
         try:

@@ -4,9 +4,11 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from camserve_server import logs, process
@@ -16,15 +18,18 @@ from camserve_server.errors import Unavailable
 from camserve_server.methods import add_plugins
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
-from camserve_server.targets import anything
 from camserve_server.telemetry import Memory
-from camserve_server.types import Half, MethodCall, ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers.messages import Setup
+from camserve_server.workers.warmup import warm_up, warm_up_all_sizes
 
 log = logging.getLogger(__name__)
 
 LARGE = frozenset({"bias", "curvature"})
 """Kinds of pass whose batches take so much memory that what earlier ones have left is given back before."""
+
+InTurn: TypeAlias = Callable[[Callable[[], object]], object]
+"""Calls a function between two batches, and returns once it has returned."""
 
 _LOADING = threading.Lock()
 """One model after another: random weights come from a generator that the whole process has in common."""
@@ -35,10 +40,13 @@ class Local:
 
     Args:
         setup: of the engine.
+        in_turn: calls a function in the thread that runs batches. A GPU is warmed up there, because torch keeps cuDNN's
+            plans for each thread. If not given, in the calling thread.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, in_turn: InTurn = lambda function: function()) -> None:
         add_plugins()
+        self._in_turn = in_turn
         self._setup, self._device = setup, device_of(setup.device)
         self._models: dict[str, LoadedModel] = {}
         self._twins: dict[str, LoadedModel] = {}
@@ -52,15 +60,56 @@ class Local:
         """Load a model and warm it up; see `Port.load`."""
         with _LOADING:
             torch.set_num_threads(self._setup.threads)
-            model = load(spec, self._setup.device)
-            _warm_up(self._engine_of({model.info.name: model}), model.info)
-            twin = model.twin() if self._setup.halves else None
-            self._models[name] = model
-            if twin:
-                self._twins[name] = twin
+            model = self._warmed(name, load(spec, self._setup.device, rows=self._setup.max_rows))
+            if self._setup.halves and (twin := model.twin()):
+                self._add_twin(name, twin)
         fields = logs.fields(source=model.info.source, layer=model.info.default_layer, device=self._setup.device)
         log.info("model %s is warm", name, extra=fields)
         return model.info
+
+    def _warmed(self, name: str, model: LoadedModel) -> LoadedModel:
+        """Add a model and warm it up, without its quicker copy if that fails.
+
+        Raises:
+            Exception: whatever the model itself raises.
+        """
+        try:
+            self._add(name, model)
+        except Exception as error:
+            if model.quick is None:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            return model
+        model = replace(model, quick=None)
+        self._add(name, model)
+        log.warning("model %s runs without its quicker copy, which failed to warm up (%s)", model.info.name, reason)
+        return model
+
+    def _add(self, name: str, model: LoadedModel) -> None:
+        """Add a model and warm it up; rows name it only once it is loaded."""
+        self._models[name] = model
+        try:
+            if self._device.is_cpu:
+                warm_up(self._halves[0].run, name, model.info)  # beside the batches of other models
+            else:
+                warm_up_all_sizes(self._run_in_turn, name, model.info, self._setup.max_rows)
+        except BaseException:  # a model may call sys.exit
+            self._models.pop(name, None)
+            raise
+
+    def _run_in_turn(self, pass_: Pass, rows: Sequence[Row]) -> None:
+        self._in_turn(partial(self.run, pass_, rows))
+
+    def _add_twin(self, name: str, twin: LoadedModel) -> None:
+        """Add a model's twin, if it can be warmed up."""
+        self._twins[name] = twin
+        try:
+            warm_up(self._halves[1].run, name, twin.info)
+        except Exception as error:  # noqa: BLE001 -- whatever a user's module raises: one batch after the other, then
+            self._twins.pop(name, None)
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("model %s runs one batch at a time: its twin failed to warm up (%s)", twin.info.name, reason)
 
     def drop(self, name: str) -> None:
         """Forget a model; see `Port.drop`."""
@@ -103,13 +152,3 @@ class Local:
         """Let the models go."""
         self._models.clear()
         self._twins.clear()
-
-
-def _warm_up(engine: Engine, info: ModelInfo) -> None:
-    """Run one row of each kind, so that the first request does not pay for what is made on first use."""
-    image = np.full((*info.preprocess.size, 3), 128, np.uint8)
-    for name, pass_ in (
-        ("gradcam", Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))),
-        ("saliency", Pass(info.name, "saliency", info.preprocess.size)),
-    ):
-        engine.run(pass_, [Row(image, anything(info), (MethodCall(name),))])

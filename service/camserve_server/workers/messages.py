@@ -25,6 +25,7 @@ class Setup:
         path: where Python looks for modules.
         halves: whether two batches may run at once, each with half of the threads.
         measure: whether it is to say how much memory it has.
+        max_rows: of a batch; a GPU is warmed up for batches up to this size.
     """
 
     device: str
@@ -35,6 +36,7 @@ class Setup:
     path: tuple[str, ...] = ()
     halves: bool = False
     measure: bool = False
+    max_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
