@@ -85,8 +85,8 @@ def _drawn_before(model: LoadedModel, seed: int) -> dict[str, Tensor]:
 
 
 def _drawn(weights: Tensor, seed: int) -> Tensor:
-    # Drawn on the CPU, so that every device draws the same. Not in page-locked memory: that is never given back, and
-    # the largest weight of vgg16 has 392 MiB.
+    # Drawn on the CPU, so that every device draws the same. Not in page-locked memory: torch keeps that for the life of
+    # the process, and the largest weight of vgg16 has 392 MiB.
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
     noise = device_of(weights.device).upload(noise).to(weights.dtype)
     drawn: Tensor = noise * weights.std(correction=0) + weights.mean()
