@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from camserve_server.config import Settings
 from camserve_server.engine import Engine
 from camserve_server.errors import OutOfMemory, Unavailable
+from camserve_server.fleet import CPU_BATCH, Fleet
 from camserve_server.models import LoadedModel, parse
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, Pass, Row
@@ -129,6 +131,13 @@ def test_model_that_memory_is_too_small_for_one_row_of_is_refused(small_memory):
 
     with pytest.raises(OutOfMemory):
         loaded()
+
+
+@pytest.mark.parametrize(("setting", "rows"), [(0, CPU_BATCH), (3, 3)])
+async def test_engines_know_the_size_of_the_largest_batch(setting, rows):
+    fleet = Fleet(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
+
+    assert [engine._setup.max_rows for engine in fleet._engines] == [rows]
 
 
 # --- in a process of its own ---
