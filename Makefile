@@ -16,7 +16,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node demo test test-slow test-memory test-processors test-busy .methods .small .whole test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -60,17 +60,19 @@ clients/node/node_modules: clients/node/package-lock.json
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
-# In three parts at once: the first computes, the second is made of many small tests, and the third also waits, for servers
-# as users start them. Make starts them: what a shell starts in the background is deaf to Ctrl-C, and so is all that it
-# starts in turn.
+# In four parts, three at once: the first computes, the second is made of many small tests, the third also waits, for
+# servers as users start them, and the last has a simulated GPU, which changes torch for its whole process. Make starts
+# them: what a shell starts in the background is deaf to Ctrl-C, and so is all that it starts in turn.
 METHODS := tests/methods
 WHOLE := tests/e2e tests/robustness
-PARTS := methods small whole
+SIMULATED := tests/simulated
+PARTS := methods small whole simulated
 
 test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones; COVERAGE=1 also measures what they cover
 	$(if $(COVERAGE),$(BIN)/python -m coverage erase)
 	$(MAKE) --no-print-directory -k -j3 $(PARTS:%=.%); code=$$?; \
-	  cat .methods.log .small.log; $(BIN)/python tests/skipped.py $(PARTS:%=.skipped.%); rm .methods.log .small.log; exit $$code
+	  cat .methods.log .small.log .simulated.log; $(BIN)/python tests/skipped.py $(PARTS:%=.skipped.%); \
+	  rm .methods.log .small.log .simulated.log; exit $$code
 	$(if $(COVERAGE),$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report)
 
 RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest -m "not slow and not search"
@@ -79,7 +81,10 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 	@OMP_NUM_THREADS=1 $(RUN) $(METHODS) >$@.log 2>&1
 
 .small:
-	@OMP_NUM_THREADS=1 $(RUN) $(patsubst %,--ignore=%,$(METHODS) $(WHOLE)) >$@.log 2>&1
+	@OMP_NUM_THREADS=1 $(RUN) $(patsubst %,--ignore=%,$(METHODS) $(WHOLE) $(SIMULATED)) >$@.log 2>&1
+
+.simulated:
+	@OMP_NUM_THREADS=1 $(RUN) $(SIMULATED) >$@.log 2>&1
 
 # Its engines compute in two threads, as a user's do. Beside the other parts, threads that wait for one another are not to
 # spin: they would keep the core from the thread that they wait for.
@@ -88,6 +93,9 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 
 test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
 	$(BIN)/python -m pytest -m slow --durations=20
+
+test-simulated: setup  ## the engine on a simulated GPU
+	$(BIN)/python -m pytest $(SIMULATED)
 
 test-memory: setup  ## every load of the search for the most memory that one caller can take: some fifteen minutes
 	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py

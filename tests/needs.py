@@ -8,6 +8,7 @@ def missing(name: str, command: str) -> str:
 
 COMPOSE = missing("docker compose", "apt-get install docker-compose-v2 (Debian 13: docker-compose)")
 CUDA = "a CUDA device is missing: run this on a machine with a GPU"
+CUDA_BUILD = missing("torch for CUDA", "make setup on Linux")
 DOCKER = missing("a Docker engine that answers", "apt-get install docker.io")
 IMAGE = missing(
     "a built image", "docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test"
@@ -21,7 +22,10 @@ KUBECTL = missing("kubectl", "apt-get install kubernetes-client")
 MEMORY_GROUP = "a memory control group is missing: run this as root on Linux"
 NODE = missing("Node.js", "apt-get install nodejs npm && make node")
 NODE_PACKAGES = missing("the package list of the Node client", "make node")
+NOEXEC = "a file system mounted noexec is missing: run this as root on Linux"
 PROMETHEUS = missing("Prometheus", "apt-get install prometheus")
+SIMULATED = "the simulated GPU needs a process of its own: make test-simulated"
 RAY = missing("Ray", "make test-ray")
 TRANSFORMERS = missing("transformers", "make setup")
+TRITON = missing("Triton, which comes with torch for CUDA", "make setup on Linux")
 TRITONCLIENT = missing("tritonclient in an environment of its own", "make .venv-triton/.done")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import camserve
+import needs
 from camserve_server import config, methods, metrics, render
 from methods.parity.catalogue import CASES
 from support import PHOTOS, serving
@@ -222,3 +223,20 @@ def test_the_licences_are_those_of_all_that_is_pinned():
     pinned = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
 
     assert sorted(map(list, listed)) == sorted(pinned)
+
+
+DRIVERS = {"13": "580"}
+"""The oldest driver for a major version of CUDA: docs.nvidia.com/deploy/cuda-compatibility, under minor versions."""
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason=needs.CUDA_BUILD)
+@pytest.mark.parametrize("name", ["README.md", "docs/kubernetes.md"])
+def test_a_page_says_which_driver_and_gpu_the_image_needs(name):
+    page = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    pinned = re.search(r"^cuda-toolkit==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    oldest = min(int(one.removeprefix("sm_")) for one in torch.cuda.get_arch_list())
+
+    assert pinned.groups() == tuple(torch.version.cuda.split(".")[:2])
+    assert f"CUDA {torch.version.cuda}" in page
+    assert f"driver {DRIVERS[pinned[1]]} or newer" in page
+    assert f"compute capability {oldest // 10}.{oldest % 10} " in page

@@ -26,6 +26,7 @@ PARTS: Mapping[str, Callable[[Scale, Clock], Part]] = {
     "engine": model.engine,
     "served": served.measure,
     "photos": photos.measure,
+    "waits": model.waits,
     "memory": model.memory,
     "graphs": model.graphs,
 }

@@ -4,8 +4,10 @@ import math
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +39,7 @@ PROFILED = 5  # runs
 BATCHES = (32, 128)  # whose memory is measured
 COMPILING = 45.0  # seconds that a graph and a compiled model take
 LIKENESS: tuple[tuple[str, Kind], ...] = (("gradcam", "cam"), ("layercam", "cam"), ("saliency", "saliency"))
-LEAST, MOST = 0.9, 1e-3
+LEAST, MOST, WAITS = 0.9, 1e-3, 3
 
 
 def pictures(size: tuple[int, int], count: int) -> list[Pixels]:
@@ -143,7 +145,8 @@ def engine(scale: Scale, clock: Clock) -> Part:
                 part.at_least(f"{name}, batch {batch}: camserve / plain, bfloat16", LEAST, share)
     columns = ("model", "batch", *CONTESTANTS, "bfloat16: camserve / plain", "bfloat16: GPU busy")
     notes.append(
-        "Plain: channels last, of ready tensors on the device. camserve: from images on the host to maps on the host."
+        "Plain: of ready tensors on the device, in the faster memory format of contiguous and channels last. "
+        "camserve: from images on the host to maps on the host."
     )
     part.tables.append(Table("Images a second", columns, rows, tuple(notes)))
     return part
@@ -166,22 +169,35 @@ def _timed(name: str, loaded: Mapping[str, LoadedModel], batch: int, scale: Scal
 
 
 def _plain(model: str, batch: int, scale: Scale) -> dict[str, Run]:
-    full, half = (_placed(model, scale, dtype) for dtype in (torch.float32, torch.bfloat16))
-    images = _images(batch, scale)
-    return {
-        PLAIN: partial(_predict, full, images),
-        PLAIN_TF32: partial(_in_tf32, full, images),
-        PLAIN_HALF: partial(_predict, half, images.bfloat16()),
+    ways: dict[str, tuple[torch.dtype, Callable[[nn.Module, Tensor], None]]] = {
+        PLAIN: (torch.float32, _predict),
+        PLAIN_TF32: (torch.float32, _in_tf32),
+        PLAIN_HALF: (torch.bfloat16, _predict),
     }
+    return {name: _faster(model, batch, scale, dtype, predict) for name, (dtype, predict) in ways.items()}
 
 
-def _placed(model: str, scale: Scale, dtype: torch.dtype) -> nn.Module:
-    return made(model, scale.size).to(scale.device, dtype).to(memory_format=torch.channels_last)
+def _faster(
+    model: str, batch: int, scale: Scale, dtype: torch.dtype, predict: Callable[[nn.Module, Tensor], None]
+) -> Run:
+    """Return a plain forward pass in the memory format in which it is faster here."""
+    runs = {
+        str(order): partial(predict, _placed(model, scale, dtype, order), _images(batch, scale, order).to(dtype))
+        for order in (torch.contiguous_format, torch.channels_last)
+    }
+    speeds = bursts(runs, batch, replace(scale, rounds=1))
+    return runs[max(speeds, key=lambda order: speeds[order])]
 
 
-def _images(batch: int, scale: Scale) -> Tensor:
+def _placed(
+    model: str, scale: Scale, dtype: torch.dtype, order: torch.memory_format = torch.channels_last
+) -> nn.Module:
+    return made(model, scale.size).to(scale.device, dtype).to(memory_format=order)
+
+
+def _images(batch: int, scale: Scale, order: torch.memory_format = torch.channels_last) -> Tensor:
     images = torch.randn(batch, 3, scale.size, scale.size, device=scale.device)
-    return images.contiguous(memory_format=torch.channels_last)
+    return images.contiguous(memory_format=order)
 
 
 def _predict(module: Callable[[Tensor], object], images: Tensor) -> None:
@@ -233,6 +249,38 @@ def _profiled(run: Run, scale: Scale) -> float:
         scale.wait()
     events: Any = seen.key_averages()
     return sum(float(event.self_device_time_total) for event in events) / 1e6 / PROFILED
+
+
+# --- waits ---
+
+
+def waits(scale: Scale, _clock: Clock) -> Part:
+    """Count the operations in a batch for which the host waits for the GPU, as torch warns of them."""
+    rows, notes = list[Cells](), [] if scale.gpu else ["Counted on a GPU only."]
+    part = Part("waits")
+    for name in scale.models if scale.gpu else ():
+        model = models.load(models.parse(scale.spec(name, "bfloat16")), scale.device)
+        for method, kind in LIKENESS:
+            few, many = (_waits(model, method, kind, count) for count in (2, 8))
+            rows.append((name, method, str(few), str(many)))
+            if method == "gradcam":
+                part.at_most(f"{name}: waits in a batch of Grad-CAM", WAITS, many)
+    columns = ("model", "method", "batch of 2", "batch of 8")
+    part.tables.append(Table("Waits of the host for the GPU in a batch", columns, rows, tuple(notes)))
+    return part
+
+
+def _waits(model: LoadedModel, method: str, kind: Kind, count: int) -> int:
+    engine, pass_, rows = Engine({model.info.name: model}), pass_of(model, kind), asked(model, count, method)
+    engine.run(pass_, rows)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            engine.run(pass_, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in seen)
 
 
 # --- memory ---

@@ -316,7 +316,7 @@ def ray_serve(
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
         application.check(settings)
-        with commands.cluster(cluster, commands.engines_of(count, rows, cpus, gpus)) as engines:
+        with commands.cluster(cluster, commands.engines_of(count, rows, cpus, gpus), settings.device) as engines:
             return commands.serve(settings, engines)
 
 
@@ -345,7 +345,7 @@ def ray_explain(
         _search_current_folder((model,))
         settings = commands.settings_for_job((model,), device, cpus)
         asked = job.Job.new(settings, paths, column, output, options)
-        with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus)) as engines:
+        with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus), device) as engines:
             tally = job.explain(asked, engines)
             echo(client_cli.told_of(tally, asked.output))
             return client_cli.FAILED if tally.left else 0

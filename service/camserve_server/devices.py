@@ -6,15 +6,16 @@
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from camserve_server.errors import ConfigError
-from camserve_server.types import Precision
+from camserve_server.types import Map, Precision
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 """What libraries beneath torch say where it would raise `OutOfMemoryError`: cuBLAS and cuDNN have their own memory."""
@@ -75,6 +76,18 @@ class Device:
     def upload(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the host's on this device; it returns before the copy is done if it is a `host_buffer`."""
         return tensor
+
+    def tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return some numbers as a tensor on this device, without waiting for it."""
+        return self.copied(torch.tensor(values, dtype=dtype))
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host's on this device, without waiting for it."""
+        return tensor
+
+    def randn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return standard normal numbers, float32. They are drawn on the host, so that every device draws the same."""
+        return self.upload(torch.randn(shape, generator=generator, out=self.host_buffer(shape, torch.float32)))
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was asked."""
@@ -143,6 +156,10 @@ class Accelerator(Device):
     def upload(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the host's on this device; it returns before the copy is done if it is a `host_buffer`."""
         return tensor.to(self.torch, non_blocking=True)
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host's on this device, without waiting for it."""
+        return self.upload(self.host_buffer(tuple(tensor.shape), tensor.dtype).copy_(tensor))
 
     def check(self) -> None:
         """Check that it still computes; see `Device.check`."""
@@ -213,6 +230,20 @@ def device_of(place: str | torch.device) -> Device:
     """Return a device by its name, or as a tensor names it."""
     name = str(place)
     return KINDS[name.partition(":")[0]](name)
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[Map]:
+    """Return tensors as plain float32 arrays, by one copy: this thread waits for the device once, not for each."""
+    if all(one.device.type == "cpu" for one in tensors):
+        return [to_numpy(one) for one in tensors]
+    flat = to_numpy(torch.cat([one.detach().flatten().float() for one in tensors]))
+    ends = np.cumsum([one.numel() for one in tensors])[:-1]
+    return [part.reshape(one.shape) for part, one in zip(np.split(flat, ends), tensors, strict=True)]
+
+
+def to_numpy(tensor: Tensor) -> Map:
+    """Return a tensor as a plain float32 array."""
+    return cast("Map", tensor.detach().float().cpu().numpy())
 
 
 def devices_named(names: str) -> list[str]:

@@ -1,6 +1,5 @@
 """What a model answered to a batch, still on the graph: what scores are made of."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +24,7 @@ class Outputs:
     values: Tensor
     embedding: Tensor | None = None
 
-    def __getitem__(self, places: Sequence[int]) -> "Outputs":
+    def __getitem__(self, places: slice | Tensor) -> "Outputs":
         """Return what it answered to some images of the batch."""
         embedding = None if self.embedding is None else self.embedding[places]
         return Outputs(self.info, self.values[places], embedding)

@@ -9,18 +9,20 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 import time
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import camserve
 import needs
 from camserve import cli
-from camserve_server import access, config
+from camserve_server import access, config, hardware
 from camserve_server.errors import ConfigError
 from support import PHOTOS
 
@@ -140,7 +142,7 @@ def test_compose_keeps_the_health_check_of_the_image(service):
 @services
 def test_compose_passes_on_settings_that_there_are(service):
     known = {config.ENVIRONMENT + name.upper() for name in (*config.Settings.model_fields, *cli.ACCESS)}
-    own = ("CAMSERVE_INSECURE", "CAMSERVE_METRICS_ADDRESS")
+    own = ("CAMSERVE_INSECURE", "CAMSERVE_METRICS_ADDRESS", "CAMSERVE_DEVICE")
     passed = {name: value for name, value in service["environment"].items() if name not in own}
 
     assert {name for name in service["environment"] if not name.startswith("OTEL_")} <= known
@@ -189,6 +191,37 @@ def test_compose_reserves_a_gpu_only_for_the_service_that_is_asked_for():
     assert "deploy" not in cpu
     assert gpu["profiles"] == ["gpu"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+
+
+def test_compose_does_not_serve_from_a_cpu_where_a_gpu_was_asked_for(monkeypatch):
+    cpu, gpu = COMPOSE["services"]["camserve"]["environment"], COMPOSE["services"]["gpu"]["environment"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    assert gpu == cpu | {"CAMSERVE_DEVICE": "${CAMSERVE_DEVICE:-cuda}"}
+    with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
+        hardware.devices_named("cuda")
+
+
+def run_python(code, **environment):
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)  # noqa: PLW1510 -- one of them fails
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def test_torch_knows_the_setting_that_the_image_gives_its_allocator():
+    code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    given = {"PYTORCH_ALLOC_CONF": ENVIRONMENT["PYTORCH_ALLOC_CONF"]}
+    wrong, _, reason = run_python(code, PYTORCH_ALLOC_CONF="expandable:True")
+
+    assert run_python(code, **given)[:2] == (0, "expandable_segments:True")
+    assert wrong
+    assert "Unrecognized key 'expandable'" in reason
+
+
+def test_a_cpu_computes_the_same_with_the_environment_of_the_image():
+    code = "import torch; torch.manual_seed(0); print(torch.nn.Conv2d(3, 4, 3)(torch.randn(2, 3, 9, 9)).tolist())"
+    names = {name: value for name, value in ENVIRONMENT.items() if name not in ("PATH", "HOME")}
+
+    assert run_python(code, **names) == run_python(code)
 
 
 def docker(*words, **options):

@@ -1,6 +1,7 @@
 """The manifests are what Kubernetes takes, and agree with the server that they start."""
 
 import copy
+import functools
 import re
 import shutil
 import subprocess
@@ -10,10 +11,11 @@ from typing import NamedTuple
 
 import kubernetes_validate
 import pytest
+import torch
 import yaml
 
 import needs
-from camserve_server import access, config, server
+from camserve_server import access, config, fleet, server
 from camserve_server.telemetry import meters
 
 ROOT = Path(__file__).parents[2]
@@ -32,13 +34,16 @@ MANIFESTS = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml")) if 
 KSERVE_FOLDER = ROOT / "deploy" / "kserve"
 KSERVE = read(KSERVE_FOLDER / "inferenceservice.yaml")
 POD = MANIFESTS["deployment"]["spec"]["template"]
-SCALING = ("minReplicas", "maxReplicas", "timeout")  # KServe's own; the rest of a predictor is a pod's
-PREDICTOR = {
-    "apiVersion": "v1",
-    "kind": "Pod",
-    "metadata": {"name": "predictor"},
-    "spec": {key: value for key, value in KSERVE["spec"]["predictor"].items() if key not in SCALING},
-}
+OWN = ("minReplicas", "maxReplicas", "timeout", "deploymentStrategy")  # KServe's; the rest of a predictor is a pod's
+
+
+def predictor(service):
+    """Return the pod of an InferenceService."""
+    spec = {key: value for key, value in service["spec"]["predictor"].items() if key not in OWN}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "predictor"}, "spec": spec}
+
+
+PREDICTOR = predictor(KSERVE)
 KSERVE_LABELS = {
     "app": f"isvc.{KSERVE['metadata']['name']}-predictor",
     "component": "predictor",
@@ -49,7 +54,40 @@ KSERVE_LABELS = {
 POLICIES = {"deployment": MANIFESTS["networkpolicy"], "kserve": read(KSERVE_FOLDER / "networkpolicy.yaml")}
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 SETTINGS = tomllib.loads((FOLDER / "camserve.toml").read_text(encoding="utf-8"))
-EVERYWHERE = pytest.mark.parametrize("pod", [POD["spec"], PREDICTOR["spec"]], ids=["deployment", "kserve"])
+FOLDERS = {name: ROOT / "deploy" / name for name in ("kubernetes", "kserve", "kubernetes-gpu", "kserve-gpu")}
+GPUS = [name for name in FOLDERS if name.endswith("-gpu")]
+
+
+@functools.cache
+def built(folder):
+    """Return what kustomize makes of a folder, by kind."""
+    if shutil.which("kubectl") is None:
+        pytest.skip(needs.KUBECTL)
+    shown = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True, timeout=60)
+    return {one["kind"]: one for one in yaml.safe_load_all(shown.stdout)}
+
+
+def pod_of(objects):
+    if "Deployment" in objects:
+        return objects["Deployment"]["spec"]["template"]["spec"]
+    return predictor(objects["InferenceService"])["spec"]
+
+
+@pytest.fixture(params=FOLDERS)
+def pod(request):
+    """The pods of the server, wherever one is deployed."""
+    plain = {"kubernetes": POD["spec"], "kserve": PREDICTOR["spec"]}
+    return plain.get(request.param) or pod_of(built(FOLDERS[request.param]))
+
+
+def environment(pod):
+    return {one["name"]: one["value"] for one in container(pod).get("env", ())}
+
+
+def settings_of(pod):
+    """Return the settings that the server of a pod starts with."""
+    file = FOLDER / "camserve.toml" if "--config" in container(pod)["args"] else None
+    return config.load(file, environment=environment(pod))
 
 
 def container(pod):
@@ -87,6 +125,10 @@ def test_a_mistake_is_found(plant):
 def test_all_of_them_are_applied_together():
     assert sorted(KUSTOMIZATION["resources"]) == sorted(f"{name}.yaml" for name in MANIFESTS)
     assert KUSTOMIZATION["images"][0]["name"] == container(POD["spec"])["image"].partition(":")[0]
+    resources = read(KSERVE_FOLDER / "kustomization.yaml")["resources"]
+    assert sorted(resources) == sorted(
+        path.name for path in KSERVE_FOLDER.glob("*.yaml") if path.stem != "kustomization"
+    )
 
 
 def test_the_settings_are_those_of_the_server_and_it_would_start_with_them():
@@ -100,18 +142,16 @@ def test_the_settings_are_those_of_the_server_and_it_would_start_with_them():
     assert config.ADDRESS.fullmatch(settings.metrics_address)["port"] == str(ports(POD["spec"])["metrics"])
 
 
-def test_kserves_environment_is_of_settings_that_there_are():
-    named = {one["name"]: one["value"] for one in container(PREDICTOR["spec"])["env"]}
+def test_the_environment_is_of_settings_that_there_are(pod):
+    named = {name.removeprefix(config.ENVIRONMENT).lower() for name in environment(pod)}
 
-    assert {name.removeprefix(config.ENVIRONMENT).lower() for name in named} <= set(config.Settings.model_fields)
-    assert config.load(environment=named).insecure
+    assert named <= set(config.Settings.model_fields)
+    assert settings_of(pod).insecure
 
 
-@EVERYWHERE
 def test_a_pod_has_the_time_that_its_server_may_take_to_stop(pod):
     """The pause before SIGTERM, then the drain, then what `serve_until_signal` waits for at most."""
-    kserve = {one["name"]: one["value"] for one in container(pod).get("env", ())}
-    settings = config.load(environment=kserve) if kserve else config.Settings.model_validate(SETTINGS)
+    settings = settings_of(pod)
     pause = container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest = pause + settings.drain_seconds + 3 * server.LONGEST_QUIET
 
@@ -119,7 +159,6 @@ def test_a_pod_has_the_time_that_its_server_may_take_to_stop(pod):
     assert longest < pod["terminationGracePeriodSeconds"]
 
 
-@EVERYWHERE
 def test_probes_ask_for_a_health_that_the_server_has_on_its_port(pod):
     probes = {name: container(pod)[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
     (port,) = {one["grpc"]["port"] for one in probes.values()}
@@ -129,32 +168,46 @@ def test_probes_ask_for_a_health_that_the_server_has_on_its_port(pod):
     assert all(probes[name]["grpc"].get("service", "") in server.SERVICES for name in ("startup", "readiness"))
 
 
-@EVERYWHERE
 def test_every_probe_states_a_timeout_within_its_period(pod):
     for name in ("startup", "liveness", "readiness"):
         probe = container(pod)[f"{name}Probe"]
         assert 1 < probe["timeoutSeconds"] <= probe["periodSeconds"]
 
 
-@EVERYWHERE
 def test_images_are_pinned_to_this_version(pod):
     """A tag that moves would leave nodes with different code, since IfNotPresent looks at the name alone."""
     image = container(pod)
 
-    assert image["image"] == f"camserve:{VERSION}-cpu"
+    assert image["image"] == f"camserve:{VERSION}-{'gpu' if gpus(pod) else 'cpu'}"
     assert image["imagePullPolicy"] == "IfNotPresent"
-    assert KUSTOMIZATION["images"][0]["newTag"] == f"{VERSION}-cpu"
 
 
-@EVERYWHERE
+def test_a_folder_replaces_the_image_that_the_one_below_it_leaves():
+    for name, folder in FOLDERS.items():
+        (image,) = read(folder / "kustomization.yaml")["images"]
+        assert image == {
+            "name": "camserve",
+            "newName": "camserve",
+            "newTag": f"{VERSION}-{'gpu' if name in GPUS else 'cpu'}",
+        }
+
+
+def gpus(pod):
+    return container(pod)["resources"]["limits"].get("nvidia.com/gpu", 0)
+
+
 def test_a_pod_requests_the_memory_that_the_documentation_measured(pod):
     """The scheduler counts on the request, and the kernel kills the engine at the limit."""
-    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
-    idle, burst = (int(re.search(rf"{words} \| ([\d,]+) MiB", page)[1].replace(",", "")) for words in ("idle", "busy"))
+    parts = ("idle", "busy", "CUDA's libraries") if gpus(pod) else ("idle", "busy")
     resources = container(pod)["resources"]
 
-    assert mebibytes(resources["requests"]["memory"]) >= idle + burst
+    assert mebibytes(resources["requests"]["memory"]) >= sum(map(documented, parts))
     assert mebibytes(resources["limits"]["memory"]) > mebibytes(resources["requests"]["memory"])
+
+
+def documented(part):
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    return int(re.search(rf"^\| {part} \| ([\d,]+) MiB", page, re.MULTILINE)[1].replace(",", ""))
 
 
 def mebibytes(quantity):
@@ -162,7 +215,6 @@ def mebibytes(quantity):
     return int(number) * {"Mi": 1, "Gi": 1024}[unit]
 
 
-@EVERYWHERE
 def test_a_pod_is_restarted_only_after_the_server_could_have_helped_itself(pod):
     """A hung engine is found, and started anew, within `max_batch_seconds`; the event loop runs on meanwhile."""
     startup, liveness = container(pod)["startupProbe"], container(pod)["livenessProbe"]
@@ -171,7 +223,6 @@ def test_a_pod_is_restarted_only_after_the_server_could_have_helped_itself(pod):
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= config.Settings().max_batch_seconds
 
 
-@EVERYWHERE
 def test_a_pod_may_do_no_more_than_the_container_needs(pod):
     context = container(pod)["securityContext"]
     user = re.search(r"^USER (\d+)", (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
@@ -290,16 +341,13 @@ def test_pods_read_the_settings_that_are_generated_with_their_hash():
     assert container(POD["spec"])["args"][-1] in [f"{mount}/{name}" for name in made["files"]]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason=needs.KUBECTL)
 def test_a_change_of_the_settings_is_a_change_of_the_pods(tmp_path):
     shutil.copytree(FOLDER, tmp_path / "changed")
     with (tmp_path / "changed" / "camserve.toml").open("a") as settings:
         settings.write("max_queue_rows = 100\n")
     names = []
     for folder in (FOLDER, tmp_path / "changed"):
-        command = ["kubectl", "kustomize", str(folder)]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-        found = {one["kind"]: one for one in yaml.safe_load_all(shown)}
+        found = built(folder)
         volumes = found["Deployment"]["spec"]["template"]["spec"]["volumes"]
         names.append(next(one["configMap"]["name"] for one in volumes if "configMap" in one))
         assert found["ConfigMap"]["metadata"]["name"] == names[-1]
@@ -316,6 +364,79 @@ def test_the_server_may_ask_the_dns_of_the_cluster_and_of_the_node():
     assert {(one["protocol"], one["port"]) for one in rule["ports"]} == {("UDP", 53), ("TCP", 53)}
     assert [one["ipBlock"]["cidr"] for one in rule["to"] if "ipBlock" in one] == ["169.254.20.10/32"]
     assert [one for one in rule["to"] if "namespaceSelector" in one]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", GPUS)
+def test_every_manifest_for_gpus_matches_the_schema_of_kubernetes(name, version):
+    objects = dict(built(FOLDERS[name]))
+    if service := objects.pop("InferenceService", None):
+        wrapped = copy.deepcopy(MANIFESTS["deployment"])
+        wrapped["spec"]["strategy"] = service["spec"]["predictor"]["deploymentStrategy"]
+        objects |= {"Pod": predictor(service), "Deployment": wrapped}
+    for one in objects.values():
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_on_gpus_the_service_its_policies_and_its_settings_are_the_same(name):
+    plain, found = built(FOLDERS[name.removesuffix("-gpu")]), built(FOLDERS[name])
+    changed = {kind for kind in plain if found[kind] != plain[kind]}
+
+    assert found.keys() == plain.keys()
+    assert changed == {"Deployment", "HorizontalPodAutoscaler", "InferenceService"} & plain.keys()
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_pod_on_a_gpu_has_one_of_its_own_tolerates_the_nodes_taint_and_serves_from_nothing_else(name):
+    pod = pod_of(built(FOLDERS[name]))
+    plain = pod_of(built(FOLDERS[name.removesuffix("-gpu")]))
+
+    assert (gpus(pod), gpus(plain)) == (1, 0)
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert (settings_of(pod).device, settings_of(plain).device) == ("cuda", "auto")
+    assert settings_of(pod) == settings_of(plain).model_copy(update={"device": "cuda"})
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_roll_out_on_gpus_needs_none_that_is_spare(name):
+    objects = built(FOLDERS[name])
+    plain = built(FOLDERS["kubernetes"])["Deployment"]["spec"]["strategy"]["rollingUpdate"]
+    strategies = [
+        one["spec"]["strategy"] if kind == "Deployment" else one["spec"]["predictor"]["deploymentStrategy"]
+        for kind, one in objects.items()
+        if kind in ("Deployment", "InferenceService")
+    ]
+
+    assert plain["maxSurge"] > 0
+    assert strategies == [{"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}]
+
+
+def test_a_roll_out_or_a_drain_on_gpus_leaves_a_pod_that_serves():
+    objects = built(FOLDERS["kubernetes-gpu"])
+    strategy = objects["Deployment"]["spec"]["strategy"]["rollingUpdate"]
+    least = objects["HorizontalPodAutoscaler"]["spec"]["minReplicas"]
+
+    assert least - strategy["maxUnavailable"] >= 1
+    assert least - objects["PodDisruptionBudget"]["spec"]["maxUnavailable"] >= 1
+
+
+def test_it_grows_on_gpus_when_more_waits_than_a_batch_under_way_and_one_that_is_ready():
+    (metric,) = built(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    rows = int(metric["pods"]["target"]["averageValue"])
+
+    assert rows % fleet.GPU_BATCH == 0
+    assert rows // fleet.GPU_BATCH >= 3
+    assert rows < config.Settings().max_queue_rows / 8  # long before it is full
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason=needs.CUDA_BUILD)
+def test_the_page_knows_the_size_of_cudas_libraries():
+    folder = Path(torch.__file__).parents[1]
+    libraries = [*folder.glob("nvidia/**/*.so*"), *folder.glob("torch/lib/*cuda*.so")]
+    size = sum(path.stat().st_size for path in libraries if not path.is_symlink()) / 2**20
+
+    assert 0.9 * documented("CUDA's libraries") < size <= documented("CUDA's libraries")
 
 
 def test_it_grows_by_a_metric_that_the_server_has():

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 import camserve
@@ -58,7 +59,7 @@ PROGRAM = [sys.executable, "-c", "from camserve_server.cli import main; main()"]
 
 IN_A_WORKER = """
 from camserve_server.cluster.commands import Engines, cluster
-with cluster(None, Engines(1, 1, 1, 1, 0)):
+with cluster(None, Engines(1, 1, 1, 1, 0), "cpu"):
     import ray
     print(ray.get(ray.remote(lambda: __import__("colorsys").__file__).remote()))
 """
@@ -69,6 +70,38 @@ def test_workers_import_nothing_from_the_current_folder(tmp_path):
     (tmp_path / "colorsys.py").touch()
     done = subprocess.run([sys.executable, "-P", "-c", IN_A_WORKER], cwd=tmp_path, capture_output=True, check=True)
     assert not done.stdout.decode().startswith(str(tmp_path))
+
+
+ON_TWO_GPUS = """
+import os
+from camserve_server.cluster.application import _options
+from camserve_server.cluster.commands import Settings, cluster, engines_of
+with cluster(None, engines_of("2", 64, 1, -1), "auto") as engines:
+    import ray
+    class Engine:
+        def seen(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+    actors = [ray.remote(Engine).options(**_options(Settings(), engines)["ray_actor_options"]).remote() for _ in "ab"]
+    print(*sorted(ray.get([actor.seen.remote() for actor in actors])))
+"""
+GPUS = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
+"""Ray believes that the machine has them."""
+
+
+def test_ray_lets_each_engine_see_a_gpu_of_its_own():
+    command = [sys.executable, "-P", "-c", ON_TWO_GPUS]
+    done = subprocess.run(command, env=os.environ | GPUS, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the engine would serve: there is a GPU")
+def test_an_engine_whose_gpu_cannot_be_used_says_so_and_does_not_serve_from_the_cpu(folder):
+    arguments = ["ray", "serve", "--insecure", "--address", f"127.0.0.1:{free_port()}", "--model", MODEL]
+    done = subprocess.run(
+        [*PROGRAM, *arguments], cwd=folder, env=os.environ | GPUS, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert 'device "cuda": torch sees 0 CUDA devices here' in done.stderr
 
 
 @pytest.fixture(scope="module")

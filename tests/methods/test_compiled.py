@@ -1,8 +1,11 @@
 """A model compiled up to its default layer: the same answers, and a compiler that rests once the model is loaded."""
 
 import logging
+import os
+import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
+import needs
 from camserve_server import models
 from camserve_server.errors import ConfigError
 from camserve_server.hooks import hook_count
@@ -168,6 +172,73 @@ def test_without_a_compiler_a_model_runs_as_it_is_and_the_log_says_so(monkeypatc
     assert model.quick.compiled == ()
     assert "planted runs without being compiled: there is no C++ compiler: /nowhere/g++ is not installed" in caplog.text
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
+
+
+BY_TRITON = r"""
+from triton.runtime.build import compile_module_from_src
+compile_module_from_src(name="probe", src='''
+#include <Python.h>
+static struct PyModuleDef probe = {PyModuleDef_HEAD_INIT, "probe", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&probe); }
+''')
+"""
+"""How Triton makes its module for the driver of a GPU, with less in it. Triton runs it before the first kernel."""
+
+
+@pytest.fixture
+def noexec(tmp_path):
+    """A folder on a file system from which nothing can be executed."""
+    folder = tmp_path / "noexec"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "noexec,size=16m", "none", folder]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(needs.NOEXEC)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason=needs.TRITON)
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"PATH": "/nowhere"}, {"CC": "/nowhere/gcc"}]
+    + [{name: "{noexec}"} for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")],
+    ids=lambda environment: "".join(environment) or "nothing",
+)
+def test_something_is_missing_for_a_gpu_exactly_where_triton_cannot_compile(environment, noexec, tmp_path, monkeypatch):
+    for name in ("CC", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(noexec=noexec))
+    done = subprocess.run([sys.executable, "-c", BY_TRITON], capture_output=True, text=True, check=False)
+
+    assert (compiled.missing("cuda:0") == "") == (done.returncode == 0), done.stderr
+
+
+def test_what_is_missing_for_a_gpu_is_said_in_a_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "find_spec", lambda _name: ModuleType("triton"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert compiled.missing("cuda:0") == "there is no C compiler: gcc, clang are not installed"
+    monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setattr(compiled.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert compiled.missing("cuda:0") == f"Python's headers are not installed: there is no {tmp_path}/Python.h"
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
+    assert compiled.missing("cuda:0") == ""
+    monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=8))
+    found = compiled.missing("cuda:0")
+    assert f"compiled code cannot be loaded from {tmp_path}/new, which is mounted noexec" in found
+    assert "TRITON_CACHE_DIR names another folder" in found
+    monkeypatch.setattr(compiled, "find_spec", lambda _name: None)
+    assert compiled.missing("cuda:0") == "Triton is not installed"
+
+
+def test_a_model_runs_as_it_is_where_compiled_code_cannot_be_loaded(noexec, monkeypatch, caplog):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(noexec / "new"))
+    assert load(compile=True).quick.compiled == ()
+    assert f"runs without being compiled: compiled code cannot be loaded from {noexec}/new" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ import grpc
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2
 
 from camserve import _dataset
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import config
+from camserve_server import config, hardware
 from camserve_server.cluster import application, commands, job, proxy
 from camserve_server.cluster.calls import RowsInFlight
 from camserve_server.cluster.door import UNARY, Door
@@ -286,6 +287,57 @@ def test_an_engine_has_the_settings_of_the_server_but_for_its_port_and_its_cores
     }
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "found"),
+    [("auto", 0, "cpu"), ("cpu", 0, "cpu"), ("auto", 1, "cuda"), ("auto", 0.5, "cuda"), ("cuda", 2, "cuda")],
+)
+def test_an_engine_computes_on_the_gpus_that_ray_reserves_for_it_and_on_the_cpu_without_one(device, gpus, found):
+    settings, engines = config.Settings(insecure=True, device=device), application.Engines(gpus=gpus)
+
+    assert application._settings_of(settings, engines)["device"] == found
+    assert application._options(settings, engines)["ray_actor_options"]["num_gpus"] == gpus
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "cpu,cuda"])
+def test_a_gpu_that_ray_does_not_reserve_is_refused(device):
+    """Ray would let the engine see every GPU of its machine."""
+    with pytest.raises(ConfigError, match=f"device = {device}: Ray reserves no GPU"):
+        application._settings_of(config.Settings(insecure=True, device=device), application.Engines())
+
+
+def test_an_engine_starts_a_worker_for_each_gpu_that_it_sees_and_does_not_start_without_one(monkeypatch):
+    for seen, devices in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        assert hardware.devices_named(application.device_of("auto", seen)) == devices
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
+        hardware.devices_named(application.device_of("auto", 1))
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "there", "gpus"),
+    [("auto", -1, 4, 1), ("auto", -1, 0, 0), ("cuda", -1, 4, 1), ("cpu", -1, 4, 0), ("auto", 0.5, 4, 0.5)],
+)
+def test_engines_have_a_gpu_each_where_the_cluster_has_any_and_they_are_not_for_a_cpu(
+    device, said, there, gpus, monkeypatch
+):
+    cluster = Mock(cluster_resources=lambda: {"CPU": 8, "GPU": there} if there else {"CPU": 8})
+    monkeypatch.setattr(commands, "ray", lambda _module="": cluster)
+    with commands.cluster(None, commands.engines_of("2", 64, 1, said), device) as engines:
+        assert engines == application.Engines(2, 2, 64, 1, gpus)
+
+
+def test_a_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photos, monkeypatch):
+    monkeypatch.setattr(job, "GRACE", 0.0)
+    ran = []
+    monkeypatch.setattr(job, "run", lambda one, *_: ran.append(one.settings["device"]))
+    for engines in (application.Engines(gpus=1), application.Engines()):
+        job.explain(new_job(photos, device="auto"), engines)
+    assert ran == ["cuda", "cpu"]
+    with pytest.raises(ConfigError, match="Ray reserves no GPU"):
+        job.explain(new_job(photos, device="cuda"), application.Engines())
+
+
 def test_of_an_engine_that_cannot_begin_its_own_words_are_told():
     said = "ray::engine.__init__()\n  File x, line 1\ncamserve_server.errors.ConfigError: no model x\nThe error"
 
@@ -303,8 +355,8 @@ def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
         assert 'pip install "camserve[server,ray]"' in " ".join(found.output.split())
 
 
-def new_job(folder, **wishes):
-    settings = commands.settings_for_job((MODEL,), "cpu", 1)
+def new_job(folder, device="cpu", **wishes):
+    settings = commands.settings_for_job((MODEL,), device, 1)
     given = {"methods": ("gradcam",), "overlay": "jpeg", "heatmap": False, "receipts": False, **wishes}
     return job.Job.new(settings, [str(folder / "photos")], "", str(folder / "out"), given)
 

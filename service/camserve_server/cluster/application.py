@@ -111,9 +111,25 @@ def _engine_class() -> type:
     return Engine
 
 
+def device_of(device: str, gpus: float) -> str:
+    """Return the device of an engine, by the setting and the number of GPUs that Ray reserves for the engine.
+
+    Ray sets CUDA_VISIBLE_DEVICES to the GPUs that it reserved, so that "cuda" is these and no others. Where it reserves
+    none it leaves the variable alone: every GPU of the machine could be used, whoever has it.
+
+    Raises:
+        ConfigError: the setting names a GPU, and none is reserved.
+    """
+    if device == "auto":
+        return "cuda" if gpus else "cpu"  # not the CPU where the GPU that was reserved cannot be used
+    if "cuda" in device and not gpus:
+        raise ConfigError(f"device = {device}: Ray reserves no GPU for an engine here (gpus = 0)")
+    return device
+
+
 def _settings_of(settings: Settings, engines: Engines) -> dict[str, Any]:
     ours = settings.model_dump(exclude={"address", "insecure", *_SECURITY, *_ONE_ENGINE})
-    device = settings.device if engines.gpus or settings.device != "auto" else "cpu"
+    device = device_of(settings.device, engines.gpus)
     return ours | {"isolation": "thread", "device": device, "threads": settings.threads or engines.cpus}
 
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -41,15 +42,16 @@ def engines_of(count: str, rows: int, cpus: int, gpus: float) -> Engines:
 
 
 @contextmanager
-def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
+def cluster(address: str | None, engines: Engines, device: str) -> Iterator[Engines]:
     """Be connected to a cluster inside the block, or begin one of this machine alone.
 
     Args:
         address: of the cluster's head, "auto" for the one that this machine is of, or None.
         engines: how many, and what each has.
+        device: what each computes on, as the setting has it.
 
     Yields:
-        The engines, each with a GPU where the cluster has any and none was said.
+        The engines, each with a GPU where the cluster has any, none was said and the device is not a CPU.
 
     Raises:
         ConfigError: there is no such cluster, or Ray is not installed.
@@ -69,12 +71,8 @@ def cluster(address: str | None, engines: Engines) -> Iterator[Engines]:
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"no cluster at {address}: {error}") from error
     try:
-        there = ray_.cluster_resources().get("GPU", 0)
-        yield (
-            engines
-            if engines.gpus >= 0
-            else Engines(engines.least, engines.most, engines.rows, engines.cpus, min(1, there))
-        )
+        there = 0 if device == "cpu" else ray_.cluster_resources().get("GPU", 0)
+        yield engines if engines.gpus >= 0 else replace(engines, gpus=min(1, there))
     finally:
         ray_.shutdown()
 

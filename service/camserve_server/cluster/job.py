@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -21,7 +21,7 @@ from camserve import CamserveError, Client, FailedPrecondition, Model, _dataset
 from camserve._progress import job_bar
 from camserve.cli import job_question
 from camserve_server import config, server
-from camserve_server.cluster.application import Engines, ray
+from camserve_server.cluster.application import Engines, device_of, ray
 
 RUN = "run"
 """The file that says which run may write parts: an older one, whose driver was killed, may not be gone yet."""
@@ -154,8 +154,11 @@ def begun(job: Job) -> tuple[list[str], _dataset.Tally]:
 
 
 def _described(settings: Mapping[str, Any]) -> Model:
-    """Return the model as a server describes it: that it can be loaded is found out before anything is begun."""
-    with _serving(settings) as client:
+    """Return the model as a server describes it: that it can be loaded is found out before anything is begun.
+
+    On the CPU: the machine of the driver may have no GPU, and those that there are belong to the actors.
+    """
+    with _serving({**settings, "device": "cpu"}) as client:
         return client.model()
 
 
@@ -217,7 +220,9 @@ def explain(job: Job, engines: Engines) -> _dataset.Tally:
 
     Raises:
         CamserveError: it is another job, or a path is none.
+        ConfigError: the model cannot be loaded, or its device is a GPU and actors have none.
     """
+    job = replace(job, settings={**job.settings, "device": device_of(str(job.settings["device"]), engines.gpus)})
     left, tally = begun(job)
     with job_bar(len(left) + tally.before) as told:
         told(tally)

@@ -20,7 +20,6 @@ from camserve_server.engine.batch import (
     Turn,
     aimed,
     differentiated,
-    fetched,
     forward,
     in_order,
     inputs_of,
@@ -73,17 +72,11 @@ def _results(
     turn: Turn, attention: Tensor, gradients: Tensor, layout: Layout, rows: Sequence[Row]
 ) -> dict[int, RowResult]:
     """Return the rows' results; attention and gradients are [L,units,heads,N,N]."""
-    alive = gradients.transpose(0, 1).flatten(1).any(1).tolist()
-    maps = fetched(
-        [
-            _map(rows[index], attention[:, [unit]], gradients[:, [unit]], layout)
-            for index, unit in zip(turn.rows, turn.units, strict=True)
-        ]
-    )
-    return {
-        index: turn.result(place, ((maps[place],),), (not alive[unit],))
-        for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True))
-    }
+    alive = gradients.transpose(0, 1).flatten(1).any(1)[turn.at]
+    mine = [(rows[index], slice(unit, unit + 1)) for index, unit in zip(turn.rows, turn.units, strict=True)]
+    maps = [_map(row, attention[:, at].contiguous(), gradients[:, at].contiguous(), layout) for row, at in mine]
+    answers, (found, *read) = turn.read([alive, *maps])
+    return answers.single_maps(read, found.tolist())
 
 
 def _map(row: Row, attention: Tensor, gradients: Tensor, layout: Layout) -> Tensor:
@@ -147,9 +140,14 @@ class _Own:
         """Return, for each block, the gradient of a turn's scores at the mean of its tokens [B,1,C]."""
         batch = len(self.means[0])
         aims = [replace(rows[index], target=target) for index, target in zip(turn.rows, turn.targets, strict=True)]
-        blocks = [[block * batch + unit for unit in turn.units] for block in range(len(self.means))]
-        score = torch.stack([aimed(self.said[places], aims)[1] for places in blocks]).sum()
+        blocks = [_shifted(turn.at, block * batch) for block in range(len(self.means))]
+        score = torch.stack([aimed(self.said[at], aims)[1] for at in blocks]).sum()
         return list(_gradient(score, self.given).chunk(len(self.means)))
+
+
+def _shifted(at: slice | Tensor, by: int) -> slice | Tensor:
+    """Move an index along the batch axis; see `Units.index_of`."""
+    return slice(by, by + at.stop) if isinstance(at, slice) else at + by
 
 
 def _own(model: LoadedModel, inputs: Tensor, chain: Sequence[Span]) -> _Own:
@@ -174,10 +172,6 @@ class PlainAttention(TorchFunctionMode):
     torch's own switch, `sdpa_kernel`, sets flags of the whole process, so it would change the rounding of a batch in
     another thread.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._multi_head = _with_attention(self._attend)
 
     def __torch_function__(
         self,
@@ -220,6 +214,11 @@ class PlainAttention(TorchFunctionMode):
     def _attend_many(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Do as `multi_head_attention_forward` does."""
         return self._multi_head(*args, **kwargs)
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        # Made for each call. It refers to this object: kept by it, it would keep the graphs of finished batches alive
+        # until the garbage collector runs.
+        return _with_attention(self._attend)(*args, **kwargs)
 
     def _seen(self, matrix: Tensor) -> Tensor:
         """Return the attention [B,heads,queries,keys] that the model continues with."""

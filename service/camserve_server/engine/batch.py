@@ -4,11 +4,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from camserve_server import targets
+from camserve_server.devices import device_of, fetched
 from camserve_server.engine.inputs import edited, normalise, uploaded, viewed
 from camserve_server.hooks import embedding_of
 from camserve_server.methods import METHODS
@@ -33,6 +33,14 @@ class Units:
     rows: list[Row]
     of_row: list[int]
     turns: list[list[int]]
+
+    def index_of(self, rows: Sequence[int], device: torch.device) -> slice | Tensor:
+        """Return the index of some rows' units along the batch axis."""
+        chosen, place = [self.of_row[row] for row in rows], device_of(device)
+        # A slice copies nothing. On a CPU the copy stays: sums over it are rounded as they always were.
+        if chosen == list(range(len(self.rows))) and not place.is_cpu:
+            return slice(len(chosen))
+        return place.tensor(chosen)
 
 
 def units_of(rows: Sequence[Row]) -> Units:
@@ -91,14 +99,39 @@ def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One backward pass: the rows it served, and for each its unit, target, score and what is told of its image."""
+    """One backward pass, with what is still on the device.
+
+    Attributes:
+        rows: that it served.
+        units: of these rows.
+        at: the index of these units along the batch axis.
+        targets: of these rows.
+        scores: of these rows [b].
+        summaries: what is told of each row's image.
+    """
 
     rows: list[int]
     units: list[int]
+    at: slice | Tensor
     targets: list[FixedTarget]
     scores: Tensor
-    numbers: list[float]
-    logits: list[Map]
+    summaries: list[Tensor]
+
+    def read(self, tensors: Sequence[Tensor]) -> "tuple[Answers, list[Map]]":
+        """Read its scores and summaries from the device together with other tensors, which is one wait for all."""
+        scores, *found = fetched([self.scores, *self.summaries, *tensors])
+        count = len(self.summaries)
+        return Answers(self.rows, self.targets, scores.tolist(), found[:count]), found[count:]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a backward pass found, in the host's memory: of each of its rows the target, the score and the summary."""
+
+    rows: list[int]
+    targets: list[FixedTarget]
+    scores: list[float]
+    summaries: list[Map]
 
     def result(
         self,
@@ -108,32 +141,39 @@ class Turn:
         features: tuple[Map, ...] = (),
         readings: tuple[Reading | None, ...] = (),
     ) -> RowResult:
-        """Put together what came of one of its rows."""
-        return RowResult(self.logits[place], self.targets[place], self.numbers[place], maps, dead, features, readings)
+        """Put together what was found for one of the rows."""
+        return RowResult(self.summaries[place], self.targets[place], self.scores[place], maps, dead, features, readings)
+
+    def single_maps(self, maps: Sequence[Map], alive: Sequence[float]) -> dict[int, RowResult]:
+        """Return the results of rows with one map each, and no layer; `alive` says whose gradient is not zero."""
+        return {row: self.result(place, ((maps[place],),), (not alive[place],)) for place, row in enumerate(self.rows)}
 
 
 def joined(turns: Sequence[Turn]) -> Turn:
-    """Put several turns together."""
+    """Put several turns together; each has its own units."""
     if len(turns) == 1:
         return turns[0]
     return Turn(
         [row for turn in turns for row in turn.rows],
         [unit for turn in turns for unit in turn.units],
+        slice(0),  # its rows are of several passes, each with tensors of its own
         [target for turn in turns for target in turn.targets],
         torch.cat([turn.scores for turn in turns]),
-        [one for turn in turns for one in turn.numbers],
-        [one for turn in turns for one in turn.logits],
+        [one for turn in turns for one in turn.summaries],
     )
 
 
 def scored(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[tuple[Turn, Tensor]]:
-    """Yield the turns of a batch, each with its rows' scores [b] still on the graph."""
+    """Yield the turns of a batch, each with its rows' scores [b] still on the graph.
+
+    Nothing is read from the device but what targets depend on: a GPU goes on to the backward pass at once.
+    """
     for indices in units.turns:
-        at = [units.of_row[index] for index in indices]
+        at = units.index_of(indices, said.values.device)
         mine = said[at]
         fixed, scores = aimed(mine, [rows[index] for index in indices])
-        values = scores.detach()
-        yield Turn(indices, at, fixed, values, values.tolist(), targets.summary(mine)), scores
+        turn_units = [units.of_row[index] for index in indices]
+        yield Turn(indices, turn_units, at, fixed, scores.detach(), targets.summary(mine)), scores
 
 
 def aimed(said: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
@@ -155,15 +195,3 @@ def differentiated(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator
 def in_order(results: dict[int, RowResult]) -> list[RowResult]:
     """Return the results of all rows in the rows' order."""
     return [results[index] for index in range(len(results))]
-
-
-def fetched(tensors: Sequence[Tensor]) -> list[Map]:
-    """Return tensors as plain float32 arrays, by one copy: this thread waits for the device once, not for each."""
-    flat = to_numpy(torch.cat([one.flatten() for one in tensors]))
-    ends = np.cumsum([one.numel() for one in tensors])[:-1]
-    return [part.reshape(one.shape) for part, one in zip(np.split(flat, ends), tensors, strict=True)]
-
-
-def to_numpy(tensor: Tensor) -> Map:
-    """Return a tensor as a plain float32 array."""
-    return cast("Map", tensor.detach().float().cpu().numpy())

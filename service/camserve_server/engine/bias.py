@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from camserve_server.engine.batch import fetched, forward, in_order, inputs_of, scored, units_of
+from camserve_server.engine.batch import forward, in_order, inputs_of, scored, units_of
 from camserve_server.errors import FailedPrecondition
 from camserve_server.methods import METHODS, FullGradient
 from camserve_server.models import LoadedModel
@@ -33,12 +33,12 @@ def run(model: LoadedModel, _pass: Pass, rows: Sequence[Row]) -> list[RowResult]
         said, biases = seen(model, inputs)
         for turn, scores in scored(said, units, rows):
             terms = contributions(scores, inputs, biases)
-            alive = torch.stack([one.flatten(1).any(1) for one in terms]).any(0).tolist()
-            places = list(zip(turn.rows, turn.units, strict=True))
+            alive = torch.stack([one.flatten(1).any(1) for one in terms]).any(0)[turn.at]
+            mine = [(rows[index], unit) for index, unit in zip(turn.rows, turn.units, strict=True)]
             size = model.info.preprocess.size
-            maps = fetched([_spread(rows[index], [one[[unit]] for one in terms], size) for index, unit in places])
-            for place, (index, unit) in enumerate(places):
-                results[index] = turn.result(place, ((maps[place],),), (not alive[unit],))
+            spread = [_spread(row, [one[unit : unit + 1] for one in terms], size) for row, unit in mine]
+            answers, (found, *maps) = turn.read([alive, *spread])
+            results |= answers.single_maps(maps, found.tolist())
     return in_order(results)
 
 

@@ -18,7 +18,6 @@ from camserve_server.engine.batch import (
     inputs_of,
     joined,
     scored,
-    to_numpy,
     units_of,
 )
 from camserve_server.errors import FailedPrecondition
@@ -40,9 +39,9 @@ class Grids:
     curvature: Tensor | None = None
 
     @property
-    def dead(self) -> list[bool]:
-        """Whether each row's gradient is zero everywhere."""
-        return cast("list[bool]", (~self.gradients.flatten(1).any(1)).tolist())
+    def alive(self) -> Tensor:
+        """Whether each row's gradient is not zero somewhere [b]."""
+        return self.gradients.flatten(1).any(1)
 
 
 _Seen: TypeAlias = tuple[Turn, list[Grids]]
@@ -70,7 +69,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     with torch.enable_grad(), watching(layers) as captures:
         said = forward(model, inputs_of(model.info, units.rows))
         turns = differentiated(said, units, rows)
-        seen = ((turn, [see(model.info, captures, name, turn.units) for name in pass_.layers]) for turn in turns)
+        seen = ((turn, [see(model.info, captures, name, turn.at) for name in pass_.layers]) for turn in turns)
         for some in _together(seen):
             results |= _results(some, rows)
             large = _bytes_of(some) >= LARGE * sum(len(turn.rows) for turn, _ in some)
@@ -89,7 +88,7 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     with torch.enable_grad(), PlainAttention(), watching(layers) as captures:
         said = forward(model, inputs_of(model.info, units.rows))
         for turn, scores in scored(said, units, rows):
-            grids = [_see_twice(model.info, captures, name, turn.units, scores) for name in pass_.layers]
+            grids = [_see_twice(model.info, captures, name, turn.at, scores) for name in pass_.layers]
             results |= _results([(turn, grids)], rows)
     return in_order(results)
 
@@ -115,14 +114,25 @@ def _results(seen: Sequence[_Seen], rows: Sequence[Row]) -> dict[int, RowResult]
     turn = joined([turn for turn, _ in seen])
     grids = [_joined(layer) for layer in zip(*(grids for _, grids in seen), strict=True)]
     mine = [rows[index] for index in turn.rows]
-    maps = [_weigh([row.calls for row in mine], layer, turn.scores) for layer in grids]
-    dead = [layer.dead for layer in grids]
+    computed = [_weigh(mine, layer, turn.scores) for layer in grids]
+    featured = [place for place, row in enumerate(mine) if row.features]
+    answers, found = turn.read(
+        [
+            *(layer.alive for layer in grids),
+            *(some.values for layer in computed for some in layer),
+            *(layer.activations[place] for place in featured for layer in grids),
+        ]
+    )
+    read = iter(found)
+    alive = [next(read) for _ in grids]
+    maps = [_by_row(mine, layer, read) for layer in computed]
+    features = {place: tuple(next(read) for _ in grids) for place in featured}
     return {
-        index: turn.result(
+        index: answers.result(
             place,
             tuple(layer[place] for layer in maps),
-            tuple(layer[place] for layer in dead),
-            tuple(to_numpy(layer.activations[place]) for layer in grids) if mine[place].features else (),
+            tuple(not layer[place] for layer in alive),
+            features.get(place, ()),
         )
         for place, index in enumerate(turn.rows)
     }
@@ -134,7 +144,7 @@ def _joined(parts: Sequence[Grids]) -> Grids:
     return Grids(torch.cat([one.activations for one in parts]), torch.cat([one.gradients for one in parts]))
 
 
-def see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int]) -> Grids:
+def see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor) -> Grids:
     """Return what a layer gave for some units, and forget its gradients."""
     capture, layout = _captured(info, captures, name)
     gradient, capture.gradient = capture.gradient, None
@@ -142,7 +152,9 @@ def see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[in
     return Grids(activations, torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at])
 
 
-def _see_twice(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: list[int], scores: Tensor) -> Grids:
+def _see_twice(
+    info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor, scores: Tensor
+) -> Grids:
     """Return what a layer gave for some units, with the Hessian-vector product H·A of each one's score."""
     capture, layout = _captured(info, captures, name)
     source = capture.source
@@ -183,23 +195,38 @@ def _captured(info: ModelInfo, captures: Mapping[str, Capture], name: str) -> tu
     return capture, layer.layout
 
 
-def _weigh(calls: Sequence[tuple[MethodCall, ...]], grids: Grids, scores: Tensor) -> list[tuple[Map, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Maps:
+    """The maps [b,h,w] of one method for those of some rows, by place, that ask for it."""
+
+    call: MethodCall
+    places: list[int]
+    values: Tensor
+
+
+def _weigh(rows: Sequence[Row], grids: Grids, scores: Tensor) -> list[_Maps]:
     """Compute every row's methods, each method once for all the rows that want it."""
     wanted: dict[Hashable, tuple[MethodCall, list[int]]] = {}
-    for place, row_calls in enumerate(calls):
-        for call in row_calls:
+    for place, row in enumerate(rows):
+        for call in row.calls:
             wanted.setdefault(call.key, (call, []))[1].append(place)
-    maps: list[dict[Hashable, Map]] = [{} for _ in calls]
-    for key, (call, places) in wanted.items():
-        for place, heatmap in zip(places, to_numpy(_maps(call, grids, scores, places)), strict=True):
-            maps[place][key] = heatmap
-    return [tuple(found[call.key] for call in row_calls) for found, row_calls in zip(maps, calls, strict=True)]
+    return [_Maps(call, places, _maps(call, grids, scores, places)) for call, places in wanted.values()]
+
+
+def _by_row(rows: Sequence[Row], computed: Sequence[_Maps], read: Iterator[Map]) -> list[tuple[Map, ...]]:
+    """Return each row's maps in the order of its methods, from what was read of each method."""
+    maps: list[dict[Hashable, Map]] = [{} for _ in rows]
+    for some in computed:
+        for place, heatmap in zip(some.places, next(read), strict=True):
+            maps[place][some.call.key] = heatmap
+    return [tuple(found[call.key] for call in row.calls) for found, row in zip(maps, rows, strict=True)]
 
 
 def _maps(call: MethodCall, grids: Grids, scores: Tensor, places: list[int]) -> Tensor:
     """Return a method's maps [b,h,w] for some rows; or what each adds to its mean, for a method that makes copies."""
     method = cast("Cam", METHODS[call.name])
-    at = slice(None) if len(places) == len(scores) else places  # all of them need not be copied
+    device = device_of(scores.device)
+    at = slice(None) if len(places) == len(scores) else device.tensor(places)  # all of them need not be copied
     more = {} if grids.curvature is None else {"curvature": grids.curvature[at]}
     found = method.weigh(grids.activations[at], grids.gradients[at], scores[at], **call.parameters, **more)
     if method.finish is not as_it_is or found.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]

@@ -29,7 +29,7 @@ def uploaded(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: 
 @functools.lru_cache(64)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return some numbers on a device; bringing them there makes a GPU wait, so it is done once."""
-    return torch.tensor(values, device=device)
+    return device_of(device).copied(torch.tensor(values))
 
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:
@@ -48,7 +48,8 @@ def viewed(image: Tensor, view: View) -> Tensor:
         image = large[:, view.top : view.top + height, view.left : view.left + width]
     if view.noise:
         generator = torch.Generator().manual_seed(view.seed)
-        image = image + view.noise * torch.randn(image.shape, generator=generator).to(image)
+        drawn = device_of(image.device).randn(tuple(image.shape), generator)
+        image = image + view.noise * drawn.to(image.dtype)
     image = image * view.gain
     return image.flip(-1) if view.mirrored else image
 

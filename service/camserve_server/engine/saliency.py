@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from camserve_server.engine.batch import differentiated, fetched, forward, in_order, inputs_of, units_of
+from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, units_of
 from camserve_server.engine.relu import relu_rule
 from camserve_server.methods import METHODS, Saliency
 from camserve_server.models import LoadedModel
@@ -25,13 +25,10 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
         said = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
         for turn in differentiated(said, units, rows):
             gradients = _taken(copies)
-            alive = gradients.flatten(1).any(1).tolist()
             mine = [(rows[index], unit) for index, unit in zip(turn.rows, turn.units, strict=True)]
-            terms = fetched(
-                [_term(row, images[_image_key(row)], copies[unit].detach(), gradients[unit]) for row, unit in mine]
-            )
-            for place, (index, unit) in enumerate(zip(turn.rows, turn.units, strict=True)):
-                results[index] = turn.result(place, ((terms[place],),), (not alive[unit],))
+            terms = [_term(row, images[_image_key(row)], copies[unit].detach(), gradients[unit]) for row, unit in mine]
+            answers, (alive, *maps) = turn.read([gradients.flatten(1).any(1)[turn.at], *terms])
+            results |= answers.single_maps(maps, alive.tolist())
     return in_order(results)
 
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from camserve_server import targets
+from camserve_server.devices import fetched
 from camserve_server.engine.batch import aimed, forward, inputs_of, units_of
 from camserve_server.errors import FailedPrecondition
 from camserve_server.hooks import silencing
@@ -18,10 +19,11 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     units = units_of(rows)
     # Not in inference mode: code compiled for the passes that differentiate would not take its tensors.
     with torch.no_grad(), _silenced(model, pass_, units.rows):
-        said = forward(model, inputs_of(model.info, units.rows))[units.of_row]
+        said = forward(model, inputs_of(model.info, units.rows))
+        said = said[units.index_of(range(len(rows)), said.values.device)]
         fixed, scores = aimed(said, rows)
-        told = targets.summary(said)
-    return [RowResult(*one) for one in zip(told, fixed, scores.tolist(), strict=True)]
+        found, *summaries = fetched([scores, *targets.summary(said)])
+    return [RowResult(*one) for one in zip(summaries, fixed, found.tolist(), strict=True)]
 
 
 def _silenced(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> AbstractContextManager[None]:

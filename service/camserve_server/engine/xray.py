@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, to_numpy, units_of
+from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, units_of
 from camserve_server.engine.cam import see
 from camserve_server.hooks import glancing, watching
 from camserve_server.models import LoadedModel
@@ -49,7 +49,8 @@ def _look(model: LoadedModel, names: tuple[str, ...], row: Row) -> RowResult:
     with torch.enable_grad(), glancing(layers, record.glance):
         said = forward(model, inputs_of(model.info, [row]))
         (turn,) = differentiated(said, units_of([row]), [row])
-    return turn.result(0, (), (), readings=tuple(map(record.last.get, names)))
+    answers, _ = turn.read([])
+    return answers.result(0, (), (), readings=tuple(map(record.last.get, names)))
 
 
 def measure(values: Tensor) -> Statistics:
@@ -111,10 +112,12 @@ def run_features(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[R
     with torch.enable_grad(), watching(layers) as captures:
         said = forward(model, inputs_of(model.info, units.rows))
         for turn in differentiated(said, units, rows):
-            grids = [see(model.info, captures, name, turn.units) for name in pass_.layers]
+            grids = [see(model.info, captures, name, turn.at) for name in pass_.layers]
+            each = [(grid.alive, grid.gradients.mean((2, 3)), grid.activations) for grid in grids]
+            answers, read = turn.read([tensor for layer in each for tensor in layer])
+            alive, weights, maps = read[0::3], read[1::3], read[2::3]
             for place, index in enumerate(turn.rows):
-                weights = tuple((to_numpy(grid.gradients[place].mean((1, 2))),) for grid in grids)
-                dead = tuple(grid.dead[place] for grid in grids)
-                maps = tuple(to_numpy(grid.activations[place]) for grid in grids)
-                results[index] = turn.result(place, weights, dead, maps)
+                dead = tuple(not layer[place] for layer in alive)
+                means = tuple((layer[place],) for layer in weights)
+                results[index] = answers.result(place, means, dead, tuple(layer[place] for layer in maps))
     return in_order(results)

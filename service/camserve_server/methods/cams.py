@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from camserve_server.devices import device_of
 from camserve_server.errors import FailedPrecondition
 from camserve_server.types import Map, View
 
@@ -173,10 +174,23 @@ def _component(terms: Tensor) -> Tensor:
     """
     finite, matrix = _rows(terms)
     if matrix.shape[1] > matrix.shape[2]:
-        _, vectors = torch.linalg.eigh(matrix.mT @ matrix)
-        return _grid(matrix @ vectors[:, :, -1:], finite, terms)
-    values, vectors = torch.linalg.eigh(matrix @ matrix.mT)
-    return _grid(vectors[:, :, -1:] * values[:, -1, None, None].clamp(min=0).sqrt(), finite, terms)
+        _, vector = _principal_pair(matrix.mT @ matrix)
+        return _grid(matrix @ vector, finite, terms)
+    value, vector = _principal_pair(matrix @ matrix.mT)
+    return _grid(vector * value.clamp(min=0).sqrt(), finite, terms)
+
+
+SMALL = 256
+"""Rows of a symmetric matrix up to which it is decomposed on the CPU: a GPU takes longer for many small ones."""
+
+
+def _principal_pair(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest eigenvalue [B,1,1] and its eigenvector [B,n,1] of symmetric matrices [B,n,n]."""
+    device = device_of(matrices.device)
+    on_host = device.is_cpu or matrices.shape[1] <= SMALL
+    values, vectors = torch.linalg.eigh(matrices.cpu() if on_host else matrices)
+    found = values[:, -1, None, None], vectors[:, :, -1:]
+    return (device.copied(found[0]), device.copied(found[1])) if on_host else found
 
 
 def _rows(terms: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,14 +198,15 @@ def _rows(terms: Tensor) -> tuple[Tensor, Tensor]:
 
     The rows are float64: a decomposition amplifies rounding where two of its values are close.
     """
-    matrix = terms.flatten(2).transpose(1, 2).double()
+    matrix = terms.flatten(2).transpose(1, 2)
+    matrix = matrix.double() if device_of(matrix.device).has_float64 else matrix.cpu().double()
     finite = matrix.isfinite().all(2, keepdim=True).all(1, keepdim=True)  # no decomposition takes what is not
     matrix = torch.where(finite, matrix, 0)
     return finite, matrix - matrix.mean(1, keepdim=True)
 
 
 def _grid(flat: Tensor, finite: Tensor, terms: Tensor) -> Tensor:
-    return torch.where(finite, flat, torch.nan).reshape(terms.shape[0], *terms.shape[2:]).to(terms.dtype)
+    return torch.where(finite, flat, torch.nan).reshape(terms.shape[0], *terms.shape[2:]).to(terms)
 
 
 def _agreeing(maps: Tensor, guide: Tensor) -> Tensor:
@@ -221,8 +236,8 @@ def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: s
             f"the layer's grid has {positions} positions; kpcacam takes up to {POSITIONS}: name a deeper layer"
         )
     finite, matrix = _rows(activations)
-    values, vectors = torch.linalg.eigh(_centred(KERNELS[kernel](matrix)))
-    flat = vectors[:, :, -1:] * values[:, -1, None, None].clamp(min=0).sqrt()
+    value, vector = _principal_pair(_centred(KERNELS[kernel](matrix)))
+    flat = vector * value.clamp(min=0).sqrt()
     return _agreeing(_grid(flat, finite, activations), gradcam(activations, gradients, scores).sum(1))
 
 

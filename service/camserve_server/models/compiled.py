@@ -11,11 +11,15 @@ not fit a batch, or could not be made, the module runs as it would have.
 import os
 import shutil
 import sys
+import sysconfig
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
@@ -193,12 +197,47 @@ def _seconds(module: nn.Module, images: Tensor) -> float:
 
 
 def missing(device: str) -> str:
-    """Return why there is no hope of compiling for a device, or nothing."""
+    """Return why there is no hope of compiling for a device, or nothing.
+
+    For a CPU torch compiles C++. For a GPU Triton compiles C: a Python module through which it talks to the driver.
+    Both load the shared library that comes out. Triton has an assembler of its own, and needs no CUDA toolkit.
+    """
+    if sys.platform == "win32":
+        return ""
+    if device != "cpu":
+        return _missing_of_triton() if device.startswith("cuda") else ""
     usual = "clang++" if sys.platform == "darwin" else "g++"
-    compiler = os.environ.get("CXX", usual)  # where torch looks
-    if device == "cpu" and sys.platform != "win32" and not shutil.which(compiler):
-        return f"there is no C++ compiler: {compiler} is not installed"
-    return ""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    return _no_compiler("C++", [os.environ.get("CXX", usual)]) or _not_loadable(folder, "TORCHINDUCTOR_CACHE_DIR")
+
+
+def _missing_of_triton() -> str:
+    """Return what Triton lacks; each is looked for where Triton looks."""
+    if not find_spec("triton"):
+        return "Triton is not installed"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111 -- as Triton: it never fails
+    return (
+        _no_compiler("C", compilers)
+        or ("" if headers.exists() else f"Python's headers are not installed: there is no {headers}")
+        or _not_loadable(os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache", "TRITON_CACHE_DIR")
+    )
+
+
+def _no_compiler(language: str, names: Sequence[str]) -> str:
+    if any(map(shutil.which, names)):
+        return ""
+    return f"there is no {language} compiler: {', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed"
+
+
+def _not_loadable(folder: str, variable: str) -> str:
+    """Say so where a folder, or its nearest parent if it is still to be made, is mounted noexec."""
+    path = Path(folder).absolute()
+    there = next(one for one in (path, *path.parents) if os.access(one, os.F_OK))
+    if not os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):  # Linux alone has the flag
+        return ""
+    return f"compiled code cannot be loaded from {path}, which is mounted noexec; {variable} names another folder"
 
 
 def _names(module: nn.Module, layer: str, image: Tensor) -> list[str]:

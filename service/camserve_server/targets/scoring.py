@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from camserve_server.devices import device_of, to_numpy
 from camserve_server.outputs import Outputs
 from camserve_server.targets.geometry import overlaps
-from camserve_server.targets.summaries import to_numpy
 from camserve_server.types import (
     Box,
     ClassTarget,
@@ -36,6 +37,8 @@ def scores(said: Outputs, targets: Sequence[FixedTarget]) -> Tensor:
     """
     if all(isinstance(target, ClassTarget | ContrastTarget) for target in targets):
         return _logits(said.values, cast("Sequence[ClassTarget | ContrastTarget]", targets))
+    if any(isinstance(target, DetectionTarget) for target in targets):
+        return _detections(said, cast("Sequence[DetectionTarget]", targets))
     return torch.stack([_SCORES[type(target)](said, place, target) for place, target in enumerate(targets)])
 
 
@@ -44,13 +47,13 @@ def _logits(logits: Tensor, targets: Sequence[ClassTarget | ContrastTarget]) -> 
     if not any(isinstance(t, ContrastTarget) for t in targets):
         return why
     against = [t.why_not if isinstance(t, ContrastTarget) else 0 for t in targets]
-    contrasts = torch.tensor([isinstance(t, ContrastTarget) for t in targets], device=logits.device)
+    contrasts = device_of(logits.device).tensor([isinstance(t, ContrastTarget) for t in targets], torch.bool)
     # Selected, not multiplied by 0: an infinite logit of one row must not reach another's score.
     return torch.where(contrasts, why - _pick(logits, against), why)
 
 
 def _pick(logits: Tensor, indices: Sequence[int]) -> Tensor:
-    column = torch.tensor(indices, device=logits.device).unsqueeze(1)
+    column = device_of(logits.device).tensor(indices).unsqueeze(1)
     return logits.gather(1, column).squeeze(1)
 
 
@@ -74,30 +77,32 @@ def _finer(said: Outputs, place: int, target: FinerTarget) -> Tensor:
     authors' code.
     """
     logits = said.values[place]
-    others = logits[list(target.against)]
+    others = logits[device_of(logits.device).tensor(target.against)]
     return logits[target.why] - target.weight * (others.softmax(0) * others).sum()
 
 
 def _similarity(said: Outputs, place: int, target: SimilarityTarget) -> Tensor:
     embedding = said.embeddings()[place]
-    reference = torch.from_numpy(cast("Map", target.reference)).to(embedding)
+    reference = device_of(embedding.device).copied(torch.from_numpy(cast("Map", target.reference))).to(embedding)
     return functional.cosine_similarity(embedding, reference, dim=0)
 
 
 def _segment(said: Outputs, place: int, target: SegmentTarget) -> Tensor:
     logits = said.values[place, target.index]
-    mask = torch.from_numpy(cast("Mask", target.mask)).to(logits.device)
-    total: Tensor = logits[mask].sum()
-    return total / mask.sum().clamp(min=1)  # a view of the image may show nothing of the part
+    cells = torch.from_numpy(np.flatnonzero(cast("Mask", target.mask)))  # of a mask, a GPU would wait for their number
+    total: Tensor = logits.flatten()[device_of(logits.device).copied(cells)].sum()
+    return total / max(1, len(cells))  # a view of the image may show nothing of the part
 
 
-def _detection(said: Outputs, place: int, target: DetectionTarget) -> Tensor:
-    objects = said.values[place]
-    same = objects[:, 0] == target.index
-    shares = torch.from_numpy(overlaps(to_numpy(objects[:, 2:]), cast("Box", target.box))).to(objects) * same
-    if not len(shares) or shares.max() < SAME:
-        return objects[:, 1].sum() * 0
-    return objects[shares.argmax(), 1]
+def _detections(said: Outputs, targets: Sequence[DetectionTarget]) -> Tensor:
+    """Return the score of the object that is each target's; 0 where there is none."""
+    found = []
+    # Objects are read for all images at once, and compared on the host.
+    for values, objects, target in zip(said.values, to_numpy(said.values), targets, strict=True):
+        shares = overlaps(objects[:, 2:], cast("Box", target.box)) * (objects[:, 0] == target.index)
+        there = len(shares) and shares.max() >= SAME
+        found.append(values[int(shares.argmax()), 1] if there else values[:, 1].sum() * 0)
+    return torch.stack(found)
 
 
 _SCORES: Mapping[type, Callable[[Outputs, int, Any], Tensor]] = {
@@ -107,5 +112,4 @@ _SCORES: Mapping[type, Callable[[Outputs, int, Any], Tensor]] = {
     FinerTarget: _finer,
     SimilarityTarget: _similarity,
     SegmentTarget: _segment,
-    DetectionTarget: _detection,
 }

@@ -1,7 +1,5 @@
 """What is told of an image beside its explanations: logits, the classes of a segmentation, objects."""
 
-from typing import cast
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,14 +10,14 @@ from camserve_server.types import Map, ModelInfo
 BACKGROUND = ("background", "__background__")
 
 
-def summary(said: Outputs) -> list[Map]:
+def summary(said: Outputs) -> list[Tensor]:
     """Return what is told of each image: the values as they are; of a segmentation, [classes, 3] for each class.
 
     The three are the share of the image that the class covers, and over that part its mean probability and mean logit.
     """
     if said.info.task == "segment":
-        return [to_numpy(covered(values)) for values in said.values]
-    return list(to_numpy(said.values))
+        return [covered(values) for values in said.values.detach()]
+    return list(said.values.detach())
 
 
 def order_of_areas(covered: Map, info: ModelInfo) -> list[int]:
@@ -48,8 +46,3 @@ def covered(values: Tensor) -> Tensor:
         one.new_zeros(len(logits)).index_add(0, winners[0], one) for one in (torch.ones_like(won[0]), *won)
     )
     return torch.stack([counts / winners.numel(), *(one / counts.clamp(min=1) for one in sums)], 1)
-
-
-def to_numpy(tensor: Tensor) -> Map:
-    """Return a tensor as a plain float32 array."""
-    return cast("Map", tensor.detach().float().cpu().numpy())

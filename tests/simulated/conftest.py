@@ -1,0 +1,41 @@
+"""The simulated GPU, for tests that have a process of their own."""
+
+import gc
+from pathlib import Path
+
+import pytest
+
+import needs
+from camserve_server import models
+from simulated import device
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _simulated(request):
+    if any(HERE not in item.path.parents for item in request.session.items):
+        pytest.skip(needs.SIMULATED)
+    device.register()
+    gc.collect()
+    gc.freeze()  # some tests run the collector: the libraries need not be looked through each time
+
+
+@pytest.fixture(scope="session")
+def pair():
+    """Load a model on the CPU and on the simulated GPU, each once."""
+    known = {}
+
+    def loaded(spec):
+        if spec not in known:
+            known[spec] = tuple(models.load(models.parse(spec), place) for place in ("cpu", f"{device.NAME}:0"))
+        return known[spec]
+
+    return loaded
+
+
+@pytest.fixture
+def record():
+    """What the simulated GPU is asked from here on."""
+    device.RECORD.clear()
+    return device.RECORD

@@ -1,0 +1,390 @@
+"""Every pass, method, target, view and metric on a simulated GPU: the CPU's answers, few waits, and no graph kept."""
+
+import asyncio
+import gc
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from camserve_server import devices, jobs
+from camserve_server.engine import Engine
+from camserve_server.methods import METHODS, Attention, Baseline, Cam, cams
+from camserve_server.metrics import METRICS
+from camserve_server.targets import whole
+from camserve_server.types import (
+    Box,
+    ClassTarget,
+    ContrastTarget,
+    DetectionTarget,
+    FinerTarget,
+    MethodCall,
+    ProbabilityTarget,
+    Randomised,
+    RankTarget,
+    Row,
+    SegmentTarget,
+    SimilarityTarget,
+    View,
+)
+from methods.tools import call, error_ratio, exact, explain, job, noise, plain
+from simulated.device import RECORD, Simulated, register
+from support import wait_until
+
+RESNET = "timm:test_resnet?weights=none&size=64"
+VIT = "timm:test_vit?weights=none&size=64"
+SEGMENTER = "torchvision:lraspp_mobilenet_v3_large?weights=none&size=96"
+DETECTOR = "torchvision:ssdlite320_mobilenet_v3_large?weights=none"
+FEW = {"samples": 4, "steps": 4, "scales": 2, "top_channels": 6, "window": 0.5, "stride": 0.5, "k": 0.5}
+"""Parameters with which a method takes few rows; and finds something in a grid of 2x2."""
+COMPUTED = [name for name, method in METHODS.items() if not isinstance(method, Baseline)]
+
+
+def quick(name):
+    """A method with few rows."""
+    known = {parameter.name for parameter in METHODS[name].parameters}
+    return call(name, **{key: value for key, value in FEW.items() if key in known})
+
+
+def model_for(name):
+    return VIT if isinstance(METHODS[name], Attention) else RESNET
+
+
+def batches_of(model, image, name, target):
+    """Run a method on one image; return its batches as (pass, rows)."""
+    batches = []
+
+    async def submit(pass_, rows, collect):
+        batches.append((pass_, list(rows)))
+        for place, result in enumerate(Engine({model.info.name: model}).run(pass_, rows)):
+            collect(place, result)
+
+    asyncio.run(jobs.explain(job(model, [quick(name)], [target]), image, submit))
+    return batches
+
+
+def check_equal(found, answer, cpu):
+    """Compare an answer with those of the CPU, with and without the quicker copy, by their distances from float64's."""
+    truth = answer(exact(cpu))
+    assert min(error_ratio(found, answer(one), truth) for one in (plain(cpu), cpu)) <= 1
+
+
+@contextmanager
+def without_collector():
+    """Let nothing be freed by the garbage collector inside the block."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# ----------------------------------------------------------------------------------------------- the answers of the CPU
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_gives_the_maps_of_the_cpu(pair, name):
+    cpu, gpu = pair(model_for(name))
+
+    def answer(model):
+        return explain(model, noise(1, 64), job(model, [quick(name)], [ClassTarget(3)])).findings[0].heatmap
+
+    found = answer(gpu)
+    if isinstance(METHODS[name], Baseline):
+        assert np.array_equal(found, answer(cpu))
+    else:
+        check_equal(found, answer, cpu)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, precision):
+    cpu, gpu = pair(f"{RESNET}&precision={precision}")
+    found, expected, truth = (
+        explain(model, noise(1, 64), job(model, ["gradcam"], [ClassTarget(3)])).findings[0].heatmap
+        for model in (gpu, cpu, exact(pair(RESNET)[0]))
+    )
+
+    assert gpu.quick is not None  # its weights are converted: the simulated GPU has no autocast
+    assert error_ratio(found, expected, truth) <= 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        RankTarget(2),
+        ContrastTarget(4, 9),
+        FinerTarget(5),
+        FinerTarget(5, (1, 2)),
+        ProbabilityTarget(7),
+        SimilarityTarget(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gradcam", "saliency", "occlusion"])
+def test_target_of_a_classifier_gives_the_maps_of_the_cpu(pair, target, name):
+    cpu, gpu = pair(RESNET)
+
+    def finding(model):
+        return explain(model, noise(2, 64), job(model, [quick(name)], [target])).findings[0]
+
+    assert finding(gpu).score == pytest.approx(finding(cpu).score, rel=1e-4, abs=1e-6)
+    check_equal(finding(gpu).heatmap, lambda model: finding(model).heatmap, cpu)
+
+
+def test_similarity_to_another_image_gives_the_maps_of_the_cpu(pair):
+    cpu, gpu = pair(RESNET)
+    target = SimilarityTarget(image=noise(9, 64))
+
+    def answer(model):
+        return explain(model, noise(2, 64), job(model, ["gradcam"], [target])).findings[0].heatmap
+
+    check_equal(answer(gpu), answer, cpu)
+
+
+@pytest.mark.parametrize("wanted", ["rank", "box", "class"])
+def test_segmentation_gives_the_maps_of_the_cpu(pair, wanted):
+    cpu, gpu = pair(SEGMENTER)
+    image = noise(3, 96)
+    largest = explain(cpu, image, job(cpu, ["gradcam"], [RankTarget(0)])).findings[0].target
+    target = {
+        "rank": RankTarget(0),
+        "box": SegmentTarget(1, whole((96, 96))),
+        "class": SegmentTarget(largest.index),
+    }[wanted]
+
+    def answer(model):
+        return explain(model, image, job(model, ["gradcam"], [target])).findings[0].heatmap
+
+    check_equal(answer(gpu), answer, cpu)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_detection_gives_the_maps_of_the_cpu(pair):
+    cpu, gpu = pair(DETECTOR)
+    image = noise(4, cpu.info.preprocess.size[0])
+    target = DetectionTarget(0, whole(cpu.info.preprocess.size), found=True)
+
+    def finding(model):
+        return explain(model, image, job(model, ["gradcam"], [target])).findings[0]
+
+    found, expected = finding(gpu), finding(cpu)
+
+    assert found.target == expected.target
+    assert np.array_equal(found.heatmap, expected.heatmap)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [(View(mirrored=True),), (View(gain=0.8), View(noise=0.1, seed=3)), (View(scale=1.5, top=4, left=8),)],
+    ids=["mirrored", "noise", "window"],
+)
+def test_view_of_an_image_gives_the_maps_of_the_cpu(pair, views):
+    cpu, gpu = pair(RESNET)
+    row = Row(noise(5, 64), ClassTarget(3), (call("gradcam"),), views=views)
+
+    def answer(model):
+        pass_ = batches_of(cpu, row.image, "gradcam", ClassTarget(3))[0][0]
+        return Engine({model.info.name: model}).run(pass_, [row])[0].maps[0][0]
+
+    check_equal(answer(gpu), answer, cpu)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metric_gives_the_readings_of_the_cpu(pair, name):
+    cpu, gpu = pair(RESNET)
+    known = {parameter.name: parameter.default for parameter in METRICS[name].parameters}
+    metric = jobs.MetricCall(name, known | {key: 2 for key in ("samples", "stages", "steps") if key in known})
+
+    def readings(model):
+        async def submit(pass_, rows, collect):
+            for place, result in enumerate(Engine({model.info.name: model}).run(pass_, rows)):
+                collect(place, result)
+
+        asked = jobs.Assessment(job(model, ["gradcam"], [ClassTarget(3)]), (metric,), Box(8, 8, 40, 40))
+        _, ((reading,),) = asyncio.run(jobs.evaluate(asked, noise(6, 64), Box(0, 0, 64, 64), submit))
+        return np.array([reading.value, *np.ravel([curve.y for curve in reading.curves])], np.float64)
+
+    assert readings(plain(gpu)) == pytest.approx(readings(plain(cpu)), rel=1e-4, abs=1e-5)
+
+
+def test_random_weights_give_the_maps_of_the_cpu(pair):
+    cpu, gpu = pair(RESNET)
+    (pass_, rows), *_ = batches_of(cpu, noise(7, 64), "gradcam", ClassTarget(3))
+    pass_ = replace(pass_, randomised=Randomised(4, 1))
+    found, expected = (Engine({model.info.name: model}).run(pass_, rows)[0] for model in (gpu, plain(cpu)))
+
+    assert error_ratio(found.maps[0][0], expected.maps[0][0], expected.maps[0][0]) <= 1
+    assert explain(gpu, noise(7, 64), job(gpu, ["gradcam"], [ClassTarget(3)])).findings[0].score == pytest.approx(
+        explain(cpu, noise(7, 64), job(cpu, ["gradcam"], [ClassTarget(3)])).findings[0].score, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["inspect", "features"])
+def test_layers_look_as_on_the_cpu(pair, kind):
+    cpu, gpu = pair(RESNET)
+    (pass_, _), *_ = batches_of(cpu, noise(8, 64), "gradcam", ClassTarget(3))
+    rows = [Row(noise(8, 64), ClassTarget(3))]
+    found, expected = (
+        Engine({model.info.name: model}).run(replace(pass_, kind=kind), rows)[0] for model in (gpu, plain(cpu))
+    )
+
+    for mine, its in zip(found.readings, expected.readings, strict=True):
+        assert mine.shape == its.shape
+        assert mine.activation.norm == pytest.approx(its.activation.norm, rel=1e-4)
+        assert mine.gradient.norm == pytest.approx(its.gradient.norm, rel=1e-4)
+    for mine, its in zip(found.features, expected.features, strict=True):
+        assert mine == pytest.approx(its, rel=1e-4, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------- host waits
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_batch_of_many_rows_waits_for_the_gpu_no_more_often_than_one_of_few(pair, name):
+    """The rows of two images, and of four, in one batch; of every kind of batch that the method has."""
+    _, gpu = pair(model_for(name))
+    each = [batches_of(gpu, noise(seed, 64), name, ClassTarget(3)) for seed in range(4)]
+    engine = Engine({gpu.info.name: gpu})
+    for same in zip(*each, strict=False):
+        waits = []
+        for count in (2, 4):
+            rows = [row for _, some in same[:count] for row in some]
+            RECORD.clear()
+            engine.run(same[0][0], rows)
+            waits.append([event.line for event in RECORD.waits])
+
+        assert waits[0] == waits[1]
+        assert 1 <= len(waits[0]) <= 3
+
+
+def test_targets_that_depend_on_the_prediction_make_a_batch_wait_once_more(pair, record):
+    _, gpu = pair(RESNET)
+    rows = [Row(noise(seed, 64), RankTarget(0), (call("gradcam"),)) for seed in range(4)]
+    (pass_, _), *_ = batches_of(gpu, rows[0].image, "gradcam", ClassTarget(3))
+    record.clear()
+    Engine({gpu.info.name: gpu}).run(pass_, rows)
+
+    assert len(record.waits) == 2
+
+
+@pytest.mark.parametrize("name", ["gradcam", "kpcacam", "shapleycam", "saliency", "smoothgrad", "fullgrad", "chefer"])
+def test_backward_pass_is_launched_before_anything_is_read(pair, record, name):
+    _, gpu = pair(model_for(name))
+    *_, (pass_, rows) = batches_of(gpu, noise(1, 64), name, ClassTarget(3))
+    engine = Engine({gpu.info.name: gpu})
+    engine.run(pass_, rows)  # constants are uploaded once
+    record.clear()
+    engine.run(pass_, rows)
+
+    assert waits_before_backward(record) == []
+
+
+def waits_before_backward(record):
+    first = next(place for place, event in enumerate(record.events) if event.backward)
+    return [event.line for event in record.events[:first] if event.waits]
+
+
+# --------------------------------------------------------------------------------------------------------------- graphs
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_nothing_of_a_batch_is_left_on_the_gpu_after_its_answer(pair, name):
+    _, gpu = pair(model_for(name))
+    engine = Engine({gpu.info.name: gpu})
+    batches = batches_of(gpu, noise(1, 64), name, ClassTarget(3))
+    with without_collector():
+        before = RECORD.bytes_alive
+        for pass_, rows in batches:
+            assert len(engine.run(pass_, rows)) == len(rows)
+        # Autograd's thread lets go of its last tensor some time after the answer.
+        wait_until(lambda: RECORD.bytes_alive == before)
+
+
+# ------------------------------------------------------------------------------ the simulated GPU shows planted faults
+
+
+def with_method(monkeypatch, function):
+    monkeypatch.setitem(METHODS, "planted", Cam(function, "planted"))
+    return MethodCall("planted")
+
+
+def test_constant_of_the_cpu_in_a_method_is_refused(pair, monkeypatch):
+    cpu, gpu = pair(RESNET)
+    planted = with_method(monkeypatch, lambda activations, *_: activations * torch.ones(2, 2))
+
+    assert explain(cpu, noise(1, 64), job(cpu, [planted], [ClassTarget(3)])).findings
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        explain(gpu, noise(1, 64), job(gpu, [planted], [ClassTarget(3)]))
+
+
+def test_read_in_a_method_is_counted(pair, monkeypatch, record):
+    _, gpu = pair(RESNET)
+
+    def reading(activations, gradients, scores):
+        return cams.gradcam(activations, gradients, scores) * float(gradients.max())
+
+    planted = with_method(monkeypatch, reading)
+    explain(gpu, noise(1, 64), job(gpu, [planted], [ClassTarget(3)]))
+
+    assert record.waits[0].name == "aten._local_scalar_dense.default"
+    assert len(record.waits) == 2
+
+
+def test_read_before_the_backward_pass_is_seen(pair, monkeypatch, record):
+    _, gpu = pair(RESNET)
+    (pass_, rows), *_ = batches_of(gpu, noise(1, 64), "gradcam", ClassTarget(3))
+    engine = Engine({gpu.info.name: gpu})
+    engine.run(pass_, rows)
+
+    def reading(said):
+        said.values.tolist()
+        return list(said.values.detach())
+
+    monkeypatch.setattr("camserve_server.targets.summary", reading)
+    record.clear()
+    engine.run(pass_, rows)
+
+    assert len(waits_before_backward(record)) == 1
+
+
+def test_graph_that_a_reference_cycle_keeps_is_seen(pair, monkeypatch):
+    _, gpu = pair(RESNET)
+
+    class Cycle:
+        def __init__(self, tensor):
+            self.tensor, self.self = tensor, self
+
+    def keeping(activations, gradients, scores):
+        Cycle(activations)
+        return cams.gradcam(activations, gradients, scores)
+
+    with_method(monkeypatch, keeping)
+    (pass_, rows), *_ = batches_of(gpu, noise(1, 64), "planted", ClassTarget(3))
+    with without_collector():
+        before = RECORD.bytes_alive
+        Engine({gpu.info.name: gpu}).run(pass_, rows)
+
+        assert RECORD.bytes_alive > before
+    gc.collect()
+
+
+def test_upload_waits_unless_its_memory_is_page_locked():
+    place = devices.device_of("sim:0")
+    RECORD.clear()
+    place.copied(torch.ones(3))
+    assert RECORD.waits == []
+    torch.ones(3).to("sim:0")
+    assert len(RECORD.waits) == 1
+    assert isinstance(place.copied(torch.ones(3)), Simulated)
+
+
+def test_backward_pass_runs_on_a_thread_of_autograds(record):
+    leaf = torch.ones(3, device="sim:0").requires_grad_()
+    (leaf * 2).sum().backward()
+
+    assert any(event.backward for event in record.events)
+    assert leaf.grad.tolist() == [2, 2, 2]
+    assert register() is register()
