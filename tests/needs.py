@@ -7,6 +7,7 @@ def missing(name: str, command: str) -> str:
 
 
 COMPOSE = missing("docker compose", "apt-get install docker-compose-v2 (Debian 13: docker-compose)")
+COMPILER = missing("a C compiler", "apt-get install gcc libc6-dev")
 CUDA = "a CUDA device is missing: run this on a machine with a GPU"
 CUDA_BUILD = missing("torch for CUDA", "make setup on Linux")
 DOCKER = missing("a Docker engine that answers", "apt-get install docker.io")

@@ -1,21 +1,27 @@
 """The devices that models run on. Whatever differs between a CPU and a GPU is here, and nothing else names CUDA.
 
-`cpu` and `cuda` are supported. `mps` and `xpu` work as far as `torch.accelerator` supports them.
+`cpu` and `cuda` are supported. `mps` and `xpu` work as far as `torch.accelerator` supports them; they are not tested.
 """
 
+import ctypes
 import functools
+import logging
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, cast
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from camserve_server.errors import ConfigError
+from camserve_server.hardware import has_nvidia_gpu
 from camserve_server.types import Map, Precision
+
+log = logging.getLogger(__name__)
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 """What libraries beneath torch say where it would raise `OutOfMemoryError`: cuBLAS and cuDNN have their own memory."""
@@ -36,12 +42,14 @@ class Device:
         name: as torch has it, with an index if there may be several: "cpu", "cuda:0".
 
     Attributes:
-        name: the same.
+        kind: the name that torch has for its type.
+        name: as it was given.
         torch: the same, as torch's own type.
         is_cpu: whether it computes in the memory of the process.
         has_float64: whether it has numbers of 64 bits.
     """
 
+    kind: ClassVar[str] = "cpu"
     is_cpu = True
     has_float64 = True
 
@@ -51,11 +59,25 @@ class Device:
 
     @classmethod
     def count(cls) -> int:
-        """Return how many there are."""
+        """Return how many there are; this may start the driver, which may take minutes."""
         return 1
 
+    @classmethod
+    def why_none(cls) -> str:
+        """Return why torch sees none, in words for the operator; nothing if there is no more to say."""
+        return ""
+
+    def fault(self) -> str:
+        """Return why it cannot be used although torch sees it, in words for the operator; nothing if it can."""
+        return ""
+
     def initialize(self) -> None:
-        """Start the device's driver for this process, which may take seconds."""
+        """Make it ready to compute in this process, and current in this thread; starting the driver may take minutes.
+
+        Raises:
+            RuntimeError: it does not compute.
+        """
+        _start_cuda()  # on a CPU too: else torch does so in the first backward pass
 
     def make_current(self) -> None:
         """Make the calling thread use this device where none is named."""
@@ -136,11 +158,13 @@ class Accelerator(Device):
 
     @classmethod
     def count(cls) -> int:
-        """Return how many there are."""
-        return torch.accelerator.device_count()
+        """Return how many there are; see `Device.count`."""
+        current = torch.accelerator.current_accelerator()
+        return torch.accelerator.device_count() if current and current.type == cls.kind else 0
 
     def initialize(self) -> None:
-        """Start the device's driver for this process, which may take seconds."""
+        """Make it ready to compute in this process, and current in this thread; see `Device.initialize`."""
+        super().initialize()
         self.make_current()
         torch.zeros(1, device=self.torch)
         self.synchronize()
@@ -184,10 +208,35 @@ class Accelerator(Device):
 class Cuda(Accelerator):
     """A GPU of NVIDIA's, or of AMD's, which torch calls by the same name."""
 
+    kind = "cuda"
+
     @classmethod
     def count(cls) -> int:
-        """Return how many there are."""
-        return torch.cuda.device_count()
+        """Return how many there are; see `Device.count`."""
+        _start_cuda()
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    @classmethod
+    def why_none(cls) -> str:
+        """Return why torch sees none; see `Device.why_none`."""
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            return f"torch {torch.__version__} is built for CPUs only; install a build for CUDA"
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+            words = "" if hidden is None else f'; CUDA_VISIBLE_DEVICES is "{hidden}"'
+            return f"{str(error).rstrip('.')} (torch {torch.__version__}, built for CUDA {torch.version.cuda}{words})"
+        return ""
+
+    def fault(self) -> str:
+        """Return why it cannot be used; see `Device.fault`."""
+        built = [int(found[1]) for one in torch.cuda.get_arch_list() if (found := re.match(r"[a-z]+_(\d+)", one))]
+        least, own = min(built, default=0), torch.cuda.get_device_capability(self.torch)
+        if 10 * own[0] + own[1] >= least:
+            return ""
+        words = f"it has compute capability {own[0]}.{own[1]}, and torch {torch.__version__} is built for"
+        return f"{words} {least // 10}.{least % 10} or more; install a build for CUDA that has it"
 
     def context(self, *, own_stream: bool) -> AbstractContextManager[object]:
         """Return a context in which torch computes on this device; see `Device.context`."""
@@ -215,13 +264,31 @@ class Cuda(Accelerator):
         return ("bfloat16", "float16") if native else ("float16",)
 
 
+@functools.cache
+def _start_cuda() -> None:
+    """Start NVIDIA's driver, and leave Python to other threads meanwhile: it takes seconds, on some machines minutes.
+
+    torch, which would start it at its first use, holds Python's lock until it is done. No memory of a GPU is taken.
+    """
+    if torch.version.cuda:
+        with suppress(OSError):  # there is none
+            ctypes.CDLL("libcuda.so.1").cuInit(0)  # torch finds out whether it went well
+
+
+class Xpu(Accelerator):
+    """A GPU of Intel's."""
+
+    kind = "xpu"
+
+
 class Mps(Accelerator):
     """A GPU of Apple's."""
 
+    kind = "mps"
     has_float64 = False
 
 
-KINDS: dict[str, type[Device]] = {"cpu": Device, "cuda": Cuda, "xpu": Accelerator, "mps": Mps}
+KINDS: dict[str, type[Device]] = {one.kind: one for one in (Device, Cuda, Xpu, Mps)}
 """Classes of devices, by the names that torch has for their types."""
 
 
@@ -249,27 +316,49 @@ def to_numpy(tensor: Tensor) -> Map:
 def devices_named(names: str) -> list[str]:
     """Return the devices that a setting means, one for each engine.
 
+    It may start a driver, which may take minutes: this is not for a thread in which others wait.
+
     Raises:
-        ConfigError: one is not there.
+        ConfigError: one is not there, or cannot be used.
     """
     if names == "auto":
-        return ["cuda:0" if torch.cuda.is_available() else "cpu"]
+        return [_automatic()]
     return [device for name in names.split(",") for device in _devices_of(name.strip())]
 
 
+def _automatic() -> str:
+    """Return the first GPU that can be used, or else the CPU; log why, if that is not for want of a GPU."""
+    faults = {name: device_of(name).fault() for name in _there("cuda")}
+    for name, fault in faults.items():
+        if not fault:
+            return name
+    why = "; ".join(f"{name}: {fault}" for name, fault in faults.items()) or Cuda.why_none()
+    if faults or has_nvidia_gpu():
+        log.warning("this machine has a GPU that cannot be used: %s. Models run on the CPU instead", why)
+    return "cpu"
+
+
 def _devices_of(name: str) -> list[str]:
+    """Return the devices that one name of a setting means."""
     found = re.fullmatch(r"(\w+?)(:(?:0|[1-9]\d*))?", name)
     if not found or found[1] not in KINDS or (found[1] == "cpu" and found[2]):
-        raise ConfigError(f'device "{name}": there are cpu, cuda, cuda:N and auto, or some of them with commas between')
+        here = ", ".join(["cpu", *(one for kind in KINDS if kind != "cpu" for one in _there(kind))])
+        words = "name one, several with commas between, cuda for every GPU, or auto"
+        raise ConfigError(f'device "{name}": torch sees {here} here; {words}')
     if name == "cpu":
         return [name]
-    there = [f"{found[1]}:{number}" for number in range(_count_of(found[1]))]
+    there = _there(found[1])
     if name not in there if found[2] else not there:
-        raise ConfigError(f'device "{name}": torch sees {len(there)} {found[1].upper()} devices here')
-    return [name] if found[2] else there
+        words = ", ".join(there) or KINDS[found[1]].why_none()
+        seen = f"torch sees {len(there)} {found[1].upper()} devices here" + (f": {words}" if words else "")
+        raise ConfigError(f'device "{name}": {seen}')
+    meant = [name] if found[2] else there
+    for one in meant:
+        if fault := device_of(one).fault():
+            raise ConfigError(f'device "{one}": {fault}')
+    return meant
 
 
-def _count_of(kind: str) -> int:
-    """Return how many devices of a kind there are."""
-    current = torch.accelerator.current_accelerator()
-    return KINDS[kind].count() if kind == "cuda" or (current and current.type == kind) else 0
+def _there(kind: str) -> list[str]:
+    """Return the names of all devices of a kind."""
+    return [f"{kind}:{number}" for number in range(KINDS[kind].count())]

@@ -1,4 +1,4 @@
-"""What this machine has: cores and memory."""
+"""What this machine has: cores, memory and GPUs."""
 
 import contextlib
 import os
@@ -7,6 +7,8 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 GROUPS_OF_THIS = Path("/proc/self/cgroup")
+ROOT = Path("/")  # of the file system
+NVIDIA, DISPLAY = "0x10de", "0x03"  # on the PCI bus: a vendor, and how the classes of its GPUs begin
 
 
 def cores() -> int:
@@ -41,3 +43,20 @@ def _limits_of(group: str) -> Iterator[int]:
             yield int((folder / name).read_text(encoding="ascii"))
         if folder == root:
             return
+
+
+def has_nvidia_gpu() -> bool:
+    """Tell whether there is a GPU of NVIDIA's, whether or not this process can use it. Nothing is loaded for that."""
+    if any(ROOT.glob("proc/driver/nvidia/gpus/*")) or any(ROOT.glob("dev/nvidia[0-9]*")):
+        return True
+    return any(
+        _first_line(vendor) == NVIDIA and _first_line(vendor.with_name("class")).startswith(DISPLAY)
+        for vendor in ROOT.glob("sys/bus/pci/devices/*/vendor")
+    )
+
+
+def _first_line(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""

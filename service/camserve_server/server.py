@@ -1,11 +1,12 @@
 """Wiring: settings in, a running server out; health, reflection, and a stop that loses nothing."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from camserve.v1 import (
 from camserve_server import access, floods, logs, oip, process, reflection, scraping
 from camserve_server.admission import FairThreads
 from camserve_server.config import Settings
+from camserve_server.devices import device_of, devices_named
 from camserve_server.errors import ConfigError
 from camserve_server.fleet import LOADING, Fleet, Well
 from camserve_server.hardware import cores
@@ -98,10 +100,13 @@ async def opened(
         told: who hears of batches, models and engines, if somebody does.
 
     Raises:
-        ConfigError: no model can be loaded, or a plugin cannot.
+        ConfigError: no model can be loaded, or a plugin or device cannot.
     """
     specs = named(settings.models)
     add_plugins()
+    found = await asyncio.to_thread(_devices, settings)
+    settings = settings.model_copy(update={"device": ",".join(found)})
+    _warn_of_precisions(specs.values(), found)
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
         async with Fleet(settings, well, told) as fleet:
             lifecycle = Lifecycle(fleet, specs, settings)
@@ -110,6 +115,31 @@ async def opened(
                 yield Pipeline(lifecycle, fleet.batcher, FairThreads(pool), settings.limits)
             finally:
                 await lifecycle.close()
+
+
+def _devices(settings: Settings) -> list[str]:
+    """Find the devices of the engines; make them ready where the engines live in this process.
+
+    Not on the event loop: a driver may take minutes to start, in which the server shall answer that it lives.
+
+    Raises:
+        ConfigError: one is not there, or cannot be used.
+    """
+    found = devices_named(settings.device)
+    for name in found if settings.isolation == "thread" else ():
+        try:
+            device_of(name).initialize()
+        except RuntimeError as error:
+            raise ConfigError(f'device "{name}": {error}') from error
+    return found
+
+
+def _warn_of_precisions(specs: Iterable[ModelSpec], devices: Iterable[str]) -> None:
+    """Log each model that is in a precision which a device has no instructions for."""
+    for spec, device in itertools.product(specs, dict.fromkeys(devices)):
+        if spec.precision not in ("float32", *device_of(device).precisions()):
+            words = "model %s: %s has no instructions for %s, which is slow there: leave out precision="
+            log.warning(words, spec.name, device, spec.precision)
 
 
 def named(models: Sequence[str]) -> dict[str, ModelSpec]:

@@ -27,6 +27,7 @@ from camserve_server.types import MethodCall, Pass, Row
 from camserve_server.workers import Local, Setup, Worker, nursery
 from camserve_server.workers import worker as worker_module
 from robustness import hygiene
+from robustness.nursing import nursed
 from support import StoppedClock, alive, children, wait_until
 
 SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
@@ -131,26 +132,10 @@ def worker(folder):
         one.close()
 
 
-NURSERY = """
-import socket, sys
-from camserve_server import server
-from camserve_server.workers import local, nursery
-
-nursery._nurse(socket.socket(fileno=int(sys.argv[1])))
-"""
-
-
 @pytest.fixture(scope="module")
 def nurse():
-    """A nursery as a server has it, made by another process: this one has threads, and must not fork."""
-    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-c", NURSERY, str(theirs.fileno())]
-    with line, subprocess.Popen(command, pass_fds=(theirs.fileno(),)) as process:
-        theirs.close()
-        one = object.__new__(nursery._Nursery)
-        one._line, one._lock = line, threading.Lock()
+    with nursed() as one:
         yield one
-        process.kill()
 
 
 @pytest.fixture

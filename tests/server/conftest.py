@@ -1,8 +1,9 @@
-"""A model that costs next to nothing."""
+"""A model that costs next to nothing, and GPUs that are not there."""
 
 import sys
 
 import pytest
+import torch
 
 from support import TINY
 
@@ -15,3 +16,16 @@ def tiny(tmp_path_factory):
     sys.path.insert(0, str(folder))
     yield "tiny=server_nets:tiny?size=32"
     sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Have torch see GPUs, by their compute capabilities."""
+
+    def see(*capabilities):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
+
+    return see

@@ -14,13 +14,12 @@ import grpc
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2
 
 from camserve import _dataset
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import config, hardware
+from camserve_server import config, devices
 from camserve_server.cluster import application, commands, job, proxy
 from camserve_server.cluster.calls import RowsInFlight
 from camserve_server.cluster.door import UNARY, Door
@@ -305,13 +304,13 @@ def test_a_gpu_that_ray_does_not_reserve_is_refused(device):
         application._settings_of(config.Settings(insecure=True, device=device), application.Engines())
 
 
-def test_an_engine_starts_a_worker_for_each_gpu_that_it_sees_and_does_not_start_without_one(monkeypatch):
-    for seen, devices in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
-        assert hardware.devices_named(application.device_of("auto", seen)) == devices
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def test_an_engine_starts_a_worker_for_each_gpu_that_it_sees_and_does_not_start_without_one(gpus):
+    for seen, found in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
+        gpus(*[(9, 0)] * seen)
+        assert devices.devices_named(application.device_of("auto", seen)) == found
+    gpus()
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
-        hardware.devices_named(application.device_of("auto", 1))
+        devices.devices_named(application.device_of("auto", 1))
 
 
 @pytest.mark.parametrize(

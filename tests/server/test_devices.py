@@ -1,6 +1,7 @@
 """A server with several devices: an engine for each, behind one queue. Two engines on a CPU stand in for two GPUs."""
 
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 import camserve
-from camserve_server import devices, hardware
+from camserve_server import devices, hardware, server
 from camserve_server.errors import ConfigError
+from camserve_server.models import parse
 from rounding import check_same
 from support import PHOTOS, serving
 
@@ -111,6 +113,30 @@ def test_what_is_told_of_a_model_names_every_device_once(client):
     assert model.device == "cpu"
 
 
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Have this machine be one with these files."""
+
+    def has(**files):
+        for name, text in files.items():
+            file = tmp_path / name.replace("__", "/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        monkeypatch.setattr(hardware, "ROOT", tmp_path)
+
+    has()
+    return has
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What is logged as a warning."""
+    lines = []
+    for module in (devices, server):
+        monkeypatch.setattr(module.log, "warning", lambda words, *values: lines.append(words % values))
+    return lines
+
+
 @pytest.mark.parametrize(
     ("names", "found"),
     [
@@ -123,27 +149,135 @@ def test_what_is_told_of_a_model_names_every_device_once(client):
         ("cuda:0,cuda:0", ["cuda:0", "cuda:0"]),
     ],
 )
-def test_devices_are_named_one_by_one_or_all_at_once(monkeypatch, names, found):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_devices_are_named_one_by_one_or_all_at_once(gpus, names, found):
+    gpus((7, 5), (9, 0))
 
     assert devices.devices_named(names) == found
 
 
 @pytest.mark.parametrize("names", ["cuda:2", "cpu,gpu", "cuda:0,", "", "cuda:00"])
-def test_a_device_that_is_not_there_is_an_error_that_names_it(monkeypatch, names):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=f'device "{names.rpartition(",")[2]}"'):
+def test_a_device_that_is_not_there_is_an_error_that_names_it(gpus, names):
+    gpus((8, 0), (9, 0))
+    with pytest.raises(ConfigError, match=f'device "{names.rpartition(",")[2]}".*cuda:0, cuda:1'):
         devices.devices_named(names)
 
 
-def test_without_a_gpu_cuda_is_an_error_and_auto_is_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def test_without_a_gpu_cuda_is_an_error_and_auto_is_the_cpu(gpus, machine, warnings):
+    gpus()
+    machine()
 
     assert devices.devices_named("auto") == ["cpu"]
+    assert warnings == []
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices"):
         devices.devices_named("cuda")
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_another_accelerator_of_torchs_can_be_named_where_there_is_one(monkeypatch, kind):
+    with pytest.raises(ConfigError, match=f'device "{kind}": torch sees 0 {kind.upper()} devices here'):
+        devices.devices_named(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+
+    assert devices.devices_named(kind) == devices.devices_named(f"{kind}:0") == [f"{kind}:0"]
+    with pytest.raises(ConfigError, match=f"torch sees cpu, {kind}:0 here"):
+        devices.devices_named("gpu")
+
+
+# --- a GPU that cannot be used ---
+
+
+NVIDIA = {"sys__bus__pci__devices__0000:01:00.0__vendor": "0x10de\n"}
+GRAPHICS = NVIDIA | {"sys__bus__pci__devices__0000:01:00.0__class": "0x030200\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "there"),
+    [
+        (GRAPHICS, True),
+        ({"dev__nvidia0": ""}, True),
+        ({"proc__driver__nvidia__gpus__0000:01:00.0": ""}, True),
+        (NVIDIA | {"sys__bus__pci__devices__0000:01:00.0__class": "0x040300\n"}, False),  # its sound
+        (GRAPHICS | {"sys__bus__pci__devices__0000:01:00.0__vendor": "0x8086\n"}, False),
+        (NVIDIA, False),
+        ({"dev__nvidiactl": ""}, False),
+    ],
+)
+def test_a_gpu_is_seen_without_its_driver(machine, files, there):
+    machine(**files)
+
+    assert hardware.has_nvidia_gpu() is there
+
+
+REASONS = {
+    "a build for CPUs": "is built for CPUs only; install a build for CUDA",
+    "a driver that is too old": "The NVIDIA driver on your system is too old (found version 12020)",
+    "hidden GPUs": 'No CUDA GPUs are available (torch 9.9, built for CUDA 13.0; CUDA_VISIBLE_DEVICES is "")',
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_a_gpu_that_torch_cannot_use_is_a_warning_on_auto_and_an_error_where_it_is_named(
+    gpus, machine, warnings, monkeypatch, why
+):
+    def fail():
+        raise RuntimeError(REASONS[why].partition(" (torch")[0] + ".")
+
+    gpus()
+    machine(**GRAPHICS)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: why != "a build for CPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    assert devices.devices_named("auto") == ["cpu"]
+    (line,) = warnings
+    assert line.startswith("this machine has a GPU that cannot be used: ")
+    assert REASONS[why] in line
+    for named in ("cuda", "cuda:0"):
+        with pytest.raises(ConfigError, match=re.escape(REASONS[why])):
+            devices.devices_named(named)
+
+
+OLD = "it has compute capability 6.1, and torch .* is built for 7.5 or more"
+
+
+def test_auto_passes_over_a_gpu_that_is_older_than_what_torch_is_built_for(gpus, warnings):
+    gpus((6, 1), (8, 0))
+
+    assert devices.devices_named("auto") == ["cuda:1"]
+    gpus((6, 1))
+    assert devices.devices_named("auto") == ["cpu"]
+    assert re.search(f"this machine has a GPU that cannot be used: cuda:0: {OLD}.* Models run on the CPU", warnings[-1])
+
+
+@pytest.mark.parametrize("names", ["cuda", "cuda:1,cuda:0"])
+def test_a_named_gpu_that_is_older_than_what_torch_is_built_for_is_an_error(gpus, names):
+    gpus((6, 1), (8, 0))
+    with pytest.raises(ConfigError, match=f'device "cuda:0": {OLD}'):
+        devices.devices_named(names)
+
+
+@pytest.mark.parametrize(
+    ("capability", "slow"), [((7, 5), ["bfloat16"]), ((8, 0), []), ((9, 0), [])], ids=["7.5", "8.0", "9.0"]
+)
+def test_a_model_in_a_precision_that_a_gpu_has_no_instructions_for_is_warned_of(gpus, warnings, capability, slow):
+    gpus((9, 0), capability)
+    specs = [parse(f"in_{name}={NET}&precision={name}") for name in ("float32", "bfloat16", "float16")]
+    server._warn_of_precisions(specs, ["cuda:1", "cuda:1"])
+
+    expected = "model in_{0}: cuda:1 has no instructions for {0}, which is slow there: leave out precision="
+    assert warnings == [expected.format(name) for name in slow]
+
+
+def test_a_server_warns_of_a_precision_once(tiny, warnings):
+    with serving(models=(f"{tiny}&precision=float16",), device="cpu,cpu", threads=1):
+        pass
+
+    assert [line for line in warnings if "float16" in line] == [
+        "model tiny: cpu has no instructions for float16, which is slow there: leave out precision="
+    ]
 
 
 @pytest.mark.parametrize(

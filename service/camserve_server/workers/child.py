@@ -6,6 +6,7 @@ than cores all would sleep between two loops, the engine's too.
 """
 
 import ctypes
+import logging
 import os
 import queue
 import signal
@@ -13,17 +14,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from camserve_server import logs, process
 from camserve_server.errors import ConfigError, Internal, ServiceError
-from camserve_server.workers.messages import BEAT, Ask, Beat, Reply, Setup
+from camserve_server.workers.messages import BEAT, DEVICE_LOST, Ask, Beat, Reply, Setup
 from camserve_server.workers.replies import packed
 
 if TYPE_CHECKING:
     from camserve_server.workers.local import Local
+
+log = logging.getLogger(__name__)
 
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 LARGE = 8 * 2**20  # bytes of a reply, after which freed memory goes back to the system: there were copies of it
@@ -35,11 +37,12 @@ class _Child:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._batches: queue.SimpleQueue[Ask | Callable[[], object]] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._ready = False
         self._under_way: set[int] = set()  # numbers of requests
         self._worked = 0.0  # when the last request ended; 0 once its memory was given back
         self._measured: Local | None = None
+        self._device = "cpu"
         self._heap = process.Heap(process.MOST_KEPT + process.PIECES)
 
     def work(self) -> None:
@@ -53,33 +56,17 @@ class _Child:
         from camserve_server.workers.local import Local  # noqa: PLC0415 -- the same
 
         torch.set_num_threads(setup.threads)
-        engine = Local(setup, self._in_turn)
+        self._device = setup.device
+        try:
+            engine = Local(setup)  # which starts the device's driver: nothing later does
+        except RuntimeError as error:
+            _give_up(setup.device, error)
         process.keep_objects()  # libraries only: models may go again
         threading.Thread(target=self._read, args=(engine,), name="reading", daemon=True).start()
         self._measured = engine if setup.measure else None
         self._ready = True
         while True:
-            asked = self._batches.get()
-            if not isinstance(asked, Ask):
-                asked()
-            elif not self._answer(engine, asked) and setup.device != "cpu":
-                _check_device(setup.device)
-
-    def _in_turn(self, function: Callable[[], object]) -> None:
-        """Call a function in the thread that runs batches, between two of them; return once it has returned."""
-        returned, failures = threading.Event(), list[BaseException]()
-
-        def call() -> None:
-            try:
-                function()
-            except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's
-                failures.append(error)
-            returned.set()
-
-        self._batches.put(call)
-        returned.wait()
-        if failures:
-            raise failures.pop()  # kept nowhere else: its traceback holds what is in the device's memory
+            self._answer(engine, self._batches.get())
 
     def _read(self, engine: "Local") -> None:
         try:
@@ -92,8 +79,8 @@ class _Child:
         except (EOFError, OSError):
             os._exit(0)  # the server is gone, or wants no more
 
-    def _answer(self, engine: "Local", ask: Ask) -> bool:
-        """Do what is asked, and say what came of it; return whether it went well."""
+    def _answer(self, engine: "Local", ask: Ask) -> None:
+        """Do what is asked, and say what came of it."""
         message = b""
         failure: Exception | None = None
         self._under_way.add(ask.number)
@@ -105,6 +92,8 @@ class _Child:
             failure = RuntimeError("in the engine's process:\n" + traceback.format_exc())
         except BaseException:  # noqa: BLE001 -- a model may call sys.exit
             failure = Internal("the model tried to end the server")
+        if failure:
+            _check(self._device)  # first: a request that failed for want of a device is no failure of its own
         self._send(packed(Reply(ask.number, error=failure)) if failure else message)
         size = len(message)
         del message
@@ -116,7 +105,6 @@ class _Child:
             self._heap.check()
         self._worked = time.monotonic()
         self._under_way.discard(ask.number)
-        return failure is None
 
     def _beat(self) -> None:
         while True:
@@ -134,15 +122,23 @@ class _Child:
             os._exit(0)
 
 
-def _check_device(name: str) -> None:
-    """End a process whose GPU no longer answers: after some errors it never does again."""
+def _check(device: str) -> None:
+    """End the process if its device no longer computes: after some errors a GPU never does again in that process.
+
+    It is called after any failure: what a device raises while a model is loaded arrives as a fault of the model.
+    """
     from camserve_server.devices import device_of  # noqa: PLC0415 -- it needs torch
 
     try:
-        device_of(name).check()
-    except RuntimeError:
-        traceback.print_exc()
-        os._exit(1)
+        device_of(device).check()
+    except RuntimeError as error:
+        _give_up(device, error)
+
+
+def _give_up(device: str, error: RuntimeError) -> NoReturn:
+    """End the process, in which the device cannot be used; the server starts another."""
+    log.error("%s cannot be used by this process: it ends, and another takes its place", device, exc_info=error)
+    os._exit(DEVICE_LOST)
 
 
 def follow() -> None:

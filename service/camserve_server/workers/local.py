@@ -38,16 +38,23 @@ _LOADING = threading.Lock()
 class Local:
     """An engine in this process.
 
+    Each thread makes the engine's device its current one before it computes. Otherwise torch would also take memory of
+    the first GPU, which is every thread's current device at first.
+
     Args:
         setup: of the engine.
         in_turn: calls a function in the thread that runs batches. A GPU is warmed up there, because torch keeps cuDNN's
             plans for each thread. If not given, in the calling thread.
+
+    Raises:
+        RuntimeError: the device does not compute.
     """
 
     def __init__(self, setup: Setup, in_turn: InTurn = lambda function: function()) -> None:
         add_plugins()
         self._in_turn = in_turn
         self._setup, self._device = setup, device_of(setup.device)
+        self._device.initialize()
         self._models: dict[str, LoadedModel] = {}
         self._twins: dict[str, LoadedModel] = {}
         self._halves = self._engine_of(self._models), self._engine_of(self._twins)
@@ -58,6 +65,7 @@ class Local:
 
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
         """Load a model and warm it up; see `Port.load`."""
+        self._device.make_current()
         with _LOADING:
             torch.set_num_threads(self._setup.threads)
             model = self._warmed(name, load(spec, self._setup.device, rows=self._setup.max_rows))
@@ -113,6 +121,7 @@ class Local:
 
     def drop(self, name: str) -> None:
         """Forget a model; see `Port.drop`."""
+        self._device.make_current()
         models = [known.pop(name, None) for known in (self._twins, self._models)]
         gone = [weakref.ref(model.module) for model in models if model]
         del models
@@ -126,6 +135,7 @@ class Local:
 
     def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `Port.run`."""
+        self._device.make_current()
         if pass_.model not in self._models:
             words = f"the model {pass_.model} was lost: it could not be loaded again"
             raise Unavailable(words, retry_after=5.0, shed="model_failed")

@@ -9,6 +9,7 @@ from camserve_server.telemetry import Memory
 What = Literal["run", "load", "drop"]
 
 BEAT = 0.5  # seconds between two signs of life
+DEVICE_LOST = 69  # exit code of a process that cannot use its device any more
 SILENCE = 4.0  # seconds without one: whoever is silent for longer, has stopped
 
 

@@ -25,12 +25,12 @@ from camserve_server.models.spec import ModelSpec
 from camserve_server.telemetry import Memory
 from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import nursery
-from camserve_server.workers.messages import SILENCE, Ask, Beat, Reply, Setup, What, packed
+from camserve_server.workers.messages import DEVICE_LOST, SILENCE, Ask, Beat, Reply, Setup, What, packed
 from camserve_server.workers.replies import BadMessageError, unpacked
 
 log = logging.getLogger(__name__)
 
-STARTING = 300.0  # seconds until a process must say that it is ready: a cold disk may be slow to give torch
+STARTING = 300.0  # seconds until a process must be ready: a cold disk is slow to load torch, and a driver to start
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries to start one, if it never came so far as to be ready
 DEADLY = 3  # processes that may end while they load a model again, one after the other, before it is given up
 MOST_BYTES = 2**32  # of one message; a longer one is refused
@@ -71,6 +71,7 @@ class _Life:
         self._socket, theirs = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._patience(STARTING)
+        self._late = time.monotonic() + STARTING
         with theirs:
             self.process = nursery.begin(theirs.fileno())
         self._connection.send(setup)
@@ -123,6 +124,9 @@ class _Life:
             waiting.answer.set_exception(message.error)
 
     def _check(self) -> None:
+        """See that nothing takes too long: the start, of which there are signs of life too, or something asked for."""
+        if not self.ready.done() and self._late < time.monotonic():
+            raise TimeoutError(f"was not ready after {STARTING:g} s")
         with self._lock:
             late = min(self._asked.values(), key=lambda one: one.late, default=None)
         if late and late.late < time.monotonic():
@@ -171,6 +175,7 @@ _CAUSES: dict[int, str] = {
     signal.SIGABRT: "aborted",
     signal.SIGILL: "crashed with an illegal instruction",
     signal.SIGFPE: "crashed with an arithmetic error",
+    -DEVICE_LOST: "could not use its device",
 }
 
 

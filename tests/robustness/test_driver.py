@@ -1,0 +1,199 @@
+"""A GPU's driver that takes long to start, is too old, or finds no GPU: what a server and its workers do meanwhile."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import fake_cuda
+from camserve_server import server
+from camserve_server.models import parse
+from camserve_server.workers import Setup, Worker, nursery
+from camserve_server.workers import worker as worker_module
+from camserve_server.workers.messages import BEAT, SILENCE, Beat
+from camserve_server.workers.replies import packed
+from support import TINY, children, wait_until
+
+SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
+MODEL = "tiny=slow_nets:tiny?size=32"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture
+def driver(tmp_path):
+    return fake_cuda.compiled(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "slow_nets.py").write_text(TINY)
+    return tmp_path
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """What the log says of the processes of engines that ended, in this process."""
+    lines = []
+    monkeypatch.setattr(worker_module.log, "error", lambda words, *values, **_: lines.append(words % values))
+    return lines
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """All that workers say."""
+    said, take = [], worker_module._Life._take
+    monkeypatch.setattr(worker_module._Life, "_take", lambda life, one: said.append(one) or take(life, one))
+    return said
+
+
+@contextlib.contextmanager
+def worker(setup):
+    one = Worker(setup)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_worker_stays_while_its_driver_starts_and_says_that_it_is_not_ready(
+    driver, folder, monkeypatch, ended, messages
+):
+    for name, value in driver.environment.items():
+        monkeypatch.setenv(name, value)
+    setup = Setup("cuda:0", 1, path=(str(folder), *sys.path), log_level="error")
+    with ThreadPoolExecutor(1) as pool, worker(setup) as one:
+        loading = pool.submit(one.load, "tiny", parse(MODEL))
+        (child,) = wait_until(lambda: driver.processes("starts"))
+        before = len(messages)
+        # More of them than could come in the time after which silence ends a worker.
+        wait_until(lambda: len(messages) > before + 2 * SILENCE / BEAT or ended)
+
+        assert not ended
+        assert all(isinstance(one, Beat) and not one.ready for one in messages)
+        assert not loading.done()
+        driver.go()
+        wait_until(lambda: ended)  # for want of a GPU, as the driver has said by then
+        assert driver.processes("started")[child] == 1
+        assert ended[0] == "an engine's process ended: the worker could not use its device: exit 69"
+        assert not any(isinstance(one, Beat) and one.ready for one in messages)
+    assert loading.exception()
+
+
+def test_worker_that_gives_signs_of_life_and_never_is_ready_is_ended(monkeypatch, ended):
+    ends = []
+
+    class Beating:
+        """A process that only beats."""
+
+        pid = 1
+
+        def __init__(self, number):
+            self.connection, self.over = Connection(os.dup(number)), threading.Event()
+            self.thread = threading.Thread(target=self.beat)
+            self.thread.start()
+
+        def beat(self):
+            with contextlib.suppress(OSError):
+                while not self.over.wait(0.05):
+                    self.connection.send_bytes(packed(Beat(ready=False)))
+
+        def end(self):
+            self.over.set()
+            self.thread.join()
+            self.connection.close()
+            ends.append(self)
+            return -9
+
+    monkeypatch.setattr(nursery, "begin", Beating)
+    monkeypatch.setattr(worker_module, "STARTING", 1.0)
+    with worker(Setup("cpu", 1)):
+        wait_until(lambda: ended)
+
+    assert ended[0] == "an engine's process ended: the worker was not ready after 1 s"
+    assert ends
+
+
+# --- a server ---
+
+
+@contextlib.contextmanager
+def served(folder, driver, *arguments):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [*SERVE, "--model", MODEL, "--address", address, *arguments]
+    environment = {**os.environ, **driver.environment}
+    with (folder / "errors").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stderr=log, env=environment)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            yield process, health_pb2_grpc.HealthStub(channel)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+def serves(stub, name=""):
+    try:
+        asking = health_pb2.HealthCheckRequest(service=name)
+        return stub.Check(asking, timeout=20, wait_for_ready=True).status == SERVING
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:  # as before it listens
+            raise
+        return False
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder, driver, isolation):
+    with served(folder, driver, "--isolation", isolation) as (process, stub):
+        wait_until(lambda: serves(stub, server.LIVE))
+        wait_until(lambda: driver.processes("starts"))
+        assert serves(stub, server.LIVE)
+        assert not serves(stub)
+        driver.go()
+        wait_until(lambda: serves(stub))
+        # No process was forked from one that had started it: CUDA would not work there.
+        between = children(process.pid)
+        workers = [child for one in between for child in children(one)]
+        assert len(workers) == (isolation == "process")
+        assert driver.processes("starts") == dict.fromkeys([process.pid, *workers], 1)
+    assert process.returncode == 0
+    assert "ended" not in (folder / "errors").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (99_000, "No CUDA GPUs are available"),
+        (12_020, "The NVIDIA driver on your system is too old (found version 12020)"),
+    ],
+)
+def test_server_whose_device_is_not_there_says_why_and_ends(folder, version, words):
+    driver = fake_cuda.compiled(folder, version)
+    driver.go()
+    with served(folder, driver, "--device", "cuda:0") as (process, _):
+        code = process.wait()
+    said = (folder / "errors").read_text()
+
+    assert code == 2
+    assert 'device "cuda:0": torch sees 0 CUDA devices here: ' + words in said.replace("\n", " ")
+    assert driver.processes("starts") == {process.pid: 1}
+
+
+def test_stop_is_heeded_while_a_driver_starts(folder, driver):
+    with served(folder, driver) as (process, stub):
+        wait_until(lambda: serves(stub, server.LIVE))
+        wait_until(lambda: driver.processes("starts"))
+        process.terminate()
+        assert process.wait() == 0

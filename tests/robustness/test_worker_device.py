@@ -1,0 +1,180 @@
+"""An engine's own device: every thread computes on that one, and a process that can no longer use it is replaced."""
+
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+import camserve
+import fake_device
+from camserve_server import devices, fleet, server
+from camserve_server.errors import ConfigError, WorkerLost
+from camserve_server.models import parse
+from camserve_server.targets import anything
+from camserve_server.types import MethodCall, Pass, Row
+from camserve_server.workers import Setup, Worker, nursery
+from camserve_server.workers import worker as worker_module
+from robustness.nursing import nursed
+from support import TINY, serving, wait_until
+
+NETS = (
+    TINY.replace("return nn.Sequential(", "return nn.Sequential(Waits(), ")
+    + '''
+
+class Waits(nn.Module):
+    """Waits for the device, as a model does that reads a number from it."""
+
+    def forward(self, x):
+        from camserve_server.devices import device_of
+
+        device_of("cpu:1").synchronize()
+        return x
+'''
+)
+MODEL = "tiny=device_nets:tiny?size=32"
+IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("nets")
+    (place / "device_nets.py").write_text(NETS)
+    return place
+
+
+@pytest.fixture(scope="module")
+def nurse(folder):
+    with nursed(f"import fake_device; fake_device.install({str(folder / 'log')!r})") as one:
+        yield one
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """What the log says of the processes that ended."""
+    lines = []
+    monkeypatch.setattr(worker_module.log, "error", lambda words, *values, **_: lines.append(words % values))
+    return lines
+
+
+@pytest.fixture
+def lost():
+    """The models that a worker could not load again."""
+    return []
+
+
+@pytest.fixture
+def worker(folder, nurse, monkeypatch, lost):
+    """A worker with a model on the device, and what it knows of that."""
+    monkeypatch.setattr(nursery, "_here", [nurse])
+    (folder / "log").write_text("")
+    setup = Setup(fake_device.NAME, 1, beside=True, path=(str(folder), *sys.path), log_level="critical", measure=True)
+    one = Worker(setup, lost=lost.append)
+    try:
+        yield one, one.load("tiny", parse(MODEL))
+    finally:
+        one.close()
+        (folder / "fatal").unlink(missing_ok=True)
+
+
+def asked(info, layer=""):
+    layers = (layer or info.default_layer,)
+    return Pass(info.name, "cam", (32, 32), layers), [Row(IMAGE, anything(info), (MethodCall("gradcam"),))]
+
+
+def threads_of(uses):
+    """Return the threads that used the device; each had made it current before, whatever it did."""
+    assert [use for use in uses if use[1] != 1] == []
+    return {thread for thread, _, _ in uses}
+
+
+def test_every_thread_of_a_worker_uses_its_own_device_and_none_the_first(worker, folder):
+    one, info = worker
+    for half in (None, 1):  # which need not run in one thread
+        one.run(*asked(info), half)
+    one.drop("tiny")
+    uses = fake_device.uses(folder / "log")
+
+    assert len(threads_of(uses)) >= 2  # models are loaded and dropped beside the batches
+    assert {use for _, _, use in uses} >= {"stream", "context", "upload", "synchronize", "release_memory"}
+    assert uses[0][2] == "initialize"
+
+
+def test_every_thread_of_a_server_that_has_its_engine_uses_its_device_and_none_the_first(folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(fleet, "CANARY", 0.02)
+    for module in (server, fleet):
+        monkeypatch.setattr(module, "devices_named", lambda _: [fake_device.NAME])
+    monkeypatch.setitem(devices.KINDS, "cpu", fake_device.Fake)
+    try:
+        fake_device.install(tmp_path / "log")
+        with serving(models=(MODEL,), device=fake_device.NAME) as served, camserve.Client(served.address) as client:
+            client.explain(IMAGE, overlay=None)
+            answered = served.pipeline.batcher.stats.answered
+            wait_until(lambda: served.pipeline.batcher.stats.answered > answered)  # a canary
+    finally:
+        devices.device_of.cache_clear()
+    uses = fake_device.uses(tmp_path / "log")
+
+    assert len(threads_of(uses)) >= 2  # it is made ready elsewhere than batches run
+    assert uses[0][2] == "initialize"
+
+
+# --- after an error ---
+
+
+def test_worker_that_fails_on_a_sound_device_stays(worker, folder):
+    one, info = worker
+    before = one.process_id
+    for half in (None, 1):
+        with pytest.raises(Exception, match="nowhere"):
+            one.run(*asked(info, "nowhere"), half)
+    with pytest.raises(ConfigError, match="nothing cannot be made"):
+        one.load("other", parse("other=device_nets:nothing"))
+    checks = [use for use in fake_device.uses(folder / "log") if use[2] == "check"]
+
+    assert len(one.run(*asked(info))) == 1
+    assert one.process_id == before
+    assert len(threads_of(checks)) == len(checks) == 3
+
+
+@pytest.mark.parametrize(
+    ("use", "does"),
+    [
+        ("context", lambda one, info: one.run(*asked(info))),
+        ("context", lambda one, info: one.run(*asked(info), 1)),
+        ("synchronize", lambda one, _: one.load("other", parse(MODEL))),
+        ("release_memory", lambda one, _: one.drop("other")),
+    ],
+    ids=["batch", "second batch at once", "load", "drop"],
+)
+def test_worker_whose_device_fails_is_replaced_whatever_it_did(worker, folder, ended, use, does):
+    one, info = worker
+    before = one.process_id
+    (folder / "fatal").write_text(use)
+    if use == "release_memory":
+        does(one, info)  # which nobody waits for
+    else:
+        with pytest.raises((WorkerLost, ConfigError), match=r"could not use its device|engine ended while"):
+            does(one, info)
+    wait_until(lambda: one.process_id not in (None, before))
+
+    assert len(one.run(*asked(info))) == 1
+    assert ended == ["an engine's process ended: the worker could not use its device: exit 69"]
+    threads_of(fake_device.uses(folder / "log"))
+
+
+def test_model_is_not_lost_if_it_is_the_device_that_fails_as_it_is_loaded_again(worker, folder, ended, lost):
+    """The model's own error would be the same: that it does not run."""
+    one, info = worker
+    before = one.process_id
+    (folder / "fatal").write_text("synchronize")
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: one.process_id not in (None, before))
+
+    assert len(one.run(*asked(info))) == 1
+    assert lost == []
+    assert [line.rpartition("worker ")[2] for line in ended] == [
+        "was killed, probably out of memory: exit -9", "could not use its device: exit 69",
+    ]  # fmt: skip
