@@ -4,6 +4,7 @@ A batch is one forward pass over the distinct inputs in it, and one backward pas
 has, so that many methods and targets of one image share all that they can.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 
 from camserve_server.devices import device_of
@@ -43,6 +44,12 @@ class Engine:
         self._models = models
         self._device = device_of(device or next(iter(models.values())).info.device)
         self._context = self._device.context(own_stream=beside)
+
+    def with_models(self, models: Mapping[str, LoadedModel]) -> "Engine":
+        """Return an engine for other models, in the same stream; not both of them may run at once."""
+        other = copy.copy(self)
+        other._models = models  # noqa: SLF001 -- one of the same class
+        return other
 
     def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
         """Run one batch.
