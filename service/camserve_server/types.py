@@ -45,7 +45,7 @@ statistics of every layer. features: a layer's feature maps and the weights that
 ParameterValue: TypeAlias = float | str
 
 Half: TypeAlias = Literal[0, 1]
-"""One of the halves of what an engine computes with, the first or the second."""
+"""Which of two batches that an engine runs at once: each has half of a CPU's cores, or one of two streams of a GPU."""
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detect", "embed"]
 """What a model answers with: logits of classes that exclude each other, or that do not; numbers; logits of classes for

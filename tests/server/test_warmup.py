@@ -93,24 +93,19 @@ def test_gpu_is_warmed_up_for_each_kind_and_size(batches, most, sizes):
     assert batches == [(kind, size) for kind in KINDS for size in sizes]
 
 
+@pytest.mark.usefixtures("gpu")
+def test_each_stream_of_a_gpu_is_warmed_up(batches):
+    """Each has a thread of its own, and that its plans of convolutions."""
+    engine, _ = loaded(2, streams=True)
+
+    assert engine._twins.keys() == {"tiny@1"}
+    assert batches == [(kind, size) for kind in KINDS for size in (1, 2)] * 2
+
+
 def test_cpu_is_warmed_up_with_one_row_of_two_kinds(batches):
     loaded(8)
 
     assert batches == [("cam", 1), ("saliency", 1)]
-
-
-@pytest.mark.usefixtures("gpu")
-def test_gpu_is_warmed_up_in_the_thread_that_runs_batches():
-    called = []
-    engine = Local(Setup("cpu", 1, max_rows=2), lambda function: called.append(function()))
-    engine.load("tiny@1", parse("tiny=warm_nets:tiny?size=32"))
-
-    assert len(called) == 6
-
-
-def test_cpu_is_warmed_up_beside_the_batches_of_other_models():
-    engine = Local(Setup("cpu", 1), lambda _function: pytest.fail("waited for its turn"))
-    engine.load("tiny@1", parse("tiny=warm_nets:tiny?size=32"))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -185,7 +180,7 @@ def noting():
 def broken():
     class Broken(Noting):
         def forward(self, image):
-            if len(image) == 4 and threading.current_thread() is threading.main_thread():
+            if len(image) == 4 and threading.current_thread().name == "stream_0":
                 raise ValueError("planted")
             return super().forward(image)
 
@@ -231,9 +226,9 @@ def test_worker_warms_a_gpu_up_in_the_thread_that_runs_batches(worker, calls):
     loading = calls()
     explained(worker, info)
 
-    assert [size for name, size in loading if name == "MainThread"] == [1, 2, 4] * len(KINDS)
-    assert {name for name, _ in loading} == {"MainThread", "beside"}
-    assert calls() == [("MainThread", 1)]
+    assert [size for name, size in loading if name == "stream_0"] == [1, 2, 4] * len(KINDS)
+    assert {name for name, _ in loading} == {"stream_0", "beside"}
+    assert calls() == [("stream_0", 1)]
 
 
 def test_error_in_a_gpus_warm_up_refuses_the_model_and_others_are_served(worker):
