@@ -60,7 +60,8 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         le=4096,
-        description="Inputs in a batch at most (the targets of one image share one); 0 for 8 on a CPU and 32 on a GPU.",
+        description="Inputs in a batch at most (the targets of one image share one); 0 for 8 on a CPU, and 64 on a GPU."
+        " Where the memory is enough for fewer, a batch has fewer.",
     )
     max_batch_mib: int = Field(
         default=256,

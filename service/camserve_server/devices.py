@@ -8,7 +8,8 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import ClassVar, NamedTuple, cast
 
@@ -22,16 +23,30 @@ from camserve_server.types import Map, Precision
 
 log = logging.getLogger(__name__)
 
-NO_MEMORY = ("out of memory", "ALLOC_FAILED")
+NO_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",  # cuBLAS and cuSOLVER
+    "ALLOCATION_FAILED",  # cuDNN 9
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # there is no memory for a thread's handle
+    "unable to find an engine to execute this computation",  # cuDNN: none of those that torch tried found memory
+)
 """What libraries beneath torch say where it would raise `OutOfMemoryError`: cuBLAS and cuDNN have their own memory."""
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of a device's own memory: in tensors, reserved by torch for these and for later ones, and altogether."""
+    """Bytes of memory that a device takes.
+
+    Attributes:
+        allocated: of its own memory, in tensors.
+        reserved: of its own memory, by torch, for these and for later ones.
+        total: that it has.
+        pinned: of the host's memory, page-locked, for `host_buffer`.
+    """
 
     allocated: int
     reserved: int
     total: int
+    pinned: int = 0
 
 
 class Device:
@@ -46,11 +61,13 @@ class Device:
         torch: the same, as torch's own type.
         is_cpu: whether it computes in the memory of the process.
         has_float64: whether it has numbers of 64 bits.
+        has_streams: whether two threads can compute on it at once, each with all of it, in streams of their own.
     """
 
     kind: ClassVar[str] = "cpu"
     is_cpu = True
     has_float64 = True
+    has_streams = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -113,6 +130,14 @@ class Device:
     def synchronize(self) -> None:
         """Wait until the device has done all that it was asked."""
 
+    def measure(self, function: Callable[[], object]) -> float:
+        """Return the seconds from a function's call until the device has done all that the function asked of it."""
+        self.synchronize()
+        began = time.perf_counter()
+        function()
+        self.synchronize()
+        return time.perf_counter() - began
+
     def check(self) -> None:
         """Check that it still computes: after some errors a process cannot use its GPU any more.
 
@@ -123,6 +148,18 @@ class Device:
     def memory(self) -> MemoryUse | None:
         """Return the use of its own memory; None if it has none, or was not initialised. Does not wait for it."""
         return None
+
+    def free_memory(self) -> int:
+        """Return how many bytes of its own memory this process can still fill; 0 if it has none, or does not tell."""
+        return 0
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        """Do some work, and return how many bytes more of its own memory were in tensors at most; 0 as above.
+
+        What other threads do on it at the same time counts too.
+        """
+        work()
+        return 0
 
     def release_memory(self) -> None:
         """Return memory that torch has reserved, and does not use, to the device."""
@@ -200,6 +237,7 @@ class Cuda(Accelerator):
     """A GPU of NVIDIA's, or of AMD's, which torch calls by the same name."""
 
     kind = "cuda"
+    has_streams = True
 
     @classmethod
     def count(cls) -> int:
@@ -246,7 +284,20 @@ class Cuda(Accelerator):
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         total = torch.cuda.get_device_properties(self.torch).total_memory
-        return MemoryUse(torch.cuda.memory_allocated(self.torch), torch.cuda.memory_reserved(self.torch), total)
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        return MemoryUse(torch.cuda.memory_allocated(self.torch), torch.cuda.memory_reserved(self.torch), total, pinned)
+
+    def free_memory(self) -> int:
+        """Return how many bytes of its own memory this process can still fill; see `Device.free_memory`."""
+        free, _ = torch.cuda.mem_get_info(self.torch)  # what no process has, this one's cache included
+        return free + torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        """Do some work, and return how many bytes more of its own memory were in tensors; see `Device.peak_of`."""
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        before = torch.cuda.memory_allocated(self.torch)
+        work()
+        return torch.cuda.max_memory_allocated(self.torch) - before
 
     def precisions(self) -> tuple[Precision, ...]:
         """Return the names of the dtypes, beside float32, in which it has instructions of its own to multiply."""

@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +19,10 @@ from typing import Self, TypeVar
 import numpy as np
 import torch
 
+from camserve_server import logs
 from camserve_server.batcher import Batcher
 from camserve_server.config import Settings
-from camserve_server.devices import devices_named
+from camserve_server.devices import device_of, devices_named
 from camserve_server.errors import ConfigError, Internal
 from camserve_server.hardware import cores, memory_limit
 from camserve_server.models import ModelSpec
@@ -29,12 +30,14 @@ from camserve_server.registry import Registry
 from camserve_server.targets import anything
 from camserve_server.telemetry import Engine, Told
 from camserve_server.threads import contained
-from camserve_server.types import MethodCall, ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Kind, MethodCall, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import Local, Port, Setup, Worker
 
 log = logging.getLogger(__name__)
 
-CPU_BATCH, GPU_BATCH = 8, 32
+CPU_BATCH = 8
+GPU_BATCH = 64  # as many as one request may have under way (`Limits.chunk`)
+GPU_SHARE = 0.8  # of a GPU's free memory, batches get so much; the rest is lost between the blocks of torch's allocator
 LIMIT_SHARE = 6  # batches get 1 / LIMIT_SHARE of all memory; the libraries and the model take more than half of it
 BORNE = 30.0  # seconds that callers wait for an engine to come back, before they are refused at once
 CANARY = 10.0  # seconds between two looks whether an explanation comes out
@@ -73,13 +76,14 @@ class Fleet:
         self.registry = Registry()
         self.batcher = Batcher(
             *(engine.run for engine in self._engines),
-            max_batch_rows=settings.max_batch_rows or (CPU_BATCH if devices[0] == "cpu" else GPU_BATCH),
+            max_batch_rows=self._max_rows(devices),
             max_queue_rows=settings.max_queue_rows,
             max_delay=settings.max_queue_delay_ms / 1e3,
             halves=self._halves(devices),
+            streams=self._streams(devices),
             max_batch_seconds=settings.max_batch_seconds,
-            batch_bytes=self._batch_bytes(devices),
         )
+        self.batcher.allow(self._batch_bytes(devices))
         self.batcher.told = told
 
     def _made(self, place: int, devices: Sequence[str]) -> Port:
@@ -92,7 +96,9 @@ class Fleet:
             log_format=settings.log_format,
             path=tuple(sys.path),
             halves=self._halves(devices),
+            streams=self._streams(devices),
             measure=bool(settings.metrics_address),
+            max_rows=self._max_rows(devices),
         )
         if self._hears:
             self._hears.begun(place, setup.device)
@@ -102,20 +108,29 @@ class Fleet:
         come, go = (partial(self._loop.call_soon_threadsafe, told, place) for told in (self._came, self._went))
         return Worker(setup, batch_seconds=settings.max_batch_seconds, up=come, down=go, lost=self._hear_of_loss)
 
+    def _max_rows(self, devices: Sequence[str]) -> int:
+        """Return how many rows a batch may have."""
+        return self._settings.max_batch_rows or (CPU_BATCH if _any_cpu(devices) else GPU_BATCH)
+
     def _threads(self, devices: Sequence[str]) -> int:
         """Return how many threads each engine computes with."""
         return max(1, (self._settings.threads or cores()) // max(1, devices.count("cpu")))
 
     def _batch_bytes(self, devices: Sequence[str]) -> int:
-        """Return how much memory a batch may take on a CPU; 0 on a GPU, which reports itself when it is full."""
-        if devices[0] != "cpu":
+        """Return how much memory a batch may take on a CPU; 0 on a GPU, which is asked once it has a model."""
+        if not _any_cpu(devices):
             return 0
         room = min(self._settings.max_batch_mib * 2**20, memory_limit() // LIMIT_SHARE)
         return room // (len(devices) * (2 if self._halves(devices) else 1))
 
     def _halves(self, devices: Sequence[str]) -> bool:
         """Tell whether an engine can run two batches at once: in a process of its own it knows its threads."""
-        return self._settings.isolation == "process" and set(devices) == {"cpu"} and self._threads(devices) > 1
+        return self._settings.isolation == "process" and _all_cpus(devices) and self._threads(devices) > 1
+
+    @staticmethod
+    def _streams(devices: Sequence[str]) -> bool:
+        """Tell whether an engine can be sent a second batch while it runs the first, as a GPU of each can."""
+        return all(device_of(name).has_streams for name in devices)
 
     async def __aenter__(self) -> Self:
         """Begin to run batches, and to watch; there is no model yet."""
@@ -149,17 +164,48 @@ class Fleet:
             loading = (_in_a_thread(engine.load, key, spec) for engine in self._engines)
             found = await asyncio.gather(*loading, return_exceptions=True)
             try:
-                info = self._kept(key, _together([_sound(one) for one in found]))
+                info = _together([_sound(one) for one in found])
+                row_bytes = await self._row_bytes(key)
+                await self._allow_batches()
+                self._kept(key, info)
             except Exception:
                 await self.drop(key)
                 raise
-            self.batcher.learn(key, info)
+            self.batcher.learn(key, info, row_bytes)
             return info
 
-    def _kept(self, key: str, info: ModelInfo) -> ModelInfo:
+    async def _row_bytes(self, key: str) -> Mapping[Kind, int]:
+        """Return how much memory one input of a model takes in each kind of pass, on the GPU where it takes most."""
+        found: dict[Kind, int] = {}
+        for sizes in await self._measured(lambda engine: engine.row_bytes(key)):
+            found |= {kind: max(size, found.get(kind, 0)) for kind, size in (sizes or {}).items()}
+        if found:
+            log.info("model %s was measured", key, extra=logs.fields(row_bytes=found))
+        return found
+
+    async def _allow_batches(self) -> None:
+        """Let the batches of a GPU share the memory that its models leave; of several the one with the least counts."""
+        free = await self._measured(lambda engine: engine.free_bytes())
+        each = [(size or 0) // self._devices.count(name) for size, name in zip(free, self._devices, strict=False)]
+        if least := min(filter(None, each), default=0):
+            batch_bytes = int(GPU_SHARE * least) // (2 if self._streams(self._devices) else 1)
+            log.info("a batch may take %d MiB", batch_bytes // 2**20)
+            self.batcher.allow(batch_bytes)
+
+    async def _measured(self, measure: Callable[[Port], T]) -> list[T | None]:
+        """Have each engine measure its GPU; None of one that cannot. On a CPU nothing is measured."""
+        if _any_cpu(self._devices):
+            return []
+        asked = (_in_a_thread(measure, engine) for engine in self._engines)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                log.warning("an engine did not measure its memory: %s", error)
+        return [None if isinstance(one, BaseException) else one for one in found]
+
+    def _kept(self, key: str, info: ModelInfo) -> None:
         if key in self._lost_early:
             raise ConfigError(f"model {info.name}: an engine lost it while another one loaded it")
-        return info
 
     @contextmanager
     def _timed(self, model: str) -> Iterator[None]:
@@ -184,6 +230,7 @@ class Fleet:
         self.batcher.forget(key)
         self._lost_early.discard(key)
         await asyncio.gather(*(_in_a_thread(engine.drop, key) for engine in self._engines))
+        await self._allow_batches()
 
     def _came(self, place: int) -> None:
         """Let an engine run batches."""
@@ -256,6 +303,14 @@ class Fleet:
             log.warning("a canary failed: its score is not finite")
             return False
         return True
+
+
+def _any_cpu(devices: Sequence[str]) -> bool:
+    return any(device_of(name).is_cpu for name in devices)
+
+
+def _all_cpus(devices: Sequence[str]) -> bool:
+    return all(device_of(name).is_cpu for name in devices)
 
 
 def _in_a_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:

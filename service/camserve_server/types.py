@@ -45,7 +45,7 @@ statistics of every layer. features: a layer's feature maps and the weights that
 ParameterValue: TypeAlias = float | str
 
 Half: TypeAlias = Literal[0, 1]
-"""One of the halves of what an engine computes with, the first or the second."""
+"""Which of two batches that an engine runs at once: each has half of a CPU's cores, or one of two streams of a GPU."""
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detect", "embed"]
 """What a model answers with: logits of classes that exclude each other, or that do not; numbers; logits of classes for
@@ -437,6 +437,7 @@ class ModelInfo:
         embedding: the linear layer whose input is the image's embedding; empty where there is none, and where the
             embedding is what it answers with.
         version: how often a model of that name was loaded, this time included; 0 outside of a server.
+        channels_last: whether its input has that memory layout, or is contiguous.
     """
 
     name: str
@@ -454,6 +455,7 @@ class ModelInfo:
     task: Task = "classify"
     embedding: str = ""
     version: int = 0
+    channels_last: bool = True
 
     @property
     def key(self) -> str:

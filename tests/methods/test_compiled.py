@@ -18,7 +18,7 @@ import needs
 from camserve_server import models
 from camserve_server.errors import ConfigError
 from camserve_server.hooks import hook_count
-from camserve_server.models import ModelSpec, compiled, digest, parse
+from camserve_server.models import ModelSpec, compiled, digest, layout, parse
 from camserve_server.types import ClassTarget, Pass, Row
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
 
@@ -120,6 +120,14 @@ def test_every_batch_gets_the_answers_of_the_model_without_a_compiler(pair, rows
 def error(pair, rows, kind):
     """The largest error ratio of a compiled model, where plain float32 is the same without a compiler."""
     return max(map(error_ratio, *(answers(model, rows, kind) for model in (*pair, exact(pair[1])))))
+
+
+def test_compiled_code_takes_batches_in_the_memory_layout_that_was_chosen(monkeypatch):
+    monkeypatch.setattr(layout, "is_channels_last_faster", lambda *_, **__: False)
+    model = load(compile=True)
+
+    assert not model.info.channels_last
+    assert [calls_of_compiled_code(model, rows, "cam") for rows in BATCHES] == [3] * len(BATCHES)
 
 
 def test_once_loaded_a_model_compiles_nothing_and_runs_what_is_compiled(pair):

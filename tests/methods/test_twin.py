@@ -112,8 +112,8 @@ def test_while_the_twin_is_random_the_quicker_copy_of_the_model_is_not_and_only_
     local = Local(Setup("cpu", 2, halves=True))
     local._models["it"], local._twins["it"] = model, twin
     seen = []
-    for place, engine in enumerate(local._halves):
-        engine.run = lambda _pass, _rows, place=place: seen.append(place)
+    for place, lane in enumerate(local._lanes):
+        lane.run = lambda _pass, _rows, place=place: seen.append(place)
     plain = Pass("it", "cam", (64, 64))
     for pass_ in (plain, replace(plain, randomised=Randomised(1))):
         for half in (None, 0, 1):

@@ -164,8 +164,9 @@ def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, f
 
 
 @pytest.mark.usefixtures("forked")
-def test_two_batches_at_once_each_on_a_half_are_answered_as_one_alone_is_to_the_bit(folder):
-    one = Worker(setup(folder, halves=True, threads=2))
+@pytest.mark.parametrize("how", [{"halves": True, "threads": 2}, {"streams": True}], ids=["halves", "streams"])
+def test_two_batches_at_once_are_answered_as_one_alone_is_to_the_bit(folder, how):
+    one = Worker(setup(folder, **how))
     try:
         info = one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         for kind in ("cam", "saliency"):

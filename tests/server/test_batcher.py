@@ -1040,7 +1040,7 @@ async def test_request_waiting_for_a_rerun_is_answered_if_no_engine_returns():
         calls = [asyncio.create_task(ask(batcher, [value], poison={1})) for value in range(3)]
         await settle()
         batcher.resume()
-        await wait_in_loop_until(lambda: batcher._suspects)
+        await wait_in_loop_until(lambda: batcher._again)
         batcher.give_up("there is no engine")
         answers = await asyncio.gather(*calls, return_exceptions=True)
 
@@ -1067,7 +1067,8 @@ def layered(**sizes):
 )
 async def test_number_of_inputs_in_a_batch_is_limited_by_memory(kind, layers, inputs):
     engine, pass_ = Engine(), Pass("net", kind, (8, 8), layers)
-    async with Batcher(engine, max_batch_rows=8, batch_bytes=768 * 2**10) as batcher:
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.allow(768 * 2**10)
         batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
         await batcher.submit(pass_, [row(value) for value in range(24)], lambda *_: None)
 
@@ -1096,7 +1097,8 @@ class Beside(Engine):
 async def test_input_that_takes_more_than_half_of_the_memory_has_the_engine_alone():
     engine = Beside()
     passes = [Pass("net", "bias", (8, 8)), Pass("net", "cam", (8, 8), ("layer16",))]
-    async with Batcher(engine, halves=True, batch_bytes=300 * 2**10) as batcher:
+    async with Batcher(engine, halves=True) as batcher:
+        batcher.allow(300 * 2**10)
         batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
         batcher.pause()
         asked = [asyncio.create_task(ask(batcher, [i], passes[i % 2])) for i in range(40)]
@@ -1111,7 +1113,8 @@ async def test_input_that_takes_more_than_half_of_the_memory_has_the_engine_alon
 
 async def test_forgotten_model_does_not_limit_batches_of_others():
     engine = Engine()
-    async with Batcher(engine, max_batch_rows=8, batch_bytes=1) as batcher:
+    async with Batcher(engine, max_batch_rows=8) as batcher:
+        batcher.allow(1)
         batcher.learn("net", layered(layer4=1024))
         await batcher.submit(SALIENCY, [row(value) for value in range(8)], lambda *_: None)
         batcher.forget("net")

@@ -20,7 +20,7 @@ LONGEST = 2.0  # seconds that a batch is expected to take at most, unless one ro
 SHARE = 8  # of `max_batch_seconds`, a batch is expected to take no more than one part in so many
 UNMEASURED = 16  # maps in a batch whose rows are of a kind that has not run yet
 REMEMBERED = 1024  # kinds of row whose cost is known; callers choose layers, so there is no end of them
-RETRY_LARGER = 64  # a batch cut for want of memory may be one row larger again after so many
+RETRY_LARGER = 64  # batches cut for want of memory may be one row larger again after so many that were full
 
 RowKind: TypeAlias = tuple[Pass, tuple[Hashable, ...], int]
 """What rows must have in common to cost the same: their pass, methods, and how many maps these make of each row."""
@@ -66,40 +66,66 @@ class Room:
         return True
 
 
+@dataclass(slots=True, eq=False)
+class _Cap:
+    """What batches of one model and kind may take, because a larger one found no memory.
+
+    Attributes:
+        size: bytes by estimate, so that it holds for every layer; of a model that nothing is known of, inputs.
+        well: batches that took all of it since it last changed.
+    """
+
+    size: int
+    well: int = 0
+
+
 class Capacity:
     """What batches have room for, and what a row takes of it.
 
     Args:
         inputs: distinct inputs in a batch at most.
         max_batch_seconds: after which an engine is killed.
-        batch_bytes: memory that a batch may take by estimate, unless one input takes more; 0 for no limit.
     """
 
-    def __init__(self, inputs: int, max_batch_seconds: float, batch_bytes: int = 0) -> None:
+    def __init__(self, inputs: int, max_batch_seconds: float) -> None:
         self.inputs = inputs
-        self._bytes = batch_bytes
+        self._bytes = 0
         self._footprints: dict[str, Footprint] = {}
         self.seconds = min(LONGEST, max_batch_seconds / SHARE)
-        self._caps: dict[tuple[str, Kind], int] = {}
+        self._caps: dict[tuple[str, Kind], _Cap] = {}
         self._costs: dict[RowKind, float] = {}  # seconds a row on a whole engine; the latest measured last
 
     def room(self, pass_: Pass, most: int) -> Room:
         """Return the room of a batch that should have at most so many inputs."""
-        cap = self._caps.get((pass_.model, pass_.kind), self.inputs)
-        return Room(min(most, cap, self._fitting(pass_)), self.seconds)
+        return Room(min(most, max(1, self._fitting(pass_))), self.seconds)
 
-    def learn(self, key: str, model: ModelInfo) -> None:
-        """Note how much memory a model takes; rows mean it by this key."""
-        self._footprints[key] = Footprint.of(model)
+    def learn(self, key: str, model: ModelInfo, measured: Mapping[Kind, int] | None = None) -> None:
+        """Note how much memory a model takes; rows mean it by this key.
+
+        Args:
+            key: of the model.
+            model: what is known of it.
+            measured: bytes that one input took in the typical pass of a kind; none on a CPU.
+        """
+        self._footprints[key] = Footprint.of(model, measured)
+
+    def allow(self, batch_bytes: int) -> None:
+        """Limit the memory that a batch may take by estimate, unless one input takes more; 0 for no limit.
+
+        It may change: a GPU has less left for batches with every model.
+        """
+        self._bytes = batch_bytes
 
     def may_share(self, pass_: Pass) -> bool:
         """Say whether a batch may run beside another one: not if a single input takes more memory than a batch may."""
-        return not self._bytes or self._input_bytes(pass_) <= self._bytes
+        return self._fitting(pass_) > 0
 
     def _fitting(self, pass_: Pass) -> int:
-        """Return how many inputs the memory of a batch is enough for; at least one."""
+        """Return how many inputs the memory of a batch is enough for; 0 if one input takes more than that."""
         needed = self._input_bytes(pass_)
-        return max(1, self._bytes // needed) if self._bytes and needed else self.inputs
+        fitting = self._bytes // needed if self._bytes and needed else self.inputs
+        cap = self._caps.get((pass_.model, pass_.kind))
+        return min(fitting, cap.size // max(1, needed)) if cap else fitting
 
     def _input_bytes(self, pass_: Pass) -> int:
         """Return how much memory an input takes in a batch of a pass; 0 where that is not known."""
@@ -123,16 +149,21 @@ class Capacity:
         while len(self._costs) > REMEMBERED:
             del self._costs[next(iter(self._costs))]
 
-    def went_well(self, pass_: Pass, inputs: int, batches: int) -> None:
+    def went_well(self, pass_: Pass, inputs: int) -> None:
         """Let batches that were cut for want of memory grow, now and then."""
-        if inputs == self._caps.get((pass_.model, pass_.kind)) and batches % RETRY_LARGER == 0:
-            self._caps[pass_.model, pass_.kind] += 1
+        cap, needed = self._caps.get((pass_.model, pass_.kind)), max(1, self._input_bytes(pass_))
+        if cap is None or inputs < cap.size // needed:
+            return
+        cap.well += 1
+        if cap.well == RETRY_LARGER:
+            self._caps[pass_.model, pass_.kind] = _Cap(cap.size + needed)
 
     def cut(self, pass_: Pass, inputs: int) -> None:
-        """Halve batches: one of so many inputs found no memory."""
-        most = max(1, inputs // 2)
-        cap = self._caps[pass_.model, pass_.kind] = min(most, self._caps.get((pass_.model, pass_.kind), most))
-        log.warning("out of memory with %d inputs: batches have at most %d now", inputs, cap)
+        """Halve batches: one of so many inputs found no memory. One of a single input runs alone from now on."""
+        size = inputs * max(1, self._input_bytes(pass_)) // 2
+        known = self._caps.get((pass_.model, pass_.kind))
+        self._caps[pass_.model, pass_.kind] = _Cap(min(size, known.size) if known else size)
+        log.warning("out of memory with %d inputs: batches have at most %d now", inputs, max(1, inputs // 2))
 
     def forget(self, model: str) -> None:
         """Forget what was learned about a model that is gone."""

@@ -8,6 +8,12 @@ done as soon as they would be one after the other on all cores, a core that othe
 waited for by one batch of two, and what comes later finds a half that is free sooner. One that waits alone has all
 cores.
 
+A GPU is not divided: it is given two batches as large as they may be, each in a stream of its own. While it computes
+one, the other is on its way to it, or what came of it on its way back.
+
+A batch that finds no memory while another one runs on the same GPU may have found it alone. It is run again with
+nothing beside it, and split only if that fails too.
+
 A worker that ends takes its batch with it, and one request of that may be why. The requests of such a batch are run
 again before any other, each alone, so that a lethal one takes no other with it and is known by it. It is then answered
 with an error and not run again, and so is one that was alone in the first place.
@@ -44,7 +50,7 @@ log = logging.getLogger(__name__)
 Run: TypeAlias = Callable[..., list[RowResult]]
 """An engine, as the batcher knows it: a `Pass` and rows in, plain values out, in a thread of its own.
 
-One that can run two batches at once is also told which half of it one may take, 0 or 1.
+One that can run two batches at once is also told which half of it, or which stream, one may take, 0 or 1.
 """
 
 PLACE = 64 * 2**10  # bytes of inputs and maps in one place of the queue; a request that needs more takes several
@@ -60,9 +66,12 @@ class _Engine:
         run: it.
         threads: that wait for it, or compute; one for each batch that may run at once.
         resumed: cleared while it is paused.
-        halved: set while its first half runs a batch, and the second may run another.
+        halved: set while its second half, or its second stream, may run a batch beside the first.
         inputs: that each half works on; those of a batch that has all of it are its first half's.
         second_idle: cleared while its second half runs a batch.
+        running: batches that it runs.
+        work: seconds of computing in the batches so far, all together: two that run at once have half of it each.
+        since: when one of these two last changed.
     """
 
     run: Run
@@ -71,14 +80,41 @@ class _Engine:
     halved: asyncio.Event = field(default_factory=asyncio.Event)
     inputs: list[int] = field(default_factory=lambda: [0, 0])
     second_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    running: int = 0
+    work: float = 0.0
+    since: float = 0.0
 
     def __post_init__(self) -> None:
         self.second_idle.set()
+
+    def count(self, now: float, batches: int) -> float:
+        """Note that a batch begins or ends; return what a batch that runs from here on has of the engine's time so far.
+
+        The difference of two such values is the time that a batch between them would have taken alone.
+        """
+        if self.running:
+            self.work += (now - self.since) / self.running
+        self.since = now
+        self.running += batches
+        return self.work
 
     async def ask(self, pass_: Pass, rows: Sequence[Row], half: Half | None) -> list[RowResult]:
         """Run a batch on all of it, or on a half."""
         more = () if half is None else (half,)
         return await in_thread(self.threads, _contained, self.run, pass_, rows, *more)
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Rows that are run again, with nothing beside them.
+
+    Attributes:
+        batch: one request's rows, which may have ended a worker; or those of a batch that found no memory.
+        crowded: whether it is such a batch, and another one ran beside it.
+    """
+
+    batch: list[Place]
+    crowded: bool = False
 
 
 class Batcher:
@@ -90,8 +126,8 @@ class Batcher:
         max_queue_rows: rows accepted and not yet answered at most.
         max_delay: seconds that the oldest row may be held back for company; 0 for none.
         halves: whether each engine can run two batches at once, each on a half of it.
+        streams: whether it can run two at once that each have all of it, as a GPU can.
         max_batch_seconds: after which an engine is killed for a batch; none comes near that by what is expected of it.
-        batch_bytes: memory that a batch may take by estimate, unless one input takes more; 0 for no limit.
 
     Attributes:
         told: who hears of every batch, if somebody does.
@@ -107,22 +143,22 @@ class Batcher:
         max_queue_rows: int = 1024,
         max_delay: float = 0.0,
         halves: bool = False,
+        streams: bool = False,
         max_batch_seconds: float = 60.0,
-        batch_bytes: int = 0,
     ) -> None:
         self.stats = Stats()
-        self._capacity = Capacity(max_batch_rows, max_batch_seconds, batch_bytes)
-        self.learn = self._capacity.learn
+        self._capacity = Capacity(max_batch_rows, max_batch_seconds)
+        self.learn, self.allow = self._capacity.learn, self._capacity.allow
         self._queue = Queue(self._capacity, self.stats)
-        at_once = 2 if halves else 1
+        at_once = 2 if halves or streams else 1
         self._engines = [_Engine(run, ThreadPoolExecutor(at_once, thread_name_prefix="engine")) for run in runs]
         self._max_batch = max_batch_rows
         self.limit = max_queue_rows
         # Two batches, one that runs and one that gathers, are what keeps an engine busy.
         self._door = Admission(max_queue_rows, 2 * max_batch_rows, self._refused)
         self._max_delay = max_delay
-        self._halves = halves
-        self._suspects: deque[list[Place]] = deque()  # rows of one request each, which may have ended a worker
+        self._halves, self._streams = halves, streams
+        self._again: deque[_Again] = deque()
         self._row_seconds = 0.01
         self._arrived = asyncio.Event()
         self._gone = ""
@@ -131,7 +167,7 @@ class Batcher:
 
     async def __aenter__(self) -> Self:
         """Begin to pull batches."""
-        serving = (self._serve, self._serve_second) if self._halves else (self._serve,)
+        serving = (self._serve, self._serve_second) if self._halves or self._streams else (self._serve,)
         self._loops = [asyncio.create_task(serve(engine)) for engine in self._engines for serve in serving]
         return self
 
@@ -168,10 +204,10 @@ class Batcher:
         return Unavailable(self._gone, retry_after=LONGEST_RETRY, shed="no_engine")
 
     def _fail_waiting(self, error: Unavailable) -> None:
-        suspects = (places[0][0] for places in self._suspects)
-        for ticket in itertools.chain(self._queue, suspects):
+        again = (ticket for one in self._again for ticket, _ in one.batch)
+        for ticket in itertools.chain(self._queue, again):
             ticket.fail(error)
-        self._suspects.clear()
+        self._again.clear()
         self._door.turn_away(error)
 
     def forget(self, model: str) -> None:
@@ -257,10 +293,13 @@ class Batcher:
         while True:
             batch = await self._pulled(engine, 0)
             if not batch:
-                await self._run_suspect(engine)
+                await self._run_again(engine)
             elif not self._capacity.may_share(batch[0][0].pass_):
-                await engine.second_idle.wait()
+                await self._begin_alone(engine)
                 await self._execute(engine, batch, None)
+            elif self._streams:
+                engine.halved.set()
+                await self._execute(engine, batch, 0)
             elif self._halves and (engine.inputs[1] or not self._is_alone(batch)):
                 engine.halved.set()
                 await self._execute(engine, batch, 0)
@@ -270,7 +309,7 @@ class Batcher:
             engine.inputs[0] = 0
 
     async def _serve_second(self, engine: _Engine) -> None:
-        """Pull batches for the second half of an engine, whenever the first half runs one."""
+        """Pull batches for the second half of an engine, or its second stream, whenever that may run one."""
         while True:
             batch = await self._pulled(engine, 1, engine.halved)
             await self._execute(engine, batch, 1)
@@ -278,12 +317,12 @@ class Batcher:
             engine.second_idle.set()
 
     async def _pulled(self, engine: _Engine, half: Half, *may: asyncio.Event) -> list[Place]:
-        """Wait until an engine, or half of it, may run a batch, and there is one; none where a suspect is to be run."""
+        """Wait until an engine, or half of it, may run a batch, and there is one; none where rows are run again."""
         needed = (*may, engine.resumed)
         while True:
             for event in (*needed, self._arrived):
                 await event.wait()
-            if self._suspects and half == 0:
+            if self._again and half == 0:
                 return []
             await self._company()
             if not all(event.is_set() for event in needed):
@@ -296,18 +335,31 @@ class Batcher:
                     engine.second_idle.clear()
                 self._arrived.set()  # there may be more, for whichever engine is free next
                 return batch
-            if half and self._queue:
-                engine.halved.clear()  # the next batch may not run beside another one: the first half takes it
-            else:
-                self._arrived.clear()
+            self._wait_for_more(engine, half)
 
-    async def _run_suspect(self, engine: _Engine) -> None:
-        """Run a request again that was in a batch whose worker ended, with nothing beside it."""
+    def _wait_for_more(self, engine: _Engine, half: Half) -> None:
+        """Have an engine, or half of it, wait, as nothing is there that it may run."""
+        if half and (self._queue or self._again):
+            engine.halved.clear()  # what is next may not run beside another batch: the first half takes it
+        elif not self._again:
+            self._arrived.clear()
+
+    @staticmethod
+    async def _begin_alone(engine: _Engine) -> None:
+        """Wait until nothing runs on the second half of an engine, and let nothing begin there."""
+        engine.halved.clear()
         await engine.second_idle.wait()
-        if self._suspects:
-            batch = self._suspects.popleft()
-            self._account(batch)
-            await self._execute(engine, batch, None)
+
+    async def _run_again(self, engine: _Engine) -> None:
+        """Run rows again that were in a batch whose worker ended, or that found no memory, with nothing beside them."""
+        await self._begin_alone(engine)
+        if not self._again:
+            return
+        again, failed = self._again.popleft(), self.stats.failed
+        self._account(again.batch)
+        await self._execute(engine, again.batch, None)
+        if again.crowded and self.stats.failed == failed:
+            self._capacity.cut(again.batch[0][0].pass_, _inputs(again.batch))
 
     def _is_alone(self, batch: list[Place]) -> bool:
         """Tell whether a batch may have all of an engine, as nothing else waits that may have a half."""
@@ -367,15 +419,25 @@ class Batcher:
         try:
             results = await self._timed(engine, batch, half)
         except WorkerLost as error:
+            engine.halved.clear()  # what is run again goes before all others
             self._suspect(batch, error)
             return
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
-            await self._isolate(engine, batch, half, error)
+            if isinstance(error, OutOfMemory) and self._streams and half is not None:
+                self._run_alone_later(engine, batch)
+            else:
+                await self._isolate(engine, batch, half, error)
             return
         self.stats.answered += len(batch)
-        self._capacity.went_well(pass_, _inputs(batch), self.stats.batches)
+        self._capacity.went_well(pass_, _inputs(batch))
         for (ticket, index), result in zip(batch, results, strict=True):
             ticket.deliver(index, result)
+
+    def _run_alone_later(self, engine: _Engine, batch: list[Place]) -> None:
+        """Have a batch that found no memory beside another one run again alone, before others fill the memory."""
+        engine.halved.clear()
+        self._again.append(_Again(batch, crowded=True))
+        self._arrived.set()
 
     def _suspect(self, batch: list[Place], error: WorkerLost) -> None:
         """Have the requests of a batch whose worker ended run again, each alone, unless it is known which was why."""
@@ -388,10 +450,8 @@ class Batcher:
                 self.stats.failed += len(places)
                 ticket.fail(Internal(f"{error.message}; the request is not run again", shed=error.shed))
             else:
-                self._suspects.append(places)
-        log.warning(
-            "a batch was lost: %s", error.message, extra=logs.fields(rows=len(batch), again=len(self._suspects))
-        )
+                self._again.append(_Again(places))
+        log.warning("a batch was lost: %s", error.message, extra=logs.fields(rows=len(batch), again=len(self._again)))
         self._arrived.set()
 
     async def _timed(self, engine: _Engine, batch: list[Place], half: Half | None) -> list[RowResult]:
@@ -400,6 +460,7 @@ class Batcher:
         rows, tickets = [ticket.rows[index] for ticket, index in batch], dict(batch)
         for ticket in tickets:
             ticket.spent.change(began, running=1)
+        work = engine.count(began, 1)
         try:
             results = await engine.ask(batch[0][0].pass_, rows, half)
         except asyncio.CancelledError:
@@ -410,24 +471,23 @@ class Batcher:
             ended = loop.time()
             for ticket in tickets:
                 ticket.spent.change(ended, running=-1)
-            self._tell(batch, (began, ended), half)
+            work = engine.count(ended, -1) - work
+            whole = work if self._streams else (ended - began) * (1 if half is None else 0.5)
+            self._tell(batch, (began, ended), whole)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
-        took = ended - began
-        whole = took * (1 if half is None else 0.5)
         self._row_seconds += 0.2 * (whole / len(rows) - self._row_seconds)
         self._capacity.measured(_kinds(batch), whole)
         for ticket in tickets:
             ticket.since = ended
         return results
 
-    def _tell(self, batch: list[Place], times: tuple[float, float], half: Half | None) -> None:
+    def _tell(self, batch: list[Place], times: tuple[float, float], work: float) -> None:
         if self.told:
             pass_, (began, ended) = batch[0][0].pass_, times
             records = [ticket.record for ticket in dict(batch) if ticket.record]
-            share = 1.0 if half is None else 0.5
             try:
-                self.told.ran(Ran(pass_.model, pass_.kind, len(batch), began, ended, records, share))
+                self.told.ran(Ran(pass_.model, pass_.kind, len(batch), began, ended, records, work))
             except Exception:  # whoever listens, the rows are computed
                 log.exception("nobody could be told of a batch")
 

@@ -64,12 +64,13 @@ def units_of(rows: Sequence[Row]) -> Units:
 def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
     """Make the model's input [B,3,H,W] of each row: the image, normalised; its views; the method's copy; edited."""
     images = uploaded([row.image for row in rows], torch.device(info.device))
-    plain = normalise(images, info.preprocess)
+    order = torch.channels_last if info.channels_last else torch.contiguous_format
+    plain = normalise(images, info.preprocess)  # channels last, as photos are
     if all(_is_plain(row) for row in rows):
-        return plain
+        return plain.contiguous(memory_format=order)
     changed = torch.stack([_changed(image, row) for image, row in zip(plain, rows, strict=True)])
     # In the memory format of those that are not changed: another one has other kernels, which round in another way.
-    return changed.contiguous(memory_format=torch.channels_last)
+    return changed.contiguous(memory_format=order)
 
 
 def _is_plain(row: Row) -> bool:

@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from camserve_server.errors import ConfigError
 from camserve_server.hooks import output_of
-from camserve_server.models import checkpoint, detectors, probe, tasks
+from camserve_server.models import checkpoint, detectors, layout, probe, tasks
 from camserve_server.models.pickles import Damaged, shown
 from camserve_server.models.quick import KINDS, Quick, quickened
 from camserve_server.models.sources import Source, build
@@ -40,12 +40,14 @@ class LoadedModel:
         module: frozen, in evaluation mode, on its device.
         quick: a quicker copy for passes that look at the default layer or behind it, or None.
         dtype: of the module's input: float32, where it is not such a copy in half precision.
+        drawn: random weights that were drawn for it, by seed and by name; see `randomise`.
     """
 
     info: ModelInfo
     module: nn.Module
     quick: Quick | None = None
     dtype: torch.dtype = torch.float32
+    drawn: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def serving(self, pass_: Pass) -> "LoadedModel":
         """Return what a pass shall run on: this model, or its quicker copy."""
@@ -100,7 +102,7 @@ class LoadedModel:
         except Exception as error:  # whatever a user's module does
             raise ConfigError(f"model {self.info.name} cannot be copied for a second engine: {error}") from error
         info = replace(self.info, device=device)
-        return LoadedModel(info, module, quickened(module, info))
+        return _quicker(module, info)
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -123,19 +125,20 @@ def _done(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tens
         return done, output_of(module, layer, image)
 
 
-def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
+def load(spec: ModelSpec, device: str = "cpu", *, rows: int = layout.ROWS) -> LoadedModel:
     """Load a model and find out what can be explained in it.
 
     Args:
         spec: which one.
         device: that it shall run on, "cpu" or "cuda:0".
+        rows: of its largest batches; on a GPU, memory layouts are timed with such a batch.
 
     Raises:
         ConfigError: it cannot be built, its weights cannot be read, or it answers with nothing that can be
             explained.
     """
     source = build(spec)
-    _mean_float32()
+    _undo_settings()
     weights = _read_weights(spec, source.module)
     if weights == "none":
         _revive(source.module)
@@ -148,14 +151,24 @@ def load(spec: ModelSpec, device: str = "cpu") -> LoadedModel:
         info = _describe(spec, replace(source, module=module, preprocess=preprocess, labels=labels), weights, device)
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
-    return LoadedModel(info, module, quickened(module, info, compiling=spec.compile))
+    return _quicker(module, info, compiling=spec.compile, rows=rows)
 
 
-def _mean_float32() -> None:
-    """Make float32 mean it: by default a GPU rounds to TF32's ten bits in convolutions, and a user's module may ask so.
+def _quicker(module: nn.Module, info: ModelInfo, *, compiling: bool = False, rows: int = layout.ROWS) -> LoadedModel:
+    """Return a model with its quicker copy, in the memory layout that is faster for what its batches run on."""
+    quick = quickened(module, info, compiling=compiling, rows=rows)
+    last = quick.channels_last if quick else layout.is_channels_last_faster(module, info, rows=rows)
+    return LoadedModel(replace(info, channels_last=last), module, quick)
 
-    By the older names, which torch's compiler reads, where there are two.
+
+def _undo_settings() -> None:
+    """Undo settings of the process that a user's module may have changed, and one default of torch's.
+
+    Float32 has its full precision: by default a GPU rounds to TF32's ten bits in convolutions. That is set by the older
+    names, which torch's compiler reads, where there are two. And cuDNN chooses its algorithms by heuristics: timing all
+    of them would stop every batch of a new size for seconds, and choose others in each process.
     """
+    torch.backends.cudnn.benchmark = False
     torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
     torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # the same
     torch.backends.cudnn.allow_tf32 = False

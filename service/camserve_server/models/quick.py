@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
 from camserve_server.hooks import output_of
-from camserve_server.models import onednn
+from camserve_server.models import layout, onednn
 from camserve_server.models.compiled import ROWS, compiled, missing, too_far
 from camserve_server.models.onednn import Direct, Site
 from camserve_server.models.prefix import on_prefix, padded, partial_to
@@ -50,6 +50,9 @@ APART = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 Measured on a photo: at most 6e-7, 0.014 and 0.002 in ten architectures with random weights.
 """
 
+_KERNEL = 4
+"""Dimensions of a convolution's weight."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quick:
@@ -62,6 +65,7 @@ class Quick:
         folded: how many batch norms are in the convolutions before them.
         compiled: the names of the modules that are compiled.
         direct: those that oneDNN is asked for directly.
+        channels_last: whether that is the memory layout in which it is faster.
     """
 
     module: nn.Module
@@ -70,15 +74,17 @@ class Quick:
     folded: int
     compiled: tuple[str, ...]
     direct: Direct
+    channels_last: bool
 
 
-def quickened(module: nn.Module, info: ModelInfo, *, compiling: bool = False) -> Quick | None:
+def quickened(module: nn.Module, info: ModelInfo, *, compiling: bool = False, rows: int = layout.ROWS) -> Quick | None:
     """Make the quicker copy of a model.
 
     Args:
         module: frozen, in evaluation mode, on its device.
         info: of it.
         compiling: whether what lies before its default layer is to be compiled.
+        rows: of the batch in which the memory layouts are timed.
 
     Returns:
         The copy; None where nothing would be quicker, or where the model does not allow it, which is logged in words.
@@ -88,7 +94,7 @@ def quickened(module: nn.Module, info: ModelInfo, *, compiling: bool = False) ->
             _refuse(info, "it detects objects, or calls its default layer more than once")
         return None
     try:
-        return _quickened(module, info, compiling=compiling)
+        return _quickened(module, info, compiling=compiling, rows=rows)
     except Exception as error:  # noqa: BLE001 -- whatever a user's model does: without the copy it runs as before
         _refuse(info, f"{type(error).__name__}: {error}")
         return None
@@ -99,9 +105,9 @@ def _refuse(info: ModelInfo, reason: str) -> None:
     log.info("model %s runs %s: no quicker copy of it can be made (%s)", info.name, instead, reason)
 
 
-def _quickened(module: nn.Module, info: ModelInfo, *, compiling: bool) -> Quick | None:
+def _quickened(module: nn.Module, info: ModelInfo, *, compiling: bool, rows: int) -> Quick | None:
     dtype: torch.dtype = getattr(torch, info.precision)
-    image = _images(info, 1)
+    image = layout.images(info, 1)
     with torch.no_grad():
         uses, expected = used(module, info.default_layer, image)
         pairs = _pairs(module, uses)
@@ -123,10 +129,18 @@ def _quickened(module: nn.Module, info: ModelInfo, *, compiling: bool) -> Quick 
             return None
         nothing = Direct(quick, (), set())
         direct = _direct(quick, module, sites, off) or nothing
-    parts = _compiled(quick, info, dtype, direct) if compiling else ()
+    weights = _own_kernels(quick, module)
+    last = layout.is_channels_last_faster(quick, info, weights, dtype=dtype, rows=rows)
+    parts = _compiled(quick, info, dtype, direct, channels_last=last) if compiling else ()
     if not parts:
         direct.settle()
-    return Quick(quick, _behind(info, short), dtype, len(pairs), parts, nothing if parts else direct)
+    return Quick(quick, _behind(info, short), dtype, len(pairs), parts, nothing if parts else direct, last)
+
+
+def _own_kernels(quick: nn.Module, module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of convolutions that a copy does not share with the model."""
+    shared = {id(one) for one in module.parameters()}
+    return [one for one in quick.parameters() if one.dim() == _KERNEL and id(one) not in shared]
 
 
 def _direct(quick: nn.Module, module: nn.Module, sites: Sequence[Site], off: Callable[[], str]) -> Direct | None:
@@ -146,13 +160,15 @@ def _direct(quick: nn.Module, module: nn.Module, sites: Sequence[Site], off: Cal
     return None
 
 
-def _compiled(quick: nn.Module, info: ModelInfo, dtype: torch.dtype, direct: Direct) -> tuple[str, ...]:
+def _compiled(
+    quick: nn.Module, info: ModelInfo, dtype: torch.dtype, direct: Direct, *, channels_last: bool
+) -> tuple[str, ...]:
     """Compile a copy where that can be done and pays; return the names of its modules that are compiled."""
     if reason := missing(info.device):
         log.warning("model %s runs without being compiled: %s", info.name, reason)
         return ()
     log.info("compiling model %s, which can take minutes", info.name)
-    batches = [_images(info, rows).to(dtype) for rows in ROWS]
+    batches = [layout.images(info, rows, channels_last=channels_last).to(dtype) for rows in ROWS]
     found = compiled(quick, info.default_layer, batches, APART[dtype], direct)
     for name, reason in found.failed.items():
         log.warning("%s of model %s runs without being compiled: %s", name, info.name, reason)
@@ -162,11 +178,6 @@ def _compiled(quick: nn.Module, info: ModelInfo, dtype: torch.dtype, direct: Dir
         parts = ", ".join(found.parts)
         log.info("model %s: %s compiled in %.0f s: %.2f of the time", info.name, parts, found.seconds, found.share)
     return found.parts
-
-
-def _images(info: ModelInfo, rows: int) -> Tensor:
-    noise = torch.randn((rows, 3, *info.preprocess.size), generator=torch.Generator().manual_seed(0))
-    return noise.to(info.device).contiguous(memory_format=torch.channels_last)
 
 
 def _behind(info: ModelInfo, short: Collection[str]) -> frozenset[str]:
@@ -279,7 +290,7 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _parameter(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
-    order = torch.channels_last if tensor.dim() == 4 else torch.preserve_format  # noqa: PLR2004 -- a convolution's
+    order = torch.channels_last if tensor.dim() == _KERNEL else torch.preserve_format
     return nn.Parameter(tensor.detach().to(dtype, memory_format=order), requires_grad=False)
 
 

@@ -1,7 +1,8 @@
 """A model whose last modules have random weights, for as long as a batch runs.
 
-The weights are exchanged in place and put back, so that there is never a second model: nothing to list, nothing to
-forget, and no more memory than the random weights themselves.
+The weights are exchanged in place and put back, so that there is never a second model: nothing to list, and no more
+memory than the random weights themselves. A GPU keeps these for the next batch: while the CPU draws, it has nothing to
+do. resnet50 takes 0.17 s, several times as long as its batch.
 """
 
 import zlib
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from camserve_server.devices import device_of
 from camserve_server.models.load import LoadedModel
 from camserve_server.types import ModelInfo, Randomised
 
@@ -52,9 +54,12 @@ def randomised(model: LoadedModel, how: Randomised | None) -> Iterator[None]:
         return
     chosen = _chosen(model, how)
     kept = {name: parameter.data for name, parameter in chosen.items()}
+    drawn = _drawn_before(model, how.seed)
     try:
         for name, parameter in chosen.items():
-            parameter.data = _drawn(parameter.data, zlib.crc32(name.encode()) + how.seed)
+            if name not in drawn:
+                drawn[name] = _drawn(parameter.data, zlib.crc32(name.encode()) + how.seed)
+            parameter.data = drawn[name]
         yield
     finally:
         for name, parameter in chosen.items():
@@ -70,8 +75,19 @@ def _chosen(model: LoadedModel, how: Randomised) -> dict[str, nn.Parameter]:
     return {name: one for name, one in named if _owner(name.rpartition(".")[0], known) in top}
 
 
+def _drawn_before(model: LoadedModel, seed: int) -> dict[str, Tensor]:
+    """Return the random weights that a model's device keeps, by name: those of the newest seed, on a CPU none."""
+    if device_of(model.info.device).is_cpu:
+        return {}
+    if seed not in model.drawn:
+        model.drawn.clear()
+    return model.drawn.setdefault(seed, {})
+
+
 def _drawn(weights: Tensor, seed: int) -> Tensor:
-    # Drawn on the CPU, so that every device draws the same.
-    noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed)).to(weights)
+    # Drawn on the CPU, so that every device draws the same. Not in page-locked memory: torch keeps that for the life of
+    # the process, and the largest weight of vgg16 has 392 MiB.
+    noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
+    noise = device_of(weights.device).upload(noise).to(weights.dtype)
     drawn: Tensor = noise * weights.std(correction=0) + weights.mean()
     return drawn

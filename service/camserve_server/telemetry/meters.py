@@ -99,7 +99,7 @@ class Meters:
         )
         self._busy = Counter(
             "camserve_engine_busy_seconds",
-            "How long engines ran batches, those together; a batch on half of an engine counts half.",
+            "How long engines ran batches, those together; two that ran at once each count half.",
             registry=into,
         )
         self._loads = Histogram(
@@ -143,7 +143,7 @@ class Meters:
         """Count a batch."""
         self._batch_rows.labels(batch.kind).observe(batch.rows)
         self._batch_seconds.labels(batch.kind).observe(batch.ended - batch.began)
-        self._busy.inc((batch.ended - batch.began) * batch.share)
+        self._busy.inc(batch.work)
 
     def loaded(self, model: str, seconds: float, *, well: bool) -> None:
         """Count a model that was loaded, or could not be."""
@@ -203,7 +203,7 @@ def _engines(now: State) -> Iterator[Metric]:
     up = GaugeMetricFamily("camserve_engine_up", "Whether an engine takes batches.", labels=("engine", "device"))
     memory = GaugeMetricFamily(
         "camserve_engine_memory_bytes",
-        "Memory of an engine: resident of its process; allocated, reserved and total of its GPU.",
+        "Memory of an engine: resident and pinned of its process; allocated, reserved and total of its GPU.",
         labels=("engine", "device", "kind"),
     )
     for place, engine in enumerate(now.engines):
@@ -222,3 +222,4 @@ def _sizes(engine: Engine) -> Iterator[tuple[str, int]]:
         yield "allocated", engine.memory.allocated
         yield "reserved", engine.memory.reserved
         yield "total", engine.memory.total
+        yield "pinned", engine.memory.pinned

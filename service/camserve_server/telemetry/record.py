@@ -75,7 +75,7 @@ class Ran:
         began: on the event loop's clock.
         ended: likewise.
         records: of the requests that have rows in it.
-        share: of the engine that it had.
+        work: seconds that it would have taken with all of the engine.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Ran:
     began: float
     ended: float
     records: Sequence[Record]
-    share: float = 1.0
+    work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,14 @@ class Memory:
         allocated: of the GPU's memory, in tensors; 0 on a CPU.
         reserved: of the GPU's memory, by torch, for those and for what comes.
         total: that the GPU has.
+        pinned: of the host's memory, page-locked, from which the GPU fetches; part of what is resident.
     """
 
     resident: int
     allocated: int = 0
     reserved: int = 0
     total: int = 0
+    pinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,22 +4,25 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import torch
 
 from camserve_server import logs, process
-from camserve_server.devices import device_of
+from camserve_server.devices import Device, device_of
 from camserve_server.engine import Engine
-from camserve_server.errors import Unavailable
+from camserve_server.errors import OutOfMemory, Unavailable
 from camserve_server.methods import add_plugins
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
-from camserve_server.targets import anything
 from camserve_server.telemetry import Memory
-from camserve_server.types import Half, MethodCall, ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Half, Kind, ModelInfo, Pass, Row, RowResult
+from camserve_server.workers import sizing
 from camserve_server.workers.messages import Setup
+from camserve_server.workers.warmup import warm_up, warm_up_all_sizes
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,37 @@ LARGE = frozenset({"bias", "curvature"})
 
 _LOADING = threading.Lock()
 """One model after another: random weights come from a generator that the whole process has in common."""
+
+
+class _Lane:
+    """Runs one batch at a time: on a CPU in the caller's thread, on a GPU in one thread that stays.
+
+    cuDNN's plans (`thread_local` in ATen's Conv_v8.cpp) and cuBLAS's handles belong to the thread that made them. So a
+    new thread for each batch would make them for each batch, and a model that was warmed up elsewhere would be cold.
+
+    Args:
+        engine: that computes.
+        device: that it computes on.
+
+    Attributes:
+        turn: held while a batch runs.
+    """
+
+    def __init__(self, engine: Engine, device: Device) -> None:
+        self.turn = threading.Lock()
+        self.engine = engine
+        self._thread = None if device.is_cpu else ThreadPoolExecutor(1, "stream", device.make_current)
+
+    def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+        """Run one batch; see `Engine.run`."""
+        if self._thread is None:
+            return self.engine.run(pass_, rows)
+        return self._thread.submit(self.engine.run, pass_, rows).result()
+
+    def close(self) -> None:
+        """Let the thread end, after what it runs."""
+        if self._thread:
+            self._thread.shutdown(wait=False)
 
 
 class Local:
@@ -49,26 +83,65 @@ class Local:
         self._device.initialize()
         self._models: dict[str, LoadedModel] = {}
         self._twins: dict[str, LoadedModel] = {}
-        self._halves = self._engine_of(self._models), self._engine_of(self._twins)
-        self._turns = threading.Lock(), threading.Lock()
+        self._lanes = self._lane_of(self._models), self._lane_of(self._twins)
 
-    def _engine_of(self, models: dict[str, LoadedModel]) -> Engine:
-        return Engine(models, device=self._setup.device, beside=self._setup.beside)
+    def _lane_of(self, models: dict[str, LoadedModel]) -> _Lane:
+        setup = self._setup
+        engine = Engine(models, device=setup.device, beside=setup.beside or setup.streams)
+        return _Lane(engine, self._device)
 
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
         """Load a model and warm it up; see `Port.load`."""
         self._device.make_current()
         with _LOADING:
             torch.set_num_threads(self._setup.threads)
-            model = load(spec, self._setup.device)
-            _warm_up(self._engine_of({model.info.name: model}), model.info)
-            twin = model.twin() if self._setup.halves else None
-            self._models[name] = model
-            if twin:
-                self._twins[name] = twin
+            model = self._warmed(name, load(spec, self._setup.device, rows=self._setup.max_rows))
+            if (self._setup.halves or self._setup.streams) and (twin := model.twin()):
+                self._add_twin(name, twin)
         fields = logs.fields(source=model.info.source, layer=model.info.default_layer, device=self._setup.device)
         log.info("model %s is warm", name, extra=fields)
         return model.info
+
+    def _warmed(self, name: str, model: LoadedModel) -> LoadedModel:
+        """Add a model and warm it up, without its quicker copy if that fails.
+
+        Raises:
+            Exception: whatever the model itself raises.
+        """
+        try:
+            self._add(0, name, model)
+        except Exception as error:
+            if model.quick is None:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            return model
+        model = replace(model, quick=None)
+        self._add(0, name, model)
+        log.warning("model %s runs without its quicker copy, which failed to warm up (%s)", model.info.name, reason)
+        return model
+
+    def _add_twin(self, name: str, twin: LoadedModel) -> None:
+        """Add a model's twin, if it can be warmed up."""
+        try:
+            self._add(1, name, twin)
+        except Exception as error:  # noqa: BLE001 -- whatever a user's module raises: one batch after the other, then
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("model %s runs one batch at a time: its twin failed to warm up (%s)", twin.info.name, reason)
+
+    def _add(self, place: int, name: str, model: LoadedModel) -> None:
+        """Add a model, or its twin, and warm it up where it will run; rows name it only once it is loaded."""
+        known, run = (self._models, self._twins)[place], partial(self._run_in, self._lanes[place])
+        known[name] = model
+        self._device.synchronize()  # the weights come in another stream than the lanes'
+        try:
+            if self._device.is_cpu:
+                warm_up(run, name, model.info)  # beside the batches of other models
+            else:
+                warm_up_all_sizes(run, name, model.info, self._setup.max_rows)
+        except BaseException:  # a model may call sys.exit
+            known.pop(name, None)
+            raise
 
     def drop(self, name: str) -> None:
         """Forget a model; see `Port.drop`."""
@@ -94,16 +167,47 @@ class Local:
         # What is oneDNN's or compiled in the twin computes with the model's own parameters: those stay as they are.
         place = 1 if twin and (half or pass_.randomised) else 0
         threads = max(1, (self._setup.threads + 1 - half) // 2) if twin and half is not None else self._setup.threads
-        with self._turns[place]:
+        lane = self._lanes[place]
+        with lane.turn:
             if self._device.is_cpu and pass_.kind in LARGE:
                 process.give_back()
             self._take(threads)
-            return self._halves[place].run(pass_, rows)
+            return self._run_in(lane, pass_, rows)
+
+    def _run_in(self, lane: _Lane, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
+        try:
+            return lane.run(pass_, rows)
+        except OutOfMemory:
+            self._release_memory()
+            raise
 
     def _take(self, threads: int) -> None:
         """Have torch compute with so many threads in this one."""
         if self._setup.halves and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+    def _release_memory(self) -> None:
+        """Give back what a batch left that found no memory: what is tried next may need it in another stream."""
+        gc.collect()
+        self._device.release_memory()
+
+    def row_bytes(self, name: str) -> Mapping[Kind, int]:
+        """Measure how much memory one input of a model takes; see `Port.row_bytes`."""
+        if not self._device.free_memory():
+            return {}  # neither does it tell what a batch takes
+        return sizing.row_bytes(self._models[name].info, name, self._peak)
+
+    def _peak(self, pass_: Pass, rows: Sequence[Row]) -> int:
+        first, second = self._lanes
+        with _LOADING, first.turn, second.turn:
+            return self._device.peak_of(lambda: first.run(pass_, rows))
+
+    def free_bytes(self) -> int:
+        """Return how much memory batches can take together; see `Port.free_bytes`."""
+        first, second = self._lanes
+        with first.turn, second.turn:
+            self._device.release_memory()
+            return self._device.free_memory()
 
     def memory(self) -> Memory:
         """Return how much memory it has; see `Port.memory`."""
@@ -113,13 +217,5 @@ class Local:
         """Let the models go."""
         self._models.clear()
         self._twins.clear()
-
-
-def _warm_up(engine: Engine, info: ModelInfo) -> None:
-    """Run one row of each kind, so that the first request does not pay for what is made on first use."""
-    image = np.full((*info.preprocess.size, 3), 128, np.uint8)
-    for name, pass_ in (
-        ("gradcam", Pass(info.name, "cam", info.preprocess.size, (info.default_layer,))),
-        ("saliency", Pass(info.name, "saliency", info.preprocess.size)),
-    ):
-        engine.run(pass_, [Row(image, anything(info), (MethodCall(name),))])
+        for lane in self._lanes:
+            lane.close()

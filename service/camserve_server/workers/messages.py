@@ -6,7 +6,7 @@ from typing import Literal
 
 from camserve_server.telemetry import Memory
 
-What = Literal["run", "load", "drop"]
+What = Literal["run", "load", "drop", "row_bytes", "free_bytes"]
 
 BEAT = 0.5  # seconds between two signs of life
 DEVICE_LOST = 69  # exit code of a process that cannot use its device any more
@@ -25,7 +25,9 @@ class Setup:
         log_format: "text" or "json".
         path: where Python looks for modules.
         halves: whether two batches may run at once, each with half of the threads.
+        streams: whether two batches may run at once, each in a stream of its own; on a GPU.
         measure: whether it is to say how much memory it has.
+        max_rows: of a batch; a GPU is warmed up for batches up to this size.
     """
 
     device: str
@@ -35,7 +37,9 @@ class Setup:
     log_format: str = "text"
     path: tuple[str, ...] = ()
     halves: bool = False
+    streams: bool = False
     measure: bool = False
+    max_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """What a server knows of an engine, wherever it lives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from camserve_server.models.spec import ModelSpec
 from camserve_server.telemetry import Memory
-from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Half, Kind, ModelInfo, Pass, Row, RowResult
 
 
 class Port(Protocol):
@@ -31,11 +31,26 @@ class Port(Protocol):
         Args:
             pass_: what the rows have in common.
             rows: at least one.
-            half: of the engine's cores that it may take, while the other half runs another batch; None for all.
+            half: of the engine's cores, or which of its streams, that it may take, while the other one runs another
+                batch; None for all.
 
         Raises:
             WorkerLost: the process that ran it is gone.
             ServiceError: whatever else went wrong.
+        """
+
+    def row_bytes(self, name: str) -> Mapping[Kind, int]:
+        """Measure how much memory one input of a model takes in each kind of pass, while no batch runs.
+
+        Raises:
+            WorkerLost: the process is gone.
+        """
+
+    def free_bytes(self) -> int:
+        """Return how much memory of the engine's GPU batches can take together; 0 if it has none, or does not tell.
+
+        Raises:
+            WorkerLost: the process is gone.
         """
 
     def memory(self) -> Memory | None:

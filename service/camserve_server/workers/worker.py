@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from camserve_server import logs
 from camserve_server.errors import ConfigError, Internal, WorkerLost
 from camserve_server.models.spec import ModelSpec
 from camserve_server.telemetry import Memory
-from camserve_server.types import Half, ModelInfo, Pass, Row, RowResult
+from camserve_server.types import Half, Kind, ModelInfo, Pass, Row, RowResult
 from camserve_server.workers import nursery
 from camserve_server.workers.messages import DEVICE_LOST, SILENCE, Ask, Beat, Reply, Setup, What, packed
 from camserve_server.workers.replies import BadMessageError, unpacked
@@ -245,9 +245,23 @@ class Worker:
 
     def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
         """Run one batch; see `Port.run`."""
-        seconds = self._batch_seconds * (1 if half is None else 2)  # with half of the cores
+        seconds = self._batch_seconds * (1 if half is None else 2)  # with half of the cores, or beside another batch
         answer = self._living().ask("run", pass_, rows, half, seconds=seconds)
         return _results(answer.result(), len(rows))
+
+    def row_bytes(self, name: str) -> Mapping[Kind, int]:
+        """Measure how much memory one input of a model takes; see `Port.row_bytes`."""
+        found = self._living().ask("row_bytes", name, seconds=LOADING).result()
+        if not isinstance(found, Mapping) or not all(type(size) is int and size > 0 for size in found.values()):
+            raise Internal("the worker did not return the memory of a row")
+        return cast("Mapping[Kind, int]", found)
+
+    def free_bytes(self) -> int:
+        """Return how much memory batches can take together; see `Port.free_bytes`."""
+        found = self._living().ask("free_bytes", seconds=LOADING).result()
+        if type(found) is not int:
+            raise Internal("the worker did not return its free memory")
+        return found
 
     def memory(self) -> Memory | None:
         """Return what its last sign of life said of its memory; see `Port.memory`."""

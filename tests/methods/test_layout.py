@@ -1,0 +1,167 @@
+"""The memory layout of images and weights: the faster one on a GPU, and always channels last on a CPU."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from camserve_server import devices, models
+from camserve_server.models import layout
+from camserve_server.types import ClassTarget, Row, View
+from fake_gpu import Convolutions, FakeGpu, fake_gpu
+from methods.tools import call, noise, run
+from rounding import check_same
+
+NET = "torchvision:resnet18?weights=none&size=64"
+HALF = f"{NET}&precision=bfloat16"
+CONVNEXT = "timm:convnext_atto?weights=none&size=64"
+"""A model without a batch norm: in float32 there is no quicker copy of it."""
+
+FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+
+
+def taking(channels_last, contiguous):
+    """Make a GPU that takes as many seconds as this for a batch, by the layout of its images."""
+
+    class Timed(FakeGpu):
+        def measure(self, function):
+            with Convolutions() as seen:
+                function()
+            taken = channels_last if seen.are_channels_last() else contiguous
+            return taken(seen.images) if callable(taken) else taken
+
+    return Timed
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr(layout, "ROUNDS", 1)
+
+
+def load(spec=NET, rows=2):
+    return models.load(models.parse(spec), rows=rows)
+
+
+def images(model):
+    """Rows of different images, as large as a model wants them."""
+    return [Row(noise(seed, model.info.preprocess.size[0]), ClassTarget(1), (call("gradcam"),)) for seed in range(3)]
+
+
+def heatmaps(model, **changes):
+    rows = [replace(row, **changes) for row in images(model)]
+    return [one.maps[0][0] for one in run(model, rows, [model.info.default_layer])]
+
+
+@pytest.mark.parametrize("spec", [NET, HALF, CONVNEXT])
+@pytest.mark.parametrize(
+    ("seconds", "channels_last"), [((1.0, 0.5), False), ((0.5, 1.0), True), ((1.0, 1.0), True), ((1.0, 0.97), True)]
+)
+def test_model_has_the_layout_that_was_measured_to_be_faster(spec, seconds, channels_last):
+    with fake_gpu(taking(*seconds)):
+        model = load(spec)
+
+    assert model.info.channels_last is channels_last
+
+
+@pytest.mark.parametrize("spec", [NET, HALF])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_images_and_weights_follow_the_choice(spec, channels_last):
+    with fake_gpu(taking(1.0, 2.0 if channels_last else 0.5)):
+        model = load(spec)
+        with Convolutions() as seen:
+            heatmaps(model)
+
+    assert len(seen.given) == 20
+    for image, weight in seen.given:
+        assert image.is_contiguous(memory_format=FORMATS[channels_last])
+        assert weight.is_contiguous(memory_format=FORMATS[channels_last])
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_changed_images_have_the_layout_of_others(channels_last):
+    with fake_gpu(taking(1.0, 2.0 if channels_last else 0.5)):
+        model = load()
+        with Convolutions() as seen:
+            heatmaps(model, views=(View(mirrored=True),))
+
+    assert seen.images.is_contiguous(memory_format=FORMATS[channels_last])
+
+
+@pytest.mark.parametrize("spec", [NET, CONVNEXT])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_answers_in_either_layout_are_those_of_a_cpu(spec, channels_last):
+    with fake_gpu(taking(1.0, 2.0 if channels_last else 0.5)):
+        found = heatmaps(load(spec))
+
+    for mine, expected in zip(found, heatmaps(load(spec)), strict=True):
+        check_same(mine, expected, spec)
+
+
+def test_one_disturbed_batch_does_not_change_the_choice(monkeypatch):
+    monkeypatch.setattr(layout, "ROUNDS", 5)
+    measured = []
+
+    def disturbed(_images):
+        measured.append(None)
+        return 100.0 if len(measured) == 3 else 0.5
+
+    with fake_gpu(taking(1.0, disturbed)):
+        assert not load().info.channels_last
+    assert len(measured) == 6
+
+
+def test_layouts_are_timed_in_the_largest_batch_that_will_run(caplog):
+    sizes = set()
+
+    def noted(images):
+        sizes.add(len(images))
+        return 1.0
+
+    with fake_gpu(taking(noted, noted)), caplog.at_level(logging.INFO):
+        load(rows=5)
+
+    assert sizes == {5}
+    assert "model resnet18 runs channels_last: contiguous takes 1.00 times as long, in batches of 5" in caplog.text
+
+
+def test_batches_that_are_too_large_for_the_device_are_halved(caplog):
+    def full(images):
+        if len(images) > 3:
+            raise torch.OutOfMemoryError("planted")
+        return 1.0
+
+    with fake_gpu(taking(full, lambda _images: 0.5)), caplog.at_level(logging.INFO):
+        assert not load(rows=8).info.channels_last
+    assert "runs contiguous: channels_last takes 2.00 times as long, in batches of 2" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), torch.OutOfMemoryError("planted")])
+def test_model_that_cannot_be_timed_stays_channels_last(caplog, error):
+    def broken(_images):
+        raise error
+
+    with fake_gpu(taking(1.0, broken)):
+        model = load()
+        with Convolutions() as seen:
+            heatmaps(model)
+
+    assert model.info.channels_last
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for _, weight in seen.given)
+    assert f"the memory layouts could not be timed ({type(error).__name__}: planted)" in caplog.text
+
+
+def test_nothing_is_timed_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(devices.Device, "measure", lambda *_: pytest.fail("timed on a CPU"))
+
+    assert load().info.channels_last
+
+
+def test_cudnn_does_not_time_its_algorithms_while_it_serves(plant):
+    def careless():
+        torch.backends.cudnn.benchmark = True
+        return models.load(models.parse(NET)).module
+
+    plant(careless, size=64)
+
+    assert not torch.backends.cudnn.benchmark

@@ -1,0 +1,141 @@
+"""Random weights on a GPU: drawn once for each seed, the same as a CPU draws, and let go."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from camserve_server import models
+from camserve_server.engine import Engine
+from camserve_server.models.randomise import randomised, stack
+from camserve_server.types import ClassTarget, MethodCall, Pass, Randomised, Row
+from fake_gpu import FakeGpu, fake_gpu
+from methods.tools import noise
+
+NET = "torchvision:shufflenet_v2_x0_5?weights=none&size=64"
+ALL = 1000
+"""As many modules as a model can have, and more."""
+
+
+class Counted(FakeGpu):
+    """A GPU that counts what is brought to it."""
+
+    uploads = 0
+
+    def upload(self, tensor):
+        type(self).uploads += 1
+        return super().upload(tensor)
+
+
+@pytest.fixture
+def gpu():
+    Counted.uploads = 0
+    with fake_gpu(Counted):
+        yield Counted
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    """How many parameters were drawn."""
+    drawn, randn = [], torch.randn
+
+    def counting(*args, **options):
+        drawn.append(args)
+        return randn(*args, **options)
+
+    monkeypatch.setattr(torch, "randn", counting)
+    return drawn
+
+
+def loaded():
+    return models.load(models.parse(NET))
+
+
+def weights(model, how):
+    with randomised(model, how):
+        return {name: one.detach().clone() for name, one in model.module.named_parameters()}
+
+
+def test_gpu_has_the_random_weights_of_a_cpu_in_every_batch():
+    how = Randomised(ALL, seed=4)
+    expected = weights(loaded(), how)
+    with fake_gpu():
+        model = loaded()
+        found = [weights(model, how) for _ in range(2)]
+
+    for mine in found:
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(mine[name], one) for name, one in expected.items())
+
+
+def test_second_batch_draws_nothing_and_brings_nothing_to_the_gpu(gpu, draws):
+    model = loaded()
+    draws.clear()
+    before, parameters = gpu.uploads, len(list(model.module.parameters()))
+    weights(model, Randomised(ALL))
+    first = len(draws), gpu.uploads - before
+    weights(model, Randomised(ALL))
+
+    assert first == (parameters, parameters)
+    assert (len(draws), gpu.uploads - before) == first
+
+
+@pytest.mark.usefixtures("gpu")
+def test_next_stage_of_a_cascade_draws_what_it_adds(draws):
+    model = loaded()
+    draws.clear()
+    for modules in range(1, len(stack(model.info)) + 1):
+        weights(model, Randomised(modules))
+
+    assert len(draws) == len(list(model.module.parameters()))
+
+
+def kept(model):
+    return [weakref.ref(one) for known in model.drawn.values() for one in known.values()]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_weights_of_the_seed_before_are_let_go():
+    model = loaded()
+    weights(model, Randomised(ALL, seed=1))
+    first = kept(model)
+    found = weights(model, Randomised(1, seed=2))
+
+    assert first
+    assert all(one() is None for one in first)
+    assert torch.equal(found["fc.weight"], weights(loaded(), Randomised(1, seed=2))["fc.weight"])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_weights_go_with_their_model():
+    model = loaded()
+    weights(model, Randomised(ALL))
+    drawn = kept(model)
+    del model
+    gc.collect()
+
+    assert drawn
+    assert all(one() is None for one in drawn)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_model_has_its_own_weights_again_and_the_kept_ones_stay_as_they_were():
+    model, how = loaded(), Randomised(ALL)
+    pass_ = Pass(model.info.name, "cam", (64, 64), (model.info.default_layer,), how)
+    rows = [Row(noise(0, 64), ClassTarget(2), (MethodCall("gradcam"),))]
+    engine = Engine({model.info.name: model})
+    found = [engine.run(pass_, rows)[0].maps[0][0] for _ in range(2)]
+
+    assert models.digest(model.module) == model.info.digest
+    assert (found[0] == found[1]).all()
+
+
+def test_cpu_draws_in_every_batch_and_keeps_nothing(draws):
+    model = loaded()
+    draws.clear()
+    for _ in range(2):
+        weights(model, Randomised(1))
+
+    assert len(draws) == 2 * len(list(model.module.fc.parameters()))
+    assert model.drawn == {}

@@ -1,0 +1,310 @@
+"""The batches that are run while a model is loaded, and what becomes of a copy that fails in them."""
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from camserve_server.config import Settings
+from camserve_server.engine import Engine
+from camserve_server.errors import OutOfMemory, Unavailable
+from camserve_server.fleet import CPU_BATCH, Fleet
+from camserve_server.models import LoadedModel, parse
+from camserve_server.targets import anything
+from camserve_server.types import MethodCall, Pass, Row
+from camserve_server.workers import Local, Setup, Worker, local
+from fake_gpu import fake_gpu
+
+KINDS = ("cam", "saliency", "score")
+IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+
+
+def tiny():
+    """A convolution and a batch norm, which the quicker copy folds into it, and a head."""
+    torch.manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+
+
+@pytest.fixture(autouse=True)
+def nets(monkeypatch):
+    """A user's own module."""
+    module = ModuleType("warm_nets")
+    module.tiny = tiny
+    monkeypatch.setitem(sys.modules, "warm_nets", module)
+
+
+@pytest.fixture
+def gpu():
+    with fake_gpu():
+        yield
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The batches that engines run: their kind, and how many different inputs they have."""
+    ran, run = [], Engine.run
+
+    def noting(engine, pass_, rows):
+        ran.append((pass_.kind, len({row.input for row in rows})))
+        return run(engine, pass_, rows)
+
+    monkeypatch.setattr(Engine, "run", noting)
+    return ran
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """A function that gives the device memory for so many rows of a kind."""
+    most, run = {}, Engine.run
+
+    def full(engine, pass_, rows):
+        if len(rows) > most.get(pass_.kind, len(rows)):
+            raise OutOfMemory("planted", retry_after=1.0)
+        return run(engine, pass_, rows)
+
+    monkeypatch.setattr(Engine, "run", full)
+    return lambda kind, rows: most.update({kind: rows})
+
+
+def loaded(max_rows=8, precision="float32", **setup):
+    engine = Local(Setup("cpu", 1, max_rows=max_rows, **setup))
+    info = engine.load("tiny@1", parse(f"tiny=warm_nets:tiny?size=32&precision={precision}"))
+    return engine, info
+
+
+def explained(engine, info):
+    pass_ = Pass("tiny@1", "cam", (32, 32), (info.default_layer,))
+    (found,) = engine.run(pass_, [Row(IMAGE, anything(info), (MethodCall("gradcam"),))])
+    return found.maps[0][0]
+
+
+# --- sizes ---
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (11, [1, 2, 4, 8, 11])])
+def test_gpu_is_warmed_up_for_each_kind_and_size(batches, most, sizes):
+    loaded(most)
+
+    assert batches == [(kind, size) for kind in KINDS for size in sizes]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_each_stream_of_a_gpu_is_warmed_up(batches):
+    """Each has a thread of its own, and that its plans of convolutions."""
+    engine, _ = loaded(2, streams=True)
+
+    assert engine._twins.keys() == {"tiny@1"}
+    assert batches == [(kind, size) for kind in KINDS for size in (1, 2)] * 2
+
+
+def test_cpu_is_warmed_up_with_one_row_of_two_kinds(batches):
+    loaded(8)
+
+    assert batches == [("cam", 1), ("saliency", 1)]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_warm_up_ends_where_memory_does_and_the_log_says_so(batches, small_memory, caplog):
+    small_memory("saliency", 3)
+    loaded(8)
+
+    assert batches == [*(("cam", size) for size in (1, 2, 4, 8)), ("saliency", 1), ("saliency", 2)] + [
+        ("score", size) for size in (1, 2, 4, 8)
+    ]
+    words = "model tiny: memory is enough for 2 images in a batch of saliency, and not for 4"
+    assert [one.message for one in caplog.records if "memory is" in one.message] == [words]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_model_that_memory_is_too_small_for_one_row_of_is_refused(small_memory):
+    small_memory("cam", 0)
+
+    with pytest.raises(OutOfMemory):
+        loaded()
+
+
+@pytest.mark.parametrize(("setting", "rows"), [(0, CPU_BATCH), (3, 3)])
+async def test_engines_know_the_size_of_the_largest_batch(setting, rows):
+    fleet = Fleet(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
+
+    assert [engine._setup.max_rows for engine in fleet._engines] == [rows]
+
+
+# --- in a process of its own ---
+
+FAKE = """
+from camserve_server import devices
+from camserve_server.methods import Cam, cams
+from camserve_server.models import onednn
+
+
+class Fake(devices.Device):
+    is_cpu = False
+
+
+devices.KINDS["cpu"] = Fake
+devices.device_of.cache_clear()
+onednn.usable = lambda *_: False
+planted = Cam(cams.gradcam, "the tests")
+"""
+NETS = """
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class Noting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, image):
+        with open(Path(__file__).with_name("threads"), "a") as file:
+            print(threading.current_thread().name, len(image), file=file)
+        return self.head(self.conv(image).relu().mean((2, 3)))
+
+
+def noting():
+    torch.manual_seed(0)
+    return Noting()
+
+
+def broken():
+    class Broken(Noting):
+        def forward(self, image):
+            if len(image) == 4 and threading.current_thread().name == "stream_0":
+                raise ValueError("planted")
+            return super().forward(image)
+
+    return Broken()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with models, and with a plugin that brings a fake GPU."""
+    place = tmp_path_factory.mktemp("gpu")
+    about = place / "fake-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[camserve.methods]\nplanted = fake_device:planted\n")
+    (place / "fake_device.py").write_text(FAKE)
+    (place / "thread_nets.py").write_text(NETS)
+    return place
+
+
+@pytest.fixture(scope="module")
+def worker(folder):
+    one = Worker(Setup("cpu", 1, path=(str(folder), *sys.path), log_level="error", max_rows=4))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def calls(folder):
+    """A function that returns the threads that ran the model since it was last called, and their batches' sizes."""
+    (folder / "threads").write_text("")
+
+    def since():
+        lines = (folder / "threads").read_text().splitlines()
+        (folder / "threads").write_text("")
+        return [(name, int(size)) for name, size in map(str.split, lines)]
+
+    return since
+
+
+def test_worker_warms_a_gpu_up_in_the_thread_that_runs_batches(worker, calls):
+    info = worker.load("tiny@1", parse("tiny=thread_nets:noting?size=32"))
+    loading = calls()
+    explained(worker, info)
+
+    assert [size for name, size in loading if name == "stream_0"] == [1, 2, 4] * len(KINDS)
+    assert {name for name, _ in loading} == {"stream_0", "beside"}
+    assert calls() == [("stream_0", 1)]
+
+
+def test_error_in_a_gpus_warm_up_refuses_the_model_and_others_are_served(worker):
+    info = worker.load("tiny@1", parse("tiny=thread_nets:noting?size=32"))
+    with pytest.raises(RuntimeError, match="ValueError: planted"):
+        worker.load("broken@1", parse("broken=thread_nets:broken?size=32"))
+
+    assert explained(worker, info).shape == (30, 30)
+
+
+# --- copies that fail ---
+
+
+@pytest.fixture
+def failing_copy(monkeypatch):
+    """Quicker copies fail once they are made."""
+    load = local.load
+
+    def loaded_with_it(*args, **options):
+        model = load(*args, **options)
+        model.quick.module.forward = fail
+        return model
+
+    monkeypatch.setattr(local, "load", loaded_with_it)
+
+
+def fail(_images):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.usefixtures("failing_copy")
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_model_whose_quicker_copy_fails_is_served_without_it(device, precision, request, caplog):
+    if device == "gpu":
+        request.getfixturevalue("gpu")
+    engine, info = loaded(precision=precision)
+    plain = LoadedModel(info, engine._models["tiny@1"].module)
+
+    assert engine._models["tiny@1"].quick is None
+    np.testing.assert_array_equal(explained(engine, info), explained(Engine({"tiny@1": plain}), info))
+    words = "model tiny runs without its quicker copy, which failed to warm up (RuntimeError: planted)"
+    assert [one.message for one in caplog.records if "quicker" in one.message] == [words]
+
+
+@pytest.mark.usefixtures("failing_copy")
+def test_model_that_fails_without_its_quicker_copy_too_is_refused(monkeypatch, caplog):
+    engine = Local(Setup("cpu", 1))
+    monkeypatch.setattr(Engine, "run", lambda *_: fail(None))
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.load("tiny@1", parse("tiny=warm_nets:tiny?size=32"))
+
+    assert "runs without" not in caplog.text
+    with pytest.raises(Unavailable, match="lost"):
+        engine.run(Pass("tiny@1", "cam", (32, 32)), [])
+
+
+def test_twin_that_fails_is_not_used(monkeypatch, caplog):
+    make = LoadedModel.twin
+
+    def twin(model):
+        made = make(model)
+        made.quick.module.forward = fail
+        return made
+
+    monkeypatch.setattr(LoadedModel, "twin", twin)
+    engine, info = loaded(halves=True)
+
+    assert engine._twins == {}
+    assert explained(engine, info).shape == (13, 13)
+    words = "model tiny runs one batch at a time: its twin failed to warm up (RuntimeError: planted)"
+    assert [one.message for one in caplog.records if "twin" in one.message] == [words]
+
+
+def test_twin_is_warmed_up_too(batches):
+    engine, _ = loaded(halves=True)
+
+    assert engine._twins.keys() == {"tiny@1"}
+    assert batches == [("cam", 1), ("saliency", 1)] * 2
