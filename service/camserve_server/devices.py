@@ -355,6 +355,20 @@ def to_numpy(tensor: Tensor) -> Map:
     return cast("Map", tensor.detach().float().cpu().numpy())
 
 
+def restore_settings() -> None:
+    """Undo settings of torch that a user's module may have changed, and one of torch's defaults.
+
+    Float32 has its full precision: by default a GPU rounds to TF32's ten bits in convolutions. That is set by the older
+    names, which torch's compiler reads, where there are two. And cuDNN chooses its algorithms by heuristics: timing all
+    of them would stop every batch of a new size for seconds, and choose others in each process.
+    """
+    torch.backends.cudnn.benchmark = False
+    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
+    torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # the same
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+
+
 def devices_named(names: str) -> list[str]:
     """Return the devices that a setting means, one for each engine.
 

@@ -1,9 +1,11 @@
 """A server with several devices: an engine for each, behind one queue. Two engines on a CPU stand in for two GPUs."""
 
+import ast
 import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -302,3 +304,16 @@ def test_memory_is_limited_by_every_control_group_around_a_process(monkeypatch, 
     assert hardware.memory_limit() == (limit or machine)
     (tmp_path / "cgroup").unlink()
     assert hardware.memory_limit() == machine
+
+
+def test_only_one_module_of_the_server_names_cuda():
+    """Everything else asks a `devices.Device`; a string that a user or a file gives may have the word."""
+    package = Path(devices.__file__).parent
+    naming = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in {"cuda", "is_cuda", "mps", "xpu", "cudnn"}
+    }
+
+    assert naming == {"devices.py"}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from camserve_server.devices import restore_settings
 from camserve_server.errors import ConfigError
 from camserve_server.hooks import output_of
 from camserve_server.models import checkpoint, detectors, layout, probe, tasks
@@ -138,7 +139,7 @@ def load(spec: ModelSpec, device: str = "cpu", *, rows: int = layout.ROWS) -> Lo
             explained.
     """
     source = build(spec)
-    _undo_settings()
+    restore_settings()
     weights = _read_weights(spec, source.module)
     if weights == "none":
         _revive(source.module)
@@ -159,20 +160,6 @@ def _quicker(module: nn.Module, info: ModelInfo, *, compiling: bool = False, row
     quick = quickened(module, info, compiling=compiling, rows=rows)
     last = quick.channels_last if quick else layout.is_channels_last_faster(module, info, rows=rows)
     return LoadedModel(replace(info, channels_last=last), module, quick)
-
-
-def _undo_settings() -> None:
-    """Undo settings of the process that a user's module may have changed, and one default of torch's.
-
-    Float32 has its full precision: by default a GPU rounds to TF32's ten bits in convolutions. That is set by the older
-    names, which torch's compiler reads, where there are two. And cuDNN chooses its algorithms by heuristics: timing all
-    of them would stop every batch of a new size for seconds, and choose others in each process.
-    """
-    torch.backends.cudnn.benchmark = False
-    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
-    torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # the same
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
