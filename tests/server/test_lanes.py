@@ -244,6 +244,7 @@ def test_memory_of_a_row_is_measured_while_no_batch_runs(local, gpu):
         running = pool.submit(local.run, *batch(0), 1)
         wait_until(lambda: gpu.meet.n_waiting)
         measured = pool.submit(local.row_bytes, "tiny")
+        wait_until(local._lanes[0].turn.locked)  # it has one stream, and waits for the other
         assert gpu.meet.n_waiting == 1  # the measured batch would be the second
         meet, gpu.meet = gpu.meet, None
         meet.wait(60)

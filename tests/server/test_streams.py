@@ -179,6 +179,46 @@ async def test_loss_of_a_worker_with_two_batches_loses_no_request():
     assert [(len(batch.values), batch.stream, batch.beside) for batch in again] == [(1, None, 0)] * 4
 
 
+async def test_nothing_is_sent_between_the_loss_of_a_batch_and_its_second_run():
+    gpu = Gpu()
+    async with Batcher(gpu, max_batch_rows=1, streams=True) as batcher:
+        asked = waiting(batcher, 6)
+        await gpu.until_sent(2)
+        first, second = gpu.sent
+        second.end(WorkerLost("the worker ended before it ran this"))
+        await wait_in_loop_until(lambda: batcher._again)
+        await settle()
+        assert gpu.running == [first]
+        first.end()
+        await gpu.until_sent(3)
+        gpu.open()
+        await asyncio.gather(*asked)
+
+    assert (gpu.sent[2].values, gpu.sent[2].stream) == (second.values, None)
+
+
+async def test_lost_rows_are_not_forgotten_while_a_stream_of_another_engine_is_idle():
+    """What wakes an engine for them wakes that stream too, which may not run them."""
+    gpus = Gpu(), Gpu()
+    async with Batcher(*gpus, max_batch_rows=1, streams=True) as batcher:
+        batcher.pause(1)
+        lost = asyncio.create_task(ask(batcher, [1]))
+        await gpus[0].until_sent(1)
+        batcher.resume(1)
+        batcher.pause(0)
+        held = asyncio.create_task(ask(batcher, [2]))
+        await gpus[1].until_sent(1)
+        gpus[0].sent[0].end(WorkerLost("the worker ended before it ran this"))
+        await wait_in_loop_until(lambda: batcher._again)
+        await settle()
+        batcher.resume(0)
+        await gpus[0].until_sent(2)
+        gpus[0].sent[1].end()
+        assert await lost == [1.0]
+        gpus[1].open()
+        assert await held == [2.0]
+
+
 async def test_lethal_request_in_one_of_two_batches_fails_no_other():
     worker = Deadly()
     async with Batcher(worker, max_batch_rows=8, streams=True) as batcher:
@@ -304,6 +344,31 @@ async def test_input_that_takes_more_memory_than_a_batch_may_has_the_gpu_alone()
     assert answers == [[float(value)] for value in range(40)]
     assert {(batch.stream, batch.beside) for batch in large} == {(None, 0)}
     assert {batch.stream for batch in gpu.sent if batch.pass_.kind == "cam"} <= {0, 1}
+
+
+async def test_batch_that_must_be_alone_waits_for_the_other_and_nothing_begins_before_it():
+    gpu = Gpu()
+    async with Batcher(gpu, max_batch_rows=1, streams=True) as batcher:
+        batcher.allow(300 * 2**10)
+        batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
+        deep = Pass("net", "cam", (8, 8), ("layer16",))
+        asked = waiting(batcher, 2, deep)
+        await gpu.until_sent(2)
+        first, second = sorted(gpu.sent, key=lambda batch: batch.stream)
+        asked += waiting(batcher, 1, Pass("net", "bias", (8, 8)))
+        await settle()
+        first.end()
+        await wait_in_loop_until(lambda: batcher.stats.batches == 3)
+        asked += waiting(batcher, 4, deep)
+        await settle()
+        assert gpu.running == [second]
+        second.end()
+        await gpu.until_sent(3)
+        assert (gpu.sent[2].pass_.kind, gpu.sent[2].stream, gpu.running) == ("bias", None, [gpu.sent[2]])
+        gpu.sent[2].end()
+        await gpu.until_sent(5)
+        gpu.open()
+        await asyncio.gather(*asked)
 
 
 async def test_batch_without_memory_beside_another_runs_again_alone():
