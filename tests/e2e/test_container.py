@@ -22,7 +22,7 @@ import yaml
 import camserve
 import needs
 from camserve import cli
-from camserve_server import access, config, hardware
+from camserve_server import access, config, devices
 from camserve_server.errors import ConfigError
 from support import PHOTOS
 
@@ -199,7 +199,7 @@ def test_compose_does_not_serve_from_a_cpu_where_a_gpu_was_asked_for(monkeypatch
 
     assert gpu == cpu | {"CAMSERVE_DEVICE": "${CAMSERVE_DEVICE:-cuda}"}
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
-        hardware.devices_named("cuda")
+        devices.devices_named("cuda")
 
 
 def run_python(code, **environment):
