@@ -1,11 +1,22 @@
 """A model that costs next to nothing, and GPUs that are not there."""
 
+import logging
 import sys
 
 import pytest
 import torch
 
 from support import TINY
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_before():
+    """Undo `logs.configure` of commands: pytest's `caplog` gets what the server's logger hands on to the root."""
+    logger = logging.getLogger("camserve_server")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from camserve_server.types import MethodCall, Pass, RankTarget, Row
 from camserve_server.workers import Local, Setup, Worker
 from camserve_server.workers.messages import Reply
 from camserve_server.workers.replies import packed, unpacked
+from rounding import check_same
 from support import GPU, PHOTOS, serving, wait_until
 
 MIB = 2**20
@@ -363,6 +364,12 @@ def expected(tiny):
         return [explained(client, image) for image in IMAGES]
 
 
+def check_all(found, expected, spec):
+    """Compare maps; a GPU has the memory layout that was faster there, and batches of other sizes: both round."""
+    for mine, its in zip(found, expected, strict=True):
+        check_same(np.array(mine), np.array(its), spec)
+
+
 def test_server_runs_two_batches_at_once_and_answers_as_on_a_cpu(expected, gpu, tiny):
     with serving(models=(tiny,), device="cpu", max_batch_rows=1) as served, camserve.Client(served.address) as client:
         explained(client, IMAGES[0])
@@ -371,7 +378,7 @@ def test_server_runs_two_batches_at_once_and_answers_as_on_a_cpu(expected, gpu, 
             found = list(pool.map(lambda image: explained(client, image), IMAGES * 3))
         gpu.meet = None
 
-    assert found == expected * 3
+    check_all(found, expected * 3, tiny)
 
 
 def test_server_answers_all_while_memory_is_enough_for_one_batch_only(expected, gpu, tiny):
@@ -381,7 +388,7 @@ def test_server_answers_all_while_memory_is_enough_for_one_batch_only(expected, 
             found = list(pool.map(lambda image: explained(client, image), IMAGES * 10))
         stats = served.pipeline.batcher.stats
 
-    assert found == expected * 10
+    check_all(found, expected * 10, tiny)
     assert stats.failed == 0
 
 

@@ -193,6 +193,7 @@ class Local:
 
     def row_bytes(self, name: str) -> Mapping[Kind, int]:
         """Measure how much memory one input of a model takes; see `Port.row_bytes`."""
+        self._device.make_current()
         if not self._device.free_memory():
             return {}  # neither does it tell what a batch takes
         return sizing.row_bytes(self._models[name].info, name, self._peak)
@@ -204,6 +205,7 @@ class Local:
 
     def free_bytes(self) -> int:
         """Return how much memory batches can take together; see `Port.free_bytes`."""
+        self._device.make_current()
         first, second = self._lanes
         with first.turn, second.turn:
             self._device.release_memory()
