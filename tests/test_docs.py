@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torchvision.models import resnet18
 
 import camserve
 import needs
@@ -93,6 +94,16 @@ def test_the_readmes_python_works_when_pasted(embedded, tmp_path, monkeypatch, c
 
     assert capsys.readouterr().out.startswith("0.38  Egyptian cat\n")
     assert (tmp_path / "why.jpg").stat().st_size > 10_000
+
+
+def test_the_readmes_network_of_ones_own_process_works_when_pasted(tmp_path, monkeypatch):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    names = {"camserve": camserve, "network": resnet18(num_classes=5)}
+    exec(code(README, "from camserve_server import running"), names)  # noqa: S102 -- that is the promise
+
+    assert (names["why"].method, names["why"].layer) == ("gradcam", "layer4")
+    assert names["network"].training
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ with camserve_server.running() as address, camserve.Client(address) as client:
     client.explain("cat.jpg").explanations[0].save("why.jpg")
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,16 @@ __all__ = ["running"]
 
 
 @contextmanager
-def running(models: str | Sequence[str] = ("efficientnet_lite0",), **settings: Any) -> Iterator[str]:
+def running(
+    models: str | Sequence[str] | Mapping[str, Any] = ("efficientnet_lite0",), **settings: Any
+) -> Iterator[str]:
     """Serve on a free port of this machine inside the block: for tests and notebooks.
 
     Args:
-        models: to load, as `[NAME=]SOURCE:ARCH[?option=value]`.
+        models: to load, as `[NAME=]SOURCE:ARCH[?option=value]`. Or by name: a text without a name, a `torch.nn.Module`,
+            or a `camserve_server.models.Source`, which has a module with its preprocessing and labels. A module is left
+            as it is: it may be in training mode, and trained further afterwards. What is served has the weights that it
+            had when the block began.
         settings: any other setting of the server by its name, such as `max_batch_rows=16`.
 
     Yields:
@@ -27,8 +32,12 @@ def running(models: str | Sequence[str] = ("efficientnet_lite0",), **settings: A
     """
     from camserve_server import config, server  # noqa: PLC0415 -- they need the extra [server]; `import` does not
 
-    named = (models,) if isinstance(models, str) else tuple(models)
-    flags = {"address": "127.0.0.1:0", "isolation": "thread", "models": named, **settings}
-    chosen = config.load(flags=flags, environment={})
-    with server.serve_in_thread(chosen) as address:
+    flags = {"address": "127.0.0.1:0", "isolation": "thread", **settings}
+    if isinstance(models, Mapping):
+        chosen = config.load(flags=flags, environment={})
+        specs = server.specs_of(models, isolation=chosen.isolation)
+    else:
+        named = (models,) if isinstance(models, str) else tuple(models)
+        chosen, specs = config.load(flags={**flags, "models": named}, environment={}), None
+    with server.serve_in_thread(chosen, specs) as address:
         yield address

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from typing import TypeAlias
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
+from torch import nn
 
 from camserve.v1 import (
     evaluate_pb2,
@@ -34,7 +35,7 @@ from camserve_server.hardware import cores
 from camserve_server.health import HealthServicer
 from camserve_server.lifecycle import Lifecycle
 from camserve_server.methods import add_plugins
-from camserve_server.models import ModelSpec, parse
+from camserve_server.models import ModelSpec, Source, live, parse
 from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import NAMES, EvaluateServicer, ExplainServicer, House, ModelServicer
@@ -90,7 +91,10 @@ class Stop:
 
 @asynccontextmanager
 async def opened(
-    settings: Settings, well: Well = lambda _well: None, told: Told | None = None
+    settings: Settings,
+    well: Well = lambda _well: None,
+    told: Told | None = None,
+    specs: Mapping[str, ModelSpec] | None = None,
 ) -> AsyncIterator[Pipeline]:
     """Load the models, warm them up, and hold a pipeline open inside the block.
 
@@ -98,11 +102,12 @@ async def opened(
         settings: of the server.
         well: told when explanations can no longer be had, and when they can again.
         told: who hears of batches, models and engines, if somebody does.
+        specs: the models by name, where they are not those that the settings name.
 
     Raises:
         ConfigError: no model can be loaded, or a plugin or device cannot.
     """
-    specs = named(settings.models)
+    specs = named(settings.models) if specs is None else specs
     add_plugins()
     found = await asyncio.to_thread(_devices, settings)
     settings = settings.model_copy(update={"device": ",".join(found)})
@@ -156,6 +161,22 @@ def named(models: Sequence[str]) -> dict[str, ModelSpec]:
     return specs
 
 
+def specs_of(models: Mapping[str, str | nn.Module | Source], *, isolation: str = "thread") -> dict[str, ModelSpec]:
+    """Return what models to load, by name.
+
+    Args:
+        models: by name, a text as on a command line, a network of this process, or that with what is known of it.
+        isolation: of the engines.
+
+    Raises:
+        ConfigError: one cannot be read, or is a network of this process and engines are elsewhere.
+    """
+    specs = {name: parse(f"{name}={one}") if isinstance(one, str) else live(name, one) for name, one in models.items()}
+    if isolation != "thread" and any(spec.live for spec in specs.values()):
+        raise ConfigError('a network of this process is served in this process: leave isolation at "thread"')
+    return specs
+
+
 class Health:
     """What the server says of itself: it is SERVING while its models are warm and explanations come out of them.
 
@@ -198,7 +219,12 @@ Ready: TypeAlias = Callable[[int, Pipeline], None]
 """Told the port and the pipeline once the models are warm."""
 
 
-async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pipeline: None) -> None:
+async def serve(
+    settings: Settings,
+    stop: Stop,
+    ready: Ready = lambda _port, _pipeline: None,
+    specs: Mapping[str, ModelSpec] | None = None,
+) -> None:
     """Serve until told to stop.
 
     The port is open from the start, with a health of NOT_SERVING until the models are warm. Told to stop, the server
@@ -208,6 +234,7 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
         settings: of this server.
         stop: tells it to stop.
         ready: called once the models are warm.
+        specs: the models by name, where they are not those that the settings name.
 
     Raises:
         ConfigError: the address cannot be listened on, or should not be as the settings are; a file of certificates or
@@ -225,7 +252,7 @@ async def serve(settings: Settings, stop: Stop, ready: Ready = lambda _port, _pi
         said.live()
         await server.start()
         try:
-            async with opened(settings, said.told, house.telemetry) as pipeline:
+            async with opened(settings, said.told, house.telemetry, specs) as pipeline:
                 said.turn(warm=True)
                 house.pipeline = pipeline
                 log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
@@ -381,8 +408,12 @@ async def _checked(heap: process.Heap) -> None:
 
 
 @contextmanager
-def serve_in_thread(settings: Settings) -> Iterator[str]:
+def serve_in_thread(settings: Settings, specs: Mapping[str, ModelSpec] | None = None) -> Iterator[str]:
     """Serve in a thread inside the block.
+
+    Args:
+        settings: of the server.
+        specs: the models by name, where they are not those that the settings name.
 
     Yields:
         The address, such as "127.0.0.1:41234".
@@ -394,7 +425,7 @@ def serve_in_thread(settings: Settings) -> Iterator[str]:
 
     async def main() -> None:
         stop, loop = Stop(), asyncio.get_running_loop()
-        await serve(settings, stop, lambda port, _pipeline: started.set_result((loop, stop, port)))
+        await serve(settings, stop, lambda port, _pipeline: started.set_result((loop, stop, port)), specs)
 
     def work() -> None:
         try:

@@ -1,7 +1,7 @@
 """Models: from a name on a command line to a frozen, probed module on its device."""
 
 from camserve_server.models.load import LoadedModel, digest, load
-from camserve_server.models.sources import Source, check, search_current_folder
+from camserve_server.models.sources import Source, check, live, search_current_folder
 from camserve_server.models.spec import EMBEDDED, ModelSpec, parse
 from camserve_server.types import Preprocess
 
@@ -13,6 +13,7 @@ __all__ = [
     "Source",
     "check",
     "digest",
+    "live",
     "load",
     "parse",
     "search_current_folder",

@@ -1,5 +1,6 @@
 """Where models come from: torchvision, timm, the user's own module, and the one that is always there."""
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -57,6 +58,8 @@ def build(spec: ModelSpec) -> Source:
     Raises:
         ConfigError: the source has no such model, or its weights cannot be had.
     """
+    if spec.live is not None:
+        return _live(spec)
     make = {"embedded": _embedded, "torchvision": _torchvision, "timm": _timm, "hf": _hugging_face}.get(
         spec.source, _factory
     )
@@ -64,6 +67,33 @@ def build(spec: ModelSpec) -> Source:
         warnings.simplefilter("ignore")  # of the libraries, about their own future names
         torch.manual_seed(0)
         return make(spec)
+
+
+def live(name: str, served: nn.Module | Source) -> ModelSpec:
+    """Return a spec of a network that this process has.
+
+    Args:
+        name: in requests.
+        served: the network; or with what is known of its input and its classes.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    source = served if isinstance(served, Source) else Source(served)
+    if not isinstance(source.module, nn.Module):
+        raise ConfigError(
+            f'model "{name}" is of type {type(source.module).__name__}: give a torch.nn.Module or a Source'
+        )
+    return ModelSpec(name, "live", type(source.module).__name__, live=source)
+
+
+def _live(spec: ModelSpec) -> Source:
+    """Return a copy of a live network. The network itself stays as it is: its modes, hooks, weights and buffers."""
+    source = _of(spec, spec.live)
+    try:
+        return replace(source, module=copy.deepcopy(source.module))
+    except Exception as error:  # whatever a user's module does
+        raise ConfigError(f"{spec.origin} cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def _embedded(spec: ModelSpec) -> Source:

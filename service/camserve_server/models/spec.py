@@ -1,9 +1,9 @@
 """How a model is named on a command line or in a configuration: `[NAME=]SOURCE:ARCH[?option=value&…]`."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from camserve_server.errors import ConfigError, did_you_mean
 from camserve_server.types import Precision, Task
@@ -41,6 +41,7 @@ class ModelSpec:
         folder: of a model that transformers saved; nothing for other sources.
         model_folder: the folder in which a caller named the weights file; no link below it is followed when the file is
             opened. Empty if the operator named the file.
+        live: a network of this process that is served, a `Source`; None where the model is to be made.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModelSpec:
     compile: bool = False
     folder: str = ""
     model_folder: str = ""
+    live: Any = field(default=None, repr=False)
 
     @property
     def origin(self) -> str:
