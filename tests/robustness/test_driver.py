@@ -154,7 +154,7 @@ def serves(stub, name=""):
         return False
 
 
-@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("thread", marks=pytest.mark.slow)])
 def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder, driver, isolation):
     with served(folder, driver, "--isolation", isolation) as (process, stub):
         wait_until(lambda: serves(stub, server.LIVE))
@@ -175,7 +175,7 @@ def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder,
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        (99_000, "No CUDA GPUs are available"),
+        pytest.param(99_000, "No CUDA GPUs are available", marks=pytest.mark.slow),
         (12_020, "The NVIDIA driver on your system is too old (found version 12020)"),
     ],
 )
@@ -191,6 +191,7 @@ def test_server_whose_device_is_not_there_says_why_and_ends(folder, version, wor
     assert driver.processes("starts") == {process.pid: 1}
 
 
+@pytest.mark.slow
 def test_stop_is_heeded_while_a_driver_starts(folder, driver):
     with served(folder, driver) as (process, stub):
         wait_until(lambda: serves(stub, server.LIVE))
