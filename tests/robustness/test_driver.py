@@ -39,14 +39,6 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """What the log says of the processes of engines that ended, in this process."""
-    lines = []
-    monkeypatch.setattr(worker_module.log, "error", lambda words, *values, **_: lines.append(words % values))
-    return lines
-
-
-@pytest.fixture
 def messages(monkeypatch):
     """All that workers say."""
     said, take = [], worker_module._Life._take

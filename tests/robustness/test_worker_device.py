@@ -15,7 +15,6 @@ from camserve_server.models import parse
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, Pass, Row
 from camserve_server.workers import Setup, Worker, nursery
-from camserve_server.workers import worker as worker_module
 from robustness.nursing import nursed
 from support import TINY, serving, wait_until
 
@@ -48,14 +47,6 @@ def folder(tmp_path_factory):
 def nurse(folder):
     with nursed(f"import fake_device; fake_device.install({str(folder / 'log')!r})") as one:
         yield one
-
-
-@pytest.fixture
-def ended(monkeypatch):
-    """What the log says of the processes that ended."""
-    lines = []
-    monkeypatch.setattr(worker_module.log, "error", lambda words, *values, **_: lines.append(words % values))
-    return lines
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ IMAGES = [path.read_bytes() for path in PHOTOS.values()]
 
 @dataclass
 class Gpu:
-    """What the fake device has and was asked: its memory is what batches have uploaded, until they end.
+    """State of the fake device. The uploads of a batch take its memory until the batch ends.
 
     Attributes:
         room: bytes that fit.

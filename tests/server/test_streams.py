@@ -66,7 +66,7 @@ class Gpu:
 
 
 class Full(Gpu):
-    """Finds no memory for a batch if so many inputs do not fit beside those of the other batch."""
+    """Runs out of memory if the inputs of a batch do not fit beside those of the other batch."""
 
     def __init__(self, room, weigh=len):
         super().__init__(is_open=True)
@@ -88,7 +88,7 @@ class Full(Gpu):
 
 
 def waiting(batcher, count, pass_=CAM):
-    """Let so many requests of one row wait."""
+    """Put a number of requests, of one row each, into the queue."""
     return [asyncio.create_task(ask(batcher, [value], pass_)) for value in range(count)]
 
 

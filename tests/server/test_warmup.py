@@ -58,7 +58,7 @@ def batches(monkeypatch):
 
 @pytest.fixture
 def small_memory(monkeypatch):
-    """A function that gives the device memory for so many rows of a kind."""
+    """Set how many rows of a kind the device has memory for."""
     most, run = {}, Engine.run
 
     def full(engine, pass_, rows):

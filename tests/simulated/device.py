@@ -62,7 +62,7 @@ class Event:
 
 @dataclass
 class Record:
-    """What the device was asked since the last `clear`, and what is in its memory.
+    """The operations on the device since the last `clear`, and the tensors in its memory.
 
     Attributes:
         events: operations in their order.

@@ -68,7 +68,7 @@ class Room:
 
 @dataclass(slots=True, eq=False)
 class _Cap:
-    """What batches of one model and kind may take, because a larger one found no memory.
+    """Limit for the batches of one model and kind, set after a larger batch ran out of memory.
 
     Attributes:
         size: bytes by estimate, so that it holds for every layer; of a model that nothing is known of, inputs.
@@ -159,7 +159,7 @@ class Capacity:
             self._caps[pass_.model, pass_.kind] = _Cap(cap.size + needed)
 
     def cut(self, pass_: Pass, inputs: int) -> None:
-        """Halve batches: one of so many inputs found no memory. One of a single input runs alone from now on."""
+        """Halve the limit after a batch ran out of memory. If it had one input, such inputs run alone from now on."""
         size = inputs * max(1, self._input_bytes(pass_)) // 2
         known = self._caps.get((pass_.model, pass_.kind))
         self._caps[pass_.model, pass_.kind] = _Cap(min(size, known.size) if known else size)

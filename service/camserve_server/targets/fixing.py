@@ -62,7 +62,7 @@ def resolve(said: Outputs, targets: Sequence[Target]) -> list[FixedTarget]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What targets are fixed by.
+    """The values of a model's answer that are needed to fix targets.
 
     Attributes:
         said: what the model answered; in the host's memory, unless it is of every pixel.

@@ -95,7 +95,7 @@ def _segment(said: Outputs, place: int, target: SegmentTarget) -> Tensor:
 
 
 def _detections(said: Outputs, targets: Sequence[DetectionTarget]) -> Tensor:
-    """Return the score of the object that is each target's; 0 where there is none."""
+    """Return the score of each target's object; 0 where the model finds no such object."""
     found = []
     # Objects are read for all images at once, and compared on the host.
     for values, objects, target in zip(said.values, to_numpy(said.values), targets, strict=True):
