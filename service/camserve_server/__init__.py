@@ -1,4 +1,7 @@
-"""The camserve server: explanations of vision models over gRPC.
+"""The camserve server: explanations of vision models over gRPC, or in this process.
+
+with camserve_server.Explainer(network, size=224, labels=labels) as explainer:
+    explainer.explain("cat.jpg").explanations[0].save("why.jpg")
 
 with camserve_server.running() as address, camserve.Client(address) as client:
     client.explain("cat.jpg").explanations[0].save("why.jpg")
@@ -6,9 +9,21 @@ with camserve_server.running() as address, camserve.Client(address) as client:
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["running"]
+if TYPE_CHECKING:
+    from camserve_server.explainer import Explainer
+
+__all__ = ["Explainer", "running"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Explainer` when it is first used: it needs the extra [server], and torch takes seconds."""
+    if name != "Explainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from camserve_server.explainer import Explainer  # noqa: PLC0415 -- only when it is used
+
+    return Explainer
 
 
 @contextmanager
@@ -35,7 +50,7 @@ def running(
     flags = {"address": "127.0.0.1:0", "isolation": "thread", **settings}
     if isinstance(models, Mapping):
         chosen = config.load(flags=flags, environment={})
-        specs = server.specs_of(models, isolation=chosen.isolation)
+        specs = server.specs_of(models)
     else:
         named = (models,) if isinstance(models, str) else tuple(models)
         chosen, specs = config.load(flags={**flags, "models": named}, environment={}), None

@@ -58,11 +58,14 @@ class Fleet:
         settings: of the server.
         well: told when explanations can no longer be had, and when they can again.
         told: who hears of batches, models and engines, if somebody does.
+        watch: whether an idle engine explains an image now and then.
     """
 
-    def __init__(self, settings: Settings, well: Well = lambda _well: None, told: Told | None = None) -> None:
+    def __init__(
+        self, settings: Settings, well: Well = lambda _well: None, told: Told | None = None, *, watch: bool = True
+    ) -> None:
         self._devices = devices = devices_named(settings.device)
-        self._hears = told
+        self._hears, self._watches = told, watch
         self._settings = settings
         self._well = well
         self._loop = asyncio.get_running_loop()
@@ -279,7 +282,7 @@ class Fleet:
         answered = -1
         while True:
             await asyncio.sleep(CANARY)
-            if self.registry.first() and self._up and self.batcher.stats.answered == answered:
+            if self._watches and self.registry.first() and self._up and self.batcher.stats.answered == answered:
                 self._failures = 0 if await self._sings() else self._failures + 1
             self._tell()
             answered = self.batcher.stats.answered

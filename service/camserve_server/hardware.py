@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def cores() -> int:
 
 def memory_limit() -> int:
     """Return how many bytes of memory this process may use: the lowest limit of the machine and its control groups."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return sys.maxsize
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         groups = GROUPS_OF_THIS.read_text(encoding="utf-8").splitlines()

@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torchvision.transforms.v2 import functional
 
 from camserve_server._cv2 import cv2
 from camserve_server.errors import InvalidArgument
-from camserve_server.types import Box, Limits, Pixels, Preprocess
+from camserve_server.types import Box, Input, Limits, Pixels, Preprocess
 
 Size = tuple[int, int]
 """Height and width."""
@@ -378,6 +379,35 @@ class _Axis:
         return first * self.scale, (first + self.crop) * self.scale
 
 
+def prepared(photo: Pixels, data: bytes, preprocess: Preprocess) -> tuple[Input, Box]:
+    """Make a model's input of a photo: by the model's own `prepare` if it has one, else by a resize and a crop.
+
+    Args:
+        photo: decoded, uint8 [height, width, 3].
+        data: its file.
+        preprocess: of the model.
+
+    Returns:
+        The input, and the part of the photo that it shows.
+    """
+    return fit(photo, preprocess) if preprocess.prepare is None else preprocess.prepare(photo, data)
+
+
+def displayed(image: Input, preprocess: Preprocess) -> Pixels:
+    """Return a model's input as a picture: one that is already normalised is scaled back by mean and deviation."""
+    if image.dtype == np.uint8:
+        return cast("Pixels", image)
+    values = np.nan_to_num(255 * (image * preprocess.std + preprocess.mean))
+    return cast("Pixels", values.round().clip(0, 255).astype(np.uint8))
+
+
+def seen(size: Size, preprocess: Preprocess) -> Box:
+    """Return the part of a photo of that height and width that a resize and a crop leave."""
+    rows, columns = _axes(size, preprocess)
+    (top, bottom), (left, right) = rows.edges, columns.edges
+    return Box(left, top, right, bottom)
+
+
 def fit(photo: Pixels, preprocess: Preprocess) -> tuple[Pixels, Box]:
     """Resize and crop a photo as torchvision's and timm's evaluation transforms do.
 
@@ -393,12 +423,16 @@ def fit(photo: Pixels, preprocess: Preprocess) -> tuple[Pixels, Box]:
         uint8 [*preprocess.size, 3], black where the resized photo is smaller than the crop, and the box of it in the
         photo's pixels, which then reaches beyond the photo's edges.
     """
-    resized = _resized_size((photo.shape[0], photo.shape[1]), preprocess.resize)
-    lengths = zip(photo.shape[:2], resized, preprocess.size, strict=True)
-    rows, columns = (_Axis(*each, preprocess.floors) for each in lengths)
-    seen = _resampler(rows, columns, preprocess)(photo, rows, columns, preprocess.interpolation)
-    (top, bottom), (left, right) = rows.edges, columns.edges
-    return _padded(seen, rows, columns), Box(left, top, right, bottom)
+    size = photo.shape[0], photo.shape[1]
+    rows, columns = _axes(size, preprocess)
+    cropped = _resampler(rows, columns, preprocess)(photo, rows, columns, preprocess.interpolation)
+    return _padded(cropped, rows, columns), seen(size, preprocess)
+
+
+def _axes(size: Size, preprocess: Preprocess) -> tuple[_Axis, _Axis]:
+    resized = _resized_size(size, preprocess.resize)
+    rows, columns = (_Axis(*each, preprocess.floors) for each in zip(size, resized, preprocess.size, strict=True))
+    return rows, columns
 
 
 def _resized_size(size: Size, resize: int | Size) -> Size:

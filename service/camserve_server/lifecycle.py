@@ -106,6 +106,15 @@ class Lifecycle:
             words = f"model {spec.name} could not be loaded{still}; the server's log says why"
             raise FailedPrecondition(words) from error
 
+    async def reload(self, name: str) -> ModelInfo:
+        """Load a model again; the version before answers meanwhile.
+
+        Raises:
+            ConfigError: it cannot be loaded; the version before goes on answering.
+        """
+        async with self._turn:
+            return await self._replace(self._specs[name])
+
     async def unload(self, name: str) -> KnownModel:
         """Unload a model, and return when its last request is answered; one that is not loaded stays so.
 

@@ -24,6 +24,7 @@ from camserve_server.threads import in_thread
 from camserve_server.types import (
     Box,
     DetectionTarget,
+    Input,
     KnownModel,
     Limits,
     ModelInfo,
@@ -62,7 +63,7 @@ class _View:
     Attributes:
         photo: uint8 [height, width, 3]; None where it is too large to be held while its request waits.
         size: its height and width.
-        image: what the model sees, uint8 [h,w,3].
+        image: what the model sees.
         seen: the part of the photo that this is.
         targets: what is explained, every box in the model's input and every other image as the model sees it.
         receipt: what was explained, by what and on what.
@@ -70,7 +71,7 @@ class _View:
 
     photo: Pixels | None
     size: tuple[int, int]
-    image: Pixels
+    image: Input
     seen: Box
     targets: tuple[Target, ...]
     receipt: explain_pb2.Receipt
@@ -344,7 +345,7 @@ def _seen(order: wire.Order, limits: Limits) -> Generator[None, None, _View]:
     photo = images.decode(order.image, limits)
     size = (photo.shape[0], photo.shape[1])
     _check_drawing(order, size, limits)
-    image, seen = images.fit(photo, order.job.model.preprocess)
+    image, seen = images.prepared(photo, order.image, order.job.model.preprocess)
     kept = photo if order.rendering.pictures and photo.size <= HELD else None
     del photo  # while others have their turn
     targets = list[Target]()
@@ -388,7 +389,9 @@ def _aimed(target: Target, place: int, order: wire.Order, seen: Box, limits: Lim
     preprocess = order.job.model.preprocess
     if isinstance(target, SimilarityTarget):
         with _field_of(place):
-            return SimilarityTarget(image=images.fit(images.decode(target.file, limits), preprocess)[0])
+            return SimilarityTarget(
+                image=images.prepared(images.decode(target.file, limits), target.file, preprocess)[0]
+            )
     if isinstance(target, SegmentTarget | DetectionTarget) and target.box is not None:
         kind = "segment.region" if isinstance(target, SegmentTarget) else "detection.box"
         return replace(target, box=_in_input(target.box, seen, preprocess.size, f"targets[{place}].{kind}"))

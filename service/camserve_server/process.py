@@ -6,9 +6,13 @@ import gc
 import logging
 import os
 import platform
-import resource
 import time
 from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +80,12 @@ def keep_objects() -> None:
 
 
 def resident() -> int:
-    """Return how many bytes of memory this process has; where the system does not tell, the most that it had."""
+    """Return how many bytes of memory this process has; without /proc, the most that it had; 0 on Windows."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:
+        if resource is None:
+            return 0
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
     return int(pages) * resource.getpagesize()
 
@@ -89,6 +95,8 @@ def allow_files(count: int) -> None:
 
     Where that is not allowed, the log says so: without a file for it a connection is not accepted, but waits.
     """
+    if resource is None:
+        return
     wanted = count + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -35,7 +35,7 @@ from camserve_server.hardware import cores
 from camserve_server.health import HealthServicer
 from camserve_server.lifecycle import Lifecycle
 from camserve_server.methods import add_plugins
-from camserve_server.models import ModelSpec, Source, live, parse
+from camserve_server.models import ModelSpec, Source, of_network, parse
 from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
 from camserve_server.servicer import NAMES, EvaluateServicer, ExplainServicer, House, ModelServicer
@@ -95,6 +95,8 @@ async def opened(
     well: Well = lambda _well: None,
     told: Told | None = None,
     specs: Mapping[str, ModelSpec] | None = None,
+    *,
+    watch: bool = True,
 ) -> AsyncIterator[Pipeline]:
     """Load the models, warm them up, and hold a pipeline open inside the block.
 
@@ -103,17 +105,20 @@ async def opened(
         well: told when explanations can no longer be had, and when they can again.
         told: who hears of batches, models and engines, if somebody does.
         specs: the models by name, where they are not those that the settings name.
+        watch: whether an idle engine explains an image now and then, to see whether it still can.
 
     Raises:
         ConfigError: no model can be loaded, or a plugin or device cannot.
     """
     specs = named(settings.models) if specs is None else specs
+    if settings.isolation != "thread" and any(spec.live for spec in specs.values()):
+        raise ConfigError('a network of this process is served in this process: leave isolation at "thread"')
     add_plugins()
     found = await asyncio.to_thread(_devices, settings)
     settings = settings.model_copy(update={"device": ",".join(found)})
     _warn_of_precisions(specs.values(), found)
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
-        async with Fleet(settings, well, told) as fleet:
+        async with Fleet(settings, well, told, watch=watch) as fleet:
             lifecycle = Lifecycle(fleet, specs, settings)
             try:
                 await lifecycle.start()
@@ -161,20 +166,18 @@ def named(models: Sequence[str]) -> dict[str, ModelSpec]:
     return specs
 
 
-def specs_of(models: Mapping[str, str | nn.Module | Source], *, isolation: str = "thread") -> dict[str, ModelSpec]:
+def specs_of(models: Mapping[str, str | nn.Module | Source]) -> dict[str, ModelSpec]:
     """Return what models to load, by name.
 
     Args:
         models: by name, a text as on a command line, a network of this process, or that with what is known of it.
-        isolation: of the engines.
 
     Raises:
-        ConfigError: one cannot be read, or is a network of this process and engines are elsewhere.
+        ConfigError: one cannot be read.
     """
-    specs = {name: parse(f"{name}={one}") if isinstance(one, str) else live(name, one) for name, one in models.items()}
-    if isolation != "thread" and any(spec.live for spec in specs.values()):
-        raise ConfigError('a network of this process is served in this process: leave isolation at "thread"')
-    return specs
+    return {
+        name: parse(f"{name}={one}") if isinstance(one, str) else of_network(name, one) for name, one in models.items()
+    }
 
 
 class Health:

@@ -1,7 +1,7 @@
 """The values that pass between the rooms of the server: frozen, picklable, shapes in the docstrings."""
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
@@ -14,6 +14,9 @@ Pixels: TypeAlias = NDArray[np.uint8]
 
 Map: TypeAlias = NDArray[np.float32]
 """A raw map, float32 [h, w]: signed, not normalised, on the layer's own grid."""
+
+Input: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
+"""What a model sees of an image: uint8 [h,w,3], to be normalised, or float32 [h,w,3], which is already normalised."""
 
 Mask: TypeAlias = NDArray[np.bool_]
 """A part of an image, bool [h,w]."""
@@ -87,6 +90,7 @@ class Preprocess:
         std: divides each channel after that.
         floors: whether a crop that cannot be quite in the middle always begins half a pixel early, as transformers has
             it; else half a pixel is rounded to even, as torchvision has it.
+        prepare: makes the input in place of all that, for a model of this process; see `Prepare`.
     """
 
     size: tuple[int, int]
@@ -95,6 +99,11 @@ class Preprocess:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     floors: bool = False
+    prepare: "Prepare | None" = None
+
+
+Prepare: TypeAlias = Callable[[Pixels, bytes], tuple[Input, Box]]
+"""Makes a model's input of a decoded photo and its file; returns the part of the photo that it shows, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +219,7 @@ class SimilarityTarget:
     """
 
     file: bytes = field(default=b"", repr=False)
-    image: Pixels | None = field(default=None, repr=False)
+    image: Input | None = field(default=None, repr=False)
     reference: NDArray[np.float32] | None = field(default=None, repr=False)
 
 
@@ -526,7 +535,7 @@ class Row:
     The model's input is the image, normalised; then its views; then the method's copy of that; then edited.
 
     Attributes:
-        image: what the model sees, uint8 [h,w,3]; rows of one request share the array.
+        image: what the model sees; rows of one request share the array.
         target: whose score is differentiated.
         calls: the methods that want this row: any number that take the image as it is, or one that makes copies.
         copy: which of the method's copies of the image this is; None for the image as it is.
@@ -535,7 +544,7 @@ class Row:
         features: whether the layers' feature maps are wanted, for "cam".
     """
 
-    image: Pixels
+    image: Input
     target: Target
     calls: tuple[MethodCall, ...] = ()
     copy: int | None = None

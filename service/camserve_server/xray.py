@@ -18,15 +18,15 @@ from camserve_server.errors import InvalidArgument
 from camserve_server.pipeline import RGB, Pipeline
 from camserve_server.telemetry import Spent
 from camserve_server.threads import in_thread
-from camserve_server.types import Box, Limits, Map, ModelInfo, Pass, Picture, Pixels, Preprocess, Row, RowResult
+from camserve_server.types import Box, Input, Limits, Map, ModelInfo, Pass, Picture, Pixels, Preprocess, Row, RowResult
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A photo's height and width, what the model sees of it (uint8 [h,w,3]), and the part of the photo that this is."""
+    """A photo's height and width, what the model sees of it, and the part of the photo that this is."""
 
     size: tuple[int, int]
-    image: Pixels
+    image: Input
     seen: Box
 
 
@@ -123,7 +123,7 @@ def _kept_of(order: wire.Inspection | wire.Extraction) -> int:
 
 def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> _View:
     photo = images.decode(data, limits)
-    image, seen = images.fit(photo, preprocess)
+    image, seen = images.prepared(photo, data, preprocess)
     return _View((photo.shape[0], photo.shape[1]), image, seen)
 
 
@@ -133,7 +133,13 @@ def _drawn(order: wire.Extraction, look: _Look, colours: Pixels) -> tuple[list[w
     if order.picture is None:
         return channels, None
     shown = [tiles.Tile(f"#{one.index}", _rank_value(one, order.rank), one.map) for one in channels]
-    return channels, tiles.draw(look.view.image, shown, _titles(order, look, len(channels)), colours, order.picture)
+    return channels, tiles.draw(
+        images.displayed(look.view.image, order.model.preprocess),
+        shown,
+        _titles(order, look, len(channels)),
+        colours,
+        order.picture,
+    )
 
 
 def ranked(maps: Map, weights: Map, order: wire.Extraction) -> list[wire.Channel]:

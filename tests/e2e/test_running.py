@@ -1,7 +1,6 @@
 """A server for as long as a `with` block: what tests and notebooks use."""
 
 import asyncio
-import copy
 
 import cv2
 import pytest
@@ -12,10 +11,10 @@ from torchvision.models import resnet18
 import camserve
 import camserve_server
 from camserve_server.errors import ConfigError
-from camserve_server.hooks import hook_count
 from camserve_server.models import Preprocess, Source
 from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 from methods.tools import error_ratio, noise
+from networks import changes, gradcam, state_of, trained
 from support import PHOTOS
 
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -64,35 +63,6 @@ def test_the_environment_does_not_reach_into_it(monkeypatch):
 # ------------------------------------------------------------------------------------------- networks of this process
 
 
-def trained():
-    """A network in the middle of its training: one part frozen, a hook of its own, batch norms in training mode."""
-    torch.manual_seed(0)
-    module = resnet18(num_classes=5)
-    module.layer1.requires_grad_(requires_grad=False)
-    module.layer2.eval()
-    return module
-
-
-def state_of(module):
-    """Everything that serving might change in a network."""
-    return {
-        "modes": {name: one.training for name, one in module.named_modules()},
-        "gradients": {name: (one.requires_grad, one.grad) for name, one in module.named_parameters()},
-        "places": {name: one.data_ptr() for name, one in module.state_dict(keep_vars=True).items()},
-        "values": {name: one.clone() for name, one in module.state_dict().items()},
-        "hooks": hook_count(module),
-    }
-
-
-def gradcam(module, image):
-    """Grad-CAM of class 3 at layer4, by a hook of torch's own: the oracle."""
-    module, kept = copy.deepcopy(module).eval(), []
-    module.layer4.register_forward_hook(lambda _module, _args, output: kept.append(output) or output.retain_grad())
-    mean, std = (torch.tensor(one, dtype=image.dtype)[:, None, None] for one in (IMAGENET_MEAN, IMAGENET_STD))
-    module(((image / 255 - mean) / std)[None].requires_grad_())[0, 3].backward()
-    return (kept[0].grad.mean((2, 3), keepdim=True) * kept[0]).sum(1)[0].detach().numpy()
-
-
 def test_network_of_this_process_is_explained_and_left_as_it_was():
     module, image = trained(), noise(1, 64)
     calls = []
@@ -103,7 +73,7 @@ def test_network_of_this_process_is_explained_and_left_as_it_was():
     with camserve_server.running(models={"mine": source}) as address, camserve.Client(address) as client:
         result = client.explain(photo, targets=3, overlay=None, heatmap=True)
         (model,) = client.models()
-    after = state_of(module)
+    changed = changes(before, state_of(module))
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)
 
     assert (result.model, model.name) == ("mine", "mine")
@@ -114,10 +84,7 @@ def test_network_of_this_process_is_explained_and_left_as_it_was():
         )
         <= 1
     )
-    assert all(torch.equal(before["values"][name], one) for name, one in after["values"].items())
-    assert {key: value for key, value in after.items() if key != "values"} == {
-        key: value for key, value in before.items() if key != "values"
-    }
+    assert changed == []
 
 
 def test_network_can_be_trained_on_after_it_was_served():

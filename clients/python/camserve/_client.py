@@ -84,11 +84,12 @@ class Client:
         retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,
+        channel: grpc.Channel | None = None,
         **access: Unpack[AccessOptions],
     ) -> None:
         self._settings = settings(address, Given(timeout, retries, credentials, metadata), access)
         secure, options = self._settings.credentials, self._settings.channel_options
-        self._channel = (
+        self._channel = channel or (
             grpc.secure_channel(address, secure, options) if secure else grpc.insecure_channel(address, options)
         )
         self._explain = explain_pb2_grpc.ExplainServiceStub(self._channel)
@@ -110,6 +111,14 @@ class Client:
     def close(self) -> None:
         """Close the connection; calls under way end with Cancelled."""
         self._channel.close()
+
+    def file_of(self, image: _wire.ImageLike) -> bytes:
+        """Return the file of an image, which is what is sent.
+
+        Raises:
+            InvalidArgument: The image cannot be read, or is no image.
+        """
+        return _wire.image_bytes(image)
 
     def explain(
         self,
@@ -230,7 +239,7 @@ class Client:
         Raises:
             CamserveError: The class below it says why.
         """
-        request = _xray_wire.inspection_request(image, options)
+        request = _xray_wire.inspection_request(self.file_of(image), options)
         return _xray_wire.inspection(self._call(self._explain.InspectLayers, request, timeout))
 
     def features(
@@ -246,7 +255,7 @@ class Client:
         Raises:
             CamserveError: The class below it says why.
         """
-        request = _xray_wire.features_request(image, options)
+        request = _xray_wire.features_request(self.file_of(image), options)
         return _xray_wire.features(self._call(self._explain.ExtractFeatures, request, timeout))
 
     def evaluate(
@@ -272,7 +281,7 @@ class Client:
         Raises:
             CamserveError: The class below it says why.
         """
-        question = _wire.with_image(_wire.Question(**options).request(), image)
+        question = _wire.with_image(_wire.Question(**options).request(), self.file_of(image))
         request = _metrics.request(question, metrics, box)
         return _metrics.evaluation(self._call(self._evaluate.Evaluate, request, timeout))
 
@@ -368,7 +377,7 @@ class Client:
     ) -> Result:
         if on_progress is not None:
             return self._watched(image, question, on_progress, timeout)
-        request = _wire.with_image(question, image)
+        request = _wire.with_image(question, self.file_of(image))
         return _wire.result(self._call(self._explain.Explain, request, timeout), request.targets)
 
     def _watched(
@@ -397,7 +406,7 @@ class Client:
         with measured as meter, self._line() as line:
             while not window.done:
                 if window.room:
-                    window.take(_stream.asked(question, next(source, _stream.END)))
+                    window.take(_stream.asked(question, next(source, _stream.END), self.file_of))
                 line.send(window.due())
                 window.hear(line.hear(window.patience()))
                 if rows := window.news():

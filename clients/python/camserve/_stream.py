@@ -26,7 +26,8 @@ from camserve._errors import (
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
     from camserve._progress import Rows
     from camserve._result import Result
@@ -261,12 +262,14 @@ class Window:
             self._slots[key].due = time.monotonic() + pause
 
 
-def asked(question: explain_pb2.ExplainRequest, image: object) -> Asked:
+def asked(
+    question: explain_pb2.ExplainRequest, image: object, file_of: Callable[[Any], bytes] = _wire.image_bytes
+) -> Asked:
     """Build the request for an image; for one that cannot be read, say why; None for END."""
     if image is END:
         return None
     try:
-        return _wire.with_image(question, image)
+        return _wire.with_image(question, file_of(image))
     except CamserveError as error:
         return error
 

@@ -60,7 +60,7 @@ class Engine:
         """
         try:
             model = self._models[pass_.model]
-            with self._context, randomised(model, pass_.randomised):
+            with self._context, model.ready(), randomised(model, pass_.randomised):
                 return RUNS[pass_.kind](model.serving(pass_), pass_, rows)
         except Exception as error:
             if not self._device.is_out_of_memory(error):

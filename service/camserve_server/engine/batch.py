@@ -14,7 +14,7 @@ from camserve_server.hooks import embedding_of
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel, tasks
 from camserve_server.outputs import Outputs
-from camserve_server.types import FixedTarget, Map, ModelInfo, Reading, Row, RowResult
+from camserve_server.types import FixedTarget, Input, Map, ModelInfo, Reading, Row, RowResult
 
 if TYPE_CHECKING:
     from camserve_server.methods import Cam, Saliency
@@ -63,14 +63,20 @@ def units_of(rows: Sequence[Row]) -> Units:
 
 def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
     """Make the model's input [B,3,H,W] of each row: the image, normalised; its views; the method's copy; edited."""
-    images = uploaded([row.image for row in rows], torch.device(info.device))
     order = torch.channels_last if info.channels_last else torch.contiguous_format
-    plain = normalise(images, info.preprocess)  # channels last, as photos are
+    plain = _normalised([row.image for row in rows], info)  # channels last, as photos are
     if all(_is_plain(row) for row in rows):
         return plain.contiguous(memory_format=order)
     changed = torch.stack([_changed(image, row) for image, row in zip(plain, rows, strict=True)])
     # In the memory format of those that are not changed: another one has other kernels, which round in another way.
     return changed.contiguous(memory_format=order)
+
+
+def _normalised(images: Sequence[Input], info: ModelInfo) -> Tensor:
+    device = torch.device(info.device)
+    if len({image.dtype for image in images}) == 1:
+        return normalise(uploaded(images, device), info.preprocess)
+    return torch.cat([normalise(uploaded([image], device), info.preprocess) for image in images])
 
 
 def _is_plain(row: Row) -> bool:

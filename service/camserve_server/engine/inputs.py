@@ -33,7 +33,9 @@ def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:
-    """Turn uint8 images [B,h,w,3] into the model's input [B,3,h,w], float32."""
+    """Turn images [B,h,w,3] into the model's input [B,3,h,w], float32; float32 images are already normalised."""
+    if images.dtype == torch.float32:
+        return images.permute(0, 3, 1, 2)
     mean, std = (_constant(values, images.device) for values in (preprocess.mean, preprocess.std))
     # In place: three more images of float32 would cost as much as half of a small model.
     return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)

@@ -7,11 +7,11 @@ from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Desk, Progress, Study, Think, at_once
 from camserve_server.jobs.values import Collect, Evidence, Finding, Job, Outcome, Sheet, Submit
 from camserve_server.jobs.verdict import judge
-from camserve_server.types import Pixels
+from camserve_server.types import Input
 
 
 async def explain(
-    job: Job, image: Pixels, submit: Submit, *, chunk: int = 64, think: Think = at_once, progress: Progress = unheard
+    job: Job, image: Input, submit: Submit, *, chunk: int = 64, think: Think = at_once, progress: Progress = unheard
 ) -> Outcome:
     """Run a job.
 
@@ -20,7 +20,7 @@ async def explain(
 
     Args:
         job: what to explain.
-        image: what the model sees, uint8 [h,w,3].
+        image: what the model sees.
         submit: runs rows.
         chunk: rows under way at most.
         think: runs what takes a while beside them.

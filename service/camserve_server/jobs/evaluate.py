@@ -23,11 +23,11 @@ from camserve_server.types import (
     ContrastTarget,
     Edit,
     FinerTarget,
+    Input,
     Map,
     MethodCall,
     ModelInfo,
     ParameterValue,
-    Pixels,
     Randomised,
     RowResult,
     Verdict,
@@ -81,7 +81,7 @@ def _cost(job: Job, call: MethodCall, metric: MetricCall) -> int:
 
 async def evaluate(
     asked: Assessment,
-    image: Pixels,
+    image: Input,
     seen: Box,
     submit: Submit,
     *,
@@ -92,7 +92,7 @@ async def evaluate(
 
     Args:
         asked: what to explain, and the metrics.
-        image: what the model sees, uint8 [h,w,3].
+        image: what the model sees.
         seen: the part of the photo that this is, in the photo's pixels.
         submit: runs rows.
         chunk: rows under way at most.

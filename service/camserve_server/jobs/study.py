@@ -17,10 +17,10 @@ from camserve_server.methods.kinds import Array
 from camserve_server.types import (
     Edit,
     FixedTarget,
+    Input,
     Kind,
     MethodCall,
     Pass,
-    Pixels,
     Randomised,
     Row,
     RowResult,
@@ -142,7 +142,7 @@ class Study:
 
     Attributes:
         job: what to find out.
-        image: what the model sees, uint8 [h,w,3].
+        image: what the model sees.
         desk: runs rows.
         views: of the image.
         answers: for each target, what one pass over the image as it is said.
@@ -150,7 +150,7 @@ class Study:
     """
 
     job: Job
-    image: Pixels
+    image: Input
     desk: Desk
     views: tuple[View, ...] = ()
     answers: tuple[RowResult, ...] = ()

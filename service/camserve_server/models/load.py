@@ -4,7 +4,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from camserve_server.devices import restore_settings
 from camserve_server.errors import ConfigError
 from camserve_server.hooks import output_of
-from camserve_server.models import checkpoint, detectors, layout, probe, tasks
+from camserve_server.models import checkpoint, detectors, layout, live, probe, tasks
 from camserve_server.models.pickles import Damaged, shown
 from camserve_server.models.quick import KINDS, Quick, quickened
 from camserve_server.models.sources import Source, build
@@ -42,6 +42,7 @@ class LoadedModel:
         quick: a quicker copy for passes that look at the default layer or behind it, or None.
         dtype: of the module's input: float32, where it is not such a copy in half precision.
         drawn: random weights that were drawn for it, by seed and by name; see `randomise`.
+        is_borrowed: whether the module is the caller's own, which is put back as it was after each batch.
     """
 
     info: ModelInfo
@@ -49,6 +50,11 @@ class LoadedModel:
     quick: Quick | None = None
     dtype: torch.dtype = torch.float32
     drawn: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    is_borrowed: bool = False
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Have its module ready to be run inside the block."""
+        return live.borrowed(self.module) if self.is_borrowed else nullcontext()
 
     def serving(self, pass_: Pass) -> "LoadedModel":
         """Return what a pass shall run on: this model, or its quicker copy."""
@@ -67,7 +73,7 @@ class LoadedModel:
             log.info("model %s runs one batch at a time: hooks of its own may not be ready for two", self.info.name)
             return None
         modules = nn.ModuleList([self.module, *([self.quick.module] if self.quick else [])])
-        memo: dict[int, Any] = {id(one): _alias(one) for one in (*modules.parameters(), *modules.buffers())}
+        memo: dict[int, Any] = {id(one): live.alias(one) for one in (*modules.parameters(), *modules.buffers())}
         try:
             module, *quick = copy.deepcopy(modules, memo)
             twin = replace(self, module=module, quick=replace(self.quick, module=quick[0]) if self.quick else None)
@@ -106,16 +112,6 @@ class LoadedModel:
         return _quicker(module, info)
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """Return another parameter with the same memory, which can be given other values; of a buffer a copy.
-
-    A module may write to its buffers as it runs. They are small.
-    """
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach(), requires_grad=False)
-    return tensor.detach().clone()
-
-
 def _done(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tensor]:
     """Run a model; return the names of its modules as they were done, and what a layer returned."""
     done: list[str] = []
@@ -139,7 +135,15 @@ def load(spec: ModelSpec, device: str = "cpu", *, rows: int = layout.ROWS) -> Lo
             explained.
     """
     source = build(spec)
-    restore_settings()
+    if spec.live is None:
+        restore_settings()
+    elif source.module is spec.live.module:
+        with live.borrowed(source.module):
+            return replace(_loaded(spec, source, device, rows), is_borrowed=True)
+    return _loaded(spec, source, device, rows)
+
+
+def _loaded(spec: ModelSpec, source: Source, device: str, rows: int) -> LoadedModel:
     weights = _read_weights(spec, source.module)
     if weights == "none":
         _revive(source.module)
@@ -166,7 +170,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
     trial = tasks.Trial(spec.task or source.task, source.labels)
     layers, classes = probe.probe(source.module, source.preprocess.size, device, trial)
     trunk = layers if trial.trunk is None else {name: one for name, one in layers.items() if name in trial.trunk}
-    if spec.labels and len(source.labels) != classes:
+    if (spec.labels or (spec.live and source.labels)) and len(source.labels) != classes:
         raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
     return ModelInfo(
         name=spec.name,

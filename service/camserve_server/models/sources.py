@@ -1,6 +1,5 @@
 """Where models come from: torchvision, timm, the user's own module, and the one that is always there."""
 
-import copy
 import importlib
 import importlib.util
 import inspect
@@ -19,7 +18,7 @@ from torchvision import models as zoo
 
 from camserve_server import plugins
 from camserve_server.errors import ConfigError, did_you_mean
-from camserve_server.models import checkpoint, huggingface
+from camserve_server.models import checkpoint, huggingface, live
 from camserve_server.models.spec import ModelSpec
 from camserve_server.types import Preprocess, Task
 
@@ -44,12 +43,15 @@ class Source:
         preprocess: how it wants its input.
         labels: one per class where the source knows them, or none.
         task: what it answers with, where the source knows it.
+        output: returns the logits [B, classes] from what the module returns, if that is neither a tensor of them nor an
+            object whose attribute `logits` or first tensor they are.
     """
 
     module: nn.Module
     preprocess: Preprocess = USUAL
     labels: tuple[str, ...] = ()
     task: Task | None = None
+    output: live.Output | None = None
 
 
 def build(spec: ModelSpec) -> Source:
@@ -69,31 +71,32 @@ def build(spec: ModelSpec) -> Source:
         return make(spec)
 
 
-def live(name: str, served: nn.Module | Source) -> ModelSpec:
+def of_network(name: str, network: nn.Module | Source, *, shared: bool = False) -> ModelSpec:
     """Return a spec of a network that this process has.
 
     Args:
         name: in requests.
-        served: the network; or with what is known of its input and its classes.
+        network: the network; or with what is known of its input and its classes.
+        shared: whether to share the memory of its parameters, rather than copy them when it is loaded.
 
     Raises:
         ConfigError: it is neither.
     """
-    source = served if isinstance(served, Source) else Source(served)
+    source = network if isinstance(network, Source) else Source(network)
     if not isinstance(source.module, nn.Module):
         raise ConfigError(
             f'model "{name}" is of type {type(source.module).__name__}: give a torch.nn.Module or a Source'
         )
-    return ModelSpec(name, "live", type(source.module).__name__, live=source)
+    return ModelSpec(name, "live", type(source.module).__name__, live=source, shared=shared)
 
 
 def _live(spec: ModelSpec) -> Source:
-    """Return a copy of a live network. The network itself stays as it is: its modes, hooks, weights and buffers."""
+    """Return what is explained of a network of this process, which itself stays as it is; see `live`."""
     source = _of(spec, spec.live)
-    try:
-        return replace(source, module=copy.deepcopy(source.module))
-    except Exception as error:  # whatever a user's module does
-        raise ConfigError(f"{spec.origin} cannot be copied: {type(error).__name__}: {error}") from error
+    module = live.shadow(source.module) if spec.shared else live.copied(source.module)
+    if source.output is not None and module is source.module:
+        raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
+    return replace(source, module=live.with_output(module, source.output) if source.output else module)
 
 
 def _embedded(spec: ModelSpec) -> Source:

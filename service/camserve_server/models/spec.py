@@ -42,6 +42,7 @@ class ModelSpec:
         model_folder: the folder in which a caller named the weights file; no link below it is followed when the file is
             opened. Empty if the operator named the file.
         live: a network of this process that is served, a `Source`; None where the model is to be made.
+        shared: whether that network's parameters are shared rather than copied.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelSpec:
     folder: str = ""
     model_folder: str = ""
     live: Any = field(default=None, repr=False)
+    shared: bool = False
 
     @property
     def origin(self) -> str:

@@ -6,18 +6,18 @@ import importlib.metadata
 from contextlib import suppress
 
 from camserve.v1 import explain_pb2
-from camserve_server.types import ModelInfo, Pixels
+from camserve_server.types import Input, ModelInfo
 
 _PARTS = ("camserve", "torch", "torchvision", "timm", "numpy", "opencv-python-headless")
 
 
-def receipt(model: ModelInfo, image: bytes, seen: Pixels) -> explain_pb2.Receipt:
+def receipt(model: ModelInfo, image: bytes, seen: Input) -> explain_pb2.Receipt:
     """Write the receipt of one request.
 
     Args:
         model: that was explained.
         image: the photo's file.
-        seen: what the model saw of it, uint8 [h,w,3].
+        seen: what the model saw of it.
     """
     return explain_pb2.Receipt(
         source=model.source,

@@ -168,20 +168,26 @@ def _lost() -> WorkerLost:
     return WorkerLost("the worker was lost before it ran this, and is being started again")
 
 
-_CAUSES: dict[int, str] = {
-    signal.SIGKILL: "was killed, probably out of memory",
-    signal.SIGSEGV: "crashed with a segmentation fault",
-    signal.SIGBUS: "crashed with a bus error",
-    signal.SIGABRT: "aborted",
-    signal.SIGILL: "crashed with an illegal instruction",
-    signal.SIGFPE: "crashed with an arithmetic error",
-    -DEVICE_LOST: "could not use its device",
+_CAUSES = {
+    "SIGKILL": "was killed, probably out of memory",
+    "SIGSEGV": "crashed with a segmentation fault",
+    "SIGBUS": "crashed with a bus error",
+    "SIGABRT": "aborted",
+    "SIGILL": "crashed with an illegal instruction",
+    "SIGFPE": "crashed with an arithmetic error",
 }
+"""By the names of signals, not all of which each system has."""
 
 
 def _cause(code: int) -> str:
     """Describe why a process ended, from its exit code; a negative code is the signal that ended it."""
-    return f"{_CAUSES.get(-code, 'ended')}: exit {code}"
+    words = "ended"
+    if code == DEVICE_LOST:
+        words = "could not use its device"
+    elif code < 0:
+        with suppress(ValueError):  # a signal without a name
+            words = _CAUSES.get(signal.Signals(-code).name, words)
+    return f"{words}: exit {code}"
 
 
 class Worker:

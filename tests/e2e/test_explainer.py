@@ -1,0 +1,355 @@
+"""Explanations in the caller's own process: no server, no socket, and a network that stays as it was."""
+
+import copy
+import io
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torchvision.models import ResNet18_Weights
+from torchvision.transforms import v2
+
+import camserve
+import camserve_server
+from camserve_server import Explainer
+from camserve_server.errors import ConfigError
+from camserve_server.models import Preprocess, Source
+from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
+from methods.tools import error_ratio, noise
+from networks import changes, gradcam, state_of, trained
+from support import PHOTOS
+
+LABELS = tuple("abcde")
+WHOLE = {"size": 64, "crop": "whole", "labels": LABELS}
+
+
+@pytest.fixture
+def network():
+    return trained()
+
+
+@pytest.fixture
+def photo():
+    return noise(1, 64)
+
+
+def normalised(photo):
+    """The input [3,H,W] of a photo of the network's own size."""
+    mean, std = (torch.tensor(one)[:, None, None] for one in (IMAGENET_MEAN, IMAGENET_STD))
+    return (torch.from_numpy(photo.copy()).permute(2, 0, 1) / 255 - mean) / std
+
+
+def heatmap(explainer, image, **options):
+    (explanation,) = explainer.explain(image, targets=3, overlay=None, **options).explanations
+    return explanation.heatmap
+
+
+# --- the answer ---
+
+
+def test_map_is_autograds_and_the_servers_bit_for_bit(network, photo):
+    pixels = torch.from_numpy(photo.copy()).permute(2, 0, 1)
+    with Explainer(network, **WHOLE) as explainer:
+        mine = heatmap(explainer, photo)
+    source = Source(network, Preprocess((64, 64), (64, 64), "bilinear", IMAGENET_MEAN, IMAGENET_STD), LABELS)
+    with (
+        camserve_server.running(models={"mine": source}, threads=torch.get_num_threads()) as address,
+        camserve.Client(address) as client,
+    ):
+        served = heatmap(client, photo)
+
+    assert np.array_equal(mine, served)
+    assert error_ratio(mine, gradcam(network, pixels.float()), gradcam(network.double(), pixels.double())) <= 1
+
+
+def test_network_is_left_as_it_was_and_can_be_trained_on(network, photo):
+    calls = []
+    network.fc.register_forward_hook(lambda *_: calls.append(1))
+    before, random = state_of(network), torch.get_rng_state()
+    with Explainer(network, **WHOLE) as explainer:
+        explainer.explain(photo, methods=["gradcam", "saliency", "layercam"])
+        during = changes(before, state_of(network))
+        explainer.evaluate(photo, methods="gradcam", metrics="randomisation")
+    after = changes(before, state_of(network))
+    same_chance = torch.equal(random, torch.get_rng_state())
+    optimizer = torch.optim.SGD([one for one in network.parameters() if one.requires_grad], lr=0.1)
+    network(torch.randn(2, 3, 64, 64)).sum().backward()
+    optimizer.step()
+
+    assert (during, after, same_chance) == ([], [], True)
+    assert "values" not in changes(before, state_of(network))
+    assert changes(before, state_of(network))  # the training step changed it
+
+
+def test_refresh_explains_the_weights_of_the_next_training_step(network, photo):
+    with Explainer(network, **WHOLE) as explainer:
+        first = heatmap(explainer, photo)
+        with torch.no_grad():
+            for one in network.parameters():
+                one.add_(0.01 * torch.randn(one.shape, generator=torch.Generator().manual_seed(1)))
+        explainer.refresh()
+        second, (model,) = heatmap(explainer, photo), explainer.models()
+    with Explainer(copy.deepcopy(network), **WHOLE) as explainer:
+        expected = heatmap(explainer, photo)
+
+    assert np.array_equal(second, expected)
+    assert not np.array_equal(first, second)
+    assert model.version == 2
+
+
+def test_parameters_that_nothing_is_folded_into_are_shared(network):
+    with Explainer(network, **WHOLE) as explainer:
+        (engine,) = explainer._service._pipeline.lifecycle._fleet._engines
+        (model,) = engine._models.values()
+        ours = {name: one.data_ptr() for name, one in model.module.named_parameters()}
+
+    assert ours == {name: one.data_ptr() for name, one in network.named_parameters()}
+
+
+class Uncopyable(nn.Module):
+    """A network that cannot be copied, since it holds a lock."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.lock, self.modes = network, threading.Lock(), []
+
+    def forward(self, images):
+        self.modes.append((self.training, self.network.training, self.network.fc.weight.requires_grad))
+        return self.network(images)
+
+
+def test_network_that_cannot_be_copied_is_run_itself_and_put_back(network, photo):
+    single = Uncopyable(network)
+    before = state_of(single)
+    pixels = torch.from_numpy(photo.copy()).permute(2, 0, 1)
+    with Explainer(single, **WHOLE) as explainer:
+        loaded = changes(before, state_of(single))
+        mine = heatmap(explainer, photo, layers="network.layer4")
+
+    assert (loaded, changes(before, state_of(single))) == ([], [])
+    assert set(single.modes) == {(False, False, False)}
+    assert error_ratio(mine, gradcam(network, pixels.float()), gradcam(network.double(), pixels.double())) <= 1
+
+
+def test_network_in_half_precision_is_explained_in_float32(network, photo):
+    half = copy.deepcopy(network).bfloat16()
+    pixels = torch.from_numpy(photo.copy()).permute(2, 0, 1)
+    rounded = copy.deepcopy(half).float()
+    with Explainer(half, **WHOLE) as explainer:
+        mine = heatmap(explainer, photo)
+
+    assert next(half.parameters()).dtype == torch.bfloat16
+    assert error_ratio(mine, gradcam(rounded, pixels.float()), gradcam(rounded.double(), pixels.double())) <= 1
+
+
+# --- inputs ---
+
+
+def test_preprocessed_tensor_gives_the_map_of_its_photo(network, photo):
+    with Explainer(network, **WHOLE) as explainer:
+        of_photo, of_tensor = heatmap(explainer, photo), heatmap(explainer, normalised(photo))
+        of_batch, of_array = heatmap(explainer, normalised(photo)[None]), heatmap(explainer, normalised(photo).numpy())
+        result = explainer.explain(normalised(photo), overlay="png")
+        shown = np.asarray(Image.open(io.BytesIO(explainer.file_of(normalised(photo)))))
+        tiles = explainer.features(normalised(photo)).picture
+
+    for one in (of_tensor, of_batch, of_array):
+        assert np.abs(one - of_photo).max() <= 1e-5 * np.abs(of_photo).max()
+    assert (result.photo.width, result.photo.height, result.photo.seen) == (64, 64, camserve.Box(0, 0, 64, 64))
+    assert np.array_equal(shown, photo)
+    assert tiles.width > 64
+
+
+def test_photos_and_tensors_share_batches(network, photo):
+    images = [photo, normalised(photo)] * 4
+    with Explainer(network, **WHOLE) as explainer:
+        alone = [heatmap(explainer, one) for one in images]
+        many = [one.explanations[0].heatmap for one in explainer.explain_many(images, targets=3, overlay=None)]
+
+    for mine, expected in zip(many, alone, strict=True):
+        assert np.abs(mine - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_transform_makes_the_input_of_a_pil_image(network):
+    preset = ResNet18_Weights.IMAGENET1K_V1.transforms(crop_size=64, resize_size=73)
+    given = []
+
+    def transform(image):
+        given.append(image)
+        return preset(image)
+
+    with Explainer(network, transform=transform, crop=64 / 73) as explainer, Image.open(PHOTOS["chelsea"]) as cat:
+        mine, result = heatmap(explainer, cat), explainer.explain(cat)
+        expected = heatmap(explainer, preset(cat))
+    with Explainer(network, size=64, crop=64 / 73) as explainer:
+        usual = explainer.explain(PHOTOS["chelsea"])
+
+    assert all(isinstance(one, Image.Image) for one in given)
+    assert np.array_equal(mine, expected)
+    assert result.photo == usual.photo  # the part of the photo on which the map is drawn
+    assert len(given) == 3  # of them one is the trial
+
+
+def test_transform_makes_the_input_of_an_array_if_it_takes_no_pil_image(network, photo):
+    def transform(array):
+        return normalised(np.ascontiguousarray(array[:64, :64]))  # a PIL image has no such slices
+
+    with Explainer(network, transform=transform) as explainer:
+        mine, expected = heatmap(explainer, photo), heatmap(explainer, normalised(photo))
+        assert explainer.explain(photo).photo.seen == camserve.Box(0, 0, 64, 64)
+
+    assert np.array_equal(mine, expected)
+
+
+def test_transform_that_fails_later_fails_that_call_only(network, photo):
+    def transform(image):
+        if image.size == (64, 64):
+            raise ValueError("too square")
+        return v2.functional.resize(torch.zeros(3, 64, 64), [32 if image.size == (5, 5) else 64])
+
+    with Explainer(network, transform=transform) as explainer:
+        with pytest.raises(camserve.FailedPrecondition, match="the transform failed: ValueError: too square"):
+            explainer.explain(photo)
+        with pytest.raises(camserve.FailedPrecondition, match="made an input of 32 by 32 pixels, and the size is 64"):
+            explainer.explain(photo[:5, :5])
+        assert explainer.explain(photo[:, :50]).explanations
+
+
+def test_output_picks_the_logits_of_what_the_network_returns(network, photo):
+    class Wordy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = network
+
+        def forward(self, images):
+            return {"features": images.mean(), "prediction": {"scores": self.network(images)}}
+
+    wordy = Wordy()
+    with Explainer(wordy, output=lambda said: said["prediction"]["scores"], **WHOLE) as explainer:
+        mine = heatmap(explainer, photo, layers="network.layer4")
+    with Explainer(network, **WHOLE) as explainer:
+        expected = heatmap(explainer, photo)
+
+    assert np.array_equal(mine, expected)
+    assert type(wordy) is Wordy
+
+
+# --- what a client can do ---
+
+
+def test_explainer_does_what_a_client_does(network, photo):
+    progress = []
+    with Explainer(network, **WHOLE) as explainer:
+        result = explainer.explain(
+            photo, methods=("rise", {"samples": 200}), on_progress=lambda *rows: progress.append(rows)
+        )
+        errors = list(explainer.explain_many([photo, b"rubbish"], on_error="return"))
+        receipt = explainer.explain(normalised(photo)).explanations[0].receipt
+        replayed = explainer.replay(receipt, normalised(photo))
+        names = [one.name for one in explainer.methods()], [one.name for one in explainer.layers()]
+        inspected = explainer.inspect(photo)
+
+    assert progress[-1] == (201, 201)
+    assert result.predictions[0].label in LABELS
+    assert isinstance(errors[1], camserve.InvalidArgument)
+    assert replayed.same
+    assert "gradcam" in names[0]
+    assert "layer4" in names[1]
+    assert len(inspected.layers) == len(names[1])
+
+
+def test_errors_are_the_clients(network, photo):
+    with Explainer(network, **WHOLE) as explainer:
+        with pytest.raises(camserve.NotFound, match=r'unknown layer "layer5".*did you mean "layer') as missing:
+            explainer.explain(photo, layers="layer5")
+        with pytest.raises(camserve.DeadlineExceeded):
+            explainer.explain(photo, methods=("rise", {"samples": 8000}), timeout=0.01)
+        with pytest.raises(camserve.InvalidArgument, match="32 by 32 pixels, and the network takes 64 by 64"):
+            explainer.explain(torch.zeros(3, 32, 32))
+        with pytest.raises(camserve.InvalidArgument, match="is no input: a float tensor"):
+            explainer.explain(torch.zeros(1, 64, 64))
+        with pytest.raises(camserve.FailedPrecondition, match="admin"):
+            explainer.unload_model("ResNet")
+    with pytest.raises(camserve.FailedPrecondition, match="the client is closed"):
+        explainer.explain(photo)
+
+    assert missing.value.fields.keys() == {"layers[0]"}
+
+
+def test_model_spec_is_explained_without_a_network(photo):
+    with Explainer("torchvision:mobilenet_v3_small?weights=none&size=64") as explainer:
+        result = explainer.explain(photo)
+        with pytest.raises(camserve.InvalidArgument, match="takes photos, not tensors"):
+            explainer.explain(normalised(photo))
+
+    assert result.model == "mobilenet_v3_small"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"labels": ["a", "b"]}, "2 labels for 5 classes"),
+        ({"sise": 64}, 'unknown option "sise" \\(did you mean "size"\\?\\)'),
+        ({"size": 0}, "at least one pixel"),
+        ({"crop": 2}, "crop=2: it is above 0 and up to 1"),
+        ({"crop": "center"}, "crop='center': it is above 0"),
+        ({"mean": (0.5,)}, "mean=\\(0.5,\\): there are three numbers"),
+        ({"transform": lambda _: 3}, "the transform fails with a PIL image \\(ValueError: .* is no input"),
+        ({"transform": lambda _: torch.zeros(3, 8, 8), "size": 64}, "makes inputs of 8 by 8 pixels, and size=64"),
+        ({"output": lambda said: said.nothing}, "nothing"),
+        ({"settings": {"isolation": "process"}}, "is served in this process"),
+    ],
+)
+def test_network_that_is_described_wrongly_is_refused_in_words(network, options, words):
+    with pytest.raises(ConfigError, match=words):
+        Explainer(network, **options)
+
+
+def test_spec_with_options_of_a_network_and_what_is_no_network_are_refused():
+    with pytest.raises(ConfigError, match="size: only of a network"):
+        Explainer("timm:resnet18?weights=none", size=64)
+    with pytest.raises(ConfigError, match=r"is of type int: give a torch\.nn\.Module"):
+        Explainer(3)
+
+
+# --- the process ---
+
+ALONE = """
+import os, signal, sys
+
+seen = []
+WATCHED = ("socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
+import numpy as np, torch, torchvision, timm, grpc, camserve  # with what they start as they are imported
+{gone}
+sys.addaudithook(lambda event, _args: seen.append(event) if event in WATCHED else None)
+from camserve_server import Explainer
+
+network = torchvision.models.resnet18(num_classes=5)
+with Explainer(network, size=64) as explainer:
+    result = explainer.explain(np.zeros((64, 64, 3), np.uint8), methods=["gradcam"])
+    list(explainer.explain_many([torch.zeros(3, 64, 64)] * 3))
+print(result.explanations[0].heatmap.shape, seen)
+"""
+WINDOWS = """
+for module in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog"):
+    sys.modules[module] = None
+for owner, names in (
+    (os, "fork forkpty register_at_fork sched_getaffinity getloadavg sysconf O_NOFOLLOW getuid"),
+    (signal, "SIGKILL SIGHUP SIGQUIT SIGSTOP pthread_sigmask"),
+):
+    for name in names.split():
+        delattr(owner, name)
+"""
+
+
+@pytest.mark.parametrize("gone", ["", WINDOWS], ids=["this system", "without what Windows lacks"])
+def test_nothing_listens_and_no_process_is_started(gone):
+    done = subprocess.run([sys.executable, "-c", ALONE.format(gone=gone)], capture_output=True, text=True, check=False)
+
+    assert done.stderr == ""
+    assert done.stdout == "(2, 2) []\n"
