@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -58,6 +59,7 @@ NAMES: Mapping[str, str] = {
 """The full names of the RPCs, by their own, which none has in common with another."""
 
 LONGEST_ID = 128
+RECORDED_METHODS = 9  # methods of a request that are looked at before its size is checked
 
 K = TypeVar("K", bound=KnownModel)
 Q = TypeVar("Q")
@@ -133,7 +135,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExplainResponse:
         """Explain one image."""
         async with answering(self._house, context, "Explain") as call:
-            response = await self._house.open().explain(request, call.unsent, deadline=call.deadline)
+            response = await explained(self._house.open(), request, call)
             response.request_id = call.request_id
             call.seen(response)
             return response
@@ -166,10 +168,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExplainResponse:
         _check_id(item.request_id)
         logs.REQUEST_ID.set(item.request_id)
-        pipeline = self._house.accepted()
-        response = await pipeline.explain(
-            item.request, call.unsent, deadline=call.deadline, wait=True, progress=progress
-        )
+        response = await explained(self._house.accepted(), item.request, call, wait=True, progress=progress)
         response.request_id = item.request_id
         call.seen(response)
         return response
@@ -179,7 +178,10 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.InspectLayersResponse:
         """Measure every layer for one image."""
         async with answering(self._house, context, "InspectLayers") as call:
-            response = await xray.inspect(self._house.open(), request, deadline=call.deadline)
+            pipeline = self._house.open()
+            order = wire.read_inspection(request, pipeline.models, pipeline.limits)
+            result = await xray.inspect(pipeline, order, deadline=call.deadline)
+            response = wire.inspect_response(order, result)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "layers": len(response.layers)}
             return response
@@ -189,10 +191,57 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExtractFeaturesResponse:
         """Return channels of a layer."""
         async with answering(self._house, context, "ExtractFeatures") as call:
-            response = await xray.features(self._house.open(), request, call.unsent, deadline=call.deadline)
+            pipeline = self._house.open()
+            order = wire.read_extraction(request, pipeline.models, pipeline.limits)
+            result = await xray.features(pipeline, order, call.unsent, deadline=call.deadline)
+            response = wire.features_response(order, result)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "channels": len(response.channels)}
             return response
+
+
+async def explained(
+    pipeline: Pipeline,
+    request: explain_pb2.ExplainRequest,
+    call: "Call",
+    *,
+    wait: bool = False,
+    progress: jobs.Progress = jobs.unheard,
+) -> explain_pb2.ExplainResponse:
+    """Explain one image: read the request, and encode the result.
+
+    Args:
+        pipeline: explains it.
+        request: as it came.
+        call: that it is part of.
+        wait: for room in the queue, rather than be refused.
+        progress: is notified how many rows are done, and of how many.
+
+    Raises:
+        ServiceError: whatever was wrong.
+    """
+    call.asks(request, pipeline.models)
+    order = wire.read_order(request, pipeline.models, pipeline.limits)
+    return await pipeline.explain(
+        order,
+        call.unsent,
+        encode=partial(wire.explain_response, order),
+        deadline=call.deadline,
+        wait=wait,
+        progress=progress,
+    )
+
+
+async def _evaluated(
+    pipeline: Pipeline, request: evaluate_pb2.EvaluateRequest, call: "Call"
+) -> evaluate_pb2.EvaluateResponse:
+    call.asks(request.explain, pipeline.models)
+    order = wire.read_evaluation(request, pipeline.models, pipeline.limits)
+    with wire.within_explain():
+        response, readings = await pipeline.evaluate(
+            order, call.unsent, encode=partial(wire.explain_response, order.explain), deadline=call.deadline
+        )
+    return wire.evaluate_response(order, response, readings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +369,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
     ) -> evaluate_pb2.EvaluateResponse:
         """Explain one image, and judge every map."""
         async with answering(self._house, context, "Evaluate") as call:
-            response = await self._house.open().evaluate(request, call.unsent, deadline=call.deadline)
+            response = await _evaluated(self._house.open(), request, call)
             response.request_id = response.explained.request_id = call.request_id
             call.seen(response.explained)
             return response
@@ -460,6 +509,18 @@ class Call:
             record = Record(rpc, self.request_id if _is_id(self.request_id) else "", stream)
             self.telemetry, self.record = house.telemetry, house.telemetry.begin(record, name, _metadata(context))
             logs.TRACE_ID.set(record.trace_id)
+
+    def asks(self, request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel]) -> None:
+        """Record which model and methods a request names, before it is checked: names that do not exist are left out.
+
+        Args:
+            request: as it came.
+            models: that there are; the first is the default.
+        """
+        if self.record:
+            model = request.model or next(iter(models), "")
+            named = [one.name if one.name in METHODS else "" for one in request.methods[:RECORDED_METHODS]]
+            self.record.about(model if model in models else "", named or [wire.DEFAULT_METHOD])
 
     def seen(self, response: explain_pb2.ExplainResponse) -> None:
         """Note for the log what was answered."""
