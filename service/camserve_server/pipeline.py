@@ -21,7 +21,7 @@ from camserve_server.receipts import Receipt
 from camserve_server.requests import EvaluateRequest, ExplainRequest
 from camserve_server.results import ExplainResult, Explanation, ModelPrediction, Timing
 from camserve_server.targets import carried, whole
-from camserve_server.telemetry import CURRENT, Spent
+from camserve_server.telemetry import IN_PROCESS, Origin, Record, Spent
 from camserve_server.threads import in_thread
 from camserve_server.types import (
     Box,
@@ -97,6 +97,7 @@ class Pipeline:
         shelf: where decoded photos are held while their requests wait.
         easel: has room for so many bytes of photos that are being decoded, and of pictures that are being drawn.
         replies: has room for so many bytes of replies that are not sent yet.
+        origin: where the requests come from that this pipeline is called for.
     """
 
     lifecycle: Lifecycle
@@ -108,6 +109,16 @@ class Pipeline:
     replies: Admission = field(
         default_factory=lambda: Admission(REPLIES, SHARE_OF_EASEL, line=math.inf, most=CALLERS_REPLIES)
     )
+    origin: Origin = IN_PROCESS
+
+    def called_by(self, caller: str, record: Record | None) -> "Pipeline":
+        """Return the same pipeline, for the requests of one caller.
+
+        Args:
+            caller: the name of a token, or an address.
+            record: of the request; None where there is no telemetry.
+        """
+        return replace(self, origin=Origin(caller, record))
 
     @property
     def models(self) -> Mapping[str, KnownModel]:
@@ -124,10 +135,10 @@ class Pipeline:
             size: of its inputs and maps, in bytes.
             wait: for room, rather than refuse.
         """
-        clock, record = asyncio.get_running_loop().time, CURRENT.get()
+        clock, (caller, record) = asyncio.get_running_loop().time, (self.origin.caller, self.origin.record)
         began = clock()
         with self.lifecycle.held(model):
-            async with self.batcher.admit(rows, size=size, wait=wait):
+            async with self.batcher.admit(rows, size=size, caller=caller, wait=wait):
                 if record:
                     record.model = model.name
                     record.stage("admission", began, clock())
@@ -190,7 +201,7 @@ class Pipeline:
                 view.image,
                 submit,
                 chunk=self.limits.chunk,
-                think=self._in_thread,
+                think=self.in_thread,
                 progress=progress,
             )
 
@@ -242,7 +253,7 @@ class Pipeline:
         async def work(view: _View, submit: jobs.Submit) -> jobs.Outcome:
             asking = replace(asked, job=replace(job, targets=view.targets))
             outcome, found = await jobs.evaluate(
-                asking, view.image, view.seen, submit, chunk=self.limits.chunk, think=self._in_thread
+                asking, view.image, view.seen, submit, chunk=self.limits.chunk, think=self.in_thread
             )
             readings.extend(found)
             return outcome
@@ -260,7 +271,8 @@ class Pipeline:
             size: bytes of the reply.
             unsent: to be closed when the reply is sent: releases the memory.
         """
-        unsent.callback(await self.replies.hold(min(COPIES * size, CALLERS_REPLIES), wait=True))
+        room = min(COPIES * size, CALLERS_REPLIES)
+        unsent.callback(await self.replies.hold(room, caller=self.origin.caller, wait=True))
 
     async def _explained(
         self,
@@ -270,10 +282,10 @@ class Pipeline:
         deadline: float,
         unsent: ExitStack,
     ) -> T:
-        clock, spent, record = asyncio.get_running_loop().time, Spent(), CURRENT.get()
+        clock, spent, record = asyncio.get_running_loop().time, Spent(), self.origin.record
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-            await self.batcher.submit(pass_, rows, collect, deadline, spent)
+            await self.batcher.submit(pass_, rows, collect, deadline, spent, self.origin)
 
         began = clock()
         async with self.decoding(request.image):
@@ -297,7 +309,7 @@ class Pipeline:
             await self.reserve_reply(_size_of_reply(request, view, outcome.findings), unsent)
             if not (request.rendering.pictures or request.rendering.intensity):
                 return reply([Explanation(finding) for finding in outcome.findings])
-            async with self.easel.admit(min(_memory_to_draw(request, view), EASEL), wait=True):
+            async with self._drawing(_memory_to_draw(request, view)):
                 drawn = await self._in_steps(_drawn(request, view, outcome.findings, self.limits, reply))
             if record:
                 record.stage("render", computed, clock())
@@ -305,16 +317,20 @@ class Pipeline:
 
     def decoding(self, data: bytes) -> Stay:
         """Hold room for decoding a photo inside the block."""
-        return self.easel.admit(min(images.memory_to_decode(data), EASEL), wait=True)
+        return self._drawing(images.memory_to_decode(data))
+
+    def _drawing(self, size: int) -> Stay:
+        return self.easel.admit(min(size, EASEL), caller=self.origin.caller, wait=True)
 
     async def _in_steps(self, steps: Generator[None, None, T]) -> T:
         """Run what pauses now and then in a thread: others have their turn then, and it ends if its caller gave up."""
-        while not (done := await self._in_thread(_advanced, steps)):
+        while not (done := await self.in_thread(_advanced, steps)):
             pass
         return done[0]
 
-    async def _in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await in_thread(self.threads, function, *args, **kwargs)
+    async def in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in one of the threads, when it is the caller's turn."""
+        return await in_thread(self.threads.of(self.origin.caller), function, *args, **kwargs)
 
 
 def _advanced(steps: Generator[None, None, T]) -> tuple[T] | None:

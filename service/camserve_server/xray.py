@@ -18,7 +18,6 @@ from camserve_server.pipeline import RGB, Pipeline
 from camserve_server.requests import FeaturesRequest, InspectRequest, Rank
 from camserve_server.results import Channel, FeaturesResult, InspectResult, ModelPrediction, Timing
 from camserve_server.telemetry import Spent
-from camserve_server.threads import in_thread
 from camserve_server.types import Box, Limits, Map, Pass, Picture, Pixels, Preprocess, Row, RowResult
 
 
@@ -81,7 +80,7 @@ async def features(
     async with _looking(pipeline, request, pass_, deadline) as look:
         await pipeline.reserve_reply(_kept_of(request), unsent)
         began = time.perf_counter()
-        channels, picture = await in_thread(pipeline.threads, _drawn, request, look, colours)
+        channels, picture = await pipeline.in_thread(_drawn, request, look, colours)
         count, height, width = look.result.features[0].shape
         return FeaturesResult(
             prediction=look.prediction,
@@ -112,10 +111,13 @@ async def _looking(
     async with pipeline.admitted(request.model, 1, size=size):
         began = time.perf_counter()
         async with pipeline.decoding(request.image):
-            view = await in_thread(pipeline.threads, _see, request.image, request.model.preprocess, pipeline.limits)
+            view = await pipeline.in_thread(_see, request.image, request.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
         rows = [Row(view.image, request.target, features=pass_.kind == "features")]
-        spent = await pipeline.batcher.submit(pass_, rows, lambda _index, result: found.append(result), deadline)
+        spent = Spent()
+        await pipeline.batcher.submit(
+            pass_, rows, lambda _index, result: found.append(result), deadline, spent, pipeline.origin
+        )
         prediction = ModelPrediction(request.model, found[0].logits, view.seen)
         yield _Look(view, found[0], prediction, decoding, spent)
 

@@ -28,7 +28,6 @@ from camserve_server.servicer import (
     loaded,
     unloaded,
 )
-from camserve_server.threads import in_thread
 from camserve_server.types import ModelInfo
 from camserve_server.wire.checks import short
 
@@ -80,7 +79,7 @@ class InferenceServicer:
             async def answer(request: inference_pb2.ModelInferRequest, write: Callable[[Any], Awaitable[None]]) -> None:
                 nonlocal last
                 before, last = last, (written := asyncio.Event())
-                reply = await self._reply(request, Call(call.request_id, call.deadline))
+                reply = await self._reply(request, call.item(call.request_id))
                 await before.wait()
                 await write(reply)
                 written.set()
@@ -214,7 +213,7 @@ async def _explained(
 ) -> list[explain_pb2.ExplainResponse]:
     """Explain the images of a message, all at once; if one fails, so does the message."""
     if any(tensor.datatype != "BYTES" for tensor in request.inputs):
-        images = await in_thread(pipeline.threads, read_images, request, pipeline.limits)
+        images = await call.bound(pipeline).in_thread(read_images, request, pipeline.limits)
     else:
         images = read_images(request, pipeline.limits)
     questions = list(map(asked.about, images))
