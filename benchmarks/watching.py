@@ -22,7 +22,7 @@ import camserve
 from benchmarks.results import machine, page_with
 from benchmarks.serving import serving
 from benchmarks.timing import in_turn
-from camserve_server.telemetry import CURRENT, Ran, Record, State, Telemetry
+from camserve_server.telemetry import Ran, Record, State, Telemetry
 from camserve_server.telemetry.meters import Meters
 from camserve_server.telemetry.traces import Traces
 
@@ -59,7 +59,6 @@ class _Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 def recorded(telemetry: Telemetry, metadata: dict[str, str]) -> None:
     """Tell of a request of four stages, alone in its batch, as the server does."""
-    CURRENT.set(None)  # as for each call, that comes with a context of its own
     one = telemetry.begin(Record("Explain", "id"), "camserve.v1.ExplainService/Explain", metadata)
     one.about("small", ["gradcam"])
     for stage in ("admission", "decode", "queue"):

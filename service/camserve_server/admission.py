@@ -15,14 +15,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from camserve_server.errors import ResourceExhausted
-
-CALLER: ContextVar[str] = ContextVar("caller_of_room", default="")
-"""Who asks: the name of a token, or an address."""
 
 REMEMBERED = 4096  # callers whose last turn is remembered; a caller that was forgotten counts as new
 PRESENT = 10.0  # seconds for which a caller counts after it last asked; longer than any pause that it is told to make
@@ -56,6 +52,8 @@ class Turns:
 class FairThreads:
     """Threads in which callers take turns, one step each. So a new caller waits only for the steps that already run.
 
+    A caller is the name of a token or an address, here as in `Admission`.
+
     Args:
         threads: run the steps.
     """
@@ -66,10 +64,14 @@ class FairThreads:
         self._turns = Turns()
         self._lock = threading.Lock()
 
-    def submit(self, step: Callable[[], object], /) -> None:
-        """Run a step of the current caller in a thread when it is the caller's turn."""
+    def of(self, caller: str) -> "CallerThreads":
+        """Return the threads as one caller sees them."""
+        return CallerThreads(self, caller)
+
+    def submit(self, caller: str, step: Callable[[], object]) -> None:
+        """Run a step of a caller in a thread when it is the caller's turn."""
         with self._lock:
-            self._lines.setdefault(CALLER.get(), deque()).append(step)
+            self._lines.setdefault(caller, deque()).append(step)
         self._threads.submit(self._run_next)
 
     def _run_next(self) -> None:
@@ -81,6 +83,18 @@ class FairThreads:
             if not line:
                 del self._lines[caller]
         step()
+
+
+@dataclass(frozen=True, slots=True)
+class CallerThreads:
+    """The threads as one caller sees them."""
+
+    threads: FairThreads
+    caller: str
+
+    def submit(self, step: Callable[[], object], /) -> None:
+        """Run a step in a thread when it is the caller's turn."""
+        self.threads.submit(self.caller, step)
 
 
 class Shelf:
@@ -158,29 +172,30 @@ class Admission:
         self._waiting: Counter[str] = Counter()
         self._asked: dict[str, float] = {}  # the latest last
 
-    def admit(self, places: int, *, wait: bool) -> "Stay":
+    def admit(self, places: int, *, caller: str, wait: bool) -> "Stay":
         """Hold room inside the block.
 
         Args:
             places: how much; never more than there is.
+            caller: that asks for it.
             wait: for it, even without a right to it.
 
         Raises:
             Exception: the refusal.
         """
-        return Stay(self, places, wait=wait)
+        return Stay(self, places, caller=caller, wait=wait)
 
-    async def hold(self, places: int, *, wait: bool) -> Callable[[], None]:
+    async def hold(self, places: int, *, caller: str, wait: bool) -> Callable[[], None]:
         """Take room; return the function that releases it, which must be called exactly once.
 
         Args:
             places: how much; never more than there is.
+            caller: that asks for it.
             wait: for it, even without a right to it.
 
         Raises:
             Exception: the refusal.
         """
-        caller = CALLER.get()
         share = self._present(caller)
         if self._may_pass(caller, places, share, wait=wait):
             self._take(caller, places)
@@ -298,14 +313,15 @@ class Stay:
     Args:
         admission: to the room.
         places: how much.
+        caller: that asks for it.
         wait: for it, even without a right to it.
     """
 
-    def __init__(self, admission: Admission, places: int, *, wait: bool) -> None:
-        self._admission, self._places, self._wait = admission, places, wait
+    def __init__(self, admission: Admission, places: int, *, caller: str, wait: bool) -> None:
+        self._admission, self._places, self._caller, self._wait = admission, places, caller, wait
 
     async def __aenter__(self) -> None:
-        self._release = await self._admission.hold(self._places, wait=self._wait)
+        self._release = await self._admission.hold(self._places, caller=self._caller, wait=self._wait)
 
     async def __aexit__(self, *_: object) -> None:
         self._release()

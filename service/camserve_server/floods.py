@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias, cast
 
 import grpc
 
-from camserve_server.admission import CALLER, Turns
+from camserve_server.admission import Turns
 from camserve_server.config import Settings
 from camserve_server.errors import DeadlineExceeded, InvalidArgument
 
@@ -87,13 +87,13 @@ class Receiving:
         self._most = most
         self._gates: dict[str, _Gate] = {}
 
-    def turn(self, connection: str) -> "Turn":
-        """Hold the right to receive a message of the current caller inside a block.
+    def turn(self, caller: str, connection: str) -> "Turn":
+        """Hold the right to receive a message of a caller inside a block.
 
         Args:
+            caller: that sends the message.
             connection: that the message comes through.
         """
-        caller = CALLER.get()
         gate = self._gates.setdefault(caller, _Gate(self._most))
         return Turn(connection, gate, partial(self._left, caller, gate))
 

@@ -16,9 +16,9 @@ from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from camserve_server.fleet import Fleet
 from camserve_server.models import ModelSpec
+from camserve_server.requests import LoadRequest
 from camserve_server.telemetry import Engine
 from camserve_server.types import Absent, KnownModel, ModelInfo
-from camserve_server.wire import Loading
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Lifecycle:
             return error
         return None
 
-    async def load(self, asked: Loading) -> ModelInfo:
+    async def load(self, asked: LoadRequest) -> ModelInfo:
         """Load a model, or load it again.
 
         A caller that gives up before its turn leaves nothing behind; what has begun goes on without it.
@@ -194,7 +194,7 @@ class Lifecycle:
         self._registry.models[name] = now
         return now
 
-    def _spec(self, asked: Loading) -> ModelSpec:
+    def _spec(self, asked: LoadRequest) -> ModelSpec:
         """Return which model that is, with the weights that were asked for."""
         spec = self._specs[asked.name]
         if asked.weights:

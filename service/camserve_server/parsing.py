@@ -14,13 +14,13 @@ import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
-from camserve_server import logs, oip
-from camserve_server.admission import CALLER, Admission, address_of
+from camserve_server import oip
+from camserve_server.admission import Admission
 from camserve_server.config import Settings
 from camserve_server.errors import InvalidArgument, ServiceError
 from camserve_server.floods import Messages, Receiving, only
 from camserve_server.interceptor import Handler, Interceptor
-from camserve_server.servicer import Context, House, Received, answering
+from camserve_server.servicer import Context, House, Received, answering, caller_of
 from camserve_server.threads import in_thread
 from camserve_server.wire.compression import is_compressed, unpacked
 from camserve_server.wire.footprint import Shape, footprint, shape_of
@@ -70,13 +70,14 @@ class Intake:
         self._room = Admission(max(room, most + 2 * largest), largest, line=math.inf, most=most)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
-    async def parsed(self, data: bytes, shape: Shape, parse: Parse) -> tuple[Any, Release]:
+    async def parsed(self, data: bytes, shape: Shape, parse: Parse, caller: str) -> tuple[Any, Release]:
         """Return a message, and the function that gives back the memory that it takes; wait until there is some.
 
         Args:
             data: as it came; if it is compressed, it is unpacked.
             shape: of its kind.
             parse: makes the message.
+            caller: that sent it.
 
         Raises:
             InvalidArgument: it has too many fields, or takes too much memory for one message.
@@ -90,7 +91,7 @@ class Intake:
         if size > GROWTH * self._largest:
             words = f"the message takes {size:,} bytes of memory, and {GROWTH * self._largest:,} is the limit"
             raise InvalidArgument(words)
-        release = await self._room.hold(size, wait=True)
+        release = await self._room.hold(size, caller=caller, wait=True)
         try:
             if at_once:
                 return parse(data), release
@@ -138,15 +139,14 @@ class _Parsing:
         several = self._of_several if inspect.isasyncgenfunction(own.stream_stream) else self._of_several_written
         return grpc.stream_stream_rpc_method_handler(several(own.stream_stream), *ends)
 
-    async def _parsed(self, data: bytes) -> tuple[Any, Release]:
+    async def _parsed(self, data: bytes, caller: str) -> tuple[Any, Release]:
         try:
-            return await self._intake.parsed(data, self._shape, self._handler.request_deserializer)
+            return await self._intake.parsed(data, self._shape, self._handler.request_deserializer, caller)
         except DecodeError:
             raise InvalidArgument(self._refusal) from None
 
     def _of_one(self, behaviour: Behaviour) -> Behaviour:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
-            _name_caller(context)
             try:
                 message, release = await self._received_alone(requests, context)
                 message = [message]
@@ -162,11 +162,12 @@ class _Parsing:
 
     async def _received_alone(self, requests: AsyncIterator[bytes], context: Context) -> tuple[Any, Release]:
         """Return the only message of a call and the function that releases its memory, or end the call."""
+        caller = caller_of(context)
         try:
-            async with self._alone.turn(context.peer()) as turn:
+            async with self._alone.turn(caller, context.peer()) as turn:
                 data = [await only(_messages(requests, context), self._house.idle)]
                 turn.received = True
-                return await self._parsed(data.pop())
+                return await self._parsed(data.pop(), caller)
         except ServiceError as error:
             refused = error.with_traceback(None)  # its frames hold the message
         async with answering(self._house, context, self._rpc):
@@ -176,7 +177,6 @@ class _Parsing:
         """Our own streams, which answer for the error themselves, and say when a message is answered."""
 
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
-            _name_caller(context)
             held: set[Release] = set()
             try:
                 await behaviour(self._received(_messages(requests, context), context, held), context)
@@ -196,18 +196,18 @@ class _Parsing:
 
     async def _next(self, requests: AsyncIterator[bytes], context: Context, held: set[Release]) -> Received[Any] | None:
         """Return the next message of a stream, or None at its end; add what releases its memory to `held`."""
-        async with self._streamed.turn(context.peer()) as turn:
+        caller = caller_of(context)
+        async with self._streamed.turn(caller, context.peer()) as turn:
             data = [await anext(requests, None)]
             turn.received = True
             if data[0] is None:
                 return None
-            message, release = await self._parsed(cast("bytes", data.pop()))
+            message, release = await self._parsed(cast("bytes", data.pop()), caller)
             held.add(release)
             return Received(message, partial(_let_go, held, release))
 
     def _of_several(self, behaviour: Behaviour) -> Behaviour:
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
-            _name_caller(context)
             try:
                 async for reply in behaviour(self._in_turn(_messages(requests, context), context), context):
                     await context.write(reply)
@@ -229,10 +229,6 @@ class _Parsing:
 
 def _messages(requests: AsyncIterator[bytes], context: Context) -> Messages:
     return requests if isinstance(requests, Messages) else Messages(context)
-
-
-def _name_caller(context: Context) -> None:
-    CALLER.set(logs.CALLER.get() or address_of(context.peer()))
 
 
 def _let_go(held: set[Release], release: Release) -> None:

@@ -1,7 +1,7 @@
-"""One request from its bytes to its pictures; what the RPCs, and the command line without a network, both call.
+"""Explain and evaluate: a validated request in, a result out, and no protocol. What every border calls.
 
-bytes -> wire (check) -> images (decode, in a thread) -> batcher (wait for company) -> engine (capture)
--> methods (map) -> render (picture, in a thread) -> wire -> bytes
+ExplainRequest -> images (decode, in a thread) -> batcher (wait for a batch) -> engine (capture) -> methods (map)
+-> render (picture, in a thread) -> ExplainResult
 """
 
 import asyncio
@@ -9,17 +9,19 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
-from camserve.v1 import evaluate_pb2, explain_pb2
-from camserve_server import images, jobs, render, wire
+from camserve_server import images, jobs, receipts, render
 from camserve_server.admission import Admission, FairThreads, Shelf, Stay
 from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
 from camserve_server.methods import METHODS, Perturbation, Windows
+from camserve_server.receipts import Receipt
+from camserve_server.requests import EvaluateRequest, ExplainRequest
+from camserve_server.results import ExplainResult, Explanation, ModelPrediction, Timing
 from camserve_server.targets import carried, whole
-from camserve_server.telemetry import CURRENT, Spent
+from camserve_server.telemetry import IN_PROCESS, Origin, Record, Spent
 from camserve_server.threads import in_thread
 from camserve_server.types import (
     Box,
@@ -52,7 +54,6 @@ COPIES = 3  # of a reply: the message, its serialised form, and what gRPC holds 
 RGB = 3  # bytes of a pixel
 FLOAT = 4  # bytes of a number of a map
 EDITED = FLOAT  # bytes of a pixel of what is edited in an image: a mask
-NAMED = 9  # methods of a request that are looked at before its size is
 PIXELWISE_TOP = 0.99  # quantile of a map of the input's pixels that has the strongest colour: Smilkov et al. 2017
 
 
@@ -74,11 +75,15 @@ class _View:
     image: Input
     seen: Box
     targets: tuple[Target, ...]
-    receipt: explain_pb2.Receipt
+    receipt: Receipt
 
 
 Work: TypeAlias = Callable[[_View, jobs.Submit], Awaitable[jobs.Outcome]]
 """What is done with a photo, and how rows are run meanwhile."""
+
+
+def _unchanged(result: ExplainResult) -> ExplainResult:
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class Pipeline:
         shelf: where decoded photos are held while their requests wait.
         easel: has room for so many bytes of photos that are being decoded, and of pictures that are being drawn.
         replies: has room for so many bytes of replies that are not sent yet.
+        origin: where the requests come from that this pipeline is called for.
     """
 
     lifecycle: Lifecycle
@@ -104,6 +110,16 @@ class Pipeline:
     replies: Admission = field(
         default_factory=lambda: Admission(REPLIES, SHARE_OF_EASEL, line=math.inf, most=CALLERS_REPLIES)
     )
+    origin: Origin = IN_PROCESS
+
+    def called_by(self, caller: str, record: Record | None) -> "Pipeline":
+        """Return the same pipeline, for the requests of one caller.
+
+        Args:
+            caller: the name of a token, or an address.
+            record: of the request; None where there is no telemetry.
+        """
+        return replace(self, origin=Origin(caller, record))
 
     @property
     def models(self) -> Mapping[str, KnownModel]:
@@ -120,87 +136,134 @@ class Pipeline:
             size: of its inputs and maps, in bytes.
             wait: for room, rather than refuse.
         """
-        clock, record = asyncio.get_running_loop().time, CURRENT.get()
+        clock, (caller, record) = asyncio.get_running_loop().time, (self.origin.caller, self.origin.record)
         began = clock()
         with self.lifecycle.held(model):
-            async with self.batcher.admit(rows, size=size, wait=wait):
+            async with self.batcher.admit(rows, size=size, caller=caller, wait=wait):
                 if record:
                     record.model = model.name
                     record.stage("admission", began, clock())
                 yield
 
+    @overload
     async def explain(
         self,
-        request: explain_pb2.ExplainRequest,
+        request: ExplainRequest,
         unsent: ExitStack,
         *,
+        deadline: float = ...,
+        wait: bool = ...,
+        progress: jobs.Progress = ...,
+    ) -> ExplainResult: ...
+
+    @overload
+    async def explain(
+        self,
+        request: ExplainRequest,
+        unsent: ExitStack,
+        *,
+        encode: Callable[[ExplainResult], T],
+        deadline: float = ...,
+        wait: bool = ...,
+        progress: jobs.Progress = ...,
+    ) -> T: ...
+
+    async def explain(
+        self,
+        request: ExplainRequest,
+        unsent: ExitStack,
+        *,
+        encode: Callable[[ExplainResult], Any] = _unchanged,
         deadline: float = math.inf,
         wait: bool = False,
         progress: jobs.Progress = jobs.unheard,
-    ) -> explain_pb2.ExplainResponse:
+    ) -> Any:
         """Explain one image.
 
         Args:
-            request: as it came.
+            request: what to explain, and how to draw it.
             unsent: to be closed when the reply is sent: releases its memory.
+            encode: makes the reply of the result, in the thread that drew the last picture.
             deadline: on the event loop's clock.
             wait: for room in the queue, rather than be refused.
-            progress: is told how many rows are done, and of how many.
+            progress: is notified how many rows are done, and of how many.
+
+        Returns:
+            The reply; without `encode`, the result.
 
         Raises:
             ServiceError: whatever was wrong.
         """
-        self._heard(request)
-        order = wire.read_order(request, self.models, self.limits)
-        render.colormap(order.rendering.colormap)
+        render.colormap(request.rendering.colormap)
 
         async def work(view: _View, submit: jobs.Submit) -> jobs.Outcome:
             return await jobs.explain(
-                replace(order.job, targets=view.targets),
+                replace(request.job, targets=view.targets),
                 view.image,
                 submit,
                 chunk=self.limits.chunk,
-                think=self._in_thread,
+                think=self.in_thread,
                 progress=progress,
             )
 
-        rows = min(order.job.rows, self.limits.chunk)
-        size = _images_of(order.job, rows) + _maps_of(order.job)
-        async with self.admitted(order.job.model, rows, size=size, wait=wait):
-            return await self._answered(order, work, deadline, unsent)
+        rows = min(request.job.rows, self.limits.chunk)
+        size = _images_of(request.job, rows) + _maps_of(request.job)
+        async with self.admitted(request.job.model, rows, size=size, wait=wait):
+            return await self._explained(request, work, encode, deadline, unsent)
+
+    @overload
+    async def evaluate(
+        self, request: EvaluateRequest, unsent: ExitStack, *, deadline: float = ...
+    ) -> tuple[ExplainResult, jobs.Readings]: ...
+
+    @overload
+    async def evaluate(
+        self,
+        request: EvaluateRequest,
+        unsent: ExitStack,
+        *,
+        encode: Callable[[ExplainResult], T],
+        deadline: float = ...,
+    ) -> tuple[T, jobs.Readings]: ...
 
     async def evaluate(
-        self, request: evaluate_pb2.EvaluateRequest, unsent: ExitStack, *, deadline: float = math.inf
-    ) -> evaluate_pb2.EvaluateResponse:
-        """Explain one image, and judge every map.
+        self,
+        request: EvaluateRequest,
+        unsent: ExitStack,
+        *,
+        encode: Callable[[ExplainResult], Any] = _unchanged,
+        deadline: float = math.inf,
+    ) -> tuple[Any, jobs.Readings]:
+        """Explain one image, and evaluate every map.
 
         Args:
-            request: as it came.
+            request: what to explain, and by which metrics to evaluate it.
             unsent: to be closed when the reply is sent: releases its memory.
+            encode: makes the reply of the explanations, in the thread that drew the last picture.
             deadline: on the event loop's clock.
 
+        Returns:
+            What `explain` returns; and for each explanation, one reading of each metric.
+
         Raises:
-            ServiceError: whatever was wrong.
+            ServiceError: whatever was wrong; its field is one of the request to explain.
         """
-        self._heard(request.explain)
-        asked = wire.read_evaluation(request, self.models, self.limits)
+        asked, job = request.assessment, request.explain.job
         readings: jobs.Readings = []
 
         async def work(view: _View, submit: jobs.Submit) -> jobs.Outcome:
-            asking = replace(asked.assessment, job=replace(asked.order.job, targets=view.targets))
+            asking = replace(asked, job=replace(job, targets=view.targets))
             outcome, found = await jobs.evaluate(
-                asking, view.image, view.seen, submit, chunk=self.limits.chunk, think=self._in_thread
+                asking, view.image, view.seen, submit, chunk=self.limits.chunk, think=self.in_thread
             )
             readings.extend(found)
             return outcome
 
-        with wire.within_explain():
-            render.colormap(asked.order.rendering.colormap)
-            rows = min(asked.assessment.rows, self.limits.chunk)
-            size = EDITED * rows * math.prod(asked.order.job.model.preprocess.size) + _maps_of(asked.order.job)
-            async with self.admitted(asked.order.job.model, rows, size=size):
-                explained = await self._answered(asked.order, work, deadline, unsent)
-        return wire.evaluate_response(asked, explained, readings)
+        render.colormap(request.explain.rendering.colormap)
+        rows = min(asked.rows, self.limits.chunk)
+        size = EDITED * rows * math.prod(job.model.preprocess.size) + _maps_of(job)
+        async with self.admitted(job.model, rows, size=size):
+            return await self._explained(request.explain, work, encode, deadline, unsent), readings
 
     async def reserve_reply(self, size: int, unsent: ExitStack) -> None:
         """Reserve memory for a reply and its copies; wait until there is enough.
@@ -209,19 +272,25 @@ class Pipeline:
             size: bytes of the reply.
             unsent: to be closed when the reply is sent: releases the memory.
         """
-        unsent.callback(await self.replies.hold(min(COPIES * size, CALLERS_REPLIES), wait=True))
+        room = min(COPIES * size, CALLERS_REPLIES)
+        unsent.callback(await self.replies.hold(room, caller=self.origin.caller, wait=True))
 
-    async def _answered(
-        self, order: wire.Order, work: Work, deadline: float, unsent: ExitStack
-    ) -> explain_pb2.ExplainResponse:
-        clock, spent, record = asyncio.get_running_loop().time, Spent(), CURRENT.get()
+    async def _explained(
+        self,
+        request: ExplainRequest,
+        work: Work,
+        encode: Callable[[ExplainResult], T],
+        deadline: float,
+        unsent: ExitStack,
+    ) -> T:
+        clock, spent, record = asyncio.get_running_loop().time, Spent(), self.origin.record
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-            await self.batcher.submit(pass_, rows, collect, deadline, spent)
+            await self.batcher.submit(pass_, rows, collect, deadline, spent, self.origin)
 
         began = clock()
-        async with self.decoding(order.image):
-            view = await self._in_steps(_seen(order, self.limits))
+        async with self.decoding(request.image):
+            view = await self._in_steps(_decoded(request, self.limits))
         decoded = clock()
         if record:
             record.stage("decode", began, decoded)
@@ -232,43 +301,37 @@ class Pipeline:
             if record:
                 record.explained += [(one.call.name, one.verdict.name) for one in outcome.findings]
 
-            def answered(answers: list[wire.Answer]) -> explain_pb2.ExplainResponse:
-                seconds = wire.Seconds(
-                    decoded - began, spent.queue, spent.compute, clock() - computed, spent.batch_rows
-                )
-                response = wire.explain_response(order, outcome.logits, answers, view.size, view.seen, seconds)
-                response.receipt.CopyFrom(view.receipt)
-                return response
+            def reply(explanations: list[Explanation]) -> T:
+                rendering = clock() - computed
+                timing = Timing(decoded - began, spent.queue, spent.compute, rendering, spent.batch_rows)
+                prediction = ModelPrediction(request.job.model, outcome.logits, view.seen)
+                return encode(ExplainResult(prediction, explanations, view.size, view.receipt, timing))
 
-            wants = order.rendering
-            await self.reserve_reply(_size_of_reply(order, view, outcome.findings), unsent)
-            if not (wants.pictures or wants.intensity):
-                return answered([wire.Answer(finding, wants.heatmap) for finding in outcome.findings])
-            async with self.easel.admit(min(_memory_to_draw(order, view), EASEL), wait=True):
-                response = await self._in_steps(_drawn(order, view, outcome.findings, self.limits, answered))
+            await self.reserve_reply(_size_of_reply(request, view, outcome.findings), unsent)
+            if not (request.rendering.pictures or request.rendering.intensity):
+                return reply([Explanation(finding) for finding in outcome.findings])
+            async with self._drawing(_memory_to_draw(request, view)):
+                drawn = await self._in_steps(_drawn(request, view, outcome.findings, self.limits, reply))
             if record:
                 record.stage("render", computed, clock())
-            return response
+            return drawn
 
     def decoding(self, data: bytes) -> Stay:
         """Hold room for decoding a photo inside the block."""
-        return self.easel.admit(min(images.memory_to_decode(data), EASEL), wait=True)
+        return self._drawing(images.memory_to_decode(data))
 
-    def _heard(self, request: explain_pb2.ExplainRequest) -> None:
-        """Note what is asked, as far as it names what there is: the rest is the caller's words."""
-        if record := CURRENT.get():
-            model = request.model or next(iter(self.models), "")
-            named = [one.name if one.name in METHODS else "" for one in request.methods[:NAMED]]
-            record.about(model if model in self.models else "", named or [wire.DEFAULT_METHOD])
+    def _drawing(self, size: int) -> Stay:
+        return self.easel.admit(min(size, EASEL), caller=self.origin.caller, wait=True)
 
     async def _in_steps(self, steps: Generator[None, None, T]) -> T:
         """Run what pauses now and then in a thread: others have their turn then, and it ends if its caller gave up."""
-        while not (done := await self._in_thread(_advanced, steps)):
+        while not (done := await self.in_thread(_advanced, steps)):
             pass
         return done[0]
 
-    async def _in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await in_thread(self.threads, function, *args, **kwargs)
+    async def in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in one of the threads, when it is the caller's turn."""
+        return await in_thread(self.threads.of(self.origin.caller), function, *args, **kwargs)
 
 
 def _advanced(steps: Generator[None, None, T]) -> tuple[T] | None:
@@ -281,90 +344,90 @@ def _advanced(steps: Generator[None, None, T]) -> tuple[T] | None:
 
 
 def _drawn(
-    order: wire.Order,
+    request: ExplainRequest,
     view: _View,
     findings: Sequence[jobs.Finding],
     limits: Limits,
-    answered: Callable[[list[wire.Answer]], T],
+    reply: Callable[[list[Explanation]], T],
 ) -> Generator[None, None, T]:
-    """Draw what was found, and put the reply together in the same step; pause after each so many pixels."""
-    wants, photo, answers = order.rendering, view.photo, list[wire.Answer]()
+    """Draw the findings, and make the reply in the same step; pause after every DRAWN_AT_ONCE pixels."""
+    wants, photo, explanations = request.rendering, view.photo, list[Explanation]()
     if photo is None and wants.pictures:
-        photo = images.decode(order.image, limits)
+        photo = images.decode(request.image, limits)
         yield
     together = max(1, round(DRAWN_AT_ONCE / (_pixels_of(wants, view.size) or math.prod(view.image.shape[:2]))))
     size = 0
     for finding in findings:
-        if answers and len(answers) % together == 0:
+        if explanations and len(explanations) % together == 0:
             yield
-        answers.append(_answer(finding, photo, view, wants))
-        size += sum(len(one.data) for one in (answers[-1].overlay, answers[-1].heatmap_image) if one)
+        explanations.append(_explanation(finding, photo, view, wants))
+        size += sum(len(one.data) for one in (explanations[-1].overlay, explanations[-1].heatmap_image) if one)
         if size > PICTURES:
             raise InvalidArgument(
                 f"the pictures take more than {PICTURES // 2**20} MiB: set max_side, ask for fewer, or for JPEG",
                 field="rendering.max_side",
             )
-    return answered(answers)
+    return reply(explanations)
 
 
-def _memory_to_draw(order: wire.Order, view: _View) -> int:
+def _memory_to_draw(request: ExplainRequest, view: _View) -> int:
     """Return an upper bound, in bytes, of the memory to draw a request's pictures, and to decode its photo again."""
-    wants = order.rendering
+    wants = request.rendering
     if not wants.pictures:
         return 0
-    again = images.memory_to_decode(order.image) if view.photo is None else 0
+    again = images.memory_to_decode(request.image) if view.photo is None else 0
     each = RGB * math.ceil(_pixels_of(wants, view.size))
     held = RGB * math.prod(view.size) * (view.photo is None) + each
-    return max(again, held) + min(order.job.explanations * each, PICTURES)
+    return max(again, held) + min(request.job.explanations * each, PICTURES)
 
 
-def _size_of_reply(order: wire.Order, view: _View, findings: Sequence[jobs.Finding]) -> int:
+def _size_of_reply(request: ExplainRequest, view: _View, findings: Sequence[jobs.Finding]) -> int:
     """Return about how many bytes the pictures and numbers of a reply take: a JPEG or WebP picture, a byte a pixel."""
-    wants = order.rendering
+    wants = request.rendering
     each = math.ceil(_pixels_of(wants, view.size)) * (RGB if "png" in (wants.overlay, wants.heatmap_image) else 1)
     pictures = min(len(findings) * each, PICTURES)
     numbers = FLOAT * len(findings) * math.prod(view.image.shape[:2]) * wants.intensity
     return pictures + numbers + sum(one.heatmap.nbytes for one in findings) * wants.heatmap
 
 
-def _answer(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> wire.Answer:
+def _explanation(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> Explanation:
     size = (view.image.shape[0], view.image.shape[1])
     top = PIXELWISE_TOP if finding.heatmap.shape == size else 1.0
     full = render.intensities(finding.heatmap, wants.profile, size, top) if wants.whole else None
     if photo is None:
-        return wire.Answer(finding, wants.heatmap, intensity=full)
+        return Explanation(finding, intensity=full)
     # The papers' intensities are drawn from the layer's own grid: one interpolation, straight to the photo.
     drawn = render.intensity(finding.heatmap, top) if full is None or wants.profile == "paper" else full
     pictures = render.draw(photo, drawn, view.seen, wants)
-    return wire.Answer(finding, wants.heatmap, *pictures, full if wants.intensity else None)
+    return Explanation(finding, *pictures, full if wants.intensity else None)
 
 
-def _seen(order: wire.Order, limits: Limits) -> Generator[None, None, _View]:
+def _decoded(request: ExplainRequest, limits: Limits) -> Generator[None, None, _View]:
     """Decode the photo, and the images of its targets; pause after each."""
-    _check_pixels(order, limits)
-    photo = images.decode(order.image, limits)
+    _check_pixels(request, limits)
+    photo = images.decode(request.image, limits)
     size = (photo.shape[0], photo.shape[1])
-    _check_drawing(order, size, limits)
-    image, seen = images.prepared(photo, order.image, order.job.model.preprocess)
-    kept = photo if order.rendering.pictures and photo.size <= HELD else None
+    _check_drawing(request, size, limits)
+    image, seen = images.prepared(photo, request.image, request.job.model.preprocess)
+    kept = photo if request.rendering.pictures and photo.size <= HELD else None
     del photo  # while others have their turn
     targets = list[Target]()
-    for place, target in enumerate(order.job.targets):
+    for place, target in enumerate(request.job.targets):
         if isinstance(target, SimilarityTarget):
             yield
-        targets.append(_aimed(target, place, order, seen, limits))
-    receipt = wire.receipt(order.job.model, order.image, image)
+        targets.append(_aimed(target, place, request, seen, limits))
+    receipt = receipts.receipt_of(request.job.model, request.image, image)
     return _View(kept, size, image, seen, tuple(targets), receipt)
 
 
-def _check_pixels(order: wire.Order, limits: Limits) -> None:
+def _check_pixels(request: ExplainRequest, limits: Limits) -> None:
     """Refuse a request whose images have more pixels between them than one may have.
 
     Raises:
         InvalidArgument: they have, or one of them cannot be read.
     """
-    others = [(place, one) for place, one in enumerate(order.job.targets) if isinstance(one, SimilarityTarget)]
-    total = images.pixels_of(order.image, limits) if others else 0
+    others = [(place, one) for place, one in enumerate(request.job.targets) if isinstance(one, SimilarityTarget)]
+    total = images.pixels_of(request.image, limits) if others else 0
     for place, target in others:
         with _field_of(place):
             total += images.pixels_of(target.file, limits)
@@ -384,9 +447,9 @@ def _field_of(place: int) -> Iterator[None]:
         raise InvalidArgument(error.message, field=f"targets[{place}].similarity.image") from error
 
 
-def _aimed(target: Target, place: int, order: wire.Order, seen: Box, limits: Limits) -> Target:
+def _aimed(target: Target, place: int, request: ExplainRequest, seen: Box, limits: Limits) -> Target:
     """Bring what a target says of photos to what the model sees of them."""
-    preprocess = order.job.model.preprocess
+    preprocess = request.job.model.preprocess
     if isinstance(target, SimilarityTarget):
         with _field_of(place):
             return SimilarityTarget(
@@ -425,8 +488,8 @@ def _maps_of(job: jobs.Job) -> int:
     return 4 * (math.prod(job.model.preprocess.size) * (job.explanations - 1) + features)
 
 
-def _check_drawing(order: wire.Order, size: tuple[int, int], limits: Limits) -> None:
-    drawn = order.job.explanations * _pixels_of(order.rendering, size)
+def _check_drawing(request: ExplainRequest, size: tuple[int, int], limits: Limits) -> None:
+    drawn = request.job.explanations * _pixels_of(request.rendering, size)
     if drawn > limits.drawn_pixels:
         raise InvalidArgument(
             f"the pictures have {drawn / 1e6:,.0f} million pixels, and {limits.drawn_pixels / 1e6:,.0f} is the limit: "

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -21,7 +22,7 @@ from camserve.v1 import (
     models_pb2_grpc,
 )
 from camserve_server import errors, jobs, logs, wire, xray
-from camserve_server.admission import CALLER, address_of
+from camserve_server.admission import address_of
 from camserve_server.errors import Internal, InvalidArgument, ServiceError, Unavailable
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
@@ -58,6 +59,7 @@ NAMES: Mapping[str, str] = {
 """The full names of the RPCs, by their own, which none has in common with another."""
 
 LONGEST_ID = 128
+RECORDED_METHODS = 9  # methods of a request that are looked at before its size is checked
 
 K = TypeVar("K", bound=KnownModel)
 Q = TypeVar("Q")
@@ -133,7 +135,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExplainResponse:
         """Explain one image."""
         async with answering(self._house, context, "Explain") as call:
-            response = await self._house.open().explain(request, call.unsent, deadline=call.deadline)
+            response = await explained(self._house.open(), request, call)
             response.request_id = call.request_id
             call.seen(response)
             return response
@@ -145,7 +147,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
         async with answering(self._house, context, "ExplainStream") as call:
 
             async def answer(item: explain_pb2.ExplainStreamRequest, write: Write) -> None:
-                one = Call(item.request_id, call.deadline)
+                one = call.item(item.request_id)
                 with one.unsent:
                     async with _telling(item, write) as progress:
                         reply = await self._reply(item, one, progress)
@@ -166,10 +168,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExplainResponse:
         _check_id(item.request_id)
         logs.REQUEST_ID.set(item.request_id)
-        pipeline = self._house.accepted()
-        response = await pipeline.explain(
-            item.request, call.unsent, deadline=call.deadline, wait=True, progress=progress
-        )
+        response = await explained(self._house.accepted(), item.request, call, wait=True, progress=progress)
         response.request_id = item.request_id
         call.seen(response)
         return response
@@ -179,7 +178,10 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.InspectLayersResponse:
         """Measure every layer for one image."""
         async with answering(self._house, context, "InspectLayers") as call:
-            response = await xray.inspect(self._house.open(), request, deadline=call.deadline)
+            pipeline = self._house.open()
+            order = wire.read_inspection(request, pipeline.models, pipeline.limits)
+            result = await xray.inspect(call.bound(pipeline), order, deadline=call.deadline)
+            response = wire.inspect_response(order, result)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "layers": len(response.layers)}
             return response
@@ -189,10 +191,57 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExtractFeaturesResponse:
         """Return channels of a layer."""
         async with answering(self._house, context, "ExtractFeatures") as call:
-            response = await xray.features(self._house.open(), request, call.unsent, deadline=call.deadline)
+            pipeline = self._house.open()
+            order = wire.read_extraction(request, pipeline.models, pipeline.limits)
+            result = await xray.features(call.bound(pipeline), order, call.unsent, deadline=call.deadline)
+            response = wire.features_response(order, result)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "channels": len(response.channels)}
             return response
+
+
+async def explained(
+    pipeline: Pipeline,
+    request: explain_pb2.ExplainRequest,
+    call: "Call",
+    *,
+    wait: bool = False,
+    progress: jobs.Progress = jobs.unheard,
+) -> explain_pb2.ExplainResponse:
+    """Explain one image: read the request, and encode the result.
+
+    Args:
+        pipeline: explains it.
+        request: as it came.
+        call: that it is part of.
+        wait: for room in the queue, rather than be refused.
+        progress: is notified how many rows are done, and of how many.
+
+    Raises:
+        ServiceError: whatever was wrong.
+    """
+    call.asks(request, pipeline.models)
+    order = wire.read_order(request, pipeline.models, pipeline.limits)
+    return await call.bound(pipeline).explain(
+        order,
+        call.unsent,
+        encode=partial(wire.explain_response, order),
+        deadline=call.deadline,
+        wait=wait,
+        progress=progress,
+    )
+
+
+async def _evaluated(
+    pipeline: Pipeline, request: evaluate_pb2.EvaluateRequest, call: "Call"
+) -> evaluate_pb2.EvaluateResponse:
+    call.asks(request.explain, pipeline.models)
+    order = wire.read_evaluation(request, pipeline.models, pipeline.limits)
+    with wire.within_explain():
+        response, readings = await call.bound(pipeline).evaluate(
+            order, call.unsent, encode=partial(wire.explain_response, order.explain), deadline=call.deadline
+        )
+    return wire.evaluate_response(order, response, readings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +369,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
     ) -> evaluate_pb2.EvaluateResponse:
         """Explain one image, and judge every map."""
         async with answering(self._house, context, "Evaluate") as call:
-            response = await self._house.open().evaluate(request, call.unsent, deadline=call.deadline)
+            response = await _evaluated(self._house.open(), request, call)
             response.request_id = response.explained.request_id = call.request_id
             call.seen(response.explained)
             return response
@@ -439,18 +488,30 @@ class Call:
     Attributes:
         request_id: the caller's, or one of ours.
         deadline: on the event loop's clock.
+        caller: the name of a token, or an address.
         unsent: closed when its reply is sent: releases what is held for it.
         fields: that its line in the log shall have.
         telemetry: what is told of it, if anything is.
         record: what of it is told.
+        stream: the record of the stream that it is an item of.
     """
 
     request_id: str
     deadline: float
+    caller: str
     unsent: ExitStack = field(default_factory=ExitStack)
     fields: dict[str, object] = field(default_factory=dict)
     telemetry: Telemetry | None = None
     record: Record | None = None
+    stream: Record | None = None
+
+    def item(self, request_id: str) -> "Call":
+        """Return the call of one item of this stream."""
+        return Call(request_id, self.deadline, self.caller, stream=self.record)
+
+    def bound(self, pipeline: Pipeline) -> Pipeline:
+        """Return the pipeline for the requests of this call."""
+        return pipeline.called_by(self.caller, self.record)
 
     def heard(self, house: House, rpc: str, context: Context | None = None) -> None:
         """Begin to record it, where somebody wants to hear of it; without a context it is one request of a stream."""
@@ -458,8 +519,21 @@ class Call:
             name = house.names.get(rpc, rpc) if context else f"{rpc} item"
             stream = context is not None and rpc in STREAMS
             record = Record(rpc, self.request_id if _is_id(self.request_id) else "", stream)
-            self.telemetry, self.record = house.telemetry, house.telemetry.begin(record, name, _metadata(context))
+            house.telemetry.begin(record, name, _metadata(context), self.stream)
+            self.telemetry, self.record = house.telemetry, record
             logs.TRACE_ID.set(record.trace_id)
+
+    def asks(self, request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel]) -> None:
+        """Record which model and methods a request names, before it is checked: names that do not exist are left out.
+
+        Args:
+            request: as it came.
+            models: that there are; the first is the default.
+        """
+        if self.record:
+            model = request.model or next(iter(models), "")
+            named = [one.name if one.name in METHODS else "" for one in request.methods[:RECORDED_METHODS]]
+            self.record.about(model if model in models else "", named or [wire.DEFAULT_METHOD])
 
     def seen(self, response: explain_pb2.ExplainResponse) -> None:
         """Note for the log what was answered."""
@@ -491,11 +565,11 @@ async def answering(house: House, context: Context, rpc: str) -> AsyncIterator[C
     """Give the block its request id and deadline; turn what it raises into a status; log how it went."""
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
-    call = Call(_request_id(context), math.inf if remaining is None else began + remaining)
+    deadline = math.inf if remaining is None else began + remaining
+    call = Call(_request_id(context), deadline, caller_of(context))
     context.add_done_callback(lambda _context: call.unsent.close())  # type: ignore[arg-type]  # any callable will do
     logs.REQUEST_ID.set(call.request_id)
     call.heard(house, rpc, context)
-    CALLER.set(logs.CALLER.get() or address_of(context.peer()))
     context.set_trailing_metadata((("x-request-id", call.request_id),))
     code = grpc.StatusCode.CANCELLED
     try:
@@ -559,6 +633,11 @@ async def _telling(item: explain_pb2.ExplainStreamRequest, write: Write) -> Asyn
     finally:
         news.put_nowait(None)  # not cancelled: half a message would end the stream
         await asyncio.gather(telling, return_exceptions=True)
+
+
+def caller_of(context: Context) -> str:
+    """Return who makes a call: the name of its token, or else its address."""
+    return logs.CALLER.get() or address_of(context.peer())
 
 
 def _metadata(context: Context | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The way of an x-ray, from its bytes to its reply: what every layer gives for an image, and what one of them sees.
+"""Inspect layers and extract features: a validated request in, a result out, and no protocol.
 
-bytes -> wire (check) -> images (decode, in a thread) -> batcher -> engine (measure, or capture)
--> tiles (picture, in a thread) -> wire -> bytes
+Request -> images (decode, in a thread) -> batcher -> engine (measure, or capture) -> tiles (picture, in a thread)
+-> result
 """
 
 import math
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from camserve.v1 import explain_pb2
-from camserve_server import images, render, tiles, wire
+from camserve_server import images, render, tiles
 from camserve_server.errors import InvalidArgument
 from camserve_server.pipeline import RGB, Pipeline
+from camserve_server.requests import FeaturesRequest, InspectRequest, Rank
+from camserve_server.results import Channel, FeaturesResult, InspectResult, ModelPrediction, Timing
 from camserve_server.telemetry import Spent
-from camserve_server.threads import in_thread
-from camserve_server.types import Box, Input, Limits, Map, ModelInfo, Pass, Picture, Pixels, Preprocess, Row, RowResult
+from camserve_server.types import Box, Input, Limits, Map, Pass, Picture, Pixels, Preprocess, Row, RowResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,64 +32,66 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One image's way through the model, and where the time went until then."""
+    """The result of one image's row, and where the time went until then."""
 
     view: _View
     result: RowResult
+    prediction: ModelPrediction
     decoding: float
     spent: Spent
 
-    def told(self, model: ModelInfo) -> wire.Told:
-        return wire.Told(model, self.result.logits, self.view.seen)
-
-    def seconds(self, drawing: float) -> wire.Seconds:
-        return wire.Seconds(self.decoding, self.spent.queue, self.spent.compute, drawing, self.spent.batch_rows)
+    def timing(self, drawing: float = 0.0) -> Timing:
+        return Timing(self.decoding, self.spent.queue, self.spent.compute, drawing, self.spent.batch_rows)
 
 
-async def inspect(
-    pipeline: Pipeline, request: explain_pb2.InspectLayersRequest, *, deadline: float = math.inf
-) -> explain_pb2.InspectLayersResponse:
+async def inspect(pipeline: Pipeline, request: InspectRequest, *, deadline: float = math.inf) -> InspectResult:
     """Measure the layers of a model for one image.
 
     Args:
-        pipeline: what the request goes through.
-        request: as it came.
+        pipeline: runs the request.
+        request: the layers, the target and the image.
         deadline: on the event loop's clock.
 
     Raises:
         ServiceError: whatever was wrong.
     """
-    order = wire.read_inspection(request, pipeline.models, pipeline.limits)
-    pass_ = Pass(order.model.key, "inspect", order.model.preprocess.size, order.layers)
-    async with _looking(pipeline, order, pass_, deadline) as look:
-        return wire.inspect_response(order, look.told(order.model), look.result, look.seconds(drawing=0.0))
+    pass_ = Pass(request.model.key, "inspect", request.model.preprocess.size, request.layers)
+    async with _looking(pipeline, request, pass_, deadline) as look:
+        result = look.result
+        return InspectResult(look.prediction, result.target, result.score, result.readings, look.timing())
 
 
 async def features(
-    pipeline: Pipeline, request: explain_pb2.ExtractFeaturesRequest, unsent: ExitStack, *, deadline: float = math.inf
-) -> explain_pb2.ExtractFeaturesResponse:
+    pipeline: Pipeline, request: FeaturesRequest, unsent: ExitStack, *, deadline: float = math.inf
+) -> FeaturesResult:
     """Return channels of a layer, ranked.
 
     Args:
-        pipeline: what the request goes through.
-        request: as it came.
+        pipeline: runs the request.
+        request: the layer, the target, the image, and how to rank and draw the channels.
         unsent: to be closed when the reply is sent: releases its memory.
         deadline: on the event loop's clock.
 
     Raises:
         ServiceError: whatever was wrong.
     """
-    order = wire.read_extraction(request, pipeline.models, pipeline.limits)
-    colours = _colours(order.colormap)
-    pass_ = Pass(order.model.key, "features", order.model.preprocess.size, (order.layer,))
-    async with _looking(pipeline, order, pass_, deadline) as look:
-        await pipeline.reserve_reply(_kept_of(order), unsent)
+    colours = _colours(request.colormap)
+    pass_ = Pass(request.model.key, "features", request.model.preprocess.size, (request.layer,))
+    async with _looking(pipeline, request, pass_, deadline) as look:
+        await pipeline.reserve_reply(_kept_of(request), unsent)
         began = time.perf_counter()
-        channels, picture = await in_thread(pipeline.threads, _drawn, order, look, colours)
-        seconds = look.seconds(time.perf_counter() - began)
-        reply = wire.features_response(order, look.told(order.model), look.result, channels, picture, seconds)
-        reply.photo.CopyFrom(wire.photo_of(look.view.size, look.view.seen))
-        return reply
+        channels, picture = await pipeline.in_thread(_drawn, request, look, colours)
+        count, height, width = look.result.features[0].shape
+        return FeaturesResult(
+            prediction=look.prediction,
+            target=look.result.target,
+            score=look.result.score,
+            shape=(count, height, width),
+            channels=channels,
+            picture=picture,
+            size=look.view.size,
+            timing=look.timing(time.perf_counter() - began),
+        )
 
 
 def _colours(name: str) -> Pixels:
@@ -101,24 +103,28 @@ def _colours(name: str) -> Pixels:
 
 @asynccontextmanager
 async def _looking(
-    pipeline: Pipeline, order: wire.Inspection | wire.Extraction, pass_: Pass, deadline: float
+    pipeline: Pipeline, request: InspectRequest | FeaturesRequest, pass_: Pass, deadline: float
 ) -> AsyncIterator[_Look]:
     """Run an image through the model; inside the block, room for its inputs and results stays reserved."""
     found: list[RowResult] = []
-    size = RGB * math.prod(order.model.preprocess.size) + _kept_of(order)
-    async with pipeline.admitted(order.model, 1, size=size):
+    size = RGB * math.prod(request.model.preprocess.size) + _kept_of(request)
+    async with pipeline.admitted(request.model, 1, size=size):
         began = time.perf_counter()
-        async with pipeline.decoding(order.image):
-            view = await in_thread(pipeline.threads, _see, order.image, order.model.preprocess, pipeline.limits)
+        async with pipeline.decoding(request.image):
+            view = await pipeline.in_thread(_see, request.image, request.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
-        rows = [Row(view.image, order.target, features=pass_.kind == "features")]
-        spent = await pipeline.batcher.submit(pass_, rows, lambda _index, result: found.append(result), deadline)
-        yield _Look(view, found[0], decoding, spent)
+        rows = [Row(view.image, request.target, features=pass_.kind == "features")]
+        spent = Spent()
+        await pipeline.batcher.submit(
+            pass_, rows, lambda _index, result: found.append(result), deadline, spent, pipeline.origin
+        )
+        prediction = ModelPrediction(request.model, found[0].logits, view.seen)
+        yield _Look(view, found[0], prediction, decoding, spent)
 
 
-def _kept_of(order: wire.Inspection | wire.Extraction) -> int:
+def _kept_of(request: InspectRequest | FeaturesRequest) -> int:
     """Return how many bytes of a layer's output are kept until the reply is made."""
-    return 4 * math.prod(order.model.layers[order.layer].shape) if isinstance(order, wire.Extraction) else 0
+    return 4 * math.prod(request.model.layers[request.layer].shape) if isinstance(request, FeaturesRequest) else 0
 
 
 def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> _View:
@@ -127,49 +133,44 @@ def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> _View:
     return _View((photo.shape[0], photo.shape[1]), image, seen)
 
 
-def _drawn(order: wire.Extraction, look: _Look, colours: Pixels) -> tuple[list[wire.Channel], Picture | None]:
+def _drawn(request: FeaturesRequest, look: _Look, colours: Pixels) -> tuple[list[Channel], Picture | None]:
     maps, weights = look.result.features[0], look.result.maps[0][0]
-    channels = ranked(maps, weights, order)
-    if order.picture is None:
+    channels = ranked(maps, weights, request)
+    if request.picture is None:
         return channels, None
-    shown = [tiles.Tile(f"#{one.index}", _rank_value(one, order.rank), one.map) for one in channels]
-    return channels, tiles.draw(
-        images.displayed(look.view.image, order.model.preprocess),
-        shown,
-        _titles(order, look, len(channels)),
-        colours,
-        order.picture,
-    )
+    shown = [tiles.Tile(f"#{one.index}", _rank_value(one, request.rank), one.map) for one in channels]
+    image = images.displayed(look.view.image, request.model.preprocess)
+    return channels, tiles.draw(image, shown, _titles(request, look, len(channels)), colours, request.picture)
 
 
-def ranked(maps: Map, weights: Map, order: wire.Extraction) -> list[wire.Channel]:
+def ranked(maps: Map, weights: Map, request: FeaturesRequest) -> list[Channel]:
     """Return the first channels in rank; of equals the first, and what is not finite last.
 
     Args:
         maps: float32 [C,h,w].
         weights: the score's mean gradient over each, float32 [C].
-        order: says by what to rank, and how many are wanted.
+        request: says by what to rank, and how many are wanted.
     """
     means = maps.mean((1, 2), dtype=np.float64)
-    keys = np.abs(weights) if order.rank == "gradient" else means
+    keys = np.abs(weights) if request.rank == "gradient" else means
     keys = np.where(np.isfinite(keys), keys, -np.inf)
-    first = np.argsort(-keys, kind="stable")[: order.top]
-    return [wire.Channel(int(k), float(means[k]), float(weights[k]), maps[k]) for k in first]
+    first = np.argsort(-keys, kind="stable")[: request.top]
+    return [Channel(int(k), float(means[k]), float(weights[k]), maps[k]) for k in first]
 
 
-def _rank_value(channel: wire.Channel, rank: wire.Rank) -> float:
+def _rank_value(channel: Channel, rank: Rank) -> float:
     return channel.weight if rank == "gradient" else channel.activation
 
 
-def _titles(order: wire.Extraction, look: _Look, shown: int) -> tuple[str, str]:
+def _titles(request: FeaturesRequest, look: _Look, shown: int) -> tuple[str, str]:
     count, height, width = look.result.features[0].shape
-    told, result = look.told(order.model), look.result
-    target, contrast = told.explained(result.target, result.score), told.against(result.target)
+    prediction, result = look.prediction, look.result
+    target, contrast = prediction.explained(result.target, result.score), prediction.against(result.target)
     names = [one.label or f"class {one.class_index}" for one in (target, contrast) if one]
     what, whose = "mean activation", ""
-    if order.rank == "gradient":
+    if request.rank == "gradient":
         what, whose = "gradient weight", f" for {', not '.join(names)}"
     return (
-        f"{order.model.name} · {order.layer}",
+        f"{request.model.name} · {request.layer}",
         f"{shown} of {count} channels, {height}×{width}, by {what}{whose}",
     )

@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server import parsing
-from camserve_server.admission import CALLER
 from camserve_server.oip.v2 import inference_pb2
 from camserve_server.wire.footprint import footprint, shape_of
 from robustness import hygiene, nets
@@ -90,12 +89,12 @@ def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypa
     parsed = []
     whole = parsing.Intake.parsed
 
-    async def watched(self, data, shape, parse):
+    async def watched(self, data, shape, parse, caller):
         def noted(plain):
             parsed.append(len(plain))
             return parse(plain)
 
-        return await whole(self, data, shape, noted)
+        return await whole(self, data, shape, noted, caller)
 
     monkeypatch.setattr(parsing.Intake, "parsed", watched)
     method, made = BOMBS[what]
@@ -205,7 +204,7 @@ async def test_all_messages_together_stay_within_the_memory_budget():
 
     async def one(size):
         nonlocal highest
-        message, release = await intake.parsed(delimited(1, bytes(size)), shape, bytes)
+        message, release = await intake.parsed(delimited(1, bytes(size)), shape, bytes, "a")
         highest = max(highest, intake.taken)
         await asyncio.sleep(0)
         done.append(len(message))
@@ -224,8 +223,7 @@ async def test_one_callers_messages_leave_memory_for_another_callers():
     intake, shape = Fake(1000, 6000), {}
 
     async def sent(caller):
-        CALLER.set(caller)
-        return await intake.parsed(delimited(1, bytes(600)), shape, bytes)
+        return await intake.parsed(delimited(1, bytes(600)), shape, bytes, caller)
 
     greedy = [asyncio.ensure_future(sent("a")) for _ in range(6)]
     await asyncio.sleep(0.01)
@@ -237,8 +235,8 @@ async def test_one_callers_messages_leave_memory_for_another_callers():
 
 async def test_message_waits_until_there_is_memory_for_it():
     intake, shape = Fake(1000, 4000), {}
-    _, release = await intake.parsed(delimited(1, bytes(1600)), shape, bytes)
-    second = asyncio.ensure_future(intake.parsed(delimited(1, bytes(700)), shape, bytes))
+    _, release = await intake.parsed(delimited(1, bytes(1600)), shape, bytes, "a")
+    second = asyncio.ensure_future(intake.parsed(delimited(1, bytes(700)), shape, bytes, "a"))
     await asyncio.sleep(0.01)
     before = second.done()
     release()
@@ -258,7 +256,7 @@ async def test_invalid_message_holds_no_memory():
 
     for data in (b"\x0a\x01x", gzip.compress(b"\x0a\x01x")):
         with pytest.raises(DecodeError):
-            await intake.parsed(data, {}, parse)
+            await intake.parsed(data, {}, parse, "a")
 
     assert intake.taken == 0
 

@@ -6,9 +6,10 @@ import random
 import pytest
 
 from camserve_server import admission
-from camserve_server.admission import CALLER, Admission, address_of
+from camserve_server.admission import Admission, address_of
 from camserve_server.batcher import PLACE, Batcher
 from camserve_server.errors import ResourceExhausted
+from camserve_server.telemetry import Origin
 from camserve_server.types import Pass, Row, RowResult
 
 PASS = Pass("m", "score", (1, 1))
@@ -38,9 +39,8 @@ class Door:
         return self.visits[-1]
 
     async def _visit(self, caller, places, wait):
-        CALLER.set(caller)
         try:
-            async with self._door.admit(places, wait=wait):
+            async with self._door.admit(places, caller=caller, wait=wait):
                 self.order.append(caller)
                 self.inside.setdefault(caller, []).append(places)
                 self.most[caller] = max(self.most.get(caller, 0), self.holds(caller))
@@ -323,9 +323,9 @@ class Engine:
 
 
 async def sent(batcher, caller, rows=1, size=0):
-    CALLER.set(caller)
-    async with batcher.admit(rows, size=size):
-        await batcher.submit(PASS, [Row(object(), caller) for _ in range(rows)], lambda *_: None)
+    async with batcher.admit(rows, size=size, caller=caller):
+        rows_ = [Row(object(), caller) for _ in range(rows)]
+        await batcher.submit(PASS, rows_, lambda *_: None, origin=Origin(caller))
 
 
 async def test_callers_take_turns_in_batches():

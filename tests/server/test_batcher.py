@@ -1,7 +1,6 @@
 """What the batcher promises, shown with an engine that can be held, counted and poisoned."""
 
 import asyncio
-import contextvars
 import gc
 import itertools
 import threading
@@ -11,7 +10,6 @@ import weakref
 import numpy as np
 import pytest
 
-from camserve_server.admission import CALLER
 from camserve_server.batcher import Batcher
 from camserve_server.batcher import capacity as capacity_module
 from camserve_server.batcher import queue as queue_module
@@ -25,6 +23,7 @@ from camserve_server.errors import (
     Unavailable,
     WorkerLost,
 )
+from camserve_server.telemetry import Origin
 from camserve_server.types import ClassTarget, LayerInfo, MethodCall, ModelInfo, Pass, Preprocess, Row, RowResult
 from support import StoppedClock, wait_in_loop_until
 
@@ -808,9 +807,7 @@ async def test_whoever_hears_of_batches_cannot_make_one_fail(caplog):
 
 def asked_by(caller, *arguments, **options):
     """Ask as a caller; return the task."""
-    context = contextvars.copy_context()
-    context.run(CALLER.set, caller)
-    return asyncio.create_task(ask(*arguments, **options), context=context)
+    return asyncio.create_task(ask(*arguments, origin=Origin(caller), **options))
 
 
 def passes(number):

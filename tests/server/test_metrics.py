@@ -309,8 +309,8 @@ def test_with_metrics_and_traces_off_nothing_of_them_is_imported_and_no_request_
 
     with serving(models=(tiny,), device="cpu", threads=1) as served, camserve.Client(served.address) as client:
         seen = []
-        run = served.pipeline.batcher._engines[0].run
-        served.pipeline.batcher._engines[0].run = lambda *batch: seen.append(telemetry.CURRENT.get()) or run(*batch)
+        submit = served.pipeline.batcher.submit
+        served.pipeline.batcher.submit = lambda *asked: seen.append(asked[-1].record) or submit(*asked)
         client.explain(PHOTO)
         assert seen == [None]
         assert served.pipeline.batcher.told is None

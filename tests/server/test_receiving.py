@@ -8,7 +8,6 @@ import grpc
 import pytest
 
 from camserve_server import floods
-from camserve_server.admission import CALLER
 from camserve_server.floods import Messages, Receiving
 from support import StoppedClock
 
@@ -34,8 +33,7 @@ class Call:
         self._task = asyncio.ensure_future(self._run(receiving, caller, connection, received))
 
     async def _run(self, receiving, caller, connection, received):
-        CALLER.set(caller)
-        async with receiving.turn(connection) as turn:
+        async with receiving.turn(caller, connection) as turn:
             turn.received = received
             self.receives.set()
             await self._go_on.wait()

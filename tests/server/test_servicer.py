@@ -283,11 +283,13 @@ def explode(*_args, **_options):
     raise RuntimeError("/home/operator/secret.py: no such thing")
 
 
-@pytest.mark.parametrize("where", ["images.decode", "render.draw", "jobs.explain", "wire.read_order"])
+@pytest.mark.parametrize(
+    "where", ["pipeline.images.decode", "pipeline.render.draw", "pipeline.jobs.explain", "servicer.wire.read_order"]
+)
 async def test_a_fault_of_ours_says_its_request_id_and_nothing_else_and_the_log_has_it(
     where, running, logged, monkeypatch
 ):
-    monkeypatch.setattr(f"camserve_server.pipeline.{where}", explode)
+    monkeypatch.setattr(f"camserve_server.{where}", explode)
     await internal_but_logged(running, logged)
 
 

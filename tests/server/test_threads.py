@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from camserve_server.admission import CALLER, FairThreads
+from camserve_server.admission import FairThreads
 from camserve_server.threads import in_thread
 
 
@@ -65,8 +65,7 @@ async def test_callers_take_turns_in_threads_one_step_each(one):
         go.wait(10)
 
     def ask(caller, count):
-        CALLER.set(caller)
-        return [in_thread(threads, step, caller) for _ in range(count)]
+        return [in_thread(threads.of(caller), step, caller) for _ in range(count)]
 
     async def asked(caller, count):
         await asyncio.gather(*ask(caller, count))

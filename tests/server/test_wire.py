@@ -1,7 +1,7 @@
 """What the border promises: a request is checked to its last field before it costs anything; a reply says it all."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,9 @@ from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound
 from camserve_server.jobs import Finding, Job
 from camserve_server.jobs.cost import is_clean
 from camserve_server.methods import METHODS, Parameter, Perturbation
+from camserve_server.receipts import Receipt
+from camserve_server.requests import ExplainRequest
+from camserve_server.results import ExplainResult, Explanation, ModelPrediction, Timing
 from camserve_server.types import (
     Box,
     ClassTarget,
@@ -685,19 +688,19 @@ def finding(heatmap=None, verdict=Verdict.OK, target=ClassTarget(1), **rest):  #
     return Finding(call, rest.get("layer", ""), target, rest.get("score", 1.5), heatmap, verdict)
 
 
-def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET):
+RECEIPT = Receipt("timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"})
+
+
+def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, heatmap=True):
     logits = np.asarray(logits, np.float32)
-    order = wire.Order(Job(net, (), (), ()), b"", Rendering(), predictions)
-    seconds = wire.Seconds(0.001, 0.002, 0.003, 0.004, 5)
-    return wire.explain_response(order, logits, list(answers), (480, 640), Box(80.0, 0.0, 560.0, 480.0), seconds)
-
-
-def answer(one, *, heatmap=True, overlay=None, alone=None):
-    return wire.Answer(one, heatmap, overlay, alone)
+    request = ExplainRequest(Job(net, (), (), ()), b"", Rendering(heatmap=heatmap), predictions)
+    prediction = ModelPrediction(net, logits, Box(80.0, 0.0, 560.0, 480.0))
+    timing = Timing(0.001, 0.002, 0.003, 0.004, 5)
+    return wire.explain_response(request, ExplainResult(prediction, list(answers), (480, 640), RECEIPT, timing))
 
 
 def explained(net, values, target, score=1.5):
-    (one,) = reply(values, answers=[answer(finding(target=target, score=score))], net=net).explanations
+    (one,) = reply(values, answers=[Explanation(finding(target=target, score=score))], net=net).explanations
     return one
 
 
@@ -819,7 +822,7 @@ def test_logits_that_are_no_numbers_are_answered_all_the_same(broken):
 @pytest.mark.parametrize("order", ["<f4", ">f4"])
 def test_a_heatmap_goes_out_as_little_endian_floats_row_by_row_whatever_the_machine(order):
     values = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
-    sent = reply(answers=[answer(finding(values.astype(order)))]).explanations[0].heatmap
+    sent = reply(answers=[Explanation(finding(values.astype(order)))]).explanations[0].heatmap
 
     assert (sent.height, sent.width) == (2, 3)
     assert sent.data[:4] == b"\x00\x00\x20\xc0"  # -2.5
@@ -828,14 +831,14 @@ def test_a_heatmap_goes_out_as_little_endian_floats_row_by_row_whatever_the_mach
 
 def test_a_heatmap_that_is_a_view_goes_out_as_it_reads():
     values = np.arange(6, dtype=np.float32).reshape(3, 2).T
-    sent = reply(answers=[answer(finding(values))]).explanations[0].heatmap
+    sent = reply(answers=[Explanation(finding(values))]).explanations[0].heatmap
 
     np.testing.assert_array_equal(np.frombuffer(sent.data, "<f4").reshape(2, 3), values)
 
 
 @pytest.mark.parametrize("verdict", Verdict)
 def test_every_verdict_has_its_own_value_on_the_wire_and_says_itself_in_words(verdict):
-    sent = reply(answers=[answer(finding(verdict=verdict))]).explanations[0]
+    sent = reply(answers=[Explanation(finding(verdict=verdict))]).explanations[0]
 
     assert explain_pb2.Verdict.Name(sent.verdict) == f"VERDICT_{verdict.name}"
     assert sent.verdict_message == ("" if verdict is Verdict.OK else verdict.value)
@@ -849,9 +852,9 @@ def test_every_verdict_of_the_proto_can_happen_but_the_unspecified():
 
 
 def test_an_explanation_says_what_it_explains_and_how():
-    pictures = {"overlay": Picture("jpeg", b"over", 640, 480), "alone": Picture("png", b"heat", 320, 240)}
+    pictures = {"overlay": Picture("jpeg", b"over", 640, 480), "heatmap_image": Picture("png", b"heat", 320, 240)}
     sent = reply(
-        answers=[answer(finding(target=ContrastTarget(1, 0), layer="features", score=1.0), **pictures)]
+        answers=[Explanation(finding(target=ContrastTarget(1, 0), layer="features", score=1.0), **pictures)]
     ).explanations[0]
 
     assert (sent.method, sent.layer, sent.score) == ("smoothgrad", "features", 1.0)
@@ -865,7 +868,7 @@ def test_an_explanation_says_what_it_explains_and_how():
 
 
 def test_what_was_not_asked_for_is_absent():
-    sent = reply(answers=[answer(finding(), heatmap=False)]).explanations[0]
+    sent = reply(answers=[Explanation(finding())], heatmap=False).explanations[0]
 
     assert [name for name in ("contrast", "heatmap", "overlay", "heatmap_image") if sent.HasField(name)] == []
 
@@ -876,6 +879,13 @@ def test_a_reply_says_which_model_answered_and_what_it_saw_of_the_photo():
     assert sent.model == "resnet50"
     assert (sent.photo.height, sent.photo.width) == (480, 640)
     assert sent.photo.seen == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
+
+
+def test_a_reply_has_the_whole_receipt():
+    sent = reply().receipt
+
+    assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == asdict(RECEIPT)
+    assert {field.name for field in sent.DESCRIPTOR.fields} == set(asdict(RECEIPT))
 
 
 def test_a_model_without_labels_answers_with_empty_ones():

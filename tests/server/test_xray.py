@@ -11,6 +11,7 @@ from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server import render, tiles, wire, xray
+from camserve_server.requests import FeaturesRequest
 from camserve_server.types import Limits
 from support import PHOTOS, rows_waiting, serving, wait_until
 
@@ -207,7 +208,7 @@ def test_weights_times_maps_add_up_to_gradcam(stub, extract):
 
 
 def order(rank, top):
-    found = object.__new__(wire.Extraction)
+    found = object.__new__(FeaturesRequest)
     object.__setattr__(found, "rank", rank)
     object.__setattr__(found, "top", top)
     return found

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from camserve_server.admission import CALLER, Turns
+from camserve_server.admission import Turns
 from camserve_server.batcher.capacity import Capacity, Room, RowKind, kind_of
 from camserve_server.errors import DeadlineExceeded
-from camserve_server.telemetry import CURRENT, Record, Spent
+from camserve_server.telemetry import Origin, Record, Spent
 from camserve_server.types import Pass, Row, RowResult
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
@@ -56,8 +56,7 @@ class Ticket:
     arrived: float
     done: asyncio.Future[None]
     spent: Spent
-    caller: str = field(default_factory=CALLER.get)
-    record: Record | None = field(default_factory=CURRENT.get)
+    origin: Origin
     taken: int = 0
     delivered: int = 0
     early: dict[int, RowResult] = field(default_factory=dict)
@@ -68,6 +67,16 @@ class Ticket:
     def __post_init__(self) -> None:
         self.since = self.arrived
         self.kind = kind_of(self.pass_, self.rows[0])
+
+    @property
+    def caller(self) -> str:
+        """The caller that sent it."""
+        return self.origin.caller
+
+    @property
+    def record(self) -> Record | None:
+        """Its record; None where there is no telemetry."""
+        return self.origin.record
 
     @property
     def waiting(self) -> int:

@@ -41,7 +41,7 @@ from camserve_server.errors import (
     Unavailable,
     WorkerLost,
 )
-from camserve_server.telemetry import Ran, Spent, Told
+from camserve_server.telemetry import IN_PROCESS, Origin, Ran, Spent, Told
 from camserve_server.threads import in_thread
 from camserve_server.types import Half, Pass, Row, RowResult
 
@@ -224,12 +224,13 @@ class Batcher:
         """Rows that wait for a batch."""
         return sum(ticket.waiting for ticket in self._queue)
 
-    def admit(self, rows: int, *, size: int = 0, wait: bool = False) -> Stay:
+    def admit(self, rows: int, *, size: int = 0, caller: str = "", wait: bool = False) -> Stay:
         """Hold room for so many rows inside the block.
 
         Args:
             rows: that the request will run.
             size: of its inputs and maps, in bytes.
+            caller: that sent the request.
             wait: for room, rather than refuse.
 
         Raises:
@@ -241,7 +242,7 @@ class Batcher:
         if rows > self.limit:
             raise InvalidArgument(f"the request costs {rows} rows, and {self.limit} is the limit")
         places = min(max(rows, -(-size // PLACE)), self.limit)
-        return self._door.admit(places, wait=wait)
+        return self._door.admit(places, caller=caller, wait=wait)
 
     def _refused(self, words: str) -> ResourceExhausted:
         self.stats.refused += 1
@@ -254,6 +255,7 @@ class Batcher:
         collect: Collect,
         deadline: float = math.inf,
         spent: Spent | None = None,
+        origin: Origin = IN_PROCESS,
     ) -> Spent:
         """Run rows.
 
@@ -263,6 +265,7 @@ class Batcher:
             collect: takes the index of a row and its result; called as they come, in the rows' order.
             deadline: on the event loop's clock; rows that have not run by then never will.
             spent: where the request's time went so far; it is added to.
+            origin: where the request comes from.
 
         Returns:
             Where the time went.
@@ -275,7 +278,7 @@ class Batcher:
         """
         self._check_there()
         loop, spent = asyncio.get_running_loop(), spent or Spent()
-        ticket = Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), spent)
+        ticket = Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), spent, origin)
         spent.change(ticket.arrived, submitted=1)
         self._queue.add(ticket)
         self._arrived.set()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -15,8 +16,18 @@ from camserve_server.oip.statistics import Statistics
 from camserve_server.oip.tensors import read_images
 from camserve_server.oip.v2 import inference_pb2
 from camserve_server.pipeline import Pipeline
-from camserve_server.servicer import Call, Context, House, Received, answering, attempted, conversing, loaded, unloaded
-from camserve_server.threads import in_thread
+from camserve_server.servicer import (
+    Call,
+    Context,
+    House,
+    Received,
+    answering,
+    attempted,
+    conversing,
+    explained,
+    loaded,
+    unloaded,
+)
 from camserve_server.types import ModelInfo
 from camserve_server.wire.checks import short
 
@@ -48,7 +59,8 @@ class InferenceServicer:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            answers = await _explained(pipeline, request, asked, min(call.deadline, began + asked.seconds), wait=wait)
+            limited = replace(call, deadline=min(call.deadline, began + asked.seconds))
+            answers = await _explained(pipeline, request, asked, limited, wait=wait)
         except ServiceError:
             self._statistics.failed(asked.model, clock() - began)
             raise
@@ -67,7 +79,7 @@ class InferenceServicer:
             async def answer(request: inference_pb2.ModelInferRequest, write: Callable[[Any], Awaitable[None]]) -> None:
                 nonlocal last
                 before, last = last, (written := asyncio.Event())
-                reply = await self._reply(request, Call(call.request_id, call.deadline))
+                reply = await self._reply(request, call.item(call.request_id))
                 await before.wait()
                 await write(reply)
                 written.set()
@@ -197,11 +209,11 @@ class InferenceServicer:
 
 
 async def _explained(
-    pipeline: Pipeline, request: inference_pb2.ModelInferRequest, asked: Asked, deadline: float, *, wait: bool
+    pipeline: Pipeline, request: inference_pb2.ModelInferRequest, asked: Asked, call: Call, *, wait: bool
 ) -> list[explain_pb2.ExplainResponse]:
     """Explain the images of a message, all at once; if one fails, so does the message."""
     if any(tensor.datatype != "BYTES" for tensor in request.inputs):
-        images = await in_thread(pipeline.threads, read_images, request, pipeline.limits)
+        images = await call.bound(pipeline).in_thread(read_images, request, pipeline.limits)
     else:
         images = read_images(request, pipeline.limits)
     questions = list(map(asked.about, images))
@@ -210,7 +222,7 @@ async def _explained(
     async def explain(place: int, question: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
         # Memory is released before the reply is sent: a later message of a stream waits for an earlier one's reply.
         with fields_named(place, len(questions)), ExitStack() as unsent:
-            return await pipeline.explain(question, unsent, deadline=deadline, wait=wait)
+            return await explained(pipeline, question, replace(call, unsent=unsent), wait=wait)
 
     explaining = [asyncio.ensure_future(explain(place, question)) for place, question in enumerate(questions)]
     try:

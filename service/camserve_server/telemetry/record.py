@@ -2,12 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-CURRENT: ContextVar["Record | None"] = ContextVar("record", default=None)
-"""The request that is being answered; None where nobody wants to hear of it."""
 
 MOST_SPANS = 100  # stages of one request that become spans of their own: a long one is in thousands of batches
 SEVERAL = "several"
@@ -62,6 +58,23 @@ class Record:
             self.stages.append((name, began, ended, batch))
         else:
             self.untold += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from.
+
+    Attributes:
+        caller: the name of a token, or an address: callers share the server's room and take turns. Empty in process.
+        record: of the request; None where there is no telemetry.
+    """
+
+    caller: str = ""
+    record: Record | None = None
+
+
+IN_PROCESS = Origin()
+"""The origin of requests that come over no network."""
 
 
 @dataclass(frozen=True, slots=True)

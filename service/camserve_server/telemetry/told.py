@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from camserve_server.telemetry.record import CURRENT, Ran, Record, State
+from camserve_server.telemetry.record import Ran, Record, State
 
 if TYPE_CHECKING:
     from camserve_server.telemetry.meters import Meters
@@ -22,17 +22,19 @@ class Telemetry:
     def __init__(self, meters: "Meters | None", traces: "Traces | None") -> None:
         self.meters, self.traces = meters, traces
 
-    def begin(self, record: Record, name: str, metadata: Mapping[str, Any] | None = None) -> Record:
-        """Begin to record a request, which is the current one from now on; of a stream's, the stream is the parent.
+    def begin(
+        self, record: Record, name: str, metadata: Mapping[str, Any] | None = None, parent: Record | None = None
+    ) -> Record:
+        """Begin to record a request.
 
         Args:
             record: of it, empty.
             name: that its span has.
             metadata: of the call, where a caller may say which trace it is part of.
+            parent: the record of the stream that the request is part of.
         """
         if self.traces:
-            self.traces.begin(record, name, metadata or {}, CURRENT.get())
-        CURRENT.set(record)
+            self.traces.begin(record, name, metadata or {}, parent)
         return record
 
     def end(self, record: Record, code: str) -> None:

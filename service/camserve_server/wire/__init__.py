@@ -1,50 +1,14 @@
-"""Between protobuf and the server's own values: requests in, replies out."""
+"""Codec: protobuf requests into the server's own values, and results into protobuf replies."""
 
-from camserve_server.wire.evaluate import (
-    EvaluateOrder,
-    describe_metric,
-    evaluate_response,
-    read_evaluation,
-    within_explain,
-)
-from camserve_server.wire.loading import Loading, read_loading, read_unloading
-from camserve_server.wire.predictions import Told
-from camserve_server.wire.receipts import receipt
-from camserve_server.wire.replies import (
-    Answer,
-    Seconds,
-    describe_layer,
-    describe_method,
-    describe_model,
-    explain_response,
-    kind_of,
-    photo_of,
-)
-from camserve_server.wire.requests import DEFAULT_METHOD, Order, find_model, read_model, read_order
+from camserve_server.wire.evaluate import describe_metric, evaluate_response, read_evaluation, within_explain
+from camserve_server.wire.loading import read_loading, read_unloading
+from camserve_server.wire.replies import describe_layer, describe_method, describe_model, explain_response, kind_of
+from camserve_server.wire.requests import DEFAULT_METHOD, find_model, read_model, read_order
 from camserve_server.wire.sizes import check_sizes
-from camserve_server.wire.xray import (
-    Channel,
-    Extraction,
-    Inspection,
-    Rank,
-    features_response,
-    inspect_response,
-    read_extraction,
-    read_inspection,
-)
+from camserve_server.wire.xray import features_response, inspect_response, read_extraction, read_inspection
 
 __all__ = [
     "DEFAULT_METHOD",
-    "Answer",
-    "Channel",
-    "EvaluateOrder",
-    "Extraction",
-    "Inspection",
-    "Loading",
-    "Order",
-    "Rank",
-    "Seconds",
-    "Told",
     "check_sizes",
     "describe_layer",
     "describe_method",
@@ -56,7 +20,6 @@ __all__ = [
     "find_model",
     "inspect_response",
     "kind_of",
-    "photo_of",
     "read_evaluation",
     "read_extraction",
     "read_inspection",
@@ -64,6 +27,5 @@ __all__ = [
     "read_model",
     "read_order",
     "read_unloading",
-    "receipt",
     "within_explain",
 ]

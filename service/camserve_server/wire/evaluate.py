@@ -2,39 +2,26 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server.errors import InvalidArgument, ServiceError
 from camserve_server.jobs import Assessment, MetricCall
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.metrics import METRICS, Looked, Reading, Repeated
+from camserve_server.requests import EvaluateRequest
 from camserve_server.types import KnownModel, Limits
 from camserve_server.wire.checks import find_known
 from camserve_server.wire.replies import parameter_info, parameter_messages
-from camserve_server.wire.requests import Order, read_order, read_parameters
+from camserve_server.wire.requests import read_order, read_parameters
 from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.targets import read_box
 
 DEFAULT_METRICS = ("deletion", "insertion")
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluateOrder:
-    """A request to judge explanations, checked.
-
-    Attributes:
-        order: what to explain.
-        assessment: the same, and what to judge it by.
-    """
-
-    order: Order
-    assessment: Assessment
-
-
 def read_evaluation(
     request: evaluate_pb2.EvaluateRequest, models: Mapping[str, KnownModel], limits: Limits
-) -> EvaluateOrder:
+) -> EvaluateRequest:
     """Check a request and resolve every name in it.
 
     Args:
@@ -47,9 +34,9 @@ def read_evaluation(
     """
     check_sizes(request, limits)
     with within_explain():
-        order = read_order(request.explain, models, limits)
+        explain = read_order(request.explain, models, limits)
     box = read_box(request.box, "box") if request.HasField("box") else None
-    assessment = Assessment(order.job, _read_metrics(request.metrics), box)
+    assessment = Assessment(explain.job, _read_metrics(request.metrics), box)
     for place, call in enumerate(assessment.metrics):
         if METRICS[call.name].boxed and box is None:
             raise InvalidArgument(
@@ -57,11 +44,11 @@ def read_evaluation(
             )
     if assessment.rows > limits.rows:
         raise InvalidArgument(
-            f"the request costs {assessment.rows} rows, {assessment.rows - order.job.rows} of them for metrics, and "
+            f"the request costs {assessment.rows} rows, {assessment.rows - explain.job.rows} of them for metrics, and "
             f"{limits.rows} is the limit: ask for fewer methods, metrics, steps or samples",
             field="metrics",
         )
-    return EvaluateOrder(order, assessment)
+    return EvaluateRequest(explain, assessment)
 
 
 @contextmanager
@@ -87,13 +74,13 @@ def _read_metric(message: evaluate_pb2.Metric, field: str) -> MetricCall:
 
 
 def evaluate_response(
-    asked: EvaluateOrder, explained: explain_pb2.ExplainResponse, readings: Sequence[Sequence[Reading]]
+    request: EvaluateRequest, explained: explain_pb2.ExplainResponse, readings: Sequence[Sequence[Reading]]
 ) -> evaluate_pb2.EvaluateResponse:
-    """Put the reply to one request together; its id is the caller's to fill in.
+    """Encode the reply to a request; the caller sets its id.
 
     Args:
-        asked: the request.
-        explained: the reply to what it asks to explain.
+        request: says which metrics were evaluated.
+        explained: the encoded explanations.
         readings: for each explanation, one of each metric.
     """
     return evaluate_pb2.EvaluateResponse(
@@ -101,7 +88,7 @@ def evaluate_response(
         readings=[
             _reading(place, call, one)
             for place, row in enumerate(readings)
-            for call, one in zip(asked.assessment.metrics, row, strict=True)
+            for call, one in zip(request.assessment.metrics, row, strict=True)
         ],
     )
 

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from camserve.v1 import models_pb2
 from camserve_server.errors import InvalidArgument
+from camserve_server.requests import LoadRequest
 from camserve_server.types import KnownModel, Limits
 from camserve_server.wire.checks import find_known
 from camserve_server.wire.sizes import check_sizes
@@ -13,22 +13,7 @@ from camserve_server.wire.sizes import check_sizes
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """What shall be loaded.
-
-    Attributes:
-        name: of a model that the configuration names.
-        weights: a file of them, by its path inside of the model folder; nothing for what the configuration says.
-        sha256: that it must have, hexadecimal in small letters, or nothing.
-    """
-
-    name: str
-    weights: str = ""
-    sha256: str = ""
-
-
-def read_loading(request: models_pb2.LoadModelRequest, models: Mapping[str, KnownModel], limits: Limits) -> Loading:
+def read_loading(request: models_pb2.LoadModelRequest, models: Mapping[str, KnownModel], limits: Limits) -> LoadRequest:
     """Check a request to load a model.
 
     Args:
@@ -43,7 +28,7 @@ def read_loading(request: models_pb2.LoadModelRequest, models: Mapping[str, Know
     name = _read_name(request.name, models)
     if request.sha256 and not _SHA256.fullmatch(request.sha256):
         raise InvalidArgument("sha256 is 64 hexadecimal digits", field="sha256")
-    return Loading(name, request.weights, request.sha256.lower())
+    return LoadRequest(name, request.weights, request.sha256.lower())
 
 
 def read_unloading(request: models_pb2.UnloadModelRequest, models: Mapping[str, KnownModel], limits: Limits) -> str:

@@ -1,15 +1,10 @@
-"""What a model said of an image, and what was explained of it, as protobuf."""
+"""Predictions and resolved targets as protobuf."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from camserve.v1 import explain_pb2
-from camserve_server.targets import carried, objects_of, order_of_areas, whole
+from camserve_server.results import ModelPrediction, Prediction
 from camserve_server.types import (
     Box,
     ClassTarget,
@@ -17,80 +12,22 @@ from camserve_server.types import (
     DetectionTarget,
     FinerTarget,
     FixedTarget,
-    Map,
-    ModelInfo,
     ProbabilityTarget,
     SegmentTarget,
     SimilarityTarget,
-    Task,
 )
 
-SIMILARITY = "similarity"
-"""What stands for a label where two images are compared."""
 
-
-@dataclass(frozen=True)
-class Told:
-    """What a model said of an image.
-
-    Attributes:
-        model: that said it.
-        values: as `jobs.Outcome` has it.
-        seen: the part of the photo that the model saw.
-    """
-
-    model: ModelInfo
-    values: Map
-    seen: Box
-
-    def predictions(self, most: int) -> list[explain_pb2.Prediction]:
-        """Return what the model predicts, the likeliest (of a segmentation, the largest) first."""
-        return _PREDICTIONS[self.model.task](self, most)
-
-    def explained(self, target: FixedTarget, score: float) -> explain_pb2.Prediction:
-        """Return the prediction that a target is about."""
-        if isinstance(target, SimilarityTarget):
-            return explain_pb2.Prediction(label=SIMILARITY, score=score)
-        if isinstance(target, DetectionTarget):
-            return self.object(target.index, score, target.box)
-        return self.of_class(target.why if isinstance(target, ContrastTarget | FinerTarget) else target.index)
-
-    def against(self, target: FixedTarget) -> explain_pb2.Prediction | None:
-        """Return the prediction that a contrast is explained against."""
-        return self.of_class(target.why_not) if isinstance(target, ContrastTarget) else None
-
-    def resolved(self, target: FixedTarget) -> explain_pb2.Target:
-        """Say a target so that it can be asked for again."""
-        return _RESOLVED[type(target)](self, target)
-
-    @cached_property
-    def probabilities(self) -> Map:
-        """Of each class, float32 [classes]; 0 where there are none."""
-        with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no softmax: NaN says so
-            return _PROBABILITIES[self.model.task](self.values.astype(np.float64)).astype(np.float32)
-
-    def of_class(self, index: int) -> explain_pb2.Prediction:
-        """Return what is said of a class."""
-        label = self.model.label(index)
-        if self.model.task == "segment":
-            share, probability, score = self.values[index].tolist()
-            return explain_pb2.Prediction(
-                class_index=index, label=label, probability=probability, score=score, area=share
-            )
-        return explain_pb2.Prediction(
-            class_index=index, label=label, probability=self.probabilities[index], score=self.values[index]
-        )
-
-    def object(self, index: int, score: float, box: Box | None) -> explain_pb2.Prediction:
-        """Return an object, its box given in the input's pixels."""
-        where = box_message(self.in_photo(box)) if box else None
-        return explain_pb2.Prediction(
-            class_index=index, label=self.model.label(index), probability=score, score=score, box=where
-        )
-
-    def in_photo(self, box: Box) -> Box:
-        """Carry a box from the model's input to the photo."""
-        return carried(box, whole(self.model.preprocess.size), self.seen)
+def prediction_message(prediction: Prediction) -> explain_pb2.Prediction:
+    """Return a prediction as protobuf."""
+    return explain_pb2.Prediction(
+        class_index=prediction.class_index,
+        label=prediction.label,
+        probability=prediction.probability,
+        score=prediction.score,
+        area=prediction.area,
+        box=box_message(prediction.box) if prediction.box else None,
+    )
 
 
 def box_message(box: Box) -> explain_pb2.Box:
@@ -98,80 +35,52 @@ def box_message(box: Box) -> explain_pb2.Box:
     return explain_pb2.Box(left=box.left, top=box.top, right=box.right, bottom=box.bottom)
 
 
-def _classes(told: Told, most: int) -> list[explain_pb2.Prediction]:
-    return [told.of_class(index) for index in np.argsort(-told.values, kind="stable")[:most].tolist()]
+def explained_message(prediction: ModelPrediction, target: FixedTarget, score: float) -> explain_pb2.Prediction:
+    """Return the prediction that a target explains."""
+    return prediction_message(prediction.explained(target, score))
 
 
-def _areas(told: Told, most: int) -> list[explain_pb2.Prediction]:
-    return [told.of_class(index) for index in order_of_areas(told.values, told.model)[:most]]
+def contrast_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Prediction | None:
+    """Return the prediction that a contrast is explained against."""
+    against = prediction.against(target)
+    return prediction_message(against) if against else None
 
 
-def _objects(told: Told, most: int) -> list[explain_pb2.Prediction]:
-    found = objects_of(told.values)[:most].tolist()
-    return [told.object(int(index), score, Box(*box)) for index, score, *box in found]
-
-
-_PREDICTIONS: Mapping[Task, Callable[[Told, int], list[explain_pb2.Prediction]]] = {
-    "classify": _classes,
-    "multilabel": _classes,
-    "regress": _classes,
-    "segment": _areas,
-    "detect": _objects,
-    "embed": lambda _told, _most: [],
-}
-
-
-Doubles: TypeAlias = NDArray[np.float64]
-
-
-def _softmax(logits: Doubles) -> Doubles:
-    powers: Doubles = np.exp(logits - logits.max())
-    probabilities: Doubles = powers / powers.sum()
-    return probabilities
-
-
-def _sigmoid(logits: Doubles) -> Doubles:
-    probabilities: Doubles = 1 / (1 + np.exp(-logits))
-    return probabilities
-
-
-_PROBABILITIES: Mapping[Task, Callable[[Doubles], Doubles]] = {
-    "classify": _softmax,
-    "multilabel": _sigmoid,
-    "regress": np.zeros_like,
-}
+def target_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Target:
+    """Return a target as a request names it, so that it can be asked for again."""
+    return _TARGETS[type(target)](prediction, target)
 
 
 def _name(index: int) -> explain_pb2.ClassName:
     return explain_pb2.ClassName(class_index=index)
 
 
-def _contrast(_told: Told, target: ContrastTarget) -> explain_pb2.Target:
+def _contrast(_prediction: ModelPrediction, target: ContrastTarget) -> explain_pb2.Target:
     return explain_pb2.Target(contrast=explain_pb2.Contrast(why=_name(target.why), why_not=_name(target.why_not)))
 
 
-def _finer(_told: Told, target: FinerTarget) -> explain_pb2.Target:
+def _finer(_prediction: ModelPrediction, target: FinerTarget) -> explain_pb2.Target:
     against = [_name(index) for index in target.against]
     return explain_pb2.Target(finer=explain_pb2.Finer(why=_name(target.why), against=against, weight=target.weight))
 
 
-def _segment(told: Told, target: SegmentTarget) -> explain_pb2.Target:
-    region = box_message(told.in_photo(target.box)) if target.box else None
+def _segment(prediction: ModelPrediction, target: SegmentTarget) -> explain_pb2.Target:
+    region = box_message(prediction.in_photo(target.box)) if target.box else None
     return explain_pb2.Target(segment=explain_pb2.Segment(class_name=_name(target.index), region=region))
 
 
-def _detection(told: Told, target: DetectionTarget) -> explain_pb2.Target:
-    box = box_message(told.in_photo(target.box)) if target.box else None
+def _detection(prediction: ModelPrediction, target: DetectionTarget) -> explain_pb2.Target:
+    box = box_message(prediction.in_photo(target.box)) if target.box else None
     return explain_pb2.Target(detection=explain_pb2.Detection(class_name=_name(target.index), box=box))
 
 
-_RESOLVED: Mapping[type, Callable[[Told, Any], explain_pb2.Target]] = {
-    ClassTarget: lambda _told, target: explain_pb2.Target(class_index=target.index),
-    ProbabilityTarget: lambda _told, target: explain_pb2.Target(class_index=target.index, softmax=True),
+_TARGETS: Mapping[type, Callable[[ModelPrediction, Any], explain_pb2.Target]] = {
+    ClassTarget: lambda _prediction, target: explain_pb2.Target(class_index=target.index),
+    ProbabilityTarget: lambda _prediction, target: explain_pb2.Target(class_index=target.index, softmax=True),
     ContrastTarget: _contrast,
     FinerTarget: _finer,
-    # Not the other photo again: it may be large, and whoever asks has it.
-    SimilarityTarget: lambda _told, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
+    # Not the other photo again: it may be large, and the caller has it.
+    SimilarityTarget: lambda _prediction, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
     SegmentTarget: _segment,
     DetectionTarget: _detection,
 }

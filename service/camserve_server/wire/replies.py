@@ -1,10 +1,9 @@
 """Replies: the server's values as protobuf."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from camserve.v1 import explain_pb2, models_pb2
-from camserve_server.jobs import Finding, rows_of
+from camserve_server.jobs import rows_of
 from camserve_server.methods import (
     METHODS,
     Attention,
@@ -20,6 +19,9 @@ from camserve_server.methods import (
     Windows,
 )
 from camserve_server.methods.kinds import formula, summary
+from camserve_server.receipts import Receipt
+from camserve_server.requests import ExplainRequest
+from camserve_server.results import ExplainResult, Explanation, ModelPrediction, Timing
 from camserve_server.types import (
     Absent,
     Box,
@@ -32,8 +34,13 @@ from camserve_server.types import (
     Verdict,
 )
 from camserve_server.wire.formats import FORMATS, FUSIONS
-from camserve_server.wire.predictions import Told, box_message
-from camserve_server.wire.requests import Order
+from camserve_server.wire.predictions import (
+    box_message,
+    contrast_message,
+    explained_message,
+    prediction_message,
+    target_message,
+)
 
 _FORMATS = {name: value for value, name in FORMATS.items() if name}
 _FUSIONS = {name: value for value, name in FUSIONS.items()}
@@ -47,97 +54,75 @@ _VERDICTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A finding and its pictures.
-
-    Attributes:
-        finding: the raw map and what it explains.
-        heatmap: whether the raw map goes out.
-        overlay: drawn on the photo, or None.
-        heatmap_image: the map alone, or None.
-        intensity: what is coloured, float32 [height,width] of the model's input, or None.
-    """
-
-    finding: Finding
-    heatmap: bool
-    overlay: Picture | None = None
-    heatmap_image: Picture | None = None
-    intensity: Map | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Where the time of a request went, in seconds; and the rows of the largest batch that it was part of."""
-
-    decode: float
-    queue: float
-    compute: float
-    render: float
-    batch_rows: int
-
-
-def explain_response(
-    order: Order, logits: Map, answers: list[Answer], size: tuple[int, int], seen: Box, seconds: Seconds
-) -> explain_pb2.ExplainResponse:
-    """Put the reply to one request together; its id is the caller's to fill in.
+def explain_response(request: ExplainRequest, result: ExplainResult) -> explain_pb2.ExplainResponse:
+    """Encode the reply to a request; the caller sets its id.
 
     Args:
-        order: the request.
-        logits: what the model said; see `jobs.Outcome`.
-        answers: in the order of the request; taken from the list one by one, as pictures and messages take much memory.
-        size: height and width of the photo.
-        seen: the part of the photo that the model saw.
-        seconds: where the time went.
+        request: says how many predictions to send, and whether to send the raw maps.
+        result: its explanations are taken from the list one by one, as pictures and messages take much memory.
     """
-    told = Told(order.job.model, logits, seen)
+    prediction, raw = result.prediction, request.rendering.heatmap
     response = explain_pb2.ExplainResponse(
-        model=order.job.model.name,
-        predictions=told.predictions(order.predictions),
-        photo=photo_of(size, seen),
-        timing=timing_of(seconds),
+        model=prediction.model.name,
+        predictions=map(prediction_message, prediction.top(request.predictions)),
+        photo=photo_message(result.size, prediction.seen),
+        timing=timing_message(result.timing),
+        receipt=_receipt(result.receipt),
     )
-    while answers:
-        response.explanations.append(_explanation(told, answers.pop(0)))
+    while result.explanations:
+        response.explanations.append(_explanation(prediction, result.explanations.pop(0), raw=raw))
     return response
 
 
-def photo_of(size: tuple[int, int], seen: Box) -> explain_pb2.Photo:
+def photo_message(size: tuple[int, int], seen: Box) -> explain_pb2.Photo:
     """Describe a photo of that height and width, and the part of it that the model saw."""
     return explain_pb2.Photo(height=size[0], width=size[1], seen=box_message(seen))
 
 
-def timing_of(seconds: Seconds) -> explain_pb2.Timing:
-    """Say where the time went."""
+def timing_message(timing: Timing) -> explain_pb2.Timing:
+    """Return where the time went as protobuf."""
     return explain_pb2.Timing(
-        decode_ms=1e3 * seconds.decode,
-        queue_ms=1e3 * seconds.queue,
-        compute_ms=1e3 * seconds.compute,
-        render_ms=1e3 * seconds.render,
-        batch_rows=seconds.batch_rows,
+        decode_ms=1e3 * timing.decode,
+        queue_ms=1e3 * timing.queue,
+        compute_ms=1e3 * timing.compute,
+        render_ms=1e3 * timing.render,
+        batch_rows=timing.batch_rows,
     )
 
 
-def _explanation(told: Told, answer: Answer) -> explain_pb2.Explanation:
-    finding = answer.finding
+def _receipt(receipt: Receipt) -> explain_pb2.Receipt:
+    return explain_pb2.Receipt(
+        source=receipt.source,
+        weights=receipt.weights,
+        digest=receipt.digest,
+        precision=receipt.precision,
+        device=receipt.device,
+        image_sha256=receipt.image_sha256,
+        input_sha256=receipt.input_sha256,
+        versions=receipt.versions,
+    )
+
+
+def _explanation(prediction: ModelPrediction, explanation: Explanation, *, raw: bool) -> explain_pb2.Explanation:
+    finding = explanation.finding
     return explain_pb2.Explanation(
         method=finding.call.name,
         layer=finding.layer,
-        target=told.explained(finding.target, finding.score),
-        contrast=told.against(finding.target),
+        target=explained_message(prediction, finding.target, finding.score),
+        contrast=contrast_message(prediction, finding.target),
         score=finding.score,
         verdict=_VERDICTS[finding.verdict],
         verdict_message="" if finding.verdict is Verdict.OK else finding.verdict.value,
         parameters=parameter_messages(finding.call.parameters),
-        heatmap=_heatmap(finding.heatmap) if answer.heatmap else None,
-        overlay=picture_of(answer.overlay),
-        heatmap_image=picture_of(answer.heatmap_image),
-        intensity=None if answer.intensity is None else _heatmap(answer.intensity),
+        heatmap=_heatmap(finding.heatmap) if raw else None,
+        overlay=picture_message(explanation.overlay),
+        heatmap_image=picture_message(explanation.heatmap_image),
+        intensity=None if explanation.intensity is None else _heatmap(explanation.intensity),
         completeness_error=finding.error,
         augmentation_smoothing=finding.call.augmented,
         eigen_smoothing=finding.call.eigen,
         fusion=_FUSIONS[finding.fusion],
-        resolved_target=told.resolved(finding.target),
+        resolved_target=target_message(prediction, finding.target),
     )
 
 
@@ -146,8 +131,8 @@ def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:
     return explain_pb2.Heatmap(height=height, width=width, data=heatmap.astype("<f4").tobytes())
 
 
-def picture_of(picture: Picture | None) -> explain_pb2.Picture | None:
-    """Put a picture in its message."""
+def picture_message(picture: Picture | None) -> explain_pb2.Picture | None:
+    """Return a picture as protobuf."""
     if picture is None:
         return None
     return explain_pb2.Picture(

@@ -1,13 +1,13 @@
 """Requests: everything in one is checked here, before it costs anything."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from camserve.v1 import explain_pb2
 from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, did_you_mean
 from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
+from camserve_server.requests import ExplainRequest
 from camserve_server.types import (
     Fusion,
     KnownModel,
@@ -28,24 +28,7 @@ DEFAULT_PREDICTIONS = 5
 SMALLEST_SIDE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A request, checked.
-
-    Attributes:
-        job: what to explain.
-        image: the photo's file.
-        rendering: how it shall look.
-        predictions: how many to return.
-    """
-
-    job: Job
-    image: bytes
-    rendering: Rendering
-    predictions: int
-
-
-def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> Order:
+def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> ExplainRequest:
     """Check a request and resolve every name in it.
 
     Args:
@@ -74,7 +57,7 @@ def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownMo
         )
     predictions = request.max_predictions if request.HasField("max_predictions") else DEFAULT_PREDICTIONS
     check_range(predictions, 0, limits.predictions, "max_predictions")
-    return Order(job, request.image, _read_rendering(request.rendering), predictions)
+    return ExplainRequest(job, request.image, _read_rendering(request.rendering), predictions)
 
 
 def find_model(name: str, models: Mapping[str, KnownModel], field: str) -> KnownModel:

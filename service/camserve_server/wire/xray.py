@@ -1,36 +1,31 @@
 """The wire of the x-ray: what every layer gives for an image, and the channels of one."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
 
 from camserve.v1 import explain_pb2
 from camserve_server.errors import FailedPrecondition, InvalidArgument
 from camserve_server.jobs import channels_of
+from camserve_server.requests import FeaturesRequest, InspectRequest, Rank
+from camserve_server.results import FeaturesResult, InspectResult
 from camserve_server.types import (
     KnownModel,
     LayerInfo,
     Limits,
-    Map,
     ModelInfo,
-    Picture,
     RankTarget,
     Reading,
-    RowResult,
     SimilarityTarget,
     Statistics,
     Target,
 )
 from camserve_server.wire.checks import check_range
-from camserve_server.wire.predictions import Told
-from camserve_server.wire.replies import Seconds, picture_of, timing_of
+from camserve_server.wire.predictions import contrast_message, explained_message
+from camserve_server.wire.replies import photo_message, picture_message, timing_message
 from camserve_server.wire.requests import check_layer, find_layer, read_format, read_model
 from camserve_server.wire.sizes import check_sizes
 from camserve_server.wire.targets import read_target
 
 DEFAULT_TOP = 16
-
-Rank = Literal["activation", "gradient"]
 
 RANKS: Mapping["explain_pb2.ChannelRank.ValueType", Rank] = {
     explain_pb2.CHANNEL_RANK_UNSPECIFIED: "activation",
@@ -40,75 +35,9 @@ RANKS: Mapping["explain_pb2.ChannelRank.ValueType", Rank] = {
 """Ours by theirs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """A request to measure layers, checked.
-
-    Attributes:
-        model: whose layers.
-        target: whose score is differentiated.
-        layers: by name; none for all.
-        image: the photo's file.
-    """
-
-    model: ModelInfo
-    target: Target
-    layers: tuple[str, ...]
-    image: bytes
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The layers that are measured."""
-        return self.layers or tuple(self.model.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class Extraction:
-    """A request for channels of a layer, checked.
-
-    Attributes:
-        model: whose layer.
-        target: whose score the weights are for.
-        layer: its name.
-        image: the photo's file.
-        rank: by what the channels are ranked.
-        top: how many are wanted.
-        raw: whether their maps go out.
-        picture: encoding of the tiles, or None.
-        colormap: of the tiles.
-    """
-
-    model: ModelInfo
-    target: Target
-    layer: str
-    image: bytes
-    rank: Rank
-    top: int
-    raw: bool
-    picture: Literal["jpeg", "png", "webp"] | None
-    colormap: str
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """One channel of a layer.
-
-    Attributes:
-        index: its number.
-        activation: its mean over the grid.
-        weight: the mean of the score's gradient over the grid.
-        map: float32 [h,w].
-    """
-
-    index: int
-    activation: float
-    weight: float
-    map: Map
-
-
 def read_inspection(
     request: explain_pb2.InspectLayersRequest, models: Mapping[str, KnownModel], limits: Limits
-) -> Inspection:
+) -> InspectRequest:
     """Check a request to measure layers.
 
     Raises:
@@ -120,12 +49,12 @@ def read_inspection(
         find_layer(name, model, f"layers[{place}]")
     if len(set(request.layers)) < len(request.layers):
         raise InvalidArgument("a layer is named twice", field="layers")
-    return Inspection(model, _target(request, model), tuple(request.layers), request.image)
+    return InspectRequest(model, _target(request, model), tuple(request.layers), request.image)
 
 
 def read_extraction(
     request: explain_pb2.ExtractFeaturesRequest, models: Mapping[str, KnownModel], limits: Limits
-) -> Extraction:
+) -> FeaturesRequest:
     """Check a request for channels of a layer.
 
     Raises:
@@ -141,7 +70,7 @@ def read_extraction(
     check_range(top, 1, limits.channels, "top")
     if not (request.raw or request.picture):
         raise InvalidArgument("ask for a picture, for raw maps, or for both", field="picture")
-    found = Extraction(
+    found = FeaturesRequest(
         model=model,
         target=_target(request, model),
         layer=layer,
@@ -169,7 +98,7 @@ def _target(request: explain_pb2.InspectLayersRequest | explain_pb2.ExtractFeatu
     return target
 
 
-def _check_size(order: Extraction, limits: Limits) -> None:
+def _check_size(order: FeaturesRequest, limits: Limits) -> None:
     layout = order.model.layers[order.layer].layout
     if not (order.raw and layout):
         return
@@ -184,21 +113,19 @@ def _check_size(order: Extraction, limits: Limits) -> None:
         )
 
 
-def inspect_response(
-    order: Inspection, told: Told, result: RowResult, seconds: Seconds
-) -> explain_pb2.InspectLayersResponse:
-    """Put the reply together; its id is the caller's to fill in."""
-    inside = {name.rpartition(".")[0] for name in order.model.layers}
+def inspect_response(request: InspectRequest, result: InspectResult) -> explain_pb2.InspectLayersResponse:
+    """Encode the reply to a request; the caller sets its id."""
+    inside = {name.rpartition(".")[0] for name in request.model.layers}
     return explain_pb2.InspectLayersResponse(
-        model=order.model.name,
-        target=told.explained(result.target, result.score),
-        contrast=told.against(result.target),
+        model=request.model.name,
+        target=explained_message(result.prediction, result.target, result.score),
+        contrast=contrast_message(result.prediction, result.target),
         score=result.score,
         layers=[
-            _reading(order.model.layers[name], reading, container=name in inside)
-            for name, reading in zip(order.names, result.readings, strict=True)
+            _reading(request.model.layers[name], reading, container=name in inside)
+            for name, reading in zip(request.names, result.readings, strict=True)
         ],
-        timing=timing_of(seconds),
+        timing=timing_message(result.timing),
     )
 
 
@@ -224,39 +151,24 @@ def _statistics(one: Statistics) -> explain_pb2.Statistics:
     )
 
 
-def features_response(
-    order: Extraction,
-    told: Told,
-    result: RowResult,
-    channels: Sequence[Channel],
-    picture: Picture | None,
-    seconds: Seconds,
-) -> explain_pb2.ExtractFeaturesResponse:
-    """Put the reply together; its id and its photo are the caller's to fill in.
-
-    Args:
-        order: the request.
-        told: what the model said.
-        result: of its row.
-        channels: in rank.
-        picture: of them, or None.
-        seconds: where the time went.
-    """
-    count, height, width = result.features[0].shape
+def features_response(request: FeaturesRequest, result: FeaturesResult) -> explain_pb2.ExtractFeaturesResponse:
+    """Encode the reply to a request; the caller sets its id."""
+    count, height, width = result.shape
     return explain_pb2.ExtractFeaturesResponse(
-        model=order.model.name,
-        layer=order.layer,
-        target=told.explained(result.target, result.score),
-        contrast=told.against(result.target),
+        model=request.model.name,
+        layer=request.layer,
+        target=explained_message(result.prediction, result.target, result.score),
+        contrast=contrast_message(result.prediction, result.target),
         score=result.score,
         channels=[
             explain_pb2.Channel(index=one.index, mean_activation=one.activation, gradient_weight=one.weight)
-            for one in channels
+            for one in result.channels
         ],
         channel_count=count,
         grid_height=height,
         grid_width=width,
-        maps=b"".join(one.map.astype("<f4").tobytes() for one in channels) if order.raw else b"",
-        picture=picture_of(picture),
-        timing=timing_of(seconds),
+        maps=b"".join(one.map.astype("<f4").tobytes() for one in result.channels) if request.raw else b"",
+        picture=picture_message(result.picture),
+        photo=photo_message(result.size, result.prediction.seen),
+        timing=timing_message(result.timing),
     )
