@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _files, cli
+from camserve import _files, cli, terminal
 
 if TYPE_CHECKING:
     import pathlib
@@ -550,7 +550,7 @@ def test_on_a_terminal_a_table_is_as_wide_as_that(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
 
-    cli._tables.show(("a", "b"), [("x " * 30, "y")])
+    terminal.print_table(("a", "b"), [("x " * 30, "y")])
 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 2
