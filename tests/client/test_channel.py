@@ -316,7 +316,7 @@ async def test_an_intercepted_call_keeps_its_error(connect: Any, intercepted: An
 
 
 def test_the_pages_python_works_when_pasted(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code.replace("localhost:50051", server.address), {})  # noqa: S102 -- that is the promise
 
     assert capsys.readouterr().out == "tiny\n"

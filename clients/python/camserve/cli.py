@@ -1,4 +1,7 @@
-"""The command `camserve`: explain photos, and see what a server can."""
+"""The command `camserve`: explain photos, and see what a server can.
+
+Other programs can run its commands with clients of their own: see ``Connect``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ if TYPE_CHECKING:
     from camserve._xray_wire import InspectOptions
 
 Connect: TypeAlias = "Callable[[], camserve.Client]"
-"""Makes a client of a command's flags."""
+"""Returns the client of a command, which uses it as a context manager and so closes it at the end.
+
+By default it is made from the flags of the connection (``--server``, ``--timeout``, ``--tls``, …). A program that
+runs a command with a client of its own passes it as ``connect``, by click's ``Context.invoke``; the flags of the
+connection are then ignored, and all others have their defaults:
+
+    context.invoke(cli.explain, connect=lambda: client, paths=("cat.jpg",), output=Path("out"))
+"""
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -118,19 +128,19 @@ ACCESS = ("tls", "ca", "tls_name", "client_cert", "client_key", "token")
 
 
 def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags of a connection; it gets what makes a client of them, as ``connect``."""
+    """Give a command the flags of a connection, and ``connect``: made from them, unless a program passes its own."""
 
     @functools.wraps(command)
-    def connected(*args: Any, server: str, timeout: float, **rest: Any) -> Any:
+    def connected(*args: Any, server: str, timeout: float, connect: Connect | None = None, **rest: Any) -> Any:
         access = {name: value for name in ACCESS if (value := rest.pop(name, None))}
         if "ca" in access:
             access["tls"] = access.pop("ca")
 
-        def connect() -> camserve.Client:
+        def by_flags() -> camserve.Client:
             with _checked():
                 return camserve.Client(server, timeout=timeout, **access)
 
-        return command(*args, connect=connect, **rest)
+        return command(*args, connect=connect or by_flags, **rest)
 
     for option in reversed(_CONNECTION):
         option(connected)
