@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from camserve import _tables as client_tables
 from camserve import cli as client_cli
-from camserve._terminal import echo
+from camserve.terminal import echo, print_table
 from camserve_server import config, logs, tokens
 from camserve_server.errors import ConfigError
 
@@ -204,7 +203,7 @@ def _tell(tuned: "Tuned", path: Path | None) -> None:
     """Print what was measured and chosen; print the settings too, or write them."""
     from camserve_server import tuning  # noqa: PLC0415 -- as above
 
-    client_tables.show(tuning.HEADINGS, tuned.rows())
+    print_table(tuning.HEADINGS, tuned.rows())
     echo("\n" + "\n".join(tuned.words()) + "\n")
     if path:
         tuning.write(path, tuned.settings(), tuned.words())
@@ -347,5 +346,5 @@ def ray_explain(
         asked = job.Job.new(settings, paths, column, output, options)
         with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus), device) as engines:
             tally = job.explain(asked, engines)
-            echo(client_cli.told_of(tally, asked.output))
+            echo(client_cli.job_summary(tally, asked.output))
             return client_cli.FAILED if tally.left else 0

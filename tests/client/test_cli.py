@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 import grpc
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _files, cli
+from camserve import _files, cli, terminal
 
 if TYPE_CHECKING:
     import pathlib
@@ -550,8 +553,132 @@ def test_on_a_terminal_a_table_is_as_wide_as_that(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
 
-    cli._tables.show(("a", "b"), [("x " * 30, "y")])
+    terminal.print_table(("a", "b"), [("x " * 30, "y")])
 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 2
     assert max(len(line) for line in lines if line.startswith("x")) <= 40
+
+
+class Ready:
+    """A client that needs no server: it finds one class in each photo, the photo's last byte."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.closed = True
+
+    def explain_many(self, images: Any, **options: Any) -> Any:
+        self.options = options
+        for each in images:
+            data = each if isinstance(each, bytes) else each.read_bytes()
+            yield ready(data[-1]) if data[-1] else camserve.InvalidArgument("image: no", fields={"image": "no"})
+
+    def model(self, name: str) -> camserve.Model:
+        return camserve.Model(name or "tiny", "own", "none", "ab" * 32, 2, 4, 6, "layer.1", 1, "float32", "cpu")
+
+    def replay(self, receipt: camserve.Receipt, image: pathlib.Path) -> camserve.Replay:
+        same = image.read_bytes()[-1] == receipt.target["class_index"]
+        check = camserve.Check("photo", "then", "now", same, words="" if same else "another photo")
+        return camserve.Replay((check,), None, answered("cat"))
+
+
+def ready(index: int) -> camserve.Result:
+    file = io.BytesIO()
+    Image.new("RGB", (6, 4), "red").save(file, "jpeg")
+    overlay = camserve.Picture("jpeg", file.getvalue(), 6, 4)
+    why = replace(answered(f"class {index}"), overlay_picture=overlay)
+    return camserve.Result((why.target,), (why,), "tiny", "id", why.photo, camserve.Timing(0, 0, 0, 0, 1))
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command as another program does, with a client of its own."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def invoke(command: click.Command, client: Any, **given: Any) -> Any:
+        @click.command
+        @click.pass_context
+        def program(context: click.Context) -> Any:
+            return context.invoke(command, connect=lambda: client, **given)
+
+        group = cli.Commands(commands={"program": program})
+        return CliRunner().invoke(group, ["program"])
+
+    return invoke
+
+
+def test_explain_runs_with_a_client_of_another_program(ask: Any, photos: Any, tmp_path: Any) -> None:
+    (photos / "more" / "dog.webp").write_bytes(b"\xff\xd8\xff\x00")
+    client = Ready()
+
+    done = ask(cli.explain, client, paths=(str(photos),), output=tmp_path / "out", colormap="hot")
+
+    assert done.exit_code == 1
+    assert names(tmp_path / "out") == ["cat.m.class_1.jpg", "cat.m.class_2.jpg"]
+    assert (tmp_path / "out" / "cat.m.class_1.jpg").read_bytes() == ready(1).explanations[0].overlay
+    assert {"50.0%", "cat.m.class_1.jpg", "cat.m.class_2.jpg"} <= set(done.stdout.split())
+    assert f"error: {photos}/more/dog.webp: image: no" in done.stderr
+    assert client.options["methods"] == (camserve.Method("gradcam"),)
+    assert (client.options["colormap"], client.options["top_k"]) == ("hot", 1)
+    assert client.closed
+
+
+def test_a_job_runs_with_a_client_of_another_program(ask: Any, photos: Any, tmp_path: Any) -> None:
+    client = Ready()
+    done = ask(cli.explain, client, paths=(str(photos),), output=tmp_path / "out", resume=True)
+
+    assert done.exit_code == 0, done.output
+    assert "3 photos are done" in done.stdout
+    rows = pq.read_table(tmp_path / "out" / "results").to_pylist()
+    assert {row["image"]: row["target"] for row in rows} == {
+        str(photos / "cat.jpg"): "class 1",
+        str(photos / "cat.PNG"): "class 2",
+        str(photos / "more" / "dog.webp"): "class 3",
+    }
+    assert client.closed
+
+
+@pytest.mark.parametrize(("index", "code"), [(1, 0), (2, 1)])
+def test_replay_runs_with_a_client_of_another_program(
+    ask: Any, run: Any, photos: Any, tmp_path: Any, index: int, code: int
+) -> None:
+    assert run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--receipts").exit_code == 0
+    (path,) = (tmp_path / "out").glob("*.receipt.json")
+    photo = photos / ("cat.jpg" if index == 1 else "cat.PNG")
+
+    done = ask(cli.replay, Ready(), receipt=path, photo=photo)
+
+    assert done.exit_code == code
+    assert ("another photo" in done.stdout) == bool(code)
+
+
+class Used(Exception):
+    """A command has asked for its client."""
+
+
+@pytest.mark.parametrize("name", cli.main.commands)
+def test_every_command_takes_a_client_of_another_program(name: str, photos: Any, tmp_path: Any) -> None:
+    def connect() -> Any:
+        raise Used
+
+    command = cli.main.commands[name]
+    photo = photos / "cat.jpg"
+    given = {"paths": (str(photo),), "photo": photo, "receipt": photo, "name": "x", "output": tmp_path / "a.png"}
+    known = {each.name for each in command.params}
+    with click.Context(cli.main) as context, pytest.raises(Used):
+        context.invoke(command, connect=connect, **{key: value for key, value in given.items() if key in known})
+
+
+def test_a_client_that_cannot_be_made_is_an_error_of_usage(photos: Any, tmp_path: Any) -> None:
+    def connect() -> Any:
+        raise camserve.InvalidArgument("no such model")
+
+    with click.Context(cli.main) as context, pytest.raises(click.UsageError, match="no such model"):
+        context.invoke(cli.explain, connect=connect, paths=(str(photos),), output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

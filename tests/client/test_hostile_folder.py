@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import camserve
-from camserve import _dataset, _local, _wire
+from camserve import _local, _wire, dataset
 
 PHOTO = b"\xff\xd8\xff\xe0\x01"
 
@@ -295,7 +295,7 @@ def test_pipes_devices_loops_and_odd_names_do_not_block_a_run(
 
 def test_table_may_not_name_a_pipe(photos: Path) -> None:
     os.mkfifo(photos / "pipe.jpg")
-    chosen = _dataset.Photos([str(table(photos, "pipe.jpg"))])
+    chosen = dataset.Photos([str(table(photos, "pipe.jpg"))])
 
     with pytest.raises(camserve.InvalidArgument, match="not a regular file"):
         chosen.read(next(iter(chosen)))

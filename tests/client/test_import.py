@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
 
 import camserve
 
+ROOT = Path(__file__).parents[2]
 PROBE = "import sys, json; import {}; print(json.dumps(sorted(sys.modules)))"
 
 
@@ -33,3 +39,48 @@ def test_every_public_name_is_there_and_documented() -> None:
     aliases = {"ImageLike", "MethodLike", "TargetLike"}
     for name in set(camserve.__all__) - aliases:
         assert getattr(camserve, name).__doc__
+
+
+@pytest.mark.parametrize("module", ["dataset", "terminal"])
+def test_what_a_public_module_defines_is_documented(module: str) -> None:
+    values = [value for name, value in vars(import_module(f"camserve.{module}")).items() if name[0] != "_"]
+    own = [each for each in values if callable(each) and each.__module__.startswith("camserve.")]
+
+    assert len(own) >= 5
+    assert all(each.__doc__ for each in own)
+
+
+def private_names(source: str) -> set[str]:
+    """Return the private modules and names of the client that a program uses."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return {name for name in found if name.startswith("camserve.") and "._" in name}
+
+
+def test_the_server_uses_only_public_modules_of_the_client() -> None:
+    files = list((ROOT / "service").rglob("*.py"))
+    used = {file.name: names for file in files if (names := private_names(file.read_text("utf-8")))}
+
+    assert len(files) > 50
+    assert used == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from camserve import Client, _wire",
+        "from camserve._terminal import echo",
+        "import camserve._wire as wire",
+        "def f():\n    from camserve.dataset import _x",
+        "camserve._client.Client()",
+    ],
+)
+def test_each_way_to_use_a_private_module_is_found(line: str) -> None:
+    assert private_names(line)
+    assert not private_names(line.replace("._", ".").replace(" _", " "))

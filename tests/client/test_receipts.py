@@ -62,7 +62,7 @@ def explained(receipt: camserve.Receipt) -> camserve.Explanation:
         heatmap=receipt.heatmap,
         overlay_picture=None,
         colored_picture=None,
-        _receipt=receipt,
+        receipt_or_none=receipt,
     )
 
 

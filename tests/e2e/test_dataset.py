@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _dataset
-from camserve._dataset import job
+from camserve import dataset
 from camserve.cli import main
+from camserve.dataset import job
 from support import serving, wait_until
 
 NETS = """
@@ -206,7 +207,7 @@ def test_a_target_that_one_photo_does_not_have_is_that_photos_error():
     assert not any(map(job._is_questions, [*servers, *own]))
 
 
-QUESTION = _dataset.Question({"heatmap": False}, _dataset.Wanted("jpeg", heatmaps=False, receipts=False))
+QUESTION = dataset.JobSpec({"heatmap": False}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
 
 
 class Photos(list):
@@ -232,11 +233,11 @@ class Client:
 
 
 def test_a_photo_at_which_the_server_fails_is_asked_about_alone_and_left_undone_for_the_next_run(tmp_path):
-    store, photos = _dataset.Store(str(tmp_path)), Photos(["a1", "x1", "b1", "y1", "c1"])
+    store, photos = dataset.Store(str(tmp_path)), Photos(["a1", "x1", "b1", "y1", "c1"])
     failing = Client(x=camserve.Unavailable("gone"), y=camserve.Internal("a fault"))
-    first = _dataset.run(failing, photos, store, QUESTION)
+    first = dataset.run(failing, photos, store, QUESTION)
     again = Client(y=camserve.Internal("a fault"))
-    second = _dataset.run(again, photos, store, QUESTION)
+    second = dataset.run(again, photos, store, QUESTION)
 
     assert (first.failed, first.left, first.why) == (3, 2, "a fault")
     assert failing.asked[5:] == [("x", 1), ("y", 1)]
@@ -249,12 +250,12 @@ def test_a_server_that_fails_at_all_photos_ends_the_job_and_one_that_fails_at_ev
     wrong = {kind: Client(x=kind("no"), a=kind("no")) for kind in (camserve.Unavailable, camserve.Internal)}
 
     with pytest.raises(camserve.Unavailable):
-        _dataset.run(wrong[camserve.Unavailable], many, _dataset.Store(str(tmp_path / "gone")), QUESTION)
+        dataset.run(wrong[camserve.Unavailable], many, dataset.Store(str(tmp_path / "gone")), QUESTION)
     assert len(wrong[camserve.Unavailable].asked) < 3 * job.TRIED
     assert not (tmp_path / "gone" / "results").exists()
-    faulty = _dataset.run(wrong[camserve.Internal], many, _dataset.Store(str(tmp_path / "faulty")), QUESTION)
+    faulty = dataset.run(wrong[camserve.Internal], many, dataset.Store(str(tmp_path / "faulty")), QUESTION)
     assert (faulty.total, faulty.left) == (0, len(many))
-    other = _dataset.run(Client(x=camserve.Unavailable("no")), many, _dataset.Store(str(tmp_path / "other")), QUESTION)
+    other = dataset.run(Client(x=camserve.Unavailable("no")), many, dataset.Store(str(tmp_path / "other")), QUESTION)
     assert (other.total, other.left) == (len(many) // 2, len(many) // 2)
 
 
@@ -265,10 +266,10 @@ def test_a_photo_that_kills_its_engine_is_left_and_its_neighbours_are_done(addre
     for number in range(6):
         colour = (255, 255, 255) if number == 2 else (number, 0, 0)
         Image.new("RGB", (16, 12), colour).save(tmp_path / "photos" / f"{number}.png")
-    store, photos = _dataset.Store(str(tmp_path / "out")), _dataset.Photos([str(tmp_path / "photos")])
+    store, photos = dataset.Store(str(tmp_path / "out")), dataset.Photos([str(tmp_path / "photos")])
     settings = {"models": ("dataset_nets:fatal?size=32",), "device": "cpu", "threads": 1, "isolation": "process"}
     with serving(**settings) as one, camserve.Client(one.address, retries=1) as client:
-        tally = _dataset.run(client, photos, store, QUESTION)
+        tally = dataset.run(client, photos, store, QUESTION)
 
     assert (tally.explained, tally.failed, tally.left) == (5, 0, 1), tally
     assert {Path(row["image"]).name for row in rows(tmp_path / "out")} == {f"{n}.png" for n in (0, 1, 3, 4, 5)}
@@ -289,7 +290,7 @@ def test_photos_of_many_small_tables_come_out_under_their_own_names(tmp_path):
     for table in range(60):
         cells = [f"{table}#{row}".encode() for row in range(3)]
         pq.write_table(pa.table({"image": cells}), tmp_path / f"{table}.parquet")
-    photos, under_way = _dataset.Photos([f"{tmp_path}/{table}.parquet" for table in range(60)]), deque()
+    photos, under_way = dataset.Photos([f"{tmp_path}/{table}.parquet" for table in range(60)]), deque()
     with ThreadPoolExecutor(job.THREADS) as pool:
         read = [image.decode() for image in job._read_ahead(pool, photos, photos, under_way)]
 
@@ -307,11 +308,11 @@ def test_a_table_in_an_object_store_names_photos_there(tmp_path):
             file.write(b"\xff\xd8\xff%d" % place)
     with fsspec.open("memory://set/deep/table.parquet", "wb") as file:
         pq.write_table(pa.table({"image": names}), file)
-    photos = _dataset.Photos(["memory://set/deep/table.parquet"], allow_outside=True)
+    photos = dataset.Photos(["memory://set/deep/table.parquet"], allow_outside=True)
 
     assert [photos.read(key)[-1:] for key in photos] == [b"1", b"2", b"3", b"4"]
     with pytest.raises(camserve.InvalidArgument, match=r"names \.\./2\.png, which is outside of its folder"):
-        list(_dataset.Photos(["memory://set/deep/table.parquet"]))
+        list(dataset.Photos(["memory://set/deep/table.parquet"]))
 
 
 @pytest.mark.parametrize(
@@ -327,18 +328,18 @@ def test_a_table_in_an_object_store_names_photos_there(tmp_path):
     ],
 )
 def test_a_path_in_a_table_stays_in_the_tables_store(table, path, key):
-    assert _dataset.photos._beside(table, path) == key
+    assert dataset.photos._beside(table, path) == key
 
 
 def test_two_buckets_are_two_file_systems(monkeypatch):
-    monkeypatch.setattr(_dataset.photos, "filesystem", lambda uri: (uri[:7], uri[5:]))
-    photos = _dataset.Photos(["s3://a/x", "s3://b/y"])
+    monkeypatch.setattr(dataset.photos, "filesystem", lambda uri: (uri[:7], uri[5:]))
+    photos = dataset.Photos(["s3://a/x", "s3://b/y"])
 
     assert [photos._home(f"s3://{bucket}/z.png") for bucket in "abc"] == ["s3://a/", "s3://b/", "s3://c/"]
 
 
 def test_a_store_that_fails_says_nothing_of_the_photo(monkeypatch, tmp_path):
-    photos, found = _dataset.Photos([str(tmp_path)]), {}
+    photos, found = dataset.Photos([str(tmp_path)]), {}
     for error in (OSError("timeout"), FileNotFoundError("none")):
         store = Mock(**{"open_input_stream.side_effect": error})
         monkeypatch.setattr(photos, "_home", Mock(return_value=store))
@@ -380,7 +381,7 @@ def test_a_job_goes_on_only_with_the_same_words(run, photos, tmp_path):
 
 
 def test_two_runs_in_one_folder_would_do_photos_twice_so_the_second_is_refused(run, photos, tmp_path):
-    with _dataset.locked(tmp_path / "out"):
+    with dataset.locked(tmp_path / "out"):
         refused = run(photos)
 
     assert refused.exit_code != 0
@@ -491,7 +492,7 @@ class Cut(BaseException):
 @pytest.mark.parametrize("at", range(12))
 def test_wherever_a_job_is_cut_off_the_next_run_completes_it(at, address, photos, tmp_path, monkeypatch):
     """Whichever of its writes is the last that is done, half of the next one lying about."""
-    store, count, turn = _dataset.Store(str(tmp_path / "out")), 0, threading.Lock()
+    store, count, turn = dataset.Store(str(tmp_path / "out")), 0, threading.Lock()
     monkeypatch.setattr(job, "PART_PHOTOS", 2)
     whole = os.replace
 
@@ -503,12 +504,12 @@ def test_wherever_a_job_is_cut_off_the_next_run_completes_it(at, address, photos
                 raise Cut
         whole(path, to)
 
-    wanted = _dataset.Wanted("jpeg", heatmaps=False, receipts=False)
-    question = _dataset.Question({"model": "tiny", "heatmap": False}, wanted)
+    wanted = dataset.Outputs("jpeg", heatmaps=False, receipts=False)
+    question = dataset.JobSpec({"model": "tiny", "heatmap": False}, wanted)
 
     def go(client):
-        _dataset.opened(store, question, client.model("tiny"))
-        return _dataset.run(client, _dataset.Photos([str(photos)]), store, question)
+        dataset.open_job(store, question, client.model("tiny"))
+        return dataset.run(client, dataset.Photos([str(photos)]), store, question)
 
     with camserve.Client(address) as client:
         with monkeypatch.context() as patch:
@@ -543,10 +544,10 @@ def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
                 answered += 1
                 yield camserve.InvalidArgument("no", fields={"image": "no"})
 
-    question = _dataset.Question({}, _dataset.Wanted("jpeg", heatmaps=False, receipts=False))
+    question = dataset.JobSpec({}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
     keys = (str(n) for n in range(3000))
     done = 0
-    for _ in _dataset.ask(Client(), Photos(), keys, _dataset.Store(str(tmp_path)), question):
+    for _ in dataset.explain(Client(), Photos(), keys, dataset.Store(str(tmp_path)), question):
         done += 1
         most = max(most, read - done)
 
@@ -555,7 +556,7 @@ def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
 
 
 def test_what_is_known_of_a_photo_that_is_done_is_16_bytes(monkeypatch):
-    seen = job.Seen()
+    seen = job.KeySet()
     monkeypatch.setattr(job, "TOGETHER", 1000)
 
     assert all(seen.add(str(n)) for n in range(10_500))
@@ -563,9 +564,21 @@ def test_what_is_known_of_a_photo_that_is_done_is_16_bytes(monkeypatch):
     assert seen._old.nbytes == 10_000 * 16
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text(encoding="utf-8")
+
+
+def test_the_pages_python_works_when_pasted(address, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+    exec(code.replace("localhost:50051", address), {})  # noqa: S102 -- that is the promise
+
+    assert capsys.readouterr().out == "5 2 0\n"
+    assert len(rows(tmp_path / "out")) == len(list(photos.rglob("*.[pj]*g")))
+
+
 def test_the_page_names_every_column():
-    page = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text(encoding="utf-8")
-    table = page.partition("| column | |\n")[2].partition("\n\n")[0]
+    table = PAGE.partition("| column | |\n")[2].partition("\n\n")[0]
     named = [name.strip("` ") for line in table.splitlines() for name in line.split("|")[1].split(",")]
 
-    assert [name for name in named if name != "---"] == _dataset.schema().names
+    assert [name for name in named if name != "---"] == dataset.schema().names

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2
 
-from camserve import _dataset
+from camserve import dataset
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server import config, devices
 from camserve_server.cluster import application, commands, job, proxy
@@ -395,7 +395,7 @@ def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, mon
     assert Counter(row["image"] for row in rows) == dict.fromkeys(left, 1)
 
     later = new_job(photos)
-    assert job.begun(later) == ([], _dataset.Tally(before=3))
+    assert job.begun(later) == ([], dataset.Tally(before=3))
     assert "another run of this job was begun" in actor({"image": list(map(job._bytes, left))})["wrong"][0]
 
 
@@ -405,8 +405,8 @@ def test_an_actor_leaves_a_photo_at_which_its_server_fails_and_does_the_same_par
     left, _ = job.begun(one)
     actor = acting(one)
     with monkeypatch.context() as patch:
-        patch.setattr(_dataset.job, "_is_photos_own", lambda _error: False)
-        patch.setattr(_dataset.job, "_is_questions", lambda _error: False)
+        patch.setattr(dataset.job, "_is_photos_own", lambda _error: False)
+        patch.setattr(dataset.job, "_is_questions", lambda _error: False)
         first = actor({"image": list(map(job._bytes, left))})
     second = actor({"image": list(map(job._bytes, left))})
 
@@ -446,7 +446,7 @@ def test_a_job_on_a_cluster_and_one_on_a_machine_go_on_with_one_another(photos, 
     wishes = {"layers": (), "targets": (), "fusion": None, "top_k": 1, "colormap": "jet", "alpha": 0.5}
     again = new_job(photos, **wishes, intensity=False, profile="paper", max_side=None)
 
-    assert job.begun(again) == ([], _dataset.Tally(before=3))
+    assert job.begun(again) == ([], dataset.Tally(before=3))
 
 
 class Server:

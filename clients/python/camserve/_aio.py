@@ -54,7 +54,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _Outbox: TypeAlias = "asyncio.Queue[explain_pb2.ExplainStreamRequest | None]"
-_Inbox: TypeAlias = "asyncio.Queue[explain_pb2.ExplainStreamResponse | CamserveError]"
+_Inbox: TypeAlias = "asyncio.Queue[explain_pb2.ExplainStreamResponse | Exception]"
 
 
 class AsyncClient:
@@ -68,6 +68,10 @@ class AsyncClient:
             a ``Retry`` sets the pauses as well.
         credentials: gRPC's own, for what ``tls`` does not say. Default: no encryption.
         metadata: Sent with every call.
+        channel: A channel to use in place of one to the address: for interceptors, for tests, or for
+            a server in the same process. The client closes it. The address is then only named in
+            errors, and a token is sent whether or not the channel is encrypted. docs/channels.md
+            lists the methods that a channel needs.
         **access: TLS and the token: see ``AccessOptions``.
 
     Raises:
@@ -82,9 +86,12 @@ class AsyncClient:
         retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,
+        channel: grpc.aio.Channel | None = None,
         **access: Unpack[AccessOptions],
     ) -> None:
-        self._settings = settings(address, Given(timeout, retries, credentials, metadata), access)
+        given = Given(timeout, retries, credentials, metadata, own_channel=channel is not None)
+        self._settings = settings(address, given, access)
+        self._channel = channel
         self._opened: _Stubs | None = None
         self._closed = False
 
@@ -102,8 +109,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; calls under way end with Cancelled."""
         self._closed = True
-        if self._opened is not None:
-            await self._opened.channel.close()
+        if self._channel is not None:
+            await self._channel.close()
 
     async def explain(
         self,
@@ -269,7 +276,8 @@ class AsyncClient:
             raise FailedPrecondition("the client is closed")
         if self._opened is None:
             # Not before the first call: a channel belongs to the loop in which it was made.
-            self._opened = _Stubs(self._settings)
+            self._channel = _opened(self._settings) if self._channel is None else self._channel
+            self._opened = _Stubs(self._channel)
         return self._opened
 
     async def _call(
@@ -345,19 +353,19 @@ class AsyncClient:
         return _Line(self._stubs.explain, self._settings)
 
 
-class _Stubs:
-    """A channel and what is called through it, made together."""
+def _opened(settings: Settings) -> grpc.aio.Channel:
+    address, secure, options = settings.address, settings.credentials, settings.channel_options
+    return grpc.aio.secure_channel(address, secure, options) if secure else grpc.aio.insecure_channel(address, options)
 
-    def __init__(self, settings: Settings) -> None:
-        self.channel = (
-            grpc.aio.secure_channel(settings.address, settings.credentials, settings.channel_options)
-            if settings.credentials
-            else grpc.aio.insecure_channel(settings.address, settings.channel_options)
-        )
-        self.explain = explain_pb2_grpc.ExplainServiceStub(self.channel)
-        self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(self.channel)
-        self.models = models_pb2_grpc.ModelServiceStub(self.channel)
-        self.check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
+
+class _Stubs:
+    """The calls that a client makes through a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.explain = explain_pb2_grpc.ExplainServiceStub(channel)
+        self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(channel)
+        self.models = models_pb2_grpc.ModelServiceStub(channel)
+        self.check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_CHECK)
 
 
 async def _own(call: grpc.aio.UnaryUnaryCall[Any, R]) -> R:
@@ -423,7 +431,11 @@ class _Line:
             self._outbox.put_nowait(request)
 
     async def hear(self, seconds: float) -> _stream.Event:
-        """Wait for an answer, or for the error that the stream breaks with."""
+        """Wait for an answer, or for the error that the stream breaks with.
+
+        Raises:
+            Exception: What a channel of the caller's own raised, other than gRPC's errors.
+        """
         try:
             async with asyncio.timeout(seconds):
                 event = await self._inbox.get()
@@ -432,6 +444,8 @@ class _Line:
         if isinstance(event, CamserveError):
             self._hesitant = isinstance(event, StatusLost)
             await self._drop()
+        elif isinstance(event, Exception):
+            raise event
         return event
 
     async def finish(self) -> None:
@@ -478,5 +492,5 @@ async def _read(
         inbox.put_nowait(_stream.ended())
     except asyncio.CancelledError:
         inbox.put_nowait(Cancelled("the client was closed"))
-    except CamserveError as error:
+    except Exception as error:  # noqa: BLE001 -- the caller waits for whatever ends the stream
         inbox.put_nowait(error)

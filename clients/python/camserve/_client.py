@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 import grpc
 
 from camserve import _metrics, _replay, _stream, _wire, _xray_wire
-from camserve._errors import CamserveError, border
+from camserve._errors import CamserveError, FailedPrecondition, border
 from camserve._progress import Told, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
@@ -55,7 +55,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 _Outbox: TypeAlias = "queue.SimpleQueue[explain_pb2.ExplainStreamRequest | None]"
-_Inbox: TypeAlias = "queue.SimpleQueue[explain_pb2.ExplainStreamResponse | CamserveError]"
+_Inbox: TypeAlias = "queue.SimpleQueue[explain_pb2.ExplainStreamResponse | Exception]"
 
 
 class Client:
@@ -70,6 +70,10 @@ class Client:
             a ``Retry`` sets the pauses as well.
         credentials: gRPC's own, for what ``tls`` does not say. Default: no encryption.
         metadata: Sent with every call.
+        channel: A channel to use in place of one to the address: for interceptors, for tests, or for
+            a server in the same process. The client closes it. The address is then only named in
+            errors, and a token is sent whether or not the channel is encrypted. docs/channels.md
+            lists the methods that a channel needs.
         **access: TLS and the token: see ``AccessOptions``.
 
     Raises:
@@ -87,11 +91,10 @@ class Client:
         channel: grpc.Channel | None = None,
         **access: Unpack[AccessOptions],
     ) -> None:
-        self._settings = settings(address, Given(timeout, retries, credentials, metadata), access)
-        secure, options = self._settings.credentials, self._settings.channel_options
-        self._channel = channel or (
-            grpc.secure_channel(address, secure, options) if secure else grpc.insecure_channel(address, options)
-        )
+        given = Given(timeout, retries, credentials, metadata, own_channel=channel is not None)
+        self._settings = settings(address, given, access)
+        self._channel = _opened(self._settings) if channel is None else channel
+        self._closed = False
         self._explain = explain_pb2_grpc.ExplainServiceStub(self._channel)
         self._evaluate = evaluate_pb2_grpc.EvaluateServiceStub(self._channel)
         self._models = models_pb2_grpc.ModelServiceStub(self._channel)
@@ -110,6 +113,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; calls under way end with Cancelled."""
+        self._closed = True
         self._channel.close()
 
     def file_of(self, image: _wire.ImageLike) -> bytes:
@@ -359,6 +363,7 @@ class Client:
         metadata = self._settings.metadata_with(request_id)
         tries = Tries(retry or self._settings.retry, self._settings.patience(timeout))
         while True:
+            self._check_open()
             try:
                 with border(self._settings.address, request_id):
                     return rpc(request, timeout=tries.start(), metadata=metadata)
@@ -392,7 +397,13 @@ class Client:
         (result,) = self._explained((image,), question, window, nullcontext(Told(on_progress)))
         return cast("Result", result)
 
+    def _check_open(self) -> None:
+        # A call through a closed channel that has interceptors hangs in gRPC.
+        if self._closed:
+            raise FailedPrecondition("the client is closed")
+
     def _line(self) -> _Line:
+        self._check_open()
         return _Line(self._explain, self._settings)
 
     def _explained(
@@ -415,6 +426,11 @@ class Client:
                     meter.image()
                     yield outcome
             line.finish()
+
+
+def _opened(settings: Settings) -> grpc.Channel:
+    address, secure, options = settings.address, settings.credentials, settings.channel_options
+    return grpc.secure_channel(address, secure, options) if secure else grpc.insecure_channel(address, options)
 
 
 class _Line:
@@ -445,13 +461,19 @@ class _Line:
             self._outbox.put(request)
 
     def hear(self, seconds: float) -> _stream.Event:
-        """Wait for an answer, or for the error that the stream breaks with."""
+        """Wait for an answer, or for the error that the stream breaks with.
+
+        Raises:
+            Exception: What a channel of the caller's own raised, other than gRPC's errors.
+        """
         try:
             event = self._inbox.get(timeout=seconds)
         except queue.Empty:
             return None
         if isinstance(event, CamserveError):
             self._drop()
+        elif isinstance(event, Exception):
+            raise event
         return event
 
     def finish(self) -> None:
@@ -489,5 +511,5 @@ def _read(
             for answer in answers:
                 inbox.put(answer)
         inbox.put(_stream.ended())
-    except CamserveError as error:
+    except Exception as error:  # noqa: BLE001 -- the caller waits for whatever ends the stream
         inbox.put(error)

@@ -27,7 +27,7 @@ from google.rpc import (  # pyright: ignore[reportMissingTypeStubs]  # they lie 
     status_pb2,
 )
 
-from camserve._terminal import printable
+from camserve.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from camserve import _board, _local
 from camserve._errors import InvalidArgument
 from camserve._picture import FORMATS, encode
-from camserve._terminal import printable
+from camserve.terminal import printable
 
 if TYPE_CHECKING:
     import os

@@ -72,44 +72,6 @@ class Bar:
         self._progress.update(self._task, completed=self._images + shares, rows=said)
 
 
-class Job(Protocol):
-    """How far a job has come."""
-
-    @property
-    def total(self) -> int:
-        """Photos that are done."""
-        ...
-
-    failed: int
-
-
-@contextmanager
-def job_bar(total: int) -> Generator[Callable[[Job], None], None, None]:
-    """Draw the bar of a job on standard error; yield what moves it on.
-
-    Args:
-        total: How many photos there are, those of earlier runs too.
-    """
-    from rich import progress  # noqa: PLC0415 -- only who draws a bar waits for rich
-    from rich.console import Console  # noqa: PLC0415 -- the same
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[failed]}"),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("explaining", total=total, failed="")
-
-        def told(job: Job) -> None:
-            bar.update(task, completed=job.total, failed=f"{job.failed} failed" if job.failed else "")
-
-        yield told
-
-
 @contextmanager
 def progress_bar(images: object, *, shown: bool) -> Generator[Meter, None, None]:
     """Draw a bar on standard error; yield the meter that moves it on.

@@ -105,6 +105,7 @@ class Explanation:
         augmentation_smoothing: Whether it is the mean over augmented copies of the image.
         eigen_smoothing: Whether it is the first principal component instead of the sum.
         fusion: "mean", "max" or "product" of the maps of several layers; None for one layer's.
+        receipt_or_none: The receipt, see ``receipt``; None from a server that sends none.
     """
 
     method: str
@@ -125,7 +126,7 @@ class Explanation:
     augmentation_smoothing: bool = False
     eigen_smoothing: bool = False
     fusion: str | None = None
-    _receipt: Receipt | None = field(default=None, repr=False)
+    receipt_or_none: Receipt | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:
@@ -146,9 +147,9 @@ class Explanation:
         Raises:
             FailedPrecondition: The server is older than receipts.
         """
-        if self._receipt is None:
+        if self.receipt_or_none is None:
             raise FailedPrecondition("the server sent no receipt: it is older than receipts are")
-        return self._receipt
+        return self.receipt_or_none
 
     @property
     def overlay(self) -> bytes:

@@ -78,6 +78,7 @@ class Given:
     retries: int | Retry
     credentials: grpc.ChannelCredentials | None
     metadata: Mapping[str, str] | None
+    own_channel: bool = False
 
 
 def settings(address: str, given: Given, options: AccessOptions) -> Settings:
@@ -85,15 +86,17 @@ def settings(address: str, given: Given, options: AccessOptions) -> Settings:
 
     Raises:
         InvalidArgument: Something is out of range, or the address is none; what is said of TLS does
-            not go together; or a token would go over a network in the clear.
+            not go together, or is given with a channel; or a token would go over a network in the clear.
     """
     access = Access(**options)
+    if given.own_channel and (given.credentials or access.tls):
+        raise InvalidArgument("credentials and tls are for a channel to the address: encrypt the channel that you give")
     if given.credentials and access.tls:
         raise InvalidArgument("credentials and tls say the same: give one of them")
     retry = given.retries if isinstance(given.retries, Retry) else Retry(attempts=given.retries)
     credentials = given.credentials or access.credentials()
     metadata = {**(given.metadata or {}), **access.metadata()}
-    if credentials is None:
+    if credentials is None and not given.own_channel:
         check_clear(address, metadata)
     channel = CHANNEL_OPTIONS + access.channel_options + balancing(address)
     if credentials is None:

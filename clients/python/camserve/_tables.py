@@ -6,17 +6,15 @@ import json
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from camserve import _xray
 from camserve._result import Verdict
-from camserve._terminal import brief, printable_json
 from camserve._values import ModelState
+from camserve.terminal import printable_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from camserve._evaluation import Evaluation, MetricInfo
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 MODEL_HEADINGS = ("model", "source", "weights", "task", "classes", "input", "default layer", "parameters", "", "state")
 RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
 
-_WIDEST = 10_000
 _STYLES = {Verdict.OK: "green", Verdict.UNSPECIFIED: "", Verdict.NON_FINITE: "red"}
 
 
@@ -41,24 +38,6 @@ def _plain(value: object) -> dict[str, Any]:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     raise TypeError(f"{type(value).__name__} has no JSON")
-
-
-def show(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """Print a table on standard output; in a pipe as wide as it needs to be."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(_cell(heading), overflow="fold")
-    for row in rows:
-        table.add_row(*map(_cell, row))
-    # The width of a terminal is no limit for a file.
-    console = Console() if Console().is_terminal else Console(width=_WIDEST)
-    console.print(table, width=min(console.width, console.measure(table).maximum))
-
-
-def _cell(content: str | Text) -> Text:
-    # A Text, so that rich does not read brackets in a label as markup.
-    style = content.style if isinstance(content, Text) else ""
-    return Text(brief(str(content)), style=style)
 
 
 def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:

@@ -395,7 +395,7 @@ def _explanation(said: explain_pb2.Explanation, photo: Photo, receipt: Receipt |
         augmentation_smoothing=said.augmentation_smoothing,
         eigen_smoothing=said.eigen_smoothing,
         fusion=_FUSION_NAMES.get(said.fusion),
-        _receipt=receipt,
+        receipt_or_none=receipt,
     )
 
 

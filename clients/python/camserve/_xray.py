@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from camserve import _html, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._picture import FORMATS, Photo, Picture, encode
-from camserve._terminal import printable
+from camserve.terminal import printable
 
 if TYPE_CHECKING:
     import os

@@ -1,4 +1,7 @@
-"""The command `camserve`: explain photos, and see what a server can."""
+"""The command `camserve`: explain photos, and see what a server can.
+
+Other programs can run its commands with clients of their own: see ``Connect``.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 import click
 
 import camserve
-from camserve import _dataset, _files, _local, _progress, _tables, _xray
+from camserve import _files, _local, _tables, _xray, dataset
 from camserve._settings import LOCAL, TIMEOUT
-from camserve._terminal import brief, echo
+from camserve.terminal import brief, echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -26,7 +29,14 @@ if TYPE_CHECKING:
     from camserve._xray_wire import InspectOptions
 
 Connect: TypeAlias = "Callable[[], camserve.Client]"
-"""Makes a client of a command's flags."""
+"""Returns the client of a command, which uses it as a context manager and so closes it at the end.
+
+By default it is made from the flags of the connection (``--server``, ``--timeout``, ``--tls``, …). A program that
+runs a command with a client of its own passes it as ``connect``, by click's ``Context.invoke``; the flags of the
+connection are then ignored, and all others have their defaults:
+
+    context.invoke(cli.explain, connect=lambda: client, paths=("cat.jpg",), output=Path("out"))
+"""
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -118,19 +128,19 @@ ACCESS = ("tls", "ca", "tls_name", "client_cert", "client_key", "token")
 
 
 def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags of a connection; it gets what makes a client of them, as ``connect``."""
+    """Give a command the flags of a connection, and ``connect``: made from them, unless a program passes its own."""
 
     @functools.wraps(command)
-    def connected(*args: Any, server: str, timeout: float, **rest: Any) -> Any:
+    def connected(*args: Any, server: str, timeout: float, connect: Connect | None = None, **rest: Any) -> Any:
         access = {name: value for name in ACCESS if (value := rest.pop(name, None))}
         if "ca" in access:
             access["tls"] = access.pop("ca")
 
-        def connect() -> camserve.Client:
+        def by_flags() -> camserve.Client:
             with _checked():
                 return camserve.Client(server, timeout=timeout, **access)
 
-        return command(*args, connect=connect, **rest)
+        return command(*args, connect=connect or by_flags, **rest)
 
     for option in reversed(_CONNECTION):
         option(connected)
@@ -235,7 +245,7 @@ class _Place(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Refuse what is not there, before anything is begun."""
-        if not _dataset.is_there(value):
+        if not dataset.exists(value):
             self.fail(f"Path {value!r} does not exist.", param, ctx)
         return str(value)
 
@@ -343,7 +353,7 @@ def explain(
     """
     if resume:
         with _checked():
-            chosen = _dataset.Photos(paths, column, str(output), allow_outside=allow_outside)
+            chosen = dataset.Photos(paths, column, str(output), allow_outside=allow_outside)
         return _run_job(chosen, output, connect, wishes)
     with _checked():
         images, left_out = _files.images_in(paths, output, allow_outside=allow_outside)
@@ -373,37 +383,41 @@ def _draw(images: list[Path], output: Path, connect: Connect, wishes: Wishes) ->
         finally:
             # Whatever ended it, what was written before is there.
             if rows:
-                _tables.show(_tables.RESULT_HEADINGS, rows)
+                print_table(_tables.RESULT_HEADINGS, rows)
     return FAILED if failed else 0
 
 
-def _run_job(chosen: _dataset.Photos, output: Path, connect: Connect, wishes: Wishes) -> int:
+def _run_job(chosen: dataset.Photos, output: Path, connect: Connect, wishes: Wishes) -> int:
     with _checked():
-        question = job_question(wishes)
+        spec = job_spec(wishes)
         client = connect()
-    with client, _dataset.locked(output):
-        store = _dataset.Store(str(output))
+    with client, dataset.locked(output):
+        store = dataset.Store(str(output))
         with _checked():
-            _dataset.opened(store, question, client.model(wishes["model"] or ""))
+            dataset.open_job(store, spec, client.model(wishes["model"] or ""))
             total = sum(1 for _ in chosen)
         if not total:
             raise click.UsageError(f"there are no images in {chosen}")
-        with _progress.job_bar(total) as told:
-            tally = _dataset.run(client, chosen, store, question, told)
-    echo(told_of(tally, str(output)))
+        with dataset.progress_bar(total) as update:
+            tally = dataset.run(client, chosen, store, spec, update)
+    echo(job_summary(tally, str(output)))
     return FAILED if tally.left else 0
 
 
-def job_question(wishes: Wishes) -> _dataset.Question:
-    """Return what a job asks of every photo, and which files it writes."""
-    wanted = _dataset.Wanted(wishes["overlay"], wishes["heatmap"], wishes["receipts"])
-    question = _dataset.Question(_question(wishes), wanted)
-    question.said()  # which raises what is wrong with it
-    return question
+def job_spec(wishes: Wishes) -> dataset.JobSpec:
+    """Return the options of a job.
+
+    Raises:
+        InvalidArgument: An option is out of range.
+    """
+    outputs = dataset.Outputs(wishes["overlay"], wishes["heatmap"], wishes["receipts"])
+    spec = dataset.JobSpec(_question(wishes), outputs)
+    spec.plain()  # raises what is wrong with the options
+    return spec
 
 
-def told_of(tally: _dataset.Tally, output: str) -> str:
-    """Say what became of a job."""
+def job_summary(tally: dataset.Tally, output: str) -> str:
+    """Return the outcome of a job in words."""
     before = f", {tally.before:,} by earlier runs" if tally.before else ""
     failed = f" {tally.failed:,} failed now: their rows say why." if tally.failed else ""
     done = f"{tally.total:,} photos are done{before}: {output}/results has them as Parquet.{failed}"
@@ -521,7 +535,7 @@ def evaluate(photo: Path, plot: Path | None, connect: Connect, *, as_json: bool,
     if as_json:
         echo(_tables.as_json(found.plain()))
     else:
-        _tables.show(found.cells()[0], _tables.evaluation_rows(found))
+        print_table(found.cells()[0], _tables.evaluation_rows(found))
         for label, words in found.remarks():
             echo(brief(f"{label}: {words}"), err=True)
     if plot:
@@ -552,7 +566,7 @@ def replay(receipt: Path, photo: Path, connect: Connect) -> int:
     """
     with connect() as client:
         found = client.replay(camserve.Receipt.load(receipt), photo)
-    _tables.show(_tables.REPLAY_HEADINGS, _tables.replay_rows(found))
+    print_table(_tables.REPLAY_HEADINGS, _tables.replay_rows(found))
     return 0 if found.same else FAILED
 
 
@@ -640,7 +654,7 @@ def _describe(method: camserve.MethodInfo, *, as_json: bool) -> None:
     echo(_tables.method_page(method))
     if method.parameters:
         echo()
-        _tables.show(_tables.PARAMETER_HEADINGS, _tables.parameter_rows(method.parameters))
+        print_table(_tables.PARAMETER_HEADINGS, _tables.parameter_rows(method.parameters))
 
 
 _photo = click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PHOTO")
@@ -728,4 +742,4 @@ def _show(values: object, heads: Sequence[str], rows: Sequence[Sequence[str | Te
     if as_json:
         echo(_tables.as_json(values))
     else:
-        _tables.show(heads, rows)
+        print_table(heads, rows)

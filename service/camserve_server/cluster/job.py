@@ -17,9 +17,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from camserve import CamserveError, Client, FailedPrecondition, Model, _dataset
-from camserve._progress import job_bar
-from camserve.cli import job_question
+from camserve import CamserveError, Client, FailedPrecondition, Model, dataset
+from camserve.cli import job_spec
 from camserve_server import config, server
 from camserve_server.cluster.application import Engines, device_of, ray
 
@@ -32,7 +31,7 @@ PATIENCE = 600.0  # seconds that one photo may take
 
 _COUNTED = ("explained", "failed", "left")
 
-Told: TypeAlias = Callable[[_dataset.Tally], object]
+Told: TypeAlias = Callable[[dataset.Tally], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Job:
 
     Attributes:
         settings: of its server.
-        question: what to ask.
+        spec: the options of the job.
         paths: where the photos are.
         column: of a Parquet file.
         output: the job's folder, a path or a URI that all machines can write to.
@@ -50,7 +49,7 @@ class Job:
     """
 
     settings: Mapping[str, Any]
-    question: _dataset.Question
+    spec: dataset.JobSpec
     paths: tuple[str, ...]
     column: str
     output: str
@@ -68,12 +67,12 @@ class Job:
         folder = output if "://" in output else str(Path(output).absolute())
         options = {"model": None, **wishes}
         allow_outside = options.pop("allow_outside", False)
-        question = job_question(cast("Any", options))
-        return Job(settings, question, at_home, column, folder, uuid.uuid4().hex, allow_outside)
+        spec = job_spec(cast("Any", options))
+        return Job(settings, spec, at_home, column, folder, uuid.uuid4().hex, allow_outside)
 
-    def photos(self, without: str = "") -> _dataset.Photos:
+    def photos(self, without: str = "") -> dataset.Photos:
         """Return the photos, except those in one folder."""
-        return _dataset.Photos(self.paths, self.column, without, allow_outside=self.allow_outside)
+        return dataset.Photos(self.paths, self.column, without, allow_outside=self.allow_outside)
 
 
 class Explainer:
@@ -90,7 +89,7 @@ class Explainer:
         self._open = ExitStack()
         self._client = self._open.enter_context(_serving(job.settings))
         self._photos = job.photos()
-        self._store = _dataset.Store(job.output)
+        self._store = dataset.Store(job.output)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Explain a batch of photos.
@@ -99,21 +98,21 @@ class Explainer:
             How many were explained, failed and were left, and what ends the job, if anything: Ray would do again what
             is raised, or hide it in a traceback.
         """
-        keys, tally, done = list(map(_text, batch["image"])), _dataset.Tally(), list[_dataset.Rows]()
+        keys, tally, done = list(map(_text, batch["image"])), dataset.Tally(), list[dataset.Rows]()
         try:
-            for found in _dataset.ask(self._client, self._photos, keys, self._store, self._job.question):
+            for found in dataset.explain(self._client, self._photos, keys, self._store, self._job.spec):
                 tally.add(found)
                 if not isinstance(found, CamserveError):
                     done.append(found)
         except CamserveError as error:
-            return _said(_dataset.Tally(), str(error))
+            return _said(dataset.Tally(), str(error))
         if _run_of(self._store) != self._job.run:
-            return _said(_dataset.Tally(), "another run of this job was begun: this one ends")
-        _dataset.publish(self._store, done, keys)
+            return _said(dataset.Tally(), "another run of this job was begun: this one ends")
+        dataset.write_results(self._store, done, keys)
         return _said(tally)
 
 
-def _said(tally: _dataset.Tally, wrong: str = "") -> dict[str, Any]:
+def _said(tally: dataset.Tally, wrong: str = "") -> dict[str, Any]:
     counted = {name: np.array([getattr(tally, name)]) for name in _COUNTED}
     return counted | {"why": np.array([tally.why]), "wrong": np.array([wrong])}
 
@@ -127,24 +126,24 @@ def _text(key: bytes) -> str:
     return bytes(key).decode("utf-8", "surrogateescape")
 
 
-def _run_of(store: _dataset.Store) -> str:
+def _run_of(store: dataset.Store) -> str:
     return (store.read(RUN) or b"").decode()
 
 
-def begun(job: Job) -> tuple[list[str], _dataset.Tally]:
+def begun(job: Job) -> tuple[list[str], dataset.Tally]:
     """Take the job over; return the keys of the photos that are still to be explained, and how many are not.
 
     Raises:
         CamserveError: it is another job, or a path is none.
         ConfigError: the model cannot be loaded.
     """
-    store, tally = _dataset.Store(job.output), _dataset.Tally()
-    _dataset.opened(store, job.question, _described(job.settings))
+    store, tally = dataset.Store(job.output), dataset.Tally()
+    dataset.open_job(store, job.spec, _described(job.settings))
     before = _run_of(store)
     store.write(RUN, job.run.encode())
     if before:
         time.sleep(GRACE)
-    seen, left = _dataset.taken_up(store), list[str]()
+    seen, left = dataset.completed(store), list[str]()
     for key in job.photos(job.output):
         if seen.add(key):
             left.append(key)
@@ -176,7 +175,7 @@ def batch_size(photos: int, engines: int) -> int:
     return min(TOGETHER, -(-photos // engines))
 
 
-def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, told: Told) -> None:
+def run(job: Job, engines: Engines, left: Sequence[str], tally: dataset.Tally, told: Told) -> None:
     """Explain photos on the cluster.
 
     Args:
@@ -191,7 +190,7 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
     """
     if not left:
         return
-    arrow, data = _dataset.arrow(), ray("data")
+    arrow, data = dataset.arrow(), ray("data")
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # its plans and its times would tear the bar apart
     data.DataContext.get_current().enable_progress_bars = False
     names = arrow.array(map(_bytes, left), arrow.binary())
@@ -215,7 +214,7 @@ def run(job: Job, engines: Engines, left: Sequence[str], tally: _dataset.Tally, 
         told(tally)
 
 
-def explain(job: Job, engines: Engines) -> _dataset.Tally:
+def explain(job: Job, engines: Engines) -> dataset.Tally:
     """Run a job and draw how far it has come; return what became of it.
 
     Raises:
@@ -224,7 +223,7 @@ def explain(job: Job, engines: Engines) -> _dataset.Tally:
     """
     job = replace(job, settings={**job.settings, "device": device_of(str(job.settings["device"]), engines.gpus)})
     left, tally = begun(job)
-    with job_bar(len(left) + tally.before) as told:
+    with dataset.progress_bar(len(left) + tally.before) as told:
         told(tally)
         run(job, engines, left, tally, told)
     return tally

@@ -1,4 +1,4 @@
-"""Where files are: a folder of this machine, or a prefix of an object store, by one name and one way."""
+"""The folder of a job: on this machine, or a prefix of an object store."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _foreign(place: str, error: Exception) -> tuple[Any, str]:
 
 
 class Store:
-    """A folder into which files are written whole or not at all.
+    """A folder of this machine or an object store, in which a file is written completely or not at all.
 
     On this machine a file is written in the folder itself first, and then moved to its place; an
     object store shows nothing of an object before it is complete.
@@ -133,10 +133,12 @@ class Store:
 
 @contextmanager
 def locked(folder: Path) -> Generator[None, None, None]:
-    """Keep a folder to oneself inside the block; the lock goes with the process, however it ends.
+    """Lock a job's folder inside the block, and create the folder if it is missing.
+
+    The lock ends with the process, however that ends.
 
     Raises:
-        FailedPrecondition: Somebody else has it.
+        FailedPrecondition: Another process has locked it.
         OSError: The lock is a link, or cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Which photos there are, and what is in each: folders, globs, Parquet files and object stores, never all at once."""
+"""The photos of a job: from folders, globs, Parquet files and object stores, read a few at a time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from camserve._dataset.store import arrow, filesystem
 from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
 from camserve._files import is_photo, leads_below, named, root_of, walk
 from camserve._local import open_regular, read_photo
+from camserve.dataset.store import arrow, filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
 Key: TypeAlias = str
-"""What a photo is known by: its absolute path or URI, or that of a Parquet file, "#" and the row."""
+"""Identifies a photo: its absolute path or URI, or those of a Parquet file, "#" and the row."""
 
 _ROW = re.compile(r"(?P<table>.+\.parquet)#(?P<row>\d+)", re.DOTALL)
 _CARD = "job.json"
@@ -28,12 +28,15 @@ _LOCAL = frozenset({"", "file://"})  # no network between
 
 
 class Photos:
-    """The photos of a job, by their keys; nothing is held of them but the row group that was read last.
+    """The photos of a job. Iterating yields their keys; ``read`` returns the file of one.
+
+    Only the row group of a Parquet file that was read last is held in memory.
 
     Args:
         paths: Files, folders, globs, Parquet files, or URIs of any of them but globs.
-        column: Of a Parquet file: that has the photos. Default: "image", or the only one with bytes.
-        without: A folder that is left out where it lies in others: the job's own.
+        column: The column of a Parquet file that has the photos. Default: "image", or the only one
+            with bytes.
+        without: A folder to leave out: that of the job's own results.
         allow_outside: Whether to read files outside of the named folders, through links and by the paths in a
             Parquet file. Whoever made these could name any file on this machine.
     """
@@ -106,7 +109,7 @@ class Photos:
             yield scheme + inside
 
     def _globbed(self, path: str) -> Generator[Key, None, None]:
-        if not is_there(path) or "://" in path:
+        if not exists(path) or "://" in path:
             raise InvalidArgument(f"there is no {path}")
         for each in named(path):
             yield from self._of(each)
@@ -275,6 +278,6 @@ def _beside(table: str, path: str) -> Key:
     return scheme + posixpath.normpath(f"{folder}/{path}")
 
 
-def is_there(path: str) -> bool:
-    """Say whether a path, or a glob, names something; of a URI that is found out later."""
+def exists(path: str) -> bool:
+    """Return whether a path or glob names a file or folder; for a URI, True without looking."""
     return "://" in path or bool(named(path))

@@ -1,4 +1,4 @@
-"""What came of a photo, as rows of a table: one for each explanation, or one with the error."""
+"""The table of results: one row for each explanation of a photo, or one row with its error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from camserve import _files, _local
-from camserve._dataset.store import arrow
+from camserve.dataset.store import arrow
 
 if TYPE_CHECKING:
     from camserve._errors import CamserveError
@@ -18,11 +18,11 @@ SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which files are written for an explanation.
+class Outputs:
+    """The files that a job writes for each explanation.
 
     Attributes:
-        overlay: The format of the overlay.
+        overlay: The format of the overlay: "jpeg", "png" or "webp".
         heatmaps: Whether to write the raw map.
         receipts: Whether to write the receipt.
     """
@@ -33,7 +33,7 @@ class Wanted:
 
 
 def schema() -> Any:
-    """Return the columns of the table."""
+    """Return the table's columns, as a pyarrow schema."""
     pa = arrow()
     text, whole = pa.string(), pa.int32()
     prediction = {"class_index": whole, "label": text, "probability": pa.float32(), "score": pa.float32()}
@@ -108,7 +108,7 @@ def _prediction(one: Prediction) -> dict[str, Any]:
     }
 
 
-def pictures(stem: str, mark: str, result: Result, wanted: Wanted) -> list[tuple[str, dict[str, bytes]]]:
+def pictures(stem: str, mark: str, result: Result, outputs: Outputs) -> list[tuple[str, dict[str, bytes]]]:
     """Return, for each explanation, the path of its overlay and what is to be written, by path.
 
     Args:
@@ -116,24 +116,24 @@ def pictures(stem: str, mark: str, result: Result, wanted: Wanted) -> list[tuple
         mark: Hexadecimal digits that no other photo has: they are in every name, so that a photo that
             is explained again writes the same files again.
         result: The answer.
-        wanted: Which files.
+        outputs: The files to write.
     """
     names = _files.Names(Path("overlays", mark[:2]))
     layers = len({each.layer for each in result.explanations}) > 1
     marked = Path(f"{stem}-{mark}.x")
     found: list[tuple[str, dict[str, bytes]]] = []
     for each in result.explanations:
-        path = names.unique(_files.stem_of(marked, each, with_layer=layers), SUFFIX[wanted.overlay])
-        found.append((path.as_posix(), {path.as_posix(): each.overlay, **_numbers(each, path, wanted)}))
+        path = names.unique(_files.stem_of(marked, each, with_layer=layers), SUFFIX[outputs.overlay])
+        found.append((path.as_posix(), {path.as_posix(): each.overlay, **_numbers(each, path, outputs)}))
     return found
 
 
-def _numbers(each: Explanation, path: Path, wanted: Wanted) -> dict[str, bytes]:
+def _numbers(each: Explanation, path: Path, outputs: Outputs) -> dict[str, bytes]:
     written: dict[str, bytes] = {}
-    if wanted.heatmaps and each.heatmap is not None:
+    if outputs.heatmaps and each.heatmap is not None:
         written[path.with_suffix(".npy").as_posix()] = _local.npy(each.heatmap)
     if each.intensity is not None:
         written[path.with_suffix(".intensity.npy").as_posix()] = _local.npy(each.intensity)
-    if wanted.receipts:
+    if outputs.receipts:
         written[path.with_suffix(".receipt.json").as_posix()] = each.receipt.to_json().encode()
     return written

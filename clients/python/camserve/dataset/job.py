@@ -1,4 +1,4 @@
-"""The job: explain every photo once, write what comes of it, and know after any end what is still to do."""
+"""Jobs: explain every photo once, write the results, and continue after an interruption."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import numpy as np
 from google.protobuf import json_format
 
 from camserve import _files, _wire
-from camserve._dataset import rows
-from camserve._dataset.store import arrow
 from camserve._errors import CamserveError, FailedPrecondition
 from camserve._retry import RETRYABLE, too_large
 from camserve._settings import IN_FLIGHT
+from camserve.dataset import rows
+from camserve.dataset.store import arrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from concurrent.futures import Future
 
     from camserve._client import Client
-    from camserve._dataset.photos import Key, Photos
-    from camserve._dataset.store import Store
     from camserve._stream import Outcome
     from camserve._values import Model
+    from camserve.dataset.photos import Key, Photos
+    from camserve.dataset.store import Store
 
 FORMAT = "camserve job 1"
 CARD = "job.json"
@@ -65,40 +65,42 @@ _PHOTOS = {
 """The fields at fault where an error is of the photo, by the code."""
 
 Rows: TypeAlias = "list[dict[str, Any]]"
+"""The rows of one photo in the table of results, with the columns of ``schema``."""
+
 Found: TypeAlias = "Rows | CamserveError"
-"""What comes of a photo: its rows, or the error that it is left undone for."""
+"""The outcome of a photo: its rows, or the error for which a later run tries it again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked of every photo, and which files are written.
+class JobSpec:
+    """The options of a job: how every photo is explained, and which files are written.
 
     Attributes:
-        options: For ``explain_many``.
-        wanted: The files.
+        options: The options of ``Client.explain_many``.
+        outputs: The files.
     """
 
     options: _wire.ExplainOptions
-    wanted: rows.Wanted
+    outputs: rows.Outputs
 
-    def said(self) -> dict[str, Any]:
-        """Return it as JSON, to compare."""
+    def plain(self) -> dict[str, Any]:
+        """Return it as values for JSON, to compare it with the job that a folder already has."""
         message = _wire.Question(**self.options).request()
         message.ClearField("model")
         asked: dict[str, Any] = json_format.MessageToDict(message)
-        return asked | {"heatmaps": self.wanted.heatmaps, "receipts": self.wanted.receipts}
+        return asked | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many photos there are.
+    """The number of photos, by outcome.
 
     Attributes:
-        before: Done by an earlier run.
-        explained: By this one.
-        failed: Of which this one wrote an error.
-        left: That it could not do, and that the next will try again.
-        why: What the server said of the last of these.
+        before: Photos done by earlier runs.
+        explained: Photos explained by this run.
+        failed: Photos at fault themselves, for which this run wrote an error.
+        left: Photos that the server failed at; the next run tries them again.
+        why: The error of the last photo that was left.
     """
 
     before: int = 0
@@ -109,11 +111,11 @@ class Tally:
 
     @property
     def total(self) -> int:
-        """All that are done."""
+        """The number of photos that are done."""
         return self.before + self.explained + self.failed
 
     def add(self, found: Found) -> None:
-        """Count what came of a photo."""
+        """Count the outcome of a photo."""
         if isinstance(found, CamserveError):
             self.left, self.why = self.left + 1, str(found)
         else:
@@ -121,15 +123,15 @@ class Tally:
             self.explained += not found[0].get("error")
 
 
-class Seen:
-    """Which photos are done or under way: 16 bytes of each, whatever its name."""
+class KeySet:
+    """A set of photos, by their keys; it holds 16 bytes for each, however long its key."""
 
     def __init__(self) -> None:
         self._old = np.empty(0, "S16")
         self._new: set[bytes] = set()
 
     def add(self, key: Key) -> bool:
-        """Take a photo in; return whether it was not there before."""
+        """Add a photo; return whether it is new."""
         mark = _mark(key).rstrip(b"\0")  # as NumPy does
         if mark in self._new or self._is_old(mark):
             return False
@@ -152,13 +154,13 @@ def _shown(key: Key) -> str:
     return key.encode("utf-8", "backslashreplace").decode()
 
 
-def opened(store: Store, question: Question, model: Model) -> None:
-    """Begin a job in a folder, or find that it is the one that was begun there.
+def open_job(store: Store, spec: JobSpec, model: Model) -> None:
+    """Begin a job in a folder, or check that the job in the folder has the same options.
 
     Raises:
-        FailedPrecondition: It is another.
+        FailedPrecondition: The folder has another job.
     """
-    card = {"format": FORMAT, "model": model.name, "weights": model.digest, **question.said()}
+    card = {"format": FORMAT, "model": model.name, "weights": model.digest, **spec.plain()}
     written = store.read(CARD)
     if written is None:
         store.write(CARD, _packed(card), lasting=True)
@@ -179,24 +181,25 @@ def _packed(card: dict[str, Any]) -> bytes:
     return json.dumps(card, indent=2, ensure_ascii=False).encode()
 
 
-def taken_up(store: Store) -> Seen:
-    """Return which photos earlier runs have done."""
-    seen = Seen()
+def completed(store: Store) -> KeySet:
+    """Return the photos that earlier runs have done."""
+    seen = KeySet()
     for part in store.names(RESULTS, ".parquet"):
         for each in store.table(part, ["image"]).column(0).unique().to_pylist():
             seen.add(each)
     return seen
 
 
-def publish(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ()) -> None:
-    """Write the rows of photos as one file: all of them are done from then on, or none.
+def write_results(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ()) -> None:
+    """Write the rows of photos as one Parquet file, which marks all of these photos as done.
 
-    The name is made of theirs, so that whoever does the same photos again writes the same file again.
+    The file's name depends on the photos alone: explaining the same photos again replaces the file.
 
     Args:
         store: The job's folder.
-        done: The rows.
-        batch: The photos to make the name of, where some may be left. Default: those that have rows.
+        done: The rows of each photo.
+        batch: The photos that the file's name is computed from, where some may be left. Default:
+            those that have rows.
     """
     if not done:
         return
@@ -208,23 +211,30 @@ def publish(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ()) -> No
     store.write(f"{RESULTS}/part-{name}.parquet", file.getvalue(), lasting=True)
 
 
-def ask(
-    client: Client, photos: Photos, keys: Iterable[Key], store: Store, question: Question
+def explain(
+    client: Client, photos: Photos, keys: Iterable[Key], store: Store, spec: JobSpec
 ) -> Generator[Found, None, None]:
-    """Explain photos and write their pictures; yield the rows of each when its pictures are there.
+    """Explain photos and write their pictures; yield the rows of each photo after its pictures are written.
 
-    A photo at which the server failed may have been another's neighbour only: it is asked about again, alone.
-    If it fails then too, its error is yielded, and it is not done.
+    A photo that the server fails at is sent once more, alone, because another photo of the same batch
+    may have caused the failure. If it fails again, its error is yielded, and the photo is not done.
+
+    Args:
+        client: The client of the server that explains.
+        photos: Where the photos are read from.
+        keys: The photos to explain.
+        store: The job's folder.
+        spec: The options of the job.
 
     Raises:
-        CamserveError: The server is lost, or the question is wrong whatever the photo; what is wrong with
-            a photo becomes its row.
+        CamserveError: The server is lost, or the options are wrong for every photo. An error that
+            concerns one photo becomes its row instead.
         OSError: A picture cannot be written.
     """
-    digest = client.model(question.options.get("model") or "").digest
+    digest = client.model(spec.options.get("model") or "").digest
     waiting = iter(keys)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="photo") as pool:
-        asking = _Asking(pool, client, photos, store, question, digest)
+        asking = _Asking(pool, client, photos, store, spec, digest)
         for key in waiting:
             again: list[Key] = []
             lost = True
@@ -265,7 +275,7 @@ class _Asking:
     client: Client
     photos: Photos
     store: Store
-    question: Question
+    spec: JobSpec
     digest: str
 
     def about(self, keys: Iterable[Key], in_flight: int = IN_FLIGHT) -> Generator[tuple[Key, Found], None, None]:
@@ -273,7 +283,7 @@ class _Asking:
         under_way: deque[tuple[Key, CamserveError | None]] = deque()
         writing: deque[tuple[Key, Future[Found]]] = deque()
         images = _read_ahead(self.pool, self.photos, keys, under_way)
-        answers = self.client.explain_many(images, on_error="return", in_flight=in_flight, **self.question.options)
+        answers = self.client.explain_many(images, on_error="return", in_flight=in_flight, **self.spec.options)
         with closing(answers) as outcomes:
             for outcome in outcomes:
                 key, trouble = under_way.popleft()
@@ -293,7 +303,7 @@ class _Asking:
         stem = _files.cut(PurePosixPath(name).stem, _STEM)
         found: Rows = []
         for place, (overlay, files) in enumerate(
-            rows.pictures(stem, _mark(key).hex()[:16], outcome, self.question.wanted)
+            rows.pictures(stem, _mark(key).hex()[:16], outcome, self.spec.outputs)
         ):
             for path, data in files.items():
                 self.store.write(path, data)
@@ -357,7 +367,7 @@ class _Part:
             self.close()
 
     def close(self) -> None:
-        publish(self.store, self.done)
+        write_results(self.store, self.done)
         self.done, self.since = [], time.monotonic()
 
 
@@ -365,22 +375,27 @@ def run(
     client: Client,
     photos: Photos,
     store: Store,
-    question: Question,
-    told: Callable[[Tally], object] = lambda _tally: None,
+    spec: JobSpec,
+    on_progress: Callable[[Tally], object] = lambda _tally: None,
 ) -> Tally:
     """Explain every photo that no earlier run has, and write rows and pictures.
 
     Args:
-        client: Of the server that explains.
-        photos: Which.
-        store: The job's folder; nobody else may write to it meanwhile.
-        question: What to ask.
-        told: Called after every photo.
+        client: The client of the server that explains.
+        photos: The photos.
+        store: The job's folder, which ``open_job`` has opened. No other run may write to it: see
+            ``locked``.
+        spec: The options of the job.
+        on_progress: Called after every photo, such as by ``progress_bar``.
+
+    Returns:
+        How many photos are done, failed, or left for the next run.
 
     Raises:
-        CamserveError: The server is lost, or the job is another one; what was done is kept.
+        CamserveError: The server is lost, or the options are wrong for every photo. The photos that
+            are done stay done.
     """
-    seen, tally, part = taken_up(store), Tally(), _Part(store)
+    seen, tally, part = completed(store), Tally(), _Part(store)
 
     def to_do() -> Generator[Key, None, None]:
         for key in photos:
@@ -390,11 +405,11 @@ def run(
                 tally.before += 1
 
     try:
-        for found in ask(client, photos, to_do(), store, question):
+        for found in explain(client, photos, to_do(), store, spec):
             if not isinstance(found, CamserveError):
                 part.add(found)
             tally.add(found)
-            told(tally)
+            on_progress(tally)
     finally:
         part.close()
     return tally

@@ -1,0 +1,47 @@
+"""Jobs over many photos, which can be cut off at any moment and run again; needs ``camserve[data]``.
+
+`camserve explain --resume` is made of this module:
+
+    from pathlib import Path
+
+    import camserve
+    from camserve import dataset
+
+    photos = dataset.Photos(["photos/", "s3://bucket/more"])
+    spec = dataset.JobSpec({"methods": ["gradcam"]}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
+    store = dataset.Store("out")
+    with camserve.Client("localhost:50051") as client, dataset.locked(Path("out")):
+        dataset.open_job(store, spec, client.model())
+        tally = dataset.run(client, photos, store, spec)
+
+``run`` explains every photo that no earlier run has. A program that divides the photos among several
+machines calls its parts: ``completed`` returns the photos that are done, ``explain`` explains some of
+the others, and ``write_results`` marks them as done. docs/datasets.md describes the folder of a job.
+"""
+
+from camserve.dataset.job import JobSpec, KeySet, Rows, Tally, completed, explain, open_job, run, write_results
+from camserve.dataset.photos import Key, Photos, exists
+from camserve.dataset.progress import progress_bar
+from camserve.dataset.rows import Outputs, schema
+from camserve.dataset.store import Store, arrow, locked
+
+__all__ = [
+    "JobSpec",
+    "Key",
+    "KeySet",
+    "Outputs",
+    "Photos",
+    "Rows",
+    "Store",
+    "Tally",
+    "arrow",
+    "completed",
+    "exists",
+    "explain",
+    "locked",
+    "open_job",
+    "progress_bar",
+    "run",
+    "schema",
+    "write_results",
+]

@@ -1,0 +1,38 @@
+"""A progress bar for jobs."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from camserve.dataset.job import Tally
+
+
+@contextmanager
+def progress_bar(total: int) -> Generator[Callable[[Tally], None], None, None]:
+    """Draw a job's progress bar on standard error; yield the function that updates it.
+
+    Args:
+        total: The number of photos, including those that earlier runs explained.
+    """
+    from rich import progress  # noqa: PLC0415 -- only who draws a bar waits for rich
+    from rich.console import Console  # noqa: PLC0415 -- the same
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[failed]}"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("explaining", total=total, failed="")
+
+        def update(tally: Tally) -> None:
+            bar.update(task, completed=tally.total, failed=f"{tally.failed} failed" if tally.failed else "")
+
+        yield update
