@@ -17,7 +17,7 @@ from camserve_server.admission import Admission, FairThreads, Shelf, Stay
 from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
-from camserve_server.methods import METHODS, Perturbation, Windows
+from camserve_server.methods import METHODS
 from camserve_server.targets import carried, whole
 from camserve_server.telemetry import CURRENT, Spent
 from camserve_server.threads import in_thread
@@ -409,7 +409,7 @@ def _images_of(job: jobs.Job, rows: int) -> int:
 
     Noisy copies are made in the engine; edited images are made here, with a mask for each row.
     """
-    edited = any(isinstance(METHODS[call.name], Perturbation | Windows) for call in job.calls)
+    edited = any(METHODS[call.name].edits_image for call in job.calls)
     return math.prod(job.model.preprocess.size) * (RGB + edited * EDITED * rows)
 
 
