@@ -17,15 +17,12 @@ from camserve_server.jobs.values import Finding, Job, Outcome, Sheet, Submit
 from camserve_server.metrics import METRICS, Edited, Exhibit, Looked, Reading, Repeated, Variation
 from camserve_server.metrics.kinds import Array
 from camserve_server.models.randomise import stack
+from camserve_server.targets import metric_probability
 from camserve_server.types import (
     Box,
-    ClassTarget,
-    ContrastTarget,
     Edit,
-    FinerTarget,
     Map,
     MethodCall,
-    ModelInfo,
     ParameterValue,
     Pixels,
     Randomised,
@@ -152,7 +149,7 @@ class _Court:
 
     def _exhibit(self, finding: Finding, target: int) -> Exhibit:
         image = self.study.input.numpy()
-        likely = probability(self.study.job.model, self.study.answers[target])
+        likely = metric_probability(self.study.job.model.task, self.study.answers[target])
         return exhibit(image, finding.heatmap, likely, self.seen, self.asked.box)
 
     async def _reading(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
@@ -176,7 +173,7 @@ class _Court:
         found = np.zeros(len(edits), np.float32)
 
         def keep(index: int, result: RowResult) -> None:
-            found[index] = probability(self.study.job.model, result)
+            found[index] = metric_probability(self.study.job.model.task, result)
 
         rows = [replace(self.study.row(self.study.targets[target]), edit=edit) for edit in edits]
         await self.study.desk.run(self.study.pass_("score"), rows, keep)
@@ -255,26 +252,6 @@ def _intensity(heatmap: Map) -> Map:
     cut = heatmap.clip(min=0)
     greatest = cut.max()
     return cast("Map", cut / greatest) if greatest > 0 else cut
-
-
-def probability(model: ModelInfo, answer: RowResult) -> float:
-    """Return how probable a model finds a target: what becomes of it is what metrics look at.
-
-    A class's softmax, or sigmoid where classes do not exclude each other; of a contrast the softmax between its two
-    sides. Any other target's score is taken as it is, and that of a model that is no classifier.
-    """
-    logit = isinstance(answer.target, ClassTarget | ContrastTarget | FinerTarget)
-    if model.task not in ("classify", "multilabel") or not logit:
-        return answer.score
-    if model.task == "multilabel" or not isinstance(answer.target, ClassTarget):
-        return _sigmoid(answer.score)
-    logits = answer.logits.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no probabilities: NaN says so
-        return float(1 / np.exp(logits - logits[answer.target.index]).sum())
-
-
-def _sigmoid(score: float) -> float:
-    return 1 / (1 + math.exp(-score)) if score > 0 else math.exp(score) / (1 + math.exp(score))
 
 
 def on_pixels(heatmap: Map, size: tuple[int, ...]) -> Map:

@@ -29,15 +29,12 @@ from camserve_server.methods import (
     Windows,
 )
 from camserve_server.methods.kinds import Array, itself, one
+from camserve_server.targets import weight_probability
 from camserve_server.types import (
-    ClassTarget,
-    DetectionTarget,
     Edit,
     Map,
     MethodCall,
-    ModelInfo,
     Pass,
-    ProbabilityTarget,
     RowResult,
     View,
 )
@@ -282,7 +279,8 @@ async def _windows(method: Windows, study: Study, call: MethodCall) -> list[Shee
         evidence = []
         for target in range(len(study.targets)):
             maps = np.stack([sheets[0][place].evidence[target].heatmap for _, sheets in studies])
-            chances = np.array([chance(study.job.model, one.answers[target]) for one, _ in studies], np.float32)
+            weights = [weight_probability(study.job.model.task, one.answers[target]) for one, _ in studies]
+            chances = np.array(weights, np.float32)
             dead = all(sheets[0][place].evidence[target].dead for _, sheets in studies)
             evidence.append(Evidence(await study.desk.think(_merged, method, maps, chances, views, given), dead=dead))
         merged.append(Sheet(layer, evidence))
@@ -291,15 +289,6 @@ async def _windows(method: Windows, study: Study, call: MethodCall) -> list[Shee
 
 def _merged(method: Windows, maps: Map, chances: Map, views: Sequence[View], given: Mapping[str, Any]) -> Map:
     return method.merge(maps, chances, views, **given)
-
-
-def chance(model: ModelInfo, answer: RowResult) -> float:
-    """Return a target's probability: of a class among all, or else the logistic function of the score."""
-    if isinstance(answer.target, ProbabilityTarget | DetectionTarget):
-        return answer.score  # is one already
-    if model.task == "classify" and isinstance(answer.target, ClassTarget):
-        return float(torch.from_numpy(answer.logits).softmax(0)[answer.target.index])
-    return float(torch.tensor(answer.score).sigmoid())
 
 
 @run.register

@@ -3,25 +3,21 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from camserve.v1 import explain_pb2
-from camserve_server.targets import carried, objects_of, order_of_areas, whole
+from camserve_server.targets import carried, class_probabilities, kind_of, objects_of, order_of_areas, whole
 from camserve_server.types import (
     Box,
-    ClassTarget,
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
     FixedTarget,
     Map,
     ModelInfo,
-    ProbabilityTarget,
     SegmentTarget,
-    SimilarityTarget,
     Task,
 )
 
@@ -49,25 +45,25 @@ class Told:
 
     def explained(self, target: FixedTarget, score: float) -> explain_pb2.Prediction:
         """Return the prediction that a target is about."""
-        if isinstance(target, SimilarityTarget):
+        kind = kind_of(target)
+        index = kind.class_index(target)
+        if index is None:
             return explain_pb2.Prediction(label=SIMILARITY, score=score)
-        if isinstance(target, DetectionTarget):
-            return self.object(target.index, score, target.box)
-        return self.of_class(target.why if isinstance(target, ContrastTarget | FinerTarget) else target.index)
+        return self.object(index, score, kind.box(target)) if self.model.task == "detect" else self.of_class(index)
 
     def against(self, target: FixedTarget) -> explain_pb2.Prediction | None:
         """Return the prediction that a contrast is explained against."""
-        return self.of_class(target.why_not) if isinstance(target, ContrastTarget) else None
+        index = kind_of(target).contrasted(target)
+        return None if index is None else self.of_class(index)
 
     def resolved(self, target: FixedTarget) -> explain_pb2.Target:
         """Say a target so that it can be asked for again."""
-        return _RESOLVED[type(target)](self, target)
+        return _RESOLVED[kind_of(target).name](self, target)
 
     @cached_property
     def probabilities(self) -> Map:
         """Of each class, float32 [classes]; 0 where there are none."""
-        with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no softmax: NaN says so
-            return _PROBABILITIES[self.model.task](self.values.astype(np.float64)).astype(np.float32)
+        return class_probabilities(self.model.task, self.values)
 
     def of_class(self, index: int) -> explain_pb2.Prediction:
         """Return what is said of a class."""
@@ -121,27 +117,6 @@ _PREDICTIONS: Mapping[Task, Callable[[Told, int], list[explain_pb2.Prediction]]]
 }
 
 
-Doubles: TypeAlias = NDArray[np.float64]
-
-
-def _softmax(logits: Doubles) -> Doubles:
-    powers: Doubles = np.exp(logits - logits.max())
-    probabilities: Doubles = powers / powers.sum()
-    return probabilities
-
-
-def _sigmoid(logits: Doubles) -> Doubles:
-    probabilities: Doubles = 1 / (1 + np.exp(-logits))
-    return probabilities
-
-
-_PROBABILITIES: Mapping[Task, Callable[[Doubles], Doubles]] = {
-    "classify": _softmax,
-    "multilabel": _sigmoid,
-    "regress": np.zeros_like,
-}
-
-
 def _name(index: int) -> explain_pb2.ClassName:
     return explain_pb2.ClassName(class_index=index)
 
@@ -165,13 +140,13 @@ def _detection(told: Told, target: DetectionTarget) -> explain_pb2.Target:
     return explain_pb2.Target(detection=explain_pb2.Detection(class_name=_name(target.index), box=box))
 
 
-_RESOLVED: Mapping[type, Callable[[Told, Any], explain_pb2.Target]] = {
-    ClassTarget: lambda _told, target: explain_pb2.Target(class_index=target.index),
-    ProbabilityTarget: lambda _told, target: explain_pb2.Target(class_index=target.index, softmax=True),
-    ContrastTarget: _contrast,
-    FinerTarget: _finer,
+_RESOLVED: Mapping[str, Callable[[Told, Any], explain_pb2.Target]] = {
+    "class": lambda _told, target: explain_pb2.Target(class_index=target.index),
+    "probability": lambda _told, target: explain_pb2.Target(class_index=target.index, softmax=True),
+    "contrast": _contrast,
+    "finer": _finer,
     # Not the other photo again: it may be large, and whoever asks has it.
-    SimilarityTarget: lambda _told, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
-    SegmentTarget: _segment,
-    DetectionTarget: _detection,
+    "similarity": lambda _told, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
+    "segment": _segment,
+    "detection": _detection,
 }
