@@ -18,12 +18,11 @@ from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
 from camserve_server.methods import METHODS
-from camserve_server.targets import carried, whole
+from camserve_server.targets import carried, kind_of, whole, with_box
 from camserve_server.telemetry import CURRENT, Spent
 from camserve_server.threads import in_thread
 from camserve_server.types import (
     Box,
-    DetectionTarget,
     KnownModel,
     Limits,
     ModelInfo,
@@ -31,7 +30,6 @@ from camserve_server.types import (
     Pixels,
     Rendering,
     Row,
-    SegmentTarget,
     SimilarityTarget,
     Target,
 )
@@ -349,7 +347,7 @@ def _seen(order: wire.Order, limits: Limits) -> Generator[None, None, _View]:
     del photo  # while others have their turn
     targets = list[Target]()
     for place, target in enumerate(order.job.targets):
-        if isinstance(target, SimilarityTarget):
+        if kind_of(target).compared(target):
             yield
         targets.append(_aimed(target, place, order, seen, limits))
     receipt = wire.receipt(order.job.model, order.image, image)
@@ -362,7 +360,9 @@ def _check_pixels(order: wire.Order, limits: Limits) -> None:
     Raises:
         InvalidArgument: they have, or one of them cannot be read.
     """
-    others = [(place, one) for place, one in enumerate(order.job.targets) if isinstance(one, SimilarityTarget)]
+    others = [
+        (place, one) for place, target in enumerate(order.job.targets) if (one := kind_of(target).compared(target))
+    ]
     total = images.pixels_of(order.image, limits) if others else 0
     for place, target in others:
         with _field_of(place):
@@ -386,13 +386,17 @@ def _field_of(place: int) -> Iterator[None]:
 def _aimed(target: Target, place: int, order: wire.Order, seen: Box, limits: Limits) -> Target:
     """Bring what a target says of photos to what the model sees of them."""
     preprocess = order.job.model.preprocess
-    if isinstance(target, SimilarityTarget):
+    kind = kind_of(target)
+    if other := kind.compared(target):
         with _field_of(place):
-            return SimilarityTarget(image=images.fit(images.decode(target.file, limits), preprocess)[0])
-    if isinstance(target, SegmentTarget | DetectionTarget) and target.box is not None:
-        kind = "segment.region" if isinstance(target, SegmentTarget) else "detection.box"
-        return replace(target, box=_in_input(target.box, seen, preprocess.size, f"targets[{place}].{kind}"))
+            return SimilarityTarget(image=images.fit(images.decode(other.file, limits), preprocess)[0])
+    if box := kind.box(target):
+        field = f"targets[{place}].{kind.name}.{_BOX_FIELDS[kind.name]}"
+        return with_box(target, _in_input(box, seen, preprocess.size, field))
     return target
+
+
+_BOX_FIELDS = {"segment": "region", "detection": "box"}  # of the request, by the kind of target
 
 
 def _in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:

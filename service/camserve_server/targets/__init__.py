@@ -2,7 +2,7 @@
 
 from camserve_server.targets.fixing import anything
 from camserve_server.targets.geometry import carried, whole
-from camserve_server.targets.kinds import TargetKind, kind_of, resolve, scores, seen_in
+from camserve_server.targets.kinds import TargetKind, kind_of, resolve, scores, seen_in, with_box
 from camserve_server.targets.probability import class_probabilities, metric_probability, weight_probability
 from camserve_server.targets.summaries import objects_of, order_of_areas, summary
 
@@ -21,4 +21,5 @@ __all__ = [
     "summary",
     "weight_probability",
     "whole",
+    "with_box",
 ]

@@ -1,7 +1,7 @@
 """The kinds of target: what can be done with the targets of each kind, as functions of a frozen value."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias, cast
 
@@ -118,6 +118,11 @@ _KINDS: Mapping[type[Target], TargetKind] = {
 def kind_of(target: Target) -> TargetKind:
     """Return a target's kind."""
     return _KINDS[type(target)]
+
+
+def with_box(target: Target, box: Box) -> Target:
+    """Return a target that names a part of the image, with that part at another place."""
+    return replace(cast("SegmentTarget | DetectionTarget", target), box=box)
 
 
 def scores(outputs: Outputs, targets: Sequence[FixedTarget]) -> Tensor:
