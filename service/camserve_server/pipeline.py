@@ -16,16 +16,15 @@ from camserve_server.admission import Admission, FairThreads, Shelf, Stay
 from camserve_server.batcher import Batcher, Collect
 from camserve_server.errors import InvalidArgument
 from camserve_server.lifecycle import Lifecycle
-from camserve_server.methods import METHODS, Perturbation, Windows
+from camserve_server.methods import METHODS
 from camserve_server.receipts import Receipt
 from camserve_server.requests import EvaluateRequest, ExplainRequest
 from camserve_server.results import ExplainResult, Explanation, ModelPrediction, Timing
-from camserve_server.targets import carried, whole
+from camserve_server.targets import carried, kind_of, whole, with_box
 from camserve_server.telemetry import IN_PROCESS, Origin, Record, Spent
 from camserve_server.threads import in_thread
 from camserve_server.types import (
     Box,
-    DetectionTarget,
     Input,
     KnownModel,
     Limits,
@@ -34,7 +33,6 @@ from camserve_server.types import (
     Pixels,
     Rendering,
     Row,
-    SegmentTarget,
     SimilarityTarget,
     Target,
 )
@@ -413,7 +411,7 @@ def _decoded(request: ExplainRequest, limits: Limits) -> Generator[None, None, _
     del photo  # while others have their turn
     targets = list[Target]()
     for place, target in enumerate(request.job.targets):
-        if isinstance(target, SimilarityTarget):
+        if kind_of(target).compared(target):
             yield
         targets.append(_aimed(target, place, request, seen, limits))
     receipt = receipts.receipt_of(request.job.model, request.image, image)
@@ -426,7 +424,9 @@ def _check_pixels(request: ExplainRequest, limits: Limits) -> None:
     Raises:
         InvalidArgument: they have, or one of them cannot be read.
     """
-    others = [(place, one) for place, one in enumerate(request.job.targets) if isinstance(one, SimilarityTarget)]
+    others = [
+        (place, one) for place, target in enumerate(request.job.targets) if (one := kind_of(target).compared(target))
+    ]
     total = images.pixels_of(request.image, limits) if others else 0
     for place, target in others:
         with _field_of(place):
@@ -450,15 +450,18 @@ def _field_of(place: int) -> Iterator[None]:
 def _aimed(target: Target, place: int, request: ExplainRequest, seen: Box, limits: Limits) -> Target:
     """Bring what a target says of photos to what the model sees of them."""
     preprocess = request.job.model.preprocess
-    if isinstance(target, SimilarityTarget):
+    kind = kind_of(target)
+    if other := kind.compared(target):
         with _field_of(place):
-            return SimilarityTarget(
-                image=images.prepared(images.decode(target.file, limits), target.file, preprocess)[0]
-            )
-    if isinstance(target, SegmentTarget | DetectionTarget) and target.box is not None:
-        kind = "segment.region" if isinstance(target, SegmentTarget) else "detection.box"
-        return replace(target, box=_in_input(target.box, seen, preprocess.size, f"targets[{place}].{kind}"))
+            photo = images.decode(other.file, limits)
+            return SimilarityTarget(image=images.prepared(photo, other.file, preprocess)[0])
+    if box := kind.box(target):
+        field = f"targets[{place}].{kind.name}.{_BOX_FIELDS[kind.name]}"
+        return with_box(target, _in_input(box, seen, preprocess.size, field))
     return target
+
+
+_BOX_FIELDS = {"segment": "region", "detection": "box"}  # of the request, by the kind of target
 
 
 def _in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:
@@ -475,7 +478,7 @@ def _images_of(job: jobs.Job, rows: int) -> int:
 
     Noisy copies are made in the engine; edited images are made here, with a mask for each row.
     """
-    edited = any(isinstance(METHODS[call.name], Perturbation | Windows) for call in job.calls)
+    edited = any(METHODS[call.name].edits_image for call in job.calls)
     return math.prod(job.model.preprocess.size) * (RGB + edited * EDITED * rows)
 
 

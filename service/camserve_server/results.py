@@ -3,25 +3,19 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from camserve_server.jobs import Finding
 from camserve_server.receipts import Receipt
-from camserve_server.targets import carried, objects_of, order_of_areas, whole
+from camserve_server.targets import carried, class_probabilities, kind_of, objects_of, order_of_areas, whole
 from camserve_server.types import (
     Box,
-    ContrastTarget,
-    DetectionTarget,
-    FinerTarget,
     FixedTarget,
     Map,
     ModelInfo,
     Picture,
     Reading,
-    SimilarityTarget,
     Task,
 )
 
@@ -70,21 +64,21 @@ class ModelPrediction:
 
     def explained(self, target: FixedTarget, score: float) -> Prediction:
         """Return the prediction that a target explains."""
-        if isinstance(target, SimilarityTarget):
+        kind = kind_of(target)
+        index = kind.class_index(target)
+        if index is None:
             return Prediction(SIMILARITY, score)
-        if isinstance(target, DetectionTarget):
-            return self.object(target.index, score, target.box)
-        return self.of_class(target.why if isinstance(target, ContrastTarget | FinerTarget) else target.index)
+        return self.object(index, score, kind.box(target)) if self.model.task == "detect" else self.of_class(index)
 
     def against(self, target: FixedTarget) -> Prediction | None:
         """Return the prediction that a contrast is explained against."""
-        return self.of_class(target.why_not) if isinstance(target, ContrastTarget) else None
+        index = kind_of(target).contrasted(target)
+        return None if index is None else self.of_class(index)
 
     @cached_property
     def probabilities(self) -> Map:
         """The probability of each class, float32 [classes]; 0 where the model has none."""
-        with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no softmax: NaN says so
-            return _PROBABILITIES[self.model.task](self.values.astype(np.float64)).astype(np.float32)
+        return class_probabilities(self.model.task, self.values)
 
     def of_class(self, index: int) -> Prediction:
         """Return the prediction of a class."""
@@ -123,26 +117,6 @@ _PREDICTIONS: Mapping[Task, Callable[[ModelPrediction, int], list[Prediction]]] 
     "segment": _areas,
     "detect": _objects,
     "embed": lambda _predicted, _most: [],
-}
-
-_Doubles: TypeAlias = NDArray[np.float64]
-
-
-def _softmax(logits: _Doubles) -> _Doubles:
-    powers: _Doubles = np.exp(logits - logits.max())
-    probabilities: _Doubles = powers / powers.sum()
-    return probabilities
-
-
-def _sigmoid(logits: _Doubles) -> _Doubles:
-    probabilities: _Doubles = 1 / (1 + np.exp(-logits))
-    return probabilities
-
-
-_PROBABILITIES: Mapping[Task, Callable[[_Doubles], _Doubles]] = {
-    "classify": _softmax,
-    "multilabel": _sigmoid,
-    "regress": np.zeros_like,
 }
 
 

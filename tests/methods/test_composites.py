@@ -14,8 +14,8 @@ from camserve_server.errors import FailedPrecondition
 from camserve_server.jobs import Evidence, Sheet
 from camserve_server.jobs.cost import AUGMENTED
 from camserve_server.jobs.fuse import JOINT, fused, pyramid
-from camserve_server.jobs.runs import chance
 from camserve_server.methods.cams import sess, windows
+from camserve_server.targets import weight_probability
 from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, ProbabilityTarget, RankTarget, Row, Verdict
 from methods.tools import Toy, call, error_ratio, exact, explain, gap, inputs, job, noise, run
 
@@ -198,9 +198,9 @@ def test_a_targets_chance_is_a_probability(resnet):
     rows = [Row(noise(0, 64), target) for target in (ClassTarget(3), ContrastTarget(3, 4), ProbabilityTarget(3))]
     one, contrast, probability = run(resnet, rows, kind="score")
     shares = np.exp(one.logits - one.logits.max()) / np.exp(one.logits - one.logits.max()).sum()
-    assert chance(resnet.info, one) == pytest.approx(shares[3], rel=1e-4)
-    assert chance(resnet.info, contrast) == pytest.approx(1 / (1 + np.exp(-contrast.score)), rel=1e-4)
-    assert chance(resnet.info, probability) == pytest.approx(shares[3], rel=1e-4)
+    assert weight_probability(resnet.info.task, one) == pytest.approx(shares[3], rel=1e-4)
+    assert weight_probability(resnet.info.task, contrast) == pytest.approx(1 / (1 + np.exp(-contrast.score)), rel=1e-4)
+    assert weight_probability(resnet.info.task, probability) == pytest.approx(shares[3], rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------------------- biases

@@ -19,10 +19,11 @@ from torch import nn
 
 from camserve_server import jobs
 from camserve_server.engine import Engine
-from camserve_server.jobs.evaluate import exhibit, probability
+from camserve_server.jobs.evaluate import exhibit
 from camserve_server.metrics import METRICS, Edited, faithfulness, repetition
 from camserve_server.models import LoadedModel, digest
 from camserve_server.models.randomise import randomised, stack
+from camserve_server.targets import metric_probability
 from camserve_server.types import (
     Box,
     ClassTarget,
@@ -73,7 +74,7 @@ def run_pass(model, pass_, rows):
 def shown_to(model, image, heatmap, target=TABBY_LIKE):
     """Any map, and what it is judged by."""
     (answer,) = run(model, [Row(image, target)], kind="score")
-    return exhibit(inputs(model, image)[0].numpy(), heatmap, probability(model.info, answer), WHOLE)
+    return exhibit(inputs(model, image)[0].numpy(), heatmap, metric_probability(model.info.task, answer), WHOLE)
 
 
 def judged(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
@@ -83,7 +84,7 @@ def judged(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
     edits = next(judging)
     while True:
         answers = run(model, [Row(image, target, edit=edit) for edit in edits], kind="score")
-        found = np.array([probability(model.info, one) for one in answers], np.float32)
+        found = np.array([metric_probability(model.info.task, one) for one in answers], np.float32)
         try:
             edits = judging.send(found)
         except StopIteration as stop:
@@ -278,7 +279,7 @@ def test_where_the_truth_is_known_the_true_map_gets_the_best_reading_there_is(pl
     true = np.zeros((16, 16), np.float32)
     true[4:8, 8:12] = 1
     read = partial(judged, model, image, target=ClassTarget(1), steps=16)  # a step is as large as the patch
-    best = probability(model.info, run(model, [Row(image, ClassTarget(1))], kind="score")[0])
+    best = metric_probability(model.info.task, run(model, [Row(image, ClassTarget(1))], kind="score")[0])
     others = [np.random.default_rng(seed).random((16, 16), np.float32) for seed in range(8)]
 
     (deleted,) = read(true, "deletion").curves
@@ -293,7 +294,7 @@ def test_the_probability_of_a_contrast_is_that_between_its_two_classes(lite0, ph
     (answer,) = run(lite0, [Row(photos["chelsea"], ContrastTarget(285, 282))], kind="score")
     two = torch.softmax(torch.from_numpy(answer.logits)[[285, 282]], 0)
 
-    assert probability(lite0.info, answer) == pytest.approx(float(two[0]), abs=1e-6)
+    assert metric_probability(lite0.info.task, answer) == pytest.approx(float(two[0]), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -308,10 +309,10 @@ def test_the_probability_of_a_contrast_is_that_between_its_two_classes(lite0, ph
         ("detect", DetectionTarget(1), 0.25, 0.25),
     ],
 )
-def test_every_task_has_a_number_that_edits_change(resnet, task, target, score, expected):
+def test_every_task_has_a_number_that_edits_change(task, target, score, expected):
     answer = RowResult(np.array([1, 2, 0], np.float32), target, score)
 
-    assert probability(replace(resnet.info, task=task), answer) == pytest.approx(expected)
+    assert metric_probability(task, answer) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from camserve_server.engine.batch import (
 )
 from camserve_server.errors import FailedPrecondition
 from camserve_server.hooks import Capture, Span, probed, replacing, spanning
-from camserve_server.methods import METHODS, Attention
+from camserve_server.methods import METHODS, Attention, method_of
 from camserve_server.models import LoadedModel
 from camserve_server.outputs import Outputs
 from camserve_server.types import Layout, ModelInfo, Pass, Row, RowResult
@@ -81,7 +81,7 @@ def _results(
 
 def _map(row: Row, attention: Tensor, gradients: Tensor, layout: Layout) -> Tensor:
     call = row.calls[0]
-    method = cast("Attention", METHODS[call.name])
+    method = method_of(Attention, call.name)
     patches = method.combine(attention, gradients, layout.prefix, **call.parameters)
     return patches.reshape(layout.height, layout.width)
 

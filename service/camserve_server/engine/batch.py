@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel, tasks
 from camserve_server.outputs import Outputs
 from camserve_server.types import FixedTarget, Input, Map, ModelInfo, Reading, Row, RowResult
-
-if TYPE_CHECKING:
-    from camserve_server.methods import Cam, Saliency
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ def _changed(image: Tensor, row: Row) -> Tensor:
         image = viewed(image, view)
     if row.copy is not None:
         call = row.calls[0]
-        image = cast("Cam | Saliency", METHODS[call.name]).copy(image, row.copy, **call.parameters)
+        image = METHODS[call.name].copy(image, row.copy, **call.parameters)
     return edited(image, row.edit) if row.edit else image
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from camserve_server.engine.batch import forward, in_order, inputs_of, scored, units_of
 from camserve_server.errors import FailedPrecondition
-from camserve_server.methods import METHODS, FullGradient
+from camserve_server.methods import FullGradient, method_of
 from camserve_server.models import LoadedModel
 from camserve_server.models.grid import to_grid
 from camserve_server.outputs import Outputs
@@ -44,7 +44,7 @@ def run(model: LoadedModel, _pass: Pass, rows: Sequence[Row]) -> list[RowResult]
 
 def _spread(row: Row, terms: list[Tensor], size: tuple[int, int]) -> Tensor:
     call = row.calls[0]
-    method = cast("FullGradient", METHODS[call.name])
+    method = method_of(FullGradient, call.name)
     return cast("Tensor", sum(method.spread(one, size=size, **call.parameters)[0] for one in terms))
 
 

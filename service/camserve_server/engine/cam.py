@@ -22,7 +22,7 @@ from camserve_server.engine.batch import (
 )
 from camserve_server.errors import FailedPrecondition
 from camserve_server.hooks import Capture, watching
-from camserve_server.methods import METHODS, Cam
+from camserve_server.methods import Cam, method_of
 from camserve_server.methods.cams import principal
 from camserve_server.methods.kinds import as_it_is
 from camserve_server.models import LoadedModel
@@ -224,7 +224,7 @@ def _by_row(rows: Sequence[Row], computed: Sequence[_Maps], read: Iterator[Map])
 
 def _maps(call: MethodCall, grids: Grids, scores: Tensor, places: list[int]) -> Tensor:
     """Return a method's maps [b,h,w] for some rows; or what each adds to its mean, for a method that makes copies."""
-    method = cast("Cam", METHODS[call.name])
+    method = method_of(Cam, call.name)
     device = device_of(scores.device)
     at = slice(None) if len(places) == len(scores) else device.tensor(places)  # all of them need not be copied
     more = {} if grids.curvature is None else {"curvature": grids.curvature[at]}

@@ -1,14 +1,13 @@
 """The passes down to the input: the score's gradient there, by the chain rule or by another rule for each ReLU."""
 
 from collections.abc import Hashable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, units_of
 from camserve_server.engine.relu import relu_rule
-from camserve_server.methods import METHODS, Saliency
+from camserve_server.methods import Saliency, method_of
 from camserve_server.models import LoadedModel
 from camserve_server.types import Pass, Row, RowResult
 
@@ -45,7 +44,7 @@ def _image_key(row: Row) -> Hashable:
 def _term(row: Row, image: Tensor, copy: Tensor, gradient: Tensor) -> Tensor:
     """Return what one copy adds to its method's mean."""
     call = row.calls[0]
-    method = cast("Saliency", METHODS[call.name])
+    method = method_of(Saliency, call.name)
     return method.term(image, copy, gradient, row.copy or 0, **call.parameters)
 
 

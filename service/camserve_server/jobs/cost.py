@@ -1,22 +1,9 @@
 """What a method costs in rows, before any is run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
-from camserve_server.methods import (
-    METHODS,
-    Attention,
-    Baseline,
-    Cam,
-    FullGradient,
-    Fused,
-    Perturbation,
-    Product,
-    Saliency,
-    Windows,
-)
-from camserve_server.methods.kinds import itself
+from camserve_server.methods import METHODS
 from camserve_server.types import LayerInfo, MethodCall, ModelInfo, View
 
 AUGMENTED = tuple(View(mirrored, gain) for mirrored in (False, True) for gain in (0.9, 1.0, 1.1))
@@ -28,29 +15,22 @@ HEAVY = 4  # maps that one heavy map counts as, until its cost was measured
 
 def is_clean(call: MethodCall) -> bool:
     """Tell whether a call is a CAM of the image as it is, which any number of others can share a pass with."""
-    method = METHODS[call.name]
-    return isinstance(method, Cam) and method.copy is itself and not method.curvature and not call.augmented
+    return METHODS[call.name].answered_by == "cam" and not call.augmented
 
 
 def is_plain_gradient(call: MethodCall) -> bool:
     """Tell whether a call takes the gradient at the image as it is."""
-    method = METHODS[call.name]
-    plain = isinstance(method, Saliency) and method.copy is itself and method.rule == "saliency"
-    return plain and not call.augmented
+    return METHODS[call.name].answered_by == "saliency" and not call.augmented
 
 
 def wants_features(call: MethodCall) -> bool:
     """Tell whether a call starts, or ends, with the feature maps that layers have for the image as it is."""
-    method = METHODS[call.name]
-    starts = isinstance(method, Perturbation) and method.layered
-    ends = isinstance(method, Cam) and method.copy is not itself
-    return (starts or ends) and not call.augmented
+    return METHODS[call.name].needs_features and not call.augmented
 
 
 def is_heavy(call: MethodCall) -> bool:
     """Return whether a map takes long to compute for any model, because it decomposes a matrix."""
-    method = METHODS[call.name]
-    return call.eigen or (isinstance(method, Cam) and method.decomposes)
+    return call.eigen or METHODS[call.name].decomposes
 
 
 def rows_shared(calls: Sequence[MethodCall], layers: int) -> tuple[tuple[MethodCall, ...], ...]:
@@ -82,7 +62,7 @@ def rows_of(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) ->
     """
     if call.augmented:
         return len(AUGMENTED) * _apart(replace(call, augmented=False), channels, size)
-    return _COSTS[type(METHODS[call.name])](call, channels, size)
+    return METHODS[call.name].rows(call.parameters, channels, size, lambda name: _apart(part(name), channels, size))
 
 
 def channels_of(model: ModelInfo, layers: Sequence[str]) -> list[int]:
@@ -100,45 +80,6 @@ def _apart(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> 
     return 1 + (0 if is_clean(call) or is_plain_gradient(call) else rows_of(call, channels, size))
 
 
-def _copies(call: MethodCall, _channels: Sequence[int], _size: tuple[int, int]) -> int:
-    return cast("Cam | Saliency", METHODS[call.name]).count(**call.parameters)
-
-
-def _edits(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
-    method = cast("Perturbation", METHODS[call.name])
-    if method.layered:
-        return sum(method.count(channels=one, **call.parameters) for one in channels)
-    return method.count(height=size[0], width=size[1], **call.parameters)
-
-
-def _both(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
-    method = cast("Product", METHODS[call.name])
-    return sum(_apart(part(name), channels, size) for name in (method.pixels, method.layer))
-
-
-def _fused(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
-    return _apart(part(cast("Fused", METHODS[call.name]).of), channels, size)
-
-
-def _windows(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
-    method = cast("Windows", METHODS[call.name])
-    views = method.views(height=size[0], width=size[1], **call.parameters)
-    return len(views) * _apart(part(method.of), channels, size)
-
-
 def part(name: str) -> MethodCall:
     """Call a method that another one is made of, with its defaults."""
     return MethodCall(name, {parameter.name: parameter.default for parameter in METHODS[name].parameters})
-
-
-_COSTS: Mapping[type, Callable[[MethodCall, Sequence[int], tuple[int, int]], int]] = {
-    Cam: _copies,
-    Saliency: _copies,
-    Perturbation: _edits,
-    Attention: lambda *_: 1,
-    FullGradient: lambda *_: 1,
-    Product: _both,
-    Fused: _fused,
-    Windows: _windows,
-    Baseline: lambda *_: 0,
-}

@@ -1,9 +1,9 @@
 """How explanations are judged: every metric, of every map that a job has."""
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, singledispatch
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -14,19 +14,16 @@ from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Desk, Study, Think, advanced, at_once
 from camserve_server.jobs.values import Finding, Job, Outcome, Sheet, Submit
-from camserve_server.metrics import METRICS, Edited, Exhibit, Looked, Reading, Repeated, Variation
+from camserve_server.metrics import METRICS, Edited, Exhibit, Looked, Metric, Reading, Repeated, Variation
 from camserve_server.metrics.kinds import Array
 from camserve_server.models.randomise import stack
+from camserve_server.targets import metric_probability
 from camserve_server.types import (
     Box,
-    ClassTarget,
-    ContrastTarget,
     Edit,
-    FinerTarget,
     Input,
     Map,
     MethodCall,
-    ModelInfo,
     ParameterValue,
     Randomised,
     RowResult,
@@ -38,6 +35,9 @@ Readings: TypeAlias = list[list[Reading]]
 
 _Numbers: TypeAlias = dict[tuple[int, int], float]
 """By layer and target."""
+
+_Place: TypeAlias = tuple[MethodCall, int, int]
+"""The method, layer and target of one map."""
 
 JUDGED = (Verdict.OK, Verdict.ALL_NEGATIVE)
 """Verdicts on maps that rank pixels."""
@@ -72,11 +72,8 @@ class Assessment:
 
 
 def _cost(job: Job, call: MethodCall, metric: MetricCall) -> int:
-    kind, alone = METRICS[metric.name], replace(job, calls=(call,))
-    if isinstance(kind, Looked):
-        return 0
-    count = kind.count(**metric.parameters)
-    return count * (alone.rows if isinstance(kind, Repeated) else alone.explanations)
+    alone = replace(job, calls=(call,))
+    return METRICS[metric.name].rows(metric.parameters, alone.explanations, alone.rows)
 
 
 async def evaluate(
@@ -147,57 +144,29 @@ class _Court:
 
     def _rows(self, metric: MetricCall, call: MethodCall) -> int:
         """Return how many rows a metric runs for one map; maps computed again count once for all layers and targets."""
-        kind = METRICS[metric.name]
-        return kind.count(**metric.parameters) if isinstance(kind, Edited) else _cost(self.asked.job, call, metric)
+        alone = replace(self.asked.job, calls=(call,))
+        return METRICS[metric.name].rows(metric.parameters, 1, alone.rows)
 
     def _exhibit(self, finding: Finding, target: int) -> Exhibit:
         image = self.study.input.numpy()
-        likely = probability(self.study.job.model, self.study.answers[target])
+        likely = metric_probability(self.study.job.model.task, self.study.answers[target])
         return exhibit(image, finding.heatmap, likely, self.seen, self.asked.box)
 
-    async def _reading(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
-        return await _KINDS[type(METRICS[metric.name])](self, metric, exhibit, place)
+    async def _reading(self, metric: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:
+        return await run(METRICS[metric.name], self, metric, exhibit, place)
 
-    async def looked(self, metric: MetricCall, exhibit: Exhibit, _place: tuple[MethodCall, int, int]) -> Reading:
-        """Read a metric that looks at the map alone."""
-        return await self.study.desk.think(_judge_look, metric, exhibit)
-
-    async def edited(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
-        """Let a metric try one set of edits after another, until it has its reading."""
-        judging = cast("Edited", METRICS[metric.name]).judge(exhibit, **metric.parameters)
-        reading: Reading | None
-        edits, reading = await self.study.desk.think(advanced, judging, None)
-        while reading is None:
-            found = await self._probabilities(edits, place[2])
-            edits, reading = await self.study.desk.think(advanced, judging, found)
-        return reading
-
-    async def _probabilities(self, edits: Sequence[Edit], target: int) -> Array:
+    async def probabilities(self, edits: Sequence[Edit], target: int) -> Array:
+        """Return the probability of a target in each of some edits of the image."""
         found = np.zeros(len(edits), np.float32)
 
         def keep(index: int, result: RowResult) -> None:
-            found[index] = probability(self.study.job.model, result)
+            found[index] = metric_probability(self.study.job.model.task, result)
 
         rows = [replace(self.study.row(self.study.targets[target]), edit=edit) for edit in edits]
         await self.study.desk.run(self.study.pass_("score"), rows, keep)
         return found
 
-    async def compared(self, metric: MetricCall, exhibit: Exhibit, place: tuple[MethodCall, int, int]) -> Reading:
-        """Have a method's maps computed again, once for all layers and targets, and compare one of them."""
-        call, layer, target = place
-        kind, desk = cast("Repeated", METRICS[metric.name]), self.study.desk
-        variations = kind.vary(exhibit.image, **metric.parameters)
-        changes = [self._changed(call, one) for one in variations]
-        key = (*call.key, metric.name, *sorted(metric.parameters.items()))
-        if key not in self.repeated:
-            parts = [(one.job.rows, partial(self._again, kind, call, one)) for one in changes]
-            self.repeated[key] = await desk.gather(parts)
-        numbers = [again[layer, target] for again in self.repeated[key]]
-        total = len(stack(self.study.job.model))
-        random = [one.randomised.modules / total if one.randomised else 0.0 for one in changes]
-        return await desk.think(_judge_repeats, metric, numbers, random)
-
-    async def _again(self, kind: Repeated, call: MethodCall, changed: Study) -> _Numbers:
+    async def again(self, kind: Repeated, call: MethodCall, changed: Study) -> _Numbers:
         """Compute a method's maps again and compare them; only the numbers are kept, not the maps."""
         _, (sheets,) = await examine(changed)
         return await changed.desk.think(self._compared, kind, call, sheets)
@@ -211,7 +180,7 @@ class _Court:
                     numbers[layer, target] = kind.compare(finding.heatmap, evidence.heatmap)
         return numbers
 
-    def _changed(self, call: MethodCall, variation: Variation) -> Study:
+    def changed(self, call: MethodCall, variation: Variation) -> Study:
         """Put one method, for the same targets, under study again in changed conditions."""
         views = (variation.view,) if variation.view else ()
         random = None
@@ -221,19 +190,44 @@ class _Court:
         return replace(self.study, job=job, views=views, answers=(), randomised=random)
 
 
-def _judge_look(metric: MetricCall, exhibit: Exhibit) -> Reading:
-    return cast("Looked", METRICS[metric.name]).judge(exhibit, **metric.parameters)
+@singledispatch
+async def run(metric: Metric, court: _Court, call: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:  # noqa: ARG001 -- as every kind's
+    """Take a metric's reading of one map by its kind, which is the only place that depends on it."""
+    raise TypeError(f"{call.name} is of an unknown kind: {type(metric).__name__}")
 
 
-def _judge_repeats(metric: MetricCall, numbers: Sequence[float], random: Sequence[float]) -> Reading:
-    return cast("Repeated", METRICS[metric.name]).judge(numbers, random, **metric.parameters)
+@run.register
+async def _looked(metric: Looked, court: _Court, call: MetricCall, exhibit: Exhibit, _place: _Place) -> Reading:
+    """Read a metric that looks at the map alone."""
+    return await court.study.desk.think(partial(metric.judge, **call.parameters), exhibit)
 
 
-_KINDS: Mapping[type, Callable[[_Court, MetricCall, Exhibit, tuple[MethodCall, int, int]], Awaitable[Reading]]] = {
-    Looked: _Court.looked,
-    Edited: _Court.edited,
-    Repeated: _Court.compared,
-}
+@run.register
+async def _edited(metric: Edited, court: _Court, call: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:
+    """Let a metric try one set of edits after another, until it has its reading."""
+    judging = metric.judge(exhibit, **call.parameters)
+    reading: Reading | None
+    edits, reading = await court.study.desk.think(advanced, judging, None)
+    while reading is None:
+        found = await court.probabilities(edits, place[2])
+        edits, reading = await court.study.desk.think(advanced, judging, found)
+    return reading
+
+
+@run.register
+async def _repeated(metric: Repeated, court: _Court, call: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:
+    """Have a method's maps computed again, once for all layers and targets, and compare one of them."""
+    method, layer, target = place
+    desk = court.study.desk
+    changes = [court.changed(method, one) for one in metric.vary(exhibit.image, **call.parameters)]
+    key = (*method.key, call.name, *sorted(call.parameters.items()))
+    if key not in court.repeated:
+        parts = [(one.job.rows, partial(court.again, metric, method, one)) for one in changes]
+        court.repeated[key] = await desk.gather(parts)
+    numbers = [again[layer, target] for again in court.repeated[key]]
+    total = len(stack(court.study.job.model))
+    random = [one.randomised.modules / total if one.randomised else 0.0 for one in changes]
+    return await desk.think(partial(metric.judge, **call.parameters), numbers, random)
 
 
 def exhibit(image: Array, heatmap: Map, likely: float, seen: Box, box: Box | None = None) -> Exhibit:
@@ -255,26 +249,6 @@ def _intensity(heatmap: Map) -> Map:
     cut = heatmap.clip(min=0)
     greatest = cut.max()
     return cast("Map", cut / greatest) if greatest > 0 else cut
-
-
-def probability(model: ModelInfo, answer: RowResult) -> float:
-    """Return how probable a model finds a target: what becomes of it is what metrics look at.
-
-    A class's softmax, or sigmoid where classes do not exclude each other; of a contrast the softmax between its two
-    sides. Any other target's score is taken as it is, and that of a model that is no classifier.
-    """
-    logit = isinstance(answer.target, ClassTarget | ContrastTarget | FinerTarget)
-    if model.task not in ("classify", "multilabel") or not logit:
-        return answer.score
-    if model.task == "multilabel" or not isinstance(answer.target, ClassTarget):
-        return _sigmoid(answer.score)
-    logits = answer.logits.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no probabilities: NaN says so
-        return float(1 / np.exp(logits - logits[answer.target.index]).sum())
-
-
-def _sigmoid(score: float) -> float:
-    return 1 / (1 + math.exp(-score)) if score > 0 else math.exp(score) / (1 + math.exp(score))
 
 
 def on_pixels(heatmap: Map, size: tuple[int, ...]) -> Map:

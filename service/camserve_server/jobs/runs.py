@@ -1,9 +1,9 @@
 """How each kind of method gets its maps."""
 
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from camserve_server.methods import (
     Cam,
     FullGradient,
     Fused,
+    Method,
     Perturbation,
     Product,
     Saliency,
@@ -28,16 +29,12 @@ from camserve_server.methods import (
     Windows,
 )
 from camserve_server.methods.kinds import Array, itself, one
+from camserve_server.targets import weight_probability
 from camserve_server.types import (
-    ClassTarget,
-    DetectionTarget,
     Edit,
-    Kind,
     Map,
     MethodCall,
-    ModelInfo,
     Pass,
-    ProbabilityTarget,
     RowResult,
     View,
 )
@@ -62,8 +59,7 @@ async def examine_all(studies: Sequence[Study]) -> list[tuple[Study, list[list[S
 
 async def sheets_of(study: Study, call: MethodCall) -> list[Sheet]:
     """Run one method of a study that knows what the model says of the image as it is."""
-    run = _augmented if call.augmented else _RUNS[type(METHODS[call.name])]
-    sheets = await run(study, call)
+    sheets = await (_augmented(study, call) if call.augmented else run(METHODS[call.name], study, call))
     how = study.job.fusion
     if how is None or len(sheets) == 1:
         return sheets
@@ -124,33 +120,33 @@ class _Mean:
         return torch.from_numpy(cast("Sums", self.total) / np.float32(self.copies))
 
 
-async def _means(study: Study, call: MethodCall, pass_: Pass, count: int) -> list[list[_Mean]]:
+async def _means(method: Cam | Saliency, study: Study, call: MethodCall, pass_: Pass) -> list[list[_Mean]]:
     """Run a method's copies; return the mean of each layer (one where there is none) and target."""
-    squares = cast("Cam | Saliency", METHODS[call.name]).squares
-    means = [[_Mean(squares) for _ in study.targets] for _ in pass_.layers or ("",)]
+    means = [[_Mean(method.squares) for _ in study.targets] for _ in pass_.layers or ("",)]
 
     def add(index: int, result: RowResult) -> None:
         for layer, maps, dead in zip(means, result.maps, result.dead, strict=True):
             layer[index % len(study.targets)].add(maps[0], result.score, dead=dead)
 
     # The targets of one copy stand side by side, so that they share a forward pass.
-    copies: Sequence[int | None] = (None,) if _takes_itself(call) else range(count)
+    itself_alone = method.copy is itself and method.count is one
+    copies: Sequence[int | None] = (None,) if itself_alone else range(method.count(**call.parameters))
     rows = [study.row(target, (call,), copy) for copy in copies for target in study.targets]
     await study.desk.run(pass_, rows, add)
     return means
 
 
-def _takes_itself(call: MethodCall) -> bool:
-    method = cast("Cam | Saliency", METHODS[call.name])
-    return method.copy is itself and method.count is one
+@singledispatch
+async def run(method: Method, study: Study, call: MethodCall) -> list[Sheet]:  # noqa: ARG001 -- as every kind's
+    """Run a method by its kind, which is the only place that depends on it."""
+    raise TypeError(f"{call.name} is of an unknown kind: {type(method).__name__}")
 
 
-async def _cam(study: Study, call: MethodCall) -> list[Sheet]:
+@run.register
+async def _cam(method: Cam, study: Study, call: MethodCall) -> list[Sheet]:
     if call in study.job.clean:
         return _answered(study, call)
-    method = cast("Cam", METHODS[call.name])
-    pass_ = study.pass_("curvature" if method.curvature else "cam", study.job.layers)
-    means = await _means(study, call, pass_, method.count(**call.parameters))
+    means = await _means(method, study, call, study.pass_(method.pass_kind, study.job.layers))
     return [
         Sheet(
             layer,
@@ -177,19 +173,19 @@ def _finish_cam(method: Cam, call: MethodCall, mean: _Mean, features: Sequence[M
     return Evidence(to_map(method.finish(mean.value, **call.parameters, **more)), dead=mean.dead)
 
 
-async def _saliency(study: Study, call: MethodCall) -> list[Sheet]:
-    method = cast("Saliency", METHODS[call.name])
+@run.register
+async def _saliency(method: Saliency, study: Study, call: MethodCall) -> list[Sheet]:
     if call in study.job.clean:
         means = [_Mean(method.squares) for _ in study.answers]
         for mean, answer in zip(means, study.answers, strict=True):
             mean.add(answer.maps[0][0], answer.score, dead=answer.dead[0])
     else:
-        (means,) = await _means(study, call, study.pass_(method.rule), method.count(**call.parameters))
-    return [Sheet("", await study.desk.think(_finish_saliencies, study, call, means))]
+        (means,) = await _means(method, study, call, study.pass_(method.pass_kind))
+    return [Sheet("", await study.desk.think(_finish_saliencies, method, study, call, means))]
 
 
-def _finish_saliencies(study: Study, call: MethodCall, means: Sequence[_Mean]) -> list[Evidence]:
-    method, seen = cast("Saliency", METHODS[call.name]), study.input
+def _finish_saliencies(method: Saliency, study: Study, call: MethodCall, means: Sequence[_Mean]) -> list[Evidence]:
+    seen = study.input
     return [
         _finish_saliency(method, call, mean, seen, answer.score)
         for mean, answer in zip(means, study.answers, strict=True)
@@ -205,21 +201,21 @@ def _finish_saliency(method: Saliency, call: MethodCall, mean: _Mean, seen: torc
     return Evidence(heatmap, mean.dead, error)
 
 
-async def _perturbation(study: Study, call: MethodCall) -> list[Sheet]:
-    method = cast("Perturbation", METHODS[call.name])
+@run.register
+async def _perturbation(method: Perturbation, study: Study, call: MethodCall) -> list[Sheet]:
     scores = np.array([answer.score for answer in study.answers], np.float32)
     image = study.input.numpy()
     if not method.layered:
-        return [await _explored(study, call, Scene(image, scores), "")]
+        return [await _explored(method, study, call, Scene(image, scores), "")]
     return [
-        await _explored(study, call, Scene(image, scores, study.answers[0].features[place]), layer)
+        await _explored(method, study, call, Scene(image, scores, study.answers[0].features[place]), layer)
         for place, layer in enumerate(study.job.layers)
     ]
 
 
-async def _explored(study: Study, call: MethodCall, scene: Scene, layer: str) -> Sheet:
+async def _explored(method: Perturbation, study: Study, call: MethodCall, scene: Scene, layer: str) -> Sheet:
     """Let a method try one set of edits after another, until it has its maps."""
-    exploring = cast("Perturbation", METHODS[call.name]).explore(scene, **call.parameters)
+    exploring = method.explore(scene, **call.parameters)
     edits, maps = await study.desk.think(advanced, exploring, None)
     while maps is None:
         edits, maps = await study.desk.think(advanced, exploring, await _scores(study, edits, layer))
@@ -239,24 +235,18 @@ async def _scores(study: Study, edits: Sequence[Edit], layer: str) -> Array:
     return scores
 
 
-async def _own_pass(study: Study, call: MethodCall) -> list[Sheet]:
+@run.register
+async def _own_pass(method: Attention | FullGradient, study: Study, call: MethodCall) -> list[Sheet]:
     """Run a method that one pass of its own kind answers, on no layer."""
     found: dict[int, RowResult] = {}
-    kind = _kind(call)
-    await study.desk.run(study.pass_(kind), [study.row(target, (call,)) for target in study.targets], found.__setitem__)
+    rows = [study.row(target, (call,)) for target in study.targets]
+    await study.desk.run(study.pass_(method.pass_kind), rows, found.__setitem__)
     answers = [found[place] for place in range(len(found))]
     return [Sheet("", [Evidence(one.maps[0][0], dead=one.dead[0]) for one in answers])]
 
 
-def _kind(call: MethodCall) -> Kind:
-    method = METHODS[call.name]
-    if isinstance(method, Attention):
-        return "each" if method.each else "attention"
-    return "bias"
-
-
-async def _product(study: Study, call: MethodCall) -> list[Sheet]:
-    method = cast("Product", METHODS[call.name])
+@run.register
+async def _product(method: Product, study: Study, _call: MethodCall) -> list[Sheet]:
     _, (pixels,) = await examine(study.of(part(method.pixels)))
     _, (layers,) = await examine(study.of(part(method.layer)))
     return [
@@ -271,15 +261,15 @@ async def _product(study: Study, call: MethodCall) -> list[Sheet]:
     ]
 
 
-async def _fused(study: Study, call: MethodCall) -> list[Sheet]:
-    method = cast("Fused", METHODS[call.name])
+@run.register
+async def _fused(method: Fused, study: Study, _call: MethodCall) -> list[Sheet]:
     layers = study.job.layers if len(study.job.layers) > 1 else pyramid(study.job.model, study.job.layers[0])
     _, (sheets,) = await examine(study.of(part(method.of), layers))
     return [await study.desk.think(fused, sheets, method.how)]
 
 
-async def _windows(study: Study, call: MethodCall) -> list[Sheet]:
-    method = cast("Windows", METHODS[call.name])
+@run.register
+async def _windows(method: Windows, study: Study, call: MethodCall) -> list[Sheet]:
     height, width = study.job.model.preprocess.size
     given = {**call.parameters, "height": height, "width": width}
     views = method.views(**given)
@@ -289,7 +279,8 @@ async def _windows(study: Study, call: MethodCall) -> list[Sheet]:
         evidence = []
         for target in range(len(study.targets)):
             maps = np.stack([sheets[0][place].evidence[target].heatmap for _, sheets in studies])
-            chances = np.array([chance(study.job.model, one.answers[target]) for one, _ in studies], np.float32)
+            weights = [weight_probability(study.job.model.task, one.answers[target]) for one, _ in studies]
+            chances = np.array(weights, np.float32)
             dead = all(sheets[0][place].evidence[target].dead for _, sheets in studies)
             evidence.append(Evidence(await study.desk.think(_merged, method, maps, chances, views, given), dead=dead))
         merged.append(Sheet(layer, evidence))
@@ -300,37 +291,16 @@ def _merged(method: Windows, maps: Map, chances: Map, views: Sequence[View], giv
     return method.merge(maps, chances, views, **given)
 
 
-def chance(model: ModelInfo, answer: RowResult) -> float:
-    """Return a target's probability: of a class among all, or else the logistic function of the score."""
-    if isinstance(answer.target, ProbabilityTarget | DetectionTarget):
-        return answer.score  # is one already
-    if model.task == "classify" and isinstance(answer.target, ClassTarget):
-        return float(torch.from_numpy(answer.logits).softmax(0)[answer.target.index])
-    return float(torch.tensor(answer.score).sigmoid())
-
-
-async def _baseline(study: Study, call: MethodCall) -> list[Sheet]:
-    heatmap = await study.desk.think(_drawn, call, study.input.numpy())
+@run.register
+async def _baseline(method: Baseline, study: Study, call: MethodCall) -> list[Sheet]:
+    heatmap = await study.desk.think(_drawn, method, call, study.input.numpy())
     return [Sheet("", [Evidence(heatmap)] * len(study.targets))]
 
 
-def _drawn(call: MethodCall, image: Array) -> Map:
-    return cast("Baseline", METHODS[call.name]).draw(image, **call.parameters)
+def _drawn(method: Baseline, call: MethodCall, image: Array) -> Map:
+    return method.draw(image, **call.parameters)
 
 
 def to_map(tensor: torch.Tensor) -> Map:
     """Return a map as a plain array, float32."""
     return cast("Map", tensor.float().numpy())
-
-
-_RUNS: Mapping[type, Callable[[Study, MethodCall], Awaitable[list[Sheet]]]] = {
-    Cam: _cam,
-    Saliency: _saliency,
-    Perturbation: _perturbation,
-    Attention: _own_pass,
-    FullGradient: _own_pass,
-    Product: _product,
-    Fused: _fused,
-    Windows: _windows,
-    Baseline: _baseline,
-}

@@ -14,6 +14,7 @@ from camserve_server.engine import normalise, viewed
 from camserve_server.jobs.values import Collect, Job, Submit
 from camserve_server.methods import METHODS
 from camserve_server.methods.kinds import Array
+from camserve_server.targets import kind_of
 from camserve_server.types import (
     Edit,
     FixedTarget,
@@ -207,10 +208,11 @@ class Study:
 
     async def _compared(self, target: Target) -> Target:
         """Run the other image of a likeness, so that its embedding is known."""
-        if not isinstance(target, SimilarityTarget) or target.image is None:
+        other = kind_of(target).compared(target)
+        if other is None or other.image is None:
             return target
         found: dict[int, RowResult] = {}
-        await self.desk.run(self.pass_("score"), [Row(target.image, SimilarityTarget())], found.__setitem__)
+        await self.desk.run(self.pass_("score"), [Row(other.image, SimilarityTarget())], found.__setitem__)
         return found[0].target
 
     def _clean_pass(self) -> Pass:

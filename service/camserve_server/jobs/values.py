@@ -13,6 +13,7 @@ from camserve_server.jobs.cost import (
     wants_features,
 )
 from camserve_server.methods import METHODS
+from camserve_server.targets import kind_of
 from camserve_server.types import (
     FixedTarget,
     Fusion,
@@ -22,7 +23,6 @@ from camserve_server.types import (
     Pass,
     Row,
     RowResult,
-    SimilarityTarget,
     Target,
     Verdict,
 )
@@ -85,7 +85,7 @@ class Job:
         others = (call for call in self.calls if call not in clean)
         each = len(self.shared) + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
         # The other image of a likeness is run too.
-        compared = sum(isinstance(one, SimilarityTarget) and one.reference is None for one in self.targets)
+        compared = sum(kind_of(target).compared(target) is not None for target in self.targets)
         return len(self.targets) * each + compared
 
 

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import get_args
+from typing import TypeVar, get_args
 
 from camserve_server import plugins
 from camserve_server.methods import attention, baselines, cams, gradients, perturbation, surrogate
@@ -226,6 +226,20 @@ METHODS: dict[str, Method] = {
 
 _BUILT_IN = frozenset(METHODS)
 
+T = TypeVar("T", bound=Method)
+
+
+def method_of(kind: type[T], name: str) -> T:
+    """Return a method that is of a known kind, because of the pass that it is part of.
+
+    Raises:
+        TypeError: it is of another kind.
+    """
+    method = METHODS[name]
+    if not isinstance(method, kind):
+        raise TypeError(f"{name} is a {type(method).__name__}, not a {kind.__name__}")
+    return method
+
 
 def add_plugins() -> None:
     """Put the methods that other packages bring among the rest; those that are there already stay.
@@ -262,5 +276,6 @@ __all__ = [
     "Windows",
     "add_plugins",
     "formula",
+    "method_of",
     "summary",
 ]

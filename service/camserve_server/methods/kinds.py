@@ -5,17 +5,20 @@ A function's docstring is its method's documentation: the first line says what i
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from camserve_server.types import Edit, Fusion, Map, ParameterValue, View
+from camserve_server.types import Edit, Fusion, Kind, Map, ParameterValue, View
 
 Parameters: TypeAlias = Mapping[str, ParameterValue]
 
 Array: TypeAlias = NDArray[np.float32]
+
+RowsOf: TypeAlias = Callable[[str], int]
+"""Name of a method -> the rows that it costs for one target, run by itself."""
 
 Weigh: TypeAlias = Callable[..., Tensor]
 """Activations [B,C,h,w], gradients [B,C,h,w], scores [B], parameters by name -> signed maps [B,h,w], or the terms of
@@ -83,8 +86,78 @@ def as_it_is(mean: Tensor, **_parameters: ParameterValue) -> Tensor:
     return mean
 
 
+class MethodKind:
+    """The properties and functions that every kind of method has; a kind overrides those in which it differs.
+
+    Attributes:
+        kind: the family of methods that it belongs to, as callers see it.
+        edits_image: whether the rows of a method have edits or windows of the image, made before they are submitted.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[Literal["cam", "saliency", "perturbation", "attention", "composite", "baseline"]]
+    edits_image: ClassVar[bool] = False
+
+    @property
+    def layered(self) -> bool:
+        """Whether it makes a map of a layer."""
+        return False
+
+    @property
+    def smooths(self) -> bool:
+        """Whether it can take the first principal component of the channels' terms instead of their sum."""
+        return False
+
+    @property
+    def squares(self) -> bool:
+        """Whether it needs the mean of the squared terms of its copies, too."""
+        return False
+
+    @property
+    def decomposes(self) -> bool:
+        """Whether it decomposes a matrix, which takes up to half a second for each map."""
+        return False
+
+    @property
+    def copy(self) -> Copy:
+        """The function that makes one copy of the image."""
+        return itself
+
+    @property
+    def needs(self) -> str:
+        """What it needs of a model, or of the installation, in words; empty for nothing."""
+        return ""
+
+    @property
+    def pass_kind(self) -> Kind:
+        """The kind of pass that computes its rows."""
+        return "score"
+
+    @property
+    def answered_by(self) -> Kind | None:
+        """The kind of pass that answers it by one row of the unchanged image, which other methods can share."""
+        return None
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether it starts, or ends, with the feature maps that layers have for the unchanged image."""
+        return False
+
+    def rows(self, parameters: Parameters, channels: Sequence[int], size: tuple[int, int], rows_of: RowsOf) -> int:
+        """Return how many rows it costs for one target, beside the one of the unchanged image.
+
+        Args:
+            parameters: by name.
+            channels: of each layer.
+            size: height and width of the model's input.
+            rows_of: the cost of another method, for methods made of others.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class Cam:
+class Cam(MethodKind):
     """A map from one layer's feature maps and their gradients: one forward, one backward down to the layer.
 
     Attributes:
@@ -110,18 +183,36 @@ class Cam:
     smooths: bool = False
     decomposes: bool = False
 
+    kind = "cam"
     layered = True
-    squares = False
-    needs = ""
 
     @property
     def about(self) -> Callable[..., object]:
         """The function whose docstring is the method's."""
         return self.weigh
 
+    @property
+    def pass_kind(self) -> Kind:
+        """The pass over layers, or the one that differentiates twice."""
+        return "curvature" if self.curvature else "cam"
+
+    @property
+    def answered_by(self) -> Kind | None:
+        """The pass over layers, for a method without copies or curvature."""
+        return None if self.curvature or self.copy is not itself else "cam"
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether it makes copies: `finish` then gets the image's own feature maps."""
+        return self.copy is not itself
+
+    def rows(self, parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
+        """Return how many rows it costs: one for each copy."""
+        return self.count(**parameters)
+
 
 @dataclass(frozen=True, slots=True)
-class Saliency:
+class Saliency(MethodKind):
     """A map from the score's gradient at the input: the mean, over copies of the image, of a term of it.
 
     Attributes:
@@ -149,8 +240,7 @@ class Saliency:
     baseline: Count | None = None
     about: Callable[..., object] = as_it_is
 
-    layered = False
-    smooths = False
+    kind = "saliency"
 
     def __post_init__(self) -> None:
         if self.about is as_it_is:
@@ -160,6 +250,20 @@ class Saliency:
     def needs(self) -> str:
         """What it needs of a model."""
         return "" if self.rule == "saliency" else "ReLU"
+
+    @property
+    def pass_kind(self) -> Kind:
+        """The pass down to the input, by its rule for each ReLU."""
+        return self.rule
+
+    @property
+    def answered_by(self) -> Kind | None:
+        """The pass down to the input by the chain rule, for a method without copies."""
+        return "saliency" if self.rule == "saliency" and self.copy is itself else None
+
+    def rows(self, parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
+        """Return how many rows it costs: one for each copy."""
+        return self.count(**parameters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +282,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Perturbation:
+class Perturbation(MethodKind):
     """A map from the scores of edited images: forward passes only.
 
     Attributes:
@@ -198,12 +302,24 @@ class Perturbation:
     layered: bool = False
     needs: str = ""
 
-    smooths = False
+    kind = "perturbation"
+    edits_image = True
 
     @property
     def about(self) -> Callable[..., object]:
         """The function whose docstring is the method's."""
         return self.explore
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether it starts from a layer's feature maps."""
+        return self.layered
+
+    def rows(self, parameters: Parameters, channels: Sequence[int], size: tuple[int, int], _rows_of: RowsOf) -> int:
+        """Return how many rows it costs: one for each edit, on every layer if it looks at layers."""
+        if self.layered:
+            return sum(self.count(channels=layer, **parameters) for layer in channels)
+        return self.count(height=size[0], width=size[1], **parameters)
 
 
 Combine: TypeAlias = Callable[..., Tensor]
@@ -212,7 +328,7 @@ Combine: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(MethodKind):
     """A map from the attention in every block of a transformer, and its gradients.
 
     Attributes:
@@ -228,8 +344,7 @@ class Attention:
     parameters: tuple[Parameter, ...] = ()
     each: bool = False
 
-    layered = False
-    smooths = False
+    kind = "attention"
     needs = "attention between all of an image's patches"
 
     @property
@@ -237,9 +352,18 @@ class Attention:
         """The function whose docstring is the method's."""
         return self.combine
 
+    @property
+    def pass_kind(self) -> Kind:
+        """The pass over the attention of every block."""
+        return "each" if self.each else "attention"
+
+    def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
+        """Return how many rows it costs: one."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
-class FullGradient:
+class FullGradient(MethodKind):
     """A map from the gradients at the input and at every bias of a model.
 
     Attributes:
@@ -253,8 +377,7 @@ class FullGradient:
     paper: str
     parameters: tuple[Parameter, ...] = ()
 
-    layered = False
-    smooths = False
+    kind = "saliency"
     needs = "biases"
 
     @property
@@ -262,9 +385,18 @@ class FullGradient:
         """The function whose docstring is the method's."""
         return self.spread
 
+    @property
+    def pass_kind(self) -> Kind:
+        """The pass over biases."""
+        return "bias"
+
+    def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
+        """Return how many rows it costs: one."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Product(MethodKind):
     """A map of the input's pixels times a layer's, which is cut at zero and brought to the pixels bilinearly.
 
     Attributes:
@@ -279,14 +411,17 @@ class Product:
     paper: str
     about: Callable[..., object]
 
+    kind = "composite"
     parameters = ()
     layered = True
-    smooths = False
-    needs = ""
+
+    def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], rows_of: RowsOf) -> int:
+        """Return how many rows it costs: those of both methods."""
+        return rows_of(self.pixels) + rows_of(self.layer)
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(MethodKind):
     """One method's maps on several layers, fused.
 
     Attributes:
@@ -301,14 +436,17 @@ class Fused:
     paper: str
     about: Callable[..., object]
 
+    kind = "composite"
     parameters = ()
     layered = True
-    smooths = False
-    needs = ""
+
+    def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], rows_of: RowsOf) -> int:
+        """Return how many rows it costs: those of its method."""
+        return rows_of(self.of)
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class Windows(MethodKind):
     """One method's maps of many windows of the image, put together.
 
     Attributes:
@@ -326,18 +464,22 @@ class Windows:
     paper: str
     parameters: tuple[Parameter, ...] = ()
 
+    kind = "composite"
+    edits_image = True
     layered = True
-    smooths = False
-    needs = ""
 
     @property
     def about(self) -> Callable[..., object]:
         """The function whose docstring is the method's."""
         return self.merge
 
+    def rows(self, parameters: Parameters, _channels: Sequence[int], size: tuple[int, int], rows_of: RowsOf) -> int:
+        """Return how many rows it costs: those of its method for every window."""
+        return len(self.views(height=size[0], width=size[1], **parameters)) * rows_of(self.of)
+
 
 @dataclass(frozen=True, slots=True)
-class Baseline:
+class Baseline(MethodKind):
     """A map that no model has a part in: what an explanation must be better than.
 
     Attributes:
@@ -350,14 +492,16 @@ class Baseline:
     paper: str
     parameters: tuple[Parameter, ...] = ()
 
-    layered = False
-    smooths = False
-    needs = ""
+    kind = "baseline"
 
     @property
     def about(self) -> Callable[..., object]:
         """The function whose docstring is the method's."""
         return self.draw
+
+    def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
+        """Return how many rows it costs: none."""
+        return 0
 
 
 Method: TypeAlias = Cam | Saliency | Perturbation | Attention | FullGradient | Product | Fused | Windows | Baseline

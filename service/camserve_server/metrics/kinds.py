@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from camserve_server.methods.kinds import Parameter
+from camserve_server.methods.kinds import Parameter, Parameters
 from camserve_server.types import Box, Edit, Map, View
 
 Array: TypeAlias = NDArray[np.float32]
@@ -87,11 +87,16 @@ class Edited:
     parameters: tuple[Parameter, ...] = ()
 
     boxed = False
+    repeats = False
 
     @property
     def about(self) -> Callable[..., object]:
         """The function whose docstring is the metric's."""
         return self.judge
+
+    def rows(self, parameters: Parameters, maps: int, _job_rows: int) -> int:
+        """Return how many rows it costs: one for each edit of every map."""
+        return maps * self.count(**parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +117,16 @@ class Looked:
     parameters: tuple[Parameter, ...] = ()
     boxed: bool = False
 
+    repeats = False
+
     @property
     def about(self) -> Callable[..., object]:
         """The function whose docstring is the metric's."""
         return self.judge
+
+    def rows(self, _parameters: Parameters, _maps: int, _job_rows: int) -> int:
+        """Return how many rows it costs: none."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +169,16 @@ class Repeated:
     parameters: tuple[Parameter, ...] = ()
 
     boxed = False
+    repeats = True
 
     @property
     def about(self) -> Callable[..., object]:
         """The function whose docstring is the metric's."""
         return self.judge
+
+    def rows(self, parameters: Parameters, _maps: int, job_rows: int) -> int:
+        """Return how many rows it costs: those of the method, for each time that its maps are computed again."""
+        return job_rows * self.count(**parameters)
 
 
 Metric: TypeAlias = Edited | Looked | Repeated

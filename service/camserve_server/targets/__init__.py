@@ -1,8 +1,25 @@
 """Targets: from what a model answers to the score that is explained, a logit and never a softmax unless asked for."""
 
-from camserve_server.targets.fixing import anything, resolve
-from camserve_server.targets.geometry import carried, seen_in, whole
-from camserve_server.targets.scoring import scores
+from camserve_server.targets.fixing import anything
+from camserve_server.targets.geometry import carried, whole
+from camserve_server.targets.kinds import TargetKind, kind_of, resolve, scores, seen_in, with_box
+from camserve_server.targets.probability import class_probabilities, metric_probability, weight_probability
 from camserve_server.targets.summaries import objects_of, order_of_areas, summary
 
-__all__ = ["anything", "carried", "objects_of", "order_of_areas", "resolve", "scores", "seen_in", "summary", "whole"]
+__all__ = [
+    "TargetKind",
+    "anything",
+    "carried",
+    "class_probabilities",
+    "kind_of",
+    "metric_probability",
+    "objects_of",
+    "order_of_areas",
+    "resolve",
+    "scores",
+    "seen_in",
+    "summary",
+    "weight_probability",
+    "whole",
+    "with_box",
+]

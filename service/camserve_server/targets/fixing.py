@@ -1,8 +1,8 @@
-"""Targets that depend on what the model says of the image as it is: ranks, nearest classes, masks, boxes."""
+"""Resolving targets that depend on the prediction for the unchanged image: ranks, nearest classes, masks, boxes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from enum import Flag, auto
 
 import numpy as np
 import torch
@@ -44,151 +44,160 @@ def anything(info: ModelInfo) -> Target:
     return others.get(info.task, RankTarget(0))
 
 
-def resolve(said: Outputs, targets: Sequence[Target]) -> list[FixedTarget]:
-    """Fix targets that depend on what the model says of the image: ranks, nearest classes, masks, boxes.
+class Reads(Flag):
+    """The outputs that resolving a target needs, beside the values: read from the device in one step for a batch.
 
-    Args:
-        said: of B images, one for each target.
-        targets: B of them.
-
-    Raises:
-        FailedPrecondition: the model sees nothing of what is to be explained in this image.
+    Attributes:
+        AREAS: of a segmentation, the share, probability and logit of each class.
+        WINNERS: of a segmentation, the class of each pixel.
+        EMBEDDING: of the image.
     """
-    if all(type(target) is ClassTarget for target in targets):
-        return cast("list[FixedTarget]", list(targets))
-    seen = _seen(said, targets)
-    return [_resolve(seen, place, target) for place, target in enumerate(targets)]
+
+    NOTHING = 0
+    AREAS = auto()
+    WINNERS = auto()
+    EMBEDDING = auto()
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """The values of a model's answer that are needed to fix targets.
+class HostOutputs:
+    """The outputs of a model that are needed to resolve targets.
 
     Attributes:
-        said: what the model answered; in the host's memory, unless it is of every pixel.
+        outputs: of the model; in the host's memory, unless they are of every pixel.
         areas: of the images whose target is the rank of an area, by place: share, probability and logit of each class.
         winners: of the images in which a class is to be found, by place: the class of each pixel [h,w].
     """
 
-    said: Outputs
+    outputs: Outputs
     areas: dict[int, Map] = field(default_factory=dict)
     winners: dict[int, Map] = field(default_factory=dict)
 
 
-def _seen(said: Outputs, targets: Sequence[Target]) -> _Seen:
-    """Read what is needed to fix some targets, by one copy from the device."""
-    values = said.values.detach()
-    if said.info.task == "segment":  # whose values are too many to be read
-        ranked = [place for place, target in enumerate(targets) if isinstance(target, RankTarget)]
-        found = [place for place, target in enumerate(targets) if place in ranked or _is_to_be_found(target)]
-        read = fetched([*(covered(values[place]) for place in ranked), *(values[place].argmax(0) for place in found)])
-        areas, winners = read[: len(ranked)], read[len(ranked) :]
-        return _Seen(said, dict(zip(ranked, areas, strict=True)), dict(zip(found, winners, strict=True)))
-    similar = any(isinstance(target, SimilarityTarget) for target in targets) and said.info.task != "embed"
-    host, *embeddings = map(torch.from_numpy, fetched([values, *([said.embeddings()] if similar else [])]))
-    return _Seen(replace(said, values=host, embedding=embeddings[0] if embeddings else None))
+def read(outputs: Outputs, reads: Sequence[Reads]) -> HostOutputs:
+    """Copy to the host what is needed to resolve targets, in one step; `reads` says what each image's target needs."""
+    values = outputs.values.detach()
+    if outputs.info.task == "segment":  # whose values are too many to be read
+        ranked, found = (
+            [place for place, one in enumerate(reads) if wanted in one] for wanted in (Reads.AREAS, Reads.WINNERS)
+        )
+        arrays = fetched([*(covered(values[place]) for place in ranked), *(values[place].argmax(0) for place in found)])
+        areas, winners = arrays[: len(ranked)], arrays[len(ranked) :]
+        return HostOutputs(outputs, dict(zip(ranked, areas, strict=True)), dict(zip(found, winners, strict=True)))
+    similar = any(Reads.EMBEDDING in one for one in reads) and outputs.info.task != "embed"
+    host, *embeddings = map(torch.from_numpy, fetched([values, *([outputs.embeddings()] if similar else [])]))
+    return HostOutputs(replace(outputs, values=host, embedding=embeddings[0] if embeddings else None))
 
 
-def _is_to_be_found(target: Target) -> bool:
-    return isinstance(target, SegmentTarget) and target.mask is None and target.box is None
+def reads_of_rank(_target: RankTarget) -> Reads:
+    """Return what a rank needs: the areas of the classes, and where the class of that rank is."""
+    return Reads.AREAS | Reads.WINNERS
 
 
-def _resolve(seen: _Seen, place: int, target: Target) -> FixedTarget:
-    named = _ranked(seen, place, target.rank) if isinstance(target, RankTarget) else target
-    fix = _FIXES.get(type(named))
-    return fix(seen, place, named) if fix else named
+def rank(host: HostOutputs, place: int, target: RankTarget) -> FixedTarget:
+    """Return the class, part or object of that rank."""
+    return _RANKS.get(host.outputs.info.task, _ranked_class)(host, place, target.rank)
 
 
-def _ranked(seen: _Seen, place: int, rank: int) -> FixedTarget:
-    return _RANKS.get(seen.said.info.task, _ranked_class)(seen, place, rank)
-
-
-def _ranked_class(seen: _Seen, place: int, rank: int) -> FixedTarget:
+def _ranked_class(host: HostOutputs, place: int, rank: int) -> FixedTarget:
     # Of equal logits the first, as in the list of predictions; NaN last. Not sorted: that takes eight times as long.
-    falling = -seen.said.values[place].numpy()
+    falling = -host.outputs.values[place].numpy()
     found = np.partition(falling, rank)[rank]
     if np.isnan(found):
         return ClassTarget(int(falling.argsort(kind="stable")[rank]))
     return ClassTarget(int(np.flatnonzero(falling == found)[rank - np.count_nonzero(falling < found)]))
 
 
-def _ranked_area(seen: _Seen, place: int, rank: int) -> FixedTarget:
-    said = seen.said
-    found = order_of_areas(seen.areas[place], said.info)
+def _ranked_area(host: HostOutputs, place: int, rank: int) -> FixedTarget:
+    info = host.outputs.info
+    found = order_of_areas(host.areas[place], info)
     if rank >= len(found):
-        raise FailedPrecondition(f"{said.info.name} sees only {_named(said.info, found)} in this image", field="top_k")
-    return SegmentTarget(found[rank])
+        raise FailedPrecondition(f"{info.name} sees only {_named(info, found)} in this image", field="top_k")
+    return segment(host, place, SegmentTarget(found[rank]))
 
 
-def _ranked_object(seen: _Seen, place: int, rank: int) -> FixedTarget:
-    said = seen.said
-    objects = objects_of(to_numpy(said.values[place]))
+def _ranked_object(host: HostOutputs, place: int, rank: int) -> FixedTarget:
+    info = host.outputs.info
+    objects = objects_of(to_numpy(host.outputs.values[place]))
     if rank >= len(objects):
         shown = f"only {len(objects)} objects" if len(objects) else "no object"
-        raise FailedPrecondition(f"{said.info.name} finds {shown} in this image", field="top_k")
+        raise FailedPrecondition(f"{info.name} finds {shown} in this image", field="top_k")
     return DetectionTarget(int(objects[rank, 0]), Box(*objects[rank, 2:].tolist()), found=True)
 
 
-_RANKS: Mapping[Task, Callable[[_Seen, int, int], FixedTarget]] = {"segment": _ranked_area, "detect": _ranked_object}
+_RANKS: Mapping[Task, Callable[[HostOutputs, int, int], FixedTarget]] = {
+    "segment": _ranked_area,
+    "detect": _ranked_object,
+}
 
 
-def _fix_finer(seen: _Seen, place: int, target: FinerTarget) -> FixedTarget:
+def finer(host: HostOutputs, place: int, target: FinerTarget) -> FixedTarget:
+    """Return the target with the classes whose logits are nearest, where none are given."""
     if target.against:
         return target
-    logits = seen.said.values[place]
+    logits = host.outputs.values[place]
     order = (logits - logits[target.why]).abs().argsort(stable=True).tolist()
     others = [index for index in order if index != target.why]
     return FinerTarget(target.why, tuple(others[:NEAREST]), target.weight)
 
 
-def _fix_similarity(seen: _Seen, place: int, target: SimilarityTarget) -> FixedTarget:
+def reads_of_similarity(_target: SimilarityTarget) -> Reads:
+    """Return what a similarity needs: the embedding."""
+    return Reads.EMBEDDING
+
+
+def comparison(target: SimilarityTarget) -> SimilarityTarget | None:
+    """Return the target while the embedding of the other image is unknown, and None then."""
+    return target if target.reference is None else None
+
+
+def similarity(host: HostOutputs, place: int, target: SimilarityTarget) -> FixedTarget:
+    """Return the target with the embedding of the image itself, where it compares with no other one."""
     if target.reference is not None:
         return target
-    return SimilarityTarget(reference=to_numpy(seen.said.embeddings()[place]))
+    return SimilarityTarget(reference=to_numpy(host.outputs.embeddings()[place]))
 
 
-def _fix_segment(seen: _Seen, place: int, target: SegmentTarget) -> FixedTarget:
+def reads_of_segment(target: SegmentTarget) -> Reads:
+    """Return what a segment needs: where its class is, if neither its mask nor its box says so."""
+    return Reads.WINNERS if target.mask is None and target.box is None else Reads.NOTHING
+
+
+def segment(host: HostOutputs, place: int, target: SegmentTarget) -> FixedTarget:
+    """Return the target with the mask of its box, or of where the model sees the class."""
     if target.mask is not None:
         return target
-    said = seen.said
-    values = said.values[place]
+    info, values = host.outputs.info, host.outputs.values[place]
     if target.box is not None:
-        return SegmentTarget(target.index, target.box, inside(target.box, values.shape[1:], said.info.preprocess.size))
-    mask = seen.winners[place] == target.index
+        return SegmentTarget(target.index, target.box, inside(target.box, values.shape[1:], info.preprocess.size))
+    mask = host.winners[place] == target.index
     if not mask.any():
-        found = order_of_areas(to_numpy(covered(values)), said.info)
-        shown = f"no {_named(said.info, [target.index])} in this image, but {_named(said.info, found)}"
+        found = order_of_areas(to_numpy(covered(values)), info)
+        shown = f"no {_named(info, [target.index])} in this image, but {_named(info, found)}"
         raise FailedPrecondition(
-            f"{said.info.name} sees {shown}: name the part to explain as a region",
+            f"{info.name} sees {shown}: name the part to explain as a region",
             field="targets",
         )
     return SegmentTarget(target.index, None, mask)
 
 
-def _fix_detection(seen: _Seen, place: int, target: DetectionTarget) -> FixedTarget:
+def detection(host: HostOutputs, place: int, target: DetectionTarget) -> FixedTarget:
+    """Return the target with the box of the object that best matches it."""
     if target.found:
         return target
-    said = seen.said
-    objects = objects_of(to_numpy(said.values[place]))
+    info = host.outputs.info
+    objects = objects_of(to_numpy(host.outputs.values[place]))
     mine = objects[objects[:, 0] == target.index]
-    wanted = _named(said.info, [target.index])
+    wanted = _named(info, [target.index])
     if not len(mine):
-        found = _named(said.info, list(dict.fromkeys(objects[:, 0].astype(int).tolist()))) or "no object at all"
-        raise FailedPrecondition(f"{said.info.name} finds no {wanted} in this image, but {found}", field="targets")
+        found = _named(info, list(dict.fromkeys(objects[:, 0].astype(int).tolist()))) or "no object at all"
+        raise FailedPrecondition(f"{info.name} finds no {wanted} in this image, but {found}", field="targets")
     shares = np.ones(len(mine)) if target.box is None else overlaps(mine[:, 2:], target.box)
     if not shares.any():
-        raise FailedPrecondition(f"{said.info.name} finds no {wanted} that meets the box", field="targets")
+        raise FailedPrecondition(f"{info.name} finds no {wanted} that meets the box", field="targets")
     return DetectionTarget(target.index, Box(*mine[shares.argmax(), 2:].tolist()), found=True)
 
 
 def _named(info: ModelInfo, indices: Sequence[int]) -> str:
     names = [f'"{info.label(index)}"' if info.label(index) else f"class {index}" for index in indices[:SHOWN]]
     return ", ".join(names) + (f" and {len(indices) - SHOWN} more" if len(indices) > SHOWN else "")
-
-
-_FIXES: Mapping[type, Callable[[_Seen, int, Any], FixedTarget]] = {
-    FinerTarget: _fix_finer,
-    SimilarityTarget: _fix_similarity,
-    SegmentTarget: _fix_segment,
-    DetectionTarget: _fix_detection,
-}

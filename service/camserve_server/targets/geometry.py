@@ -1,26 +1,21 @@
 """Where a part of the image is: in a model's output, in a view of the image."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from camserve_server.types import Box, DetectionTarget, FixedTarget, Map, Mask, SegmentTarget, View
+from camserve_server.types import Box, DetectionTarget, Map, Mask, SegmentTarget, View
 
 
-def seen_in(target: FixedTarget, views: Sequence[View], size: tuple[int, int]) -> FixedTarget:
-    """Return a target as it is in a view of the image: its part or its box is elsewhere there.
+def segment_in_view(target: SegmentTarget, view: View, size: tuple[int, int]) -> SegmentTarget:
+    """Return a segment as it is in a view of an input of that height and width: its mask is elsewhere there."""
+    return target if target.mask is None else replace(target, mask=_mask_in(target.mask, view, size))
 
-    Args:
-        target: fixed.
-        views: of the image, the second of the first and so on.
-        size: height and width of the model's input.
-    """
-    for view in views:
-        if isinstance(target, SegmentTarget) and target.mask is not None:
-            target = SegmentTarget(target.index, target.box, _mask_in(target.mask, view, size))
-        elif isinstance(target, DetectionTarget) and target.box is not None:
-            target = DetectionTarget(target.index, _box_in(target.box, view, size), target.found)
-    return target
+
+def detection_in_view(target: DetectionTarget, view: View, size: tuple[int, int]) -> DetectionTarget:
+    """Return a detection as it is in a view of an input of that height and width: its box is elsewhere there."""
+    return target if target.box is None else replace(target, box=_box_in(target.box, view, size))
 
 
 def inside(box: Box, grid: Sequence[int], size: tuple[int, int]) -> Mask:

@@ -7,7 +7,7 @@ from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server.errors import InvalidArgument, ServiceError
 from camserve_server.jobs import Assessment, MetricCall
 from camserve_server.methods.kinds import formula, summary
-from camserve_server.metrics import METRICS, Looked, Reading, Repeated
+from camserve_server.metrics import METRICS, Reading
 from camserve_server.requests import EvaluateRequest
 from camserve_server.types import KnownModel, Limits
 from camserve_server.wire.checks import find_known
@@ -115,8 +115,8 @@ def describe_metric(name: str) -> evaluate_pb2.MetricInfo:
         formula=formula(metric),
         paper=metric.paper,
         parameters=[parameter_info(parameter) for parameter in metric.parameters],
-        rows=0 if isinstance(metric, Looked) else metric.count(**defaults),
+        rows=metric.rows(defaults, 1, 1),
         higher_is_better=metric.higher_is_better,
         needs_box=metric.boxed,
-        repeats=isinstance(metric, Repeated),
+        repeats=metric.repeats,
     )

@@ -5,16 +5,14 @@ from typing import Any
 
 from camserve.v1 import explain_pb2
 from camserve_server.results import ModelPrediction, Prediction
+from camserve_server.targets import kind_of
 from camserve_server.types import (
     Box,
-    ClassTarget,
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
     FixedTarget,
-    ProbabilityTarget,
     SegmentTarget,
-    SimilarityTarget,
 )
 
 
@@ -48,7 +46,7 @@ def contrast_message(prediction: ModelPrediction, target: FixedTarget) -> explai
 
 def target_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Target:
     """Return a target as a request names it, so that it can be asked for again."""
-    return _TARGETS[type(target)](prediction, target)
+    return _TARGETS[kind_of(target).name](prediction, target)
 
 
 def _name(index: int) -> explain_pb2.ClassName:
@@ -74,13 +72,13 @@ def _detection(prediction: ModelPrediction, target: DetectionTarget) -> explain_
     return explain_pb2.Target(detection=explain_pb2.Detection(class_name=_name(target.index), box=box))
 
 
-_TARGETS: Mapping[type, Callable[[ModelPrediction, Any], explain_pb2.Target]] = {
-    ClassTarget: lambda _prediction, target: explain_pb2.Target(class_index=target.index),
-    ProbabilityTarget: lambda _prediction, target: explain_pb2.Target(class_index=target.index, softmax=True),
-    ContrastTarget: _contrast,
-    FinerTarget: _finer,
+_TARGETS: Mapping[str, Callable[[ModelPrediction, Any], explain_pb2.Target]] = {
+    "class": lambda _prediction, target: explain_pb2.Target(class_index=target.index),
+    "probability": lambda _prediction, target: explain_pb2.Target(class_index=target.index, softmax=True),
+    "contrast": _contrast,
+    "finer": _finer,
     # Not the other photo again: it may be large, and the caller has it.
-    SimilarityTarget: lambda _prediction, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
-    SegmentTarget: _segment,
-    DetectionTarget: _detection,
+    "similarity": lambda _prediction, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
+    "segment": _segment,
+    "detection": _detection,
 }

@@ -4,20 +4,7 @@ from collections.abc import Mapping
 
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.jobs import rows_of
-from camserve_server.methods import (
-    METHODS,
-    Attention,
-    Baseline,
-    Cam,
-    FullGradient,
-    Fused,
-    Method,
-    Parameter,
-    Perturbation,
-    Product,
-    Saliency,
-    Windows,
-)
+from camserve_server.methods import METHODS, Method, Parameter
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.receipts import Receipt
 from camserve_server.requests import ExplainRequest
@@ -196,16 +183,13 @@ def describe_layer(layer: LayerInfo) -> models_pb2.Layer:
     )
 
 
-_KINDS: dict[type, "models_pb2.MethodKind.ValueType"] = {
-    Cam: models_pb2.METHOD_KIND_CAM,
-    Saliency: models_pb2.METHOD_KIND_SALIENCY,
-    FullGradient: models_pb2.METHOD_KIND_SALIENCY,
-    Perturbation: models_pb2.METHOD_KIND_PERTURBATION,
-    Attention: models_pb2.METHOD_KIND_ATTENTION,
-    Product: models_pb2.METHOD_KIND_COMPOSITE,
-    Fused: models_pb2.METHOD_KIND_COMPOSITE,
-    Windows: models_pb2.METHOD_KIND_COMPOSITE,
-    Baseline: models_pb2.METHOD_KIND_BASELINE,
+_KINDS: dict[str, "models_pb2.MethodKind.ValueType"] = {
+    "cam": models_pb2.METHOD_KIND_CAM,
+    "saliency": models_pb2.METHOD_KIND_SALIENCY,
+    "perturbation": models_pb2.METHOD_KIND_PERTURBATION,
+    "attention": models_pb2.METHOD_KIND_ATTENTION,
+    "composite": models_pb2.METHOD_KIND_COMPOSITE,
+    "baseline": models_pb2.METHOD_KIND_BASELINE,
 }
 
 _TYPICAL_CHANNELS = 512
@@ -214,7 +198,7 @@ _TYPICAL_SIZE = (224, 224)
 
 def kind_of(method: Method) -> "models_pb2.MethodKind.ValueType":
     """Return what a method computes from."""
-    return _KINDS[type(method)]
+    return _KINDS[method.kind]
 
 
 def describe_method(name: str) -> models_pb2.MethodInfo:

@@ -7,6 +7,7 @@ from camserve_server.errors import FailedPrecondition, InvalidArgument
 from camserve_server.jobs import channels_of
 from camserve_server.requests import FeaturesRequest, InspectRequest, Rank
 from camserve_server.results import FeaturesResult, InspectResult
+from camserve_server.targets import kind_of
 from camserve_server.types import (
     KnownModel,
     LayerInfo,
@@ -14,7 +15,6 @@ from camserve_server.types import (
     ModelInfo,
     RankTarget,
     Reading,
-    SimilarityTarget,
     Statistics,
     Target,
 )
@@ -91,7 +91,7 @@ def _target(request: explain_pb2.InspectLayersRequest | explain_pb2.ExtractFeatu
             raise FailedPrecondition(f"{model.name} answers with an embedding, which is no score", field="target")
         return RankTarget(0)
     target = read_target(request.target, model, "target")
-    if isinstance(target, SimilarityTarget) or getattr(target, "box", None):
+    if kind_of(target).compared(target) or kind_of(target).box(target):
         raise InvalidArgument(
             "here a target is a class: say it without another image, a region or a box", field="target"
         )

@@ -1,0 +1,91 @@
+"""Probabilities on the host: of every class, and of a target. `scoring` has the one that can be differentiated.
+
+The functions differ in their range and rounding on purpose; each says why.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from camserve_server.targets.kinds import kind_of
+from camserve_server.types import FixedTarget, Map, RowResult, Task
+
+Doubles: TypeAlias = NDArray[np.float64]
+
+
+def class_probabilities(task: Task, logits: Map) -> Map:
+    """Return the probability of each class, float32 [classes]; 0 for a model that answers with numbers.
+
+    Computed in float64, so that a probability near 1 is rounded only once, to the float32 of a reply.
+
+    Args:
+        task: of the model: classify, multilabel or regress.
+        logits: float32 [classes].
+    """
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no softmax: NaN says so
+        return _PROBABILITIES[task](logits.astype(np.float64)).astype(np.float32)
+
+
+def metric_probability(task: Task, answer: RowResult) -> float:
+    """Return the number that metrics compare: the probability of a target, or its score where it has none.
+
+    A class's softmax, or sigmoid where classes do not exclude each other; of a contrast the softmax between its two
+    sides. Any other target's score is taken as it is, and that of a model that is no classifier: metrics look at how
+    much the number falls, for which it need not be between 0 and 1.
+    """
+    scale = kind_of(answer.target).scale
+    if task not in ("classify", "multilabel") or scale not in ("logit", "log-odds"):
+        return answer.score
+    if task == "multilabel" or scale == "log-odds":
+        return _stable_sigmoid(answer.score)
+    logits = answer.logits.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no probabilities: NaN says so
+        return float(1 / np.exp(logits - logits[_index(answer.target)]).sum())
+
+
+def weight_probability(task: Task, answer: RowResult) -> float:
+    """Return a weight of 0 to 1 for a map: the target's probability, or the logistic function of any other score.
+
+    Weights cannot be negative, so even a score that is neither a logit nor a difference of logits goes through the
+    logistic function here. They multiply float32 maps, so they are computed in float32.
+    """
+    scale = kind_of(answer.target).scale
+    if scale == "probability":
+        return answer.score
+    if task == "classify" and scale == "logit":
+        return float(torch.from_numpy(answer.logits).softmax(0)[_index(answer.target)])
+    return float(torch.tensor(answer.score).sigmoid())
+
+
+def _index(target: FixedTarget) -> int:
+    index = kind_of(target).class_index(target)
+    if index is None:
+        raise TypeError(f"{target} has the scale of a logit, but no class")
+    return index
+
+
+def _softmax(logits: Doubles) -> Doubles:
+    powers: Doubles = np.exp(logits - logits.max())
+    probabilities: Doubles = powers / powers.sum()
+    return probabilities
+
+
+def _sigmoid(logits: Doubles) -> Doubles:
+    probabilities: Doubles = 1 / (1 + np.exp(-logits))
+    return probabilities
+
+
+def _stable_sigmoid(score: float) -> float:
+    """Return the logistic function of one number; `math.exp` raises an error for what `np.exp` makes infinite."""
+    return 1 / (1 + math.exp(-score)) if score > 0 else math.exp(score) / (1 + math.exp(score))
+
+
+_PROBABILITIES: Mapping[Task, Callable[[Doubles], Doubles]] = {
+    "classify": _softmax,
+    "multilabel": _sigmoid,
+    "regress": np.zeros_like,
+}
