@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from camserve_server import devices
-from camserve_server.models import onednn
+from camserve_server.models.acceleration import onednn
 
 
 class FakeGpu(devices.Device):
@@ -26,7 +26,7 @@ def fake_gpu(kind=FakeGpu):
     """Put a fake GPU in the place of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.KINDS, "cpu", kind)
-        patch.setattr(onednn, "usable", lambda *_: False)
+        patch.setattr(onednn, "is_supported", lambda *_: False)
         devices.device_of.cache_clear()
         try:
             yield

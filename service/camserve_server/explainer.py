@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import numpy as np
@@ -148,7 +149,8 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
     )
     labels = tuple(options.get("labels", ()))
     source = Source(network, preprocess, labels, options.get("task"), options.get("output"))
-    return of_network(type(network).__name__, source, shared=True)
+    accelerate = options.get("accelerate", True)
+    return replace(of_network(type(network).__name__, source, shared=True), accelerate=accelerate)
 
 
 def _spec(text: str) -> ModelSpec:

@@ -266,6 +266,11 @@ def output_of(model: nn.Module, layer: str, images: Tensor) -> Tensor:
     return kept[-1]
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks or forward pre-hooks, which observe or change its input and output."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 -- torch has no public name for it
+
+
 def hook_count(model: nn.Module) -> int:
     """Count the hooks of every kind on a model and its modules: 0 between two passes."""
     return sum(

@@ -232,7 +232,7 @@ def test_mixed_requests_leave_the_models_as_they_were(served, client, requests):
 
     assert {"OK", "InvalidArgument", "NotFound", "DeadlineExceeded", "Cancelled"} == set(outcomes)
     for name, model in engine._models.items():
-        assert hook_count(model.module) == hook_count(model.quick.module) == 0
+        assert hook_count(model.module) == hook_count(model.accelerated.module) == 0
         assert digest(model.module) == before[name] == model.info.digest
         assert not any(p.requires_grad or p.grad is not None for p in model.module.parameters())
         assert not any(part.training for part in model.module.modules())

@@ -67,8 +67,8 @@ def test_a_models_copy_has_the_same_weights_and_shares_none_of_them():
 
     assert models.digest(copy.module) == model.info.digest
     assert not mine & its
-    assert not mine & {one.data_ptr() for one in copy.quick.module.parameters()}
-    assert (copy.info, copy.quick.folded) == (model.info, model.quick.folded)
+    assert not mine & {one.data_ptr() for one in copy.accelerated.module.parameters()}
+    assert (copy.info, copy.accelerated.folded_norms) == (model.info, model.accelerated.folded_norms)
 
 
 @pytest.mark.usefixtures("_precision_as_before")

@@ -88,7 +88,7 @@ def counted(model, monkeypatch):
     backward = torch.autograd.backward
 
     def count_forward(module, args):
-        if module in {model.module, model.quick.module}:
+        if module in {model.module, model.accelerated.module}:
             counts["forwards"] += 1
             counts["images"] += len(args[0])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from camserve_server import devices, models
-from camserve_server.models import layout
+from camserve_server.models.acceleration import layout
 from camserve_server.types import ClassTarget, Row, View
 from fake_gpu import Convolutions, FakeGpu, fake_gpu
 from methods.tools import call, noise, run
@@ -16,7 +16,7 @@ from rounding import check_same
 NET = "torchvision:resnet18?weights=none&size=64"
 HALF = f"{NET}&precision=bfloat16"
 CONVNEXT = "timm:convnext_atto?weights=none&size=64"
-"""A model without a batch norm: in float32 there is no quicker copy of it."""
+"""A model without a batch norm: in float32 there is no accelerated copy of it."""
 
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from camserve_server.models import LoadedModel, onednn
+from camserve_server.models import LoadedModel
+from camserve_server.models.acceleration import onednn
 from camserve_server.types import ClassTarget, Row
 from methods.tools import call, error_ratio, gap, noise, plain, run
 
 function = onednn._function
 
-pytestmark = pytest.mark.skipif(not onednn.usable("cpu", torch.float32), reason="torch has no oneDNN here")
+pytestmark = pytest.mark.skipif(not onednn.is_supported("cpu", torch.float32), reason="torch has no oneDNN here")
 
 JOINED_TO = {
     "hardswish": lambda: nn.Hardswish(inplace=True),
@@ -78,7 +79,7 @@ def error(model, rows=3):
 
 def asked(model):
     """What oneDNN is asked for, and which module it does the work of."""
-    return {site.name: site.activating for site in model.quick.direct.sites}
+    return {site.name: site.activation_module for site in model.accelerated.onednn.sites}
 
 
 @pytest.mark.parametrize("act", [*JOINED_TO, *CUTTING_OFF])
@@ -93,7 +94,7 @@ def test_convolutions_and_linear_maps_say_the_same_with_the_activation_behind_th
 def test_what_is_not_a_number_is_not_lost_on_the_way(act, plant):
     """The larger of 0 and NaN is 0 to oneDNN."""
     model = plant(lambda: Net(straight, (JOINED_TO | CUTTING_OFF)[act]))
-    model.quick.module.conv.bias[0] = torch.nan
+    model.accelerated.module.conv.bias[0] = torch.nan
     (result,) = run(model, rows_of(1), ["layer"])
     assert np.isnan(result.logits).all()
 
@@ -102,14 +103,14 @@ def test_an_activation_is_joined_to_a_convolution_with_its_batch_norm(plant):
     norms = {"act": nn.BatchNorm2d, "norm.act": partial(timm.layers.BatchNormAct2d, act_layer=nn.SiLU)}
     for activating, norm in norms.items():
         model = plant(lambda norm=norm: Net(straight, norm=norm))
-        assert model.quick.folded == 1
+        assert model.accelerated.folded_norms == 1
         assert asked(model)["conv"] == activating
         assert error(model) <= 1
 
 
 def test_in_bfloat16_too(plant):
     half, full = (plant(lambda: Net(straight), precision=one) for one in ("bfloat16", "float32"))
-    assert bool(asked(half)) == onednn.usable("cpu", torch.bfloat16)
+    assert bool(asked(half)) == onednn.is_supported("cpu", torch.bfloat16)
     for one, two in zip(run(half, rows_of(2), ["layer"]), run(full, rows_of(2), ["layer"]), strict=True):
         assert all(gap(*pair) < 0.05 for pair in zip(*one.maps, *two.maps, strict=True))
 
@@ -236,7 +237,7 @@ def test_a_module_of_a_users_own_is_left_alone(plant):
 def test_what_is_behind_the_layer_is_differentiated_and_left_alone(plant):
     model = plant(lambda: Net(straight))
     assert "head" not in asked(model)
-    assert "forward" not in vars(model.quick.module.head)
+    assert "forward" not in vars(model.accelerated.module.head)
 
 
 def test_passes_that_differentiate_down_to_the_input_ask_torch(plant):
@@ -251,12 +252,12 @@ def test_passes_that_differentiate_down_to_the_input_ask_torch(plant):
 
 def test_weights_that_are_the_models_are_not_held_twice_and_those_of_the_copy_neither(plant):
     model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
-    quick, weights = model.quick.module, model.quick.direct.weights
-    assert quick.conv.weight is None
+    copied, weights = model.accelerated.module, model.accelerated.onednn.weights
+    assert copied.conv.weight is None
     assert all(one.is_mkldnn for one in weights["conv"])
     for name in ("point", "map", "layer"):
         assert set(map(id, weights[name])) == {id(model.module.get_submodule(name).weight)}
-        assert quick.get_submodule(name).weight is model.module.get_submodule(name).weight
+        assert copied.get_submodule(name).weight is model.module.get_submodule(name).weight
 
 
 @pytest.mark.parametrize(("threads", "rows", "own"), [(2, 1, True), (2, 3, False), (1, 1, False), (1, 3, False)])
@@ -272,7 +273,7 @@ def test_a_single_row_has_an_order_of_its_own_where_several_threads_share_it(thr
 
     monkeypatch.setattr(onednn, "_function", watched)
     model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
-    one, several = model.quick.direct.weights["conv"]
+    one, several = model.accelerated.onednn.weights["conv"]
     try:
         torch.set_num_threads(threads)
         given.clear()
@@ -307,19 +308,19 @@ def test_without_what_onednn_should_do_a_model_runs_by_torch_and_the_log_says_so
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(onednn, "_function", broken)
     model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
-    assert "oneDNN is not asked directly" in caplog.text
+    assert "oneDNN is not called directly" in caplog.text
     assert reason in caplog.text
     assert asked(model) == {}
-    assert model.quick.folded == 1
-    assert not any("forward" in vars(one) for one in model.quick.module.modules())
+    assert model.accelerated.folded_norms == 1
+    assert not any("forward" in vars(one) for one in model.accelerated.module.modules())
     assert error(model) <= 1
 
 
 @pytest.mark.parametrize("given", [("cuda:0", torch.float32), ("cpu", torch.float64)])
 def test_on_other_devices_and_in_other_precisions_torch_is_asked(given):
-    assert not onednn.usable(*given)
+    assert not onednn.is_supported(*given)
 
 
 def test_where_torch_comes_without_onednn_it_is_not_asked(plant, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert plant(lambda: Net(straight)).quick is None
+    assert plant(lambda: Net(straight)).accelerated is None

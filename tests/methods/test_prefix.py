@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from camserve_server.models.prefix import partial_to
+from camserve_server.models.acceleration.prefix import find_prefix_modules
 from camserve_server.types import ClassTarget, Pass, Row
 from methods.tools import CAMS, call, inputs, noise, run, worst_error_ratio
 
@@ -68,7 +68,7 @@ def by_hand(net, tokens):
 def left_out(model):
     image = inputs(model, noise(0, 64))
     attentions = [name for name, one in model.module.named_modules() if type(one) is nn.MultiheadAttention]
-    return partial_to(model.module, model.info, image, attentions[-1:])
+    return find_prefix_modules(model.module, model.info, image, attentions[-1:])
 
 
 def answers(model, kind="cam"):
@@ -79,13 +79,13 @@ def answers(model, kind="cam"):
 
 
 def widths(model):
-    """How many tokens the modules of the quicker copy are given, by name."""
+    """How many tokens the modules of the accelerated copy are given, by name."""
     seen = {}
 
     def note(name, args):
         seen[name] = args[0].shape[1]
 
-    for name, one in model.quick.module.named_modules():
+    for name, one in model.accelerated.module.named_modules():
         if isinstance(one, nn.Linear):
             one.register_forward_pre_hook(lambda _module, args, name=name: note(name, args))
     answers(model)
@@ -167,7 +167,7 @@ def test_a_layer_that_would_be_seen_in_part_is_that_of_the_model(plant):
     model = plant(vision_transformer, size=64, weights="none")
     block = "encoder.layers.encoder_layer_2"
     served = {name: model.serving(Pass(model.info.name, "cam", (64, 64), (name,))) for name in model.info.layers}
-    assert served[f"{block}.ln_1"].module is model.quick.module
+    assert served[f"{block}.ln_1"].module is model.accelerated.module
     for name in ("self_attention", "ln_2", "mlp", "mlp.0"):
         assert served[f"{block}.{name}"] is model
     assert served[block] is model

@@ -46,9 +46,8 @@ def answers(model, kind, seed=0, randomised=None):
 
 
 def modules(model):
-    return {
-        id(part) for whole in (model.module, model.quick and model.quick.module) if whole for part in whole.modules()
-    }
+    both = (model.module, model.accelerated and model.accelerated.module)
+    return {id(part) for whole in both if whole for part in whole.modules()}
 
 
 @pytest.mark.parametrize("kind", WAYS)
@@ -102,7 +101,7 @@ def test_weights_that_are_random_in_one_are_not_in_the_other(both):
     assert np.array_equal(answers(twin, "cam"), expected, equal_nan=True)
 
 
-def test_while_the_twin_is_random_the_quicker_copy_of_the_model_is_not_and_only_the_twin_is_made_so(both):
+def test_random_weights_of_the_twin_leave_the_models_accelerated_copy_alone(both):
     """What oneDNN is given in both copies are the model's own parameters: so these must not be exchanged."""
     model, twin = both
     expected = answers(model, "cam"), answers(twin, "cam")

@@ -54,12 +54,12 @@ def doubled(module):
 
 
 def exact(model):
-    """The same model in float64, without its quicker copy."""
+    """The same model in float64, without its accelerated copy."""
     return LoadedModel(replace(model.info, precision="float32"), doubled(model.module), dtype=torch.float64)
 
 
 def worst_error_ratio(answers, model, *args):
-    """The largest error ratio of a model's answers, where plain float32 is the model without its quicker copy."""
+    """The largest error ratio of a model's answers, where plain float32 is the model without its accelerated copy."""
     return max(map(error_ratio, *(answers(one, *args) for one in (model, plain(model), exact(model)))))
 
 
@@ -88,7 +88,7 @@ def run(model, rows, layers=(), kind="cam", randomised=None):
 
 
 def plain(model):
-    """The same model without its quicker copy, which knows nothing of what a test does to the model afterwards."""
+    """The same model without its accelerated copy, which knows nothing of what a test does to the model afterwards."""
     return LoadedModel(model.info, model.module)
 
 

@@ -308,7 +308,7 @@ def test_another_precisions_maps_are_compared_for_the_same_class(monkeypatch):
     kinds = ready.models["resnet18"]
     assert ready.likeness("resnet18", "float32") == pytest.approx(1, abs=1e-6)
     assert 0.99 < ready.likeness("resnet18", "bfloat16") < 1
-    kinds["bfloat16"] = dataclasses.replace(kinds["bfloat16"], quick=None)
+    kinds["bfloat16"] = dataclasses.replace(kinds["bfloat16"], accelerated=None)
     with torch.no_grad():
         kinds["bfloat16"].module.layer4[1].conv2.weight.mul_(-1)
     assert ready.likeness("resnet18", "bfloat16") < 0.9

@@ -23,7 +23,7 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 
 
 def tiny():
-    """A convolution and a batch norm, which the quicker copy folds into it, and a head."""
+    """A convolution and a batch norm, which the accelerated copy folds into it, and a head."""
     torch.manual_seed(0)
     features = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
@@ -140,7 +140,7 @@ async def test_engines_know_the_size_of_the_largest_batch(setting, rows):
 FAKE = """
 from camserve_server import devices
 from camserve_server.methods import Cam, cams
-from camserve_server.models import onednn
+from camserve_server.models.acceleration import onednn
 
 
 class Fake(devices.Device):
@@ -149,7 +149,7 @@ class Fake(devices.Device):
 
 devices.KINDS["cpu"] = Fake
 devices.device_of.cache_clear()
-onednn.usable = lambda *_: False
+onednn.is_supported = lambda *_: False
 planted = Cam(cams.gradcam, "the tests")
 """
 NETS = """
@@ -244,12 +244,12 @@ def test_error_in_a_gpus_warm_up_refuses_the_model_and_others_are_served(worker)
 
 @pytest.fixture
 def failing_copy(monkeypatch):
-    """Quicker copies fail once they are made."""
+    """Accelerated copies fail once they are made."""
     load = local.load
 
     def loaded_with_it(*args, **options):
         model = load(*args, **options)
-        model.quick.module.forward = fail
+        model.accelerated.module.forward = fail
         return model
 
     monkeypatch.setattr(local, "load", loaded_with_it)
@@ -262,20 +262,20 @@ def fail(_images):
 @pytest.mark.usefixtures("failing_copy")
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_model_whose_quicker_copy_fails_is_served_without_it(device, precision, request, caplog):
+def test_model_whose_accelerated_copy_fails_is_served_without_it(device, precision, request, caplog):
     if device == "gpu":
         request.getfixturevalue("gpu")
     engine, info = loaded(precision=precision)
     plain = LoadedModel(info, engine._models["tiny@1"].module)
 
-    assert engine._models["tiny@1"].quick is None
+    assert engine._models["tiny@1"].accelerated is None
     np.testing.assert_array_equal(explained(engine, info), explained(Engine({"tiny@1": plain}), info))
-    words = "model tiny runs without its quicker copy, which failed to warm up (RuntimeError: planted)"
-    assert [one.message for one in caplog.records if "quicker" in one.message] == [words]
+    words = "model tiny runs without its accelerated copy, which failed to warm up (RuntimeError: planted)"
+    assert [one.message for one in caplog.records if "accelerated" in one.message] == [words]
 
 
 @pytest.mark.usefixtures("failing_copy")
-def test_model_that_fails_without_its_quicker_copy_too_is_refused(monkeypatch, caplog):
+def test_model_that_fails_without_its_accelerated_copy_too_is_refused(monkeypatch, caplog):
     engine = Local(Setup("cpu", 1))
     monkeypatch.setattr(Engine, "run", lambda *_: fail(None))
     with pytest.raises(RuntimeError, match="planted"):
@@ -291,7 +291,7 @@ def test_twin_that_fails_is_not_used(monkeypatch, caplog):
 
     def twin(model):
         made = make(model)
-        made.quick.module.forward = fail
+        made.accelerated.module.forward = fail
         return made
 
     monkeypatch.setattr(LoadedModel, "twin", twin)

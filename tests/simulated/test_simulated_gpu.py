@@ -66,7 +66,7 @@ def batches_of(model, image, name, target):
 
 
 def check_equal(found, answer, cpu):
-    """Compare an answer with those of the CPU, with and without the quicker copy, by their distances from float64's."""
+    """Compare an answer with the CPU's, with and without the accelerated copy, by their distances from float64's."""
     truth = answer(exact(cpu))
     assert min(error_ratio(found, answer(one), truth) for one in (plain(cpu), cpu)) <= 1
 
@@ -107,7 +107,7 @@ def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, pre
         for model in (gpu, cpu, exact(pair(RESNET)[0]))
     )
 
-    assert gpu.quick is not None  # its weights are converted: the simulated GPU has no autocast
+    assert gpu.accelerated is not None  # its weights are converted: the simulated GPU has no autocast
     assert error_ratio(found, expected, truth) <= 1
 
 

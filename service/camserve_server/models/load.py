@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from camserve_server.devices import restore_settings
 from camserve_server.errors import ConfigError
-from camserve_server.hooks import output_of
-from camserve_server.models import checkpoint, detectors, layout, live, probe, tasks
+from camserve_server.hooks import has_forward_hooks, output_of
+from camserve_server.models import checkpoint, detectors, live, probe, tasks
+from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.pickles import Damaged, shown
-from camserve_server.models.quick import KINDS, Quick, quickened
 from camserve_server.models.sources import Source, build
 from camserve_server.models.spec import ModelSpec
-from camserve_server.models.uses import hooked
 from camserve_server.types import ModelInfo, Pass, Preprocess
 
 log = logging.getLogger(__name__)
@@ -39,17 +38,19 @@ class LoadedModel:
     Attributes:
         info: what is known of it.
         module: frozen, in evaluation mode, on its device.
-        quick: a quicker copy for passes that look at the default layer or behind it, or None.
+        accelerated: an accelerated copy for passes that look at the default layer or layers after it, or None.
         dtype: of the module's input: float32, where it is not such a copy in half precision.
         drawn: random weights that were drawn for it, by seed and by name; see `randomise`.
+        accelerate: whether it may be accelerated.
         is_borrowed: whether the module is the caller's own, which is put back as it was after each batch.
     """
 
     info: ModelInfo
     module: nn.Module
-    quick: Quick | None = None
+    accelerated: AcceleratedModel | None = None
     dtype: torch.dtype = torch.float32
     drawn: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    accelerate: bool = True
     is_borrowed: bool = False
 
     def ready(self) -> AbstractContextManager[None]:
@@ -57,11 +58,11 @@ class LoadedModel:
         return live.borrowed(self.module) if self.is_borrowed else nullcontext()
 
     def serving(self, pass_: Pass) -> "LoadedModel":
-        """Return what a pass shall run on: this model, or its quicker copy."""
-        quick = self.quick
-        if quick is None or pass_.kind not in KINDS or pass_.randomised or not quick.layers.issuperset(pass_.layers):
+        """Return what a pass shall run on: this model, or its accelerated copy."""
+        copied = self.accelerated
+        if copied is None or not copied.can_run(pass_):
             return self
-        return replace(self, module=quick.module, dtype=quick.dtype)
+        return replace(self, module=copied.module, dtype=copied.dtype)
 
     def twin(self) -> "LoadedModel | None":
         """Return the same model once more: other modules, which hooks of their own can hang on, with the same weights.
@@ -69,14 +70,15 @@ class LoadedModel:
         Returns:
             The twin, which takes no memory to speak of; None where it cannot be made, or does not say the same.
         """
-        if any(map(hooked, self.module.modules())):
+        if any(map(has_forward_hooks, self.module.modules())):
             log.info("model %s runs one batch at a time: hooks of its own may not be ready for two", self.info.name)
             return None
-        modules = nn.ModuleList([self.module, *([self.quick.module] if self.quick else [])])
+        modules = nn.ModuleList([self.module, *([self.accelerated.module] if self.accelerated else [])])
         memo: dict[int, Any] = {id(one): live.alias(one) for one in (*modules.parameters(), *modules.buffers())}
         try:
-            module, *quick = copy.deepcopy(modules, memo)
-            twin = replace(self, module=module, quick=replace(self.quick, module=quick[0]) if self.quick else None)
+            module, *copied = copy.deepcopy(modules, memo)
+            accelerated = replace(self.accelerated, module=copied[0]) if self.accelerated else None
+            twin = replace(self, module=module, accelerated=accelerated)
             if self._says_what(twin):
                 return twin
             reason = "its copy says something else"
@@ -86,12 +88,12 @@ class LoadedModel:
         return None
 
     def _says_what(self, twin: "LoadedModel") -> bool:
-        """Tell whether a twin says what this model says, to the bit, with modules of its own; and its quicker copy."""
+        """Return whether a twin and its accelerated copy answer as this model does, to the bit."""
         noise = torch.randn((1, 3, *self.info.preprocess.size), generator=torch.Generator().manual_seed(0))
         images, layer = noise.to(self.info.device), self.info.default_layer
         pairs = [(self.module, twin.module, images)]
-        if self.quick and twin.quick:
-            pairs.append((self.quick.module, twin.quick.module, images.to(self.quick.dtype)))
+        if (ours := self.accelerated) and twin.accelerated:
+            pairs.append((ours.module, twin.accelerated.module, images.to(ours.dtype)))
         for mine, its, image in pairs:
             (first, expected), (second, found) = _done(mine, layer, image), _done(its, layer, image)
             if first != second or not torch.equal(expected, found):
@@ -109,7 +111,7 @@ class LoadedModel:
         except Exception as error:  # whatever a user's module does
             raise ConfigError(f"model {self.info.name} cannot be copied for a second engine: {error}") from error
         info = replace(self.info, device=device)
-        return _quicker(module, info)
+        return _accelerated(module, info, AccelerationOptions(enabled=self.accelerate))
 
 
 def _done(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tensor]:
@@ -122,7 +124,7 @@ def _done(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tens
         return done, output_of(module, layer, image)
 
 
-def load(spec: ModelSpec, device: str = "cpu", *, rows: int = layout.ROWS) -> LoadedModel:
+def load(spec: ModelSpec, device: str = "cpu", *, rows: int = TIMED_ROWS) -> LoadedModel:
     """Load a model and find out what can be explained in it.
 
     Args:
@@ -156,14 +158,14 @@ def _loaded(spec: ModelSpec, source: Source, device: str, rows: int) -> LoadedMo
         info = _describe(spec, replace(source, module=module, preprocess=preprocess, labels=labels), weights, device)
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
-    return _quicker(module, info, compiling=spec.compile, rows=rows)
+    return _accelerated(module, info, AccelerationOptions(spec.accelerate, spec.compile, rows))
 
 
-def _quicker(module: nn.Module, info: ModelInfo, *, compiling: bool = False, rows: int = layout.ROWS) -> LoadedModel:
-    """Return a model with its quicker copy, in the memory layout that is faster for what its batches run on."""
-    quick = quickened(module, info, compiling=compiling, rows=rows)
-    last = quick.channels_last if quick else layout.is_channels_last_faster(module, info, rows=rows)
-    return LoadedModel(replace(info, channels_last=last), module, quick)
+def _accelerated(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> LoadedModel:
+    """Return a model with its accelerated copy and its memory layout."""
+    found = accelerate(module, info, options)
+    info = replace(info, channels_last=found.channels_last)
+    return LoadedModel(info, module, found.model, accelerate=options.enabled)
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:

@@ -11,7 +11,7 @@ from camserve_server.types import Precision, Task
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""
 
-OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256", "task", "compile")
+OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256", "task", "compile", "accelerate")
 
 _FORM = re.compile(
     r"(?:(?P<name>[\w.-]+)=)?(?:hf:(?P<folder>[^?]+)|(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+))(?:\?(?P<options>.*))?"
@@ -38,6 +38,7 @@ class ModelSpec:
         sha256: that the weights file must have, or nothing.
         task: what it answers with; None to find out, which cannot tell classes from numbers or embeddings.
         compile: whether what lies before its default layer is compiled when it is loaded.
+        accelerate: whether it may be accelerated; if not, it runs as it was loaded (`models.acceleration`).
         folder: of a model that transformers saved; nothing for other sources.
         model_folder: the folder in which a caller named the weights file; no link below it is followed when the file is
             opened. Empty if the operator named the file.
@@ -56,10 +57,16 @@ class ModelSpec:
     sha256: str = ""
     task: Task | None = None
     compile: bool = False
+    accelerate: bool = True
     folder: str = ""
     model_folder: str = ""
     live: Any = field(default=None, repr=False)
     shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compile and not self.accelerate:
+            words = "compile=true and accelerate=false exclude each other: the compiler is part of the acceleration"
+            raise ConfigError(f"model {self.name} ({self.origin}): {words}")
 
     @property
     def origin(self) -> str:
@@ -100,6 +107,7 @@ def parse(text: str) -> ModelSpec:
         sha256=options.get("sha256", "").lower(),
         task=_task(text, options.get("task"), source, classes),
         compile=_switch(text, "compile", options),
+        accelerate=_switch(text, "accelerate", options, default="true"),
     )
 
 
@@ -162,8 +170,8 @@ def _number(text: str, key: str, options: dict[str, str], least: int = 1) -> int
     return int(value)
 
 
-def _switch(text: str, key: str, options: dict[str, str]) -> bool:
-    value = options.get(key, "false")
+def _switch(text: str, key: str, options: dict[str, str], default: str = "false") -> bool:
+    value = options.get(key, default)
     if value not in ("true", "false"):
         raise ConfigError(f'model "{text}": {key} is true or false, not "{value}"')
     return value == "true"

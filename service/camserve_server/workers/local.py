@@ -103,7 +103,7 @@ class Local:
         return model.info
 
     def _warmed(self, name: str, model: LoadedModel) -> LoadedModel:
-        """Add a model and warm it up, without its quicker copy if that fails.
+        """Add a model and warm it up, without its accelerated copy if that fails.
 
         Raises:
             Exception: whatever the model itself raises.
@@ -111,14 +111,15 @@ class Local:
         try:
             self._add(0, name, model)
         except Exception as error:
-            if model.quick is None:
+            if model.accelerated is None:
                 raise
             reason = f"{type(error).__name__}: {error}"
         else:
             return model
-        model = replace(model, quick=None)
+        model = replace(model, accelerated=None)
         self._add(0, name, model)
-        log.warning("model %s runs without its quicker copy, which failed to warm up (%s)", model.info.name, reason)
+        words = "model %s runs without its accelerated copy, which failed to warm up (%s)"
+        log.warning(words, model.info.name, reason)
         return model
 
     def _add_twin(self, name: str, twin: LoadedModel) -> None:

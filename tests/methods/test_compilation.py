@@ -18,7 +18,8 @@ import needs
 from camserve_server import models
 from camserve_server.errors import ConfigError
 from camserve_server.hooks import hook_count
-from camserve_server.models import ModelSpec, compiled, digest, layout, parse
+from camserve_server.models import ModelSpec, digest, parse
+from camserve_server.models.acceleration import compilation, layout, toolchain
 from camserve_server.types import ClassTarget, Pass, Row
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
 
@@ -34,11 +35,11 @@ def cold(tmp_path_factory):
     """Let nothing that was compiled before be of use; and let it be used, though such small models gain nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setattr(compiled, "_share", lambda *_: 0.5)
+        patch.setattr(compilation, "_time_ratio", lambda *_: 0.5)
         yield
 
 
-share = compiled._share
+share = compilation._time_ratio
 
 
 class Block(nn.Module):
@@ -133,7 +134,7 @@ def test_compiled_code_takes_batches_in_the_memory_layout_that_was_chosen(monkey
 def test_once_loaded_a_model_compiles_nothing_and_runs_what_is_compiled(pair):
     model, before = pair[0], dict(counters["stats"])
     assert model.info.default_layer == "three"
-    assert model.quick.compiled == ("one", "two", "three")
+    assert model.accelerated.compiled_modules == ("one", "two", "three")
     for rows in BATCHES:
         for kind in ASKED:
             assert calls_of_compiled_code(model, rows, kind) == 3
@@ -147,8 +148,8 @@ def test_a_counter_sees_what_is_compiled_later():
 
 
 def test_an_input_of_another_size_runs_as_without_a_compiler(pair):
-    ours, theirs = (model.quick.module for model in pair)
-    before, image = dict(counters["stats"]), torch.randn(2, 3, 20, 20, dtype=pair[0].quick.dtype)
+    ours, theirs = (model.accelerated.module for model in pair)
+    before, image = dict(counters["stats"]), torch.randn(2, 3, 20, 20, dtype=pair[0].accelerated.dtype)
     with torch.no_grad():
         torch.testing.assert_close(ours(image), theirs(image), rtol=0, atol=0)
     assert dict(counters["stats"]) == before
@@ -169,7 +170,7 @@ def test_the_model_itself_is_not_compiled_and_keeps_its_weights(pair):
 def test_without_a_compiler_a_model_runs_as_it_is_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     model = load(compile=True)
-    assert model.quick.compiled == ()
+    assert model.accelerated.compiled_modules == ()
     assert "planted runs without being compiled: there is no C++ compiler: /nowhere/g++ is not installed" in caplog.text
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
 
@@ -212,32 +213,32 @@ def test_something_is_missing_for_a_gpu_exactly_where_triton_cannot_compile(envi
         monkeypatch.setenv(name, value.format(noexec=noexec))
     done = subprocess.run([sys.executable, "-c", BY_TRITON], capture_output=True, text=True, check=False)
 
-    assert (compiled.missing("cuda:0") == "") == (done.returncode == 0), done.stderr
+    assert (toolchain.missing_for("cuda:0") == "") == (done.returncode == 0), done.stderr
 
 
 def test_what_is_missing_for_a_gpu_is_said_in_a_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "find_spec", lambda _name: ModuleType("triton"))
+    monkeypatch.setattr(toolchain, "find_spec", lambda _name: ModuleType("triton"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert compiled.missing("cuda:0") == "there is no C compiler: gcc, clang are not installed"
+    assert toolchain.missing_for("cuda:0") == "there is no C compiler: gcc, clang are not installed"
     monkeypatch.setenv("CC", sys.executable)
-    monkeypatch.setattr(compiled.sysconfig, "get_path", lambda *_: str(tmp_path))
-    assert compiled.missing("cuda:0") == f"Python's headers are not installed: there is no {tmp_path}/Python.h"
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert toolchain.missing_for("cuda:0") == f"Python's headers are not installed: there is no {tmp_path}/Python.h"
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
-    assert compiled.missing("cuda:0") == ""
+    assert toolchain.missing_for("cuda:0") == ""
     monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
     monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=8))
-    found = compiled.missing("cuda:0")
+    found = toolchain.missing_for("cuda:0")
     assert f"compiled code cannot be loaded from {tmp_path}/new, which is mounted noexec" in found
     assert "TRITON_CACHE_DIR names another folder" in found
-    monkeypatch.setattr(compiled, "find_spec", lambda _name: None)
-    assert compiled.missing("cuda:0") == "Triton is not installed"
+    monkeypatch.setattr(toolchain, "find_spec", lambda _name: None)
+    assert toolchain.missing_for("cuda:0") == "Triton is not installed"
 
 
 def test_a_model_runs_as_it_is_where_compiled_code_cannot_be_loaded(noexec, monkeypatch, caplog):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(noexec / "new"))
-    assert load(compile=True).quick.compiled == ()
+    assert load(compile=True).accelerated.compiled_modules == ()
     assert f"runs without being compiled: compiled code cannot be loaded from {noexec}/new" in caplog.text
 
 
@@ -258,7 +259,7 @@ def test_a_compiler_that_fails_costs_a_warning(said, reason, monkeypatch, caplog
 
     monkeypatch.setattr(torch, "compile", failing)
     model = load(compile=True)
-    assert model.quick.compiled == ()
+    assert model.accelerated.compiled_modules == ()
     assert f"one of model planted runs without being compiled: RuntimeError: {reason}" in caplog.text
     assert "model planted runs without being compiled: there is nothing that can be" in caplog.text
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
@@ -268,7 +269,7 @@ def test_only_the_module_that_cannot_be_compiled_runs_as_it_is(caplog):
     caplog.set_level(logging.INFO)
     make = lambda: Tower(Unruly)  # noqa: E731 -- a factory
     model, plain = load(make, compile=True), load(make)
-    assert model.quick.compiled == ("one", "three")
+    assert model.accelerated.compiled_modules == ("one", "three")
     assert "two of model planted runs without being compiled: Unsupported: Call to `torch._dynamo.graph_break()`" in (
         caplog.text
     )
@@ -283,10 +284,10 @@ def test_compiled_code_that_says_something_else_is_thrown_away(monkeypatch, capl
         known = part._module.forward
         part._module.forward = lambda seen: known(seen) * 1.001
 
-    settle = compiled.Part.settle
-    monkeypatch.setattr(compiled.Part, "settle", wrong)
+    settle = compilation.CompiledModule.enable
+    monkeypatch.setattr(compilation.CompiledModule, "enable", wrong)
     model = load(compile=True)
-    assert model.quick.compiled == ()
+    assert model.accelerated.compiled_modules == ()
     assert "planted runs without being compiled: its default layer would be off by 0.00" in caplog.text
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
 
@@ -294,13 +295,13 @@ def test_compiled_code_that_says_something_else_is_thrown_away(monkeypatch, capl
 def test_compiled_code_that_is_slower_is_thrown_away(monkeypatch, caplog):
     times = iter([1.0, 1.25] * 5 + [1.0, 0.9] * 5)
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(compiled, "_share", share)
-    monkeypatch.setattr(compiled, "_seconds", lambda *_: next(times))
+    monkeypatch.setattr(compilation, "_time_ratio", share)
+    monkeypatch.setattr(compilation, "_seconds", lambda *_: next(times))
     model = load(compile=True)
-    assert model.quick.compiled == ()
+    assert model.accelerated.compiled_modules == ()
     assert "runs without being compiled: it would be slower, a batch taking 1.25 times as long" in caplog.text
     assert calls_of_compiled_code(model, 2, "cam") == 0
-    assert load(compile=True).quick.compiled == ("one", "two", "three")
+    assert load(compile=True).accelerated.compiled_modules == ("one", "two", "three")
     assert "s: 0.90 of the time" in caplog.text
 
 
@@ -311,26 +312,26 @@ def test_a_model_that_takes_one_image_at_a_time_is_not_compiled(caplog):
             return super().forward(image)
 
     model = load(Single, compile=True)
-    assert model.quick.compiled == ()
+    assert model.accelerated.compiled_modules == ()
     assert "runs without being compiled: AssertionError: one at a time" in caplog.text
 
 
 def test_the_time_of_a_batch_is_taken_with_what_is_compiled_and_by_onednn_in_turn(monkeypatch):
     ran = []
-    monkeypatch.setattr(compiled, "_seconds", lambda *_: ran.append(f"{part.state}, {direct.state}") or 1.0)
-    part, direct = SimpleNamespace(state=""), SimpleNamespace()
-    direct.on, direct.off = (lambda state=state: setattr(direct, "state", state) for state in ("oneDNN", "torch"))
-    monkeypatch.setattr(compiled.Part, "undo", lambda part: setattr(part, "state", "plain"))
-    monkeypatch.setattr(compiled.Part, "settle", lambda part: setattr(part, "state", "compiled"))
-    assert share(None, [part], torch.zeros(1), direct) == 1
-    assert ran == ["plain, oneDNN", "compiled, torch"] * compiled.ROUNDS
+    monkeypatch.setattr(compilation, "_seconds", lambda *_: ran.append(f"{part.state}, {patch.state}") or 1.0)
+    part, patch = SimpleNamespace(state=""), SimpleNamespace()
+    patch.enable, patch.disable = (lambda state=state: setattr(patch, "state", state) for state in ("oneDNN", "torch"))
+    monkeypatch.setattr(compilation.CompiledModule, "disable", lambda part: setattr(part, "state", "plain"))
+    monkeypatch.setattr(compilation.CompiledModule, "enable", lambda part: setattr(part, "state", "compiled"))
+    assert share(None, [part], torch.zeros(1), patch) == 1
+    assert ran == ["plain, oneDNN", "compiled, torch"] * compilation.ROUNDS
 
 
 def test_a_detector_is_not_compiled(caplog):
     caplog.set_level(logging.INFO)
     fast = "torchvision:ssdlite320_mobilenet_v3_large?weights=none&classes=3"
-    assert models.load(parse(f"{fast}&compile=true")).quick is None
-    assert "no quicker copy of it can be made (it detects objects" in caplog.text
+    assert models.load(parse(f"{fast}&compile=true")).accelerated is None
+    assert "it cannot be accelerated (it detects objects" in caplog.text
 
 
 def test_the_option_is_true_or_false():

@@ -1,0 +1,90 @@
+"""The copy of a model: its folded and converted weights are its own, all others are shared with the model.
+
+In half precision the weights before the default layer are converted once, when the model is loaded. Autocast, which the
+plain module runs under, converts them in every batch. After the layer all is float32, but for self-attention and the
+linear maps over all tokens: without these, vit_b_16 in bfloat16 lost what the rest had gained. COPYING_MEASURED
+"""
+
+import copy
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
+
+from camserve_server.models.acceleration.folding import FoldablePair, folded_parameters, without_normalisation
+from camserve_server.models.acceleration.usage import Usage
+
+KERNEL_DIMENSIONS = 4
+"""Dimensions of the weight of a convolution."""
+
+
+def copy_model(
+    module: nn.Module, usage: Usage, pairs: Collection[FoldablePair], converted: Collection[str], dtype: torch.dtype
+) -> nn.Module:
+    """Copy a model with its batch norms folded.
+
+    Args:
+        module: the frozen model.
+        usage: the recorded usage of its tensors; those used only before the default layer are converted.
+        pairs: the batch norms to fold.
+        converted: names of modules after the default layer whose parameters are converted too.
+        dtype: the type to convert to.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        convert = usage.only_before(tensor) and tensor.is_floating_point()
+        memo[id(tensor)] = _converted(tensor, dtype) if convert else tensor
+    for name in converted:
+        memo |= {id(tensor): _converted(tensor, dtype) for tensor in module.get_submodule(name).parameters()}
+    folded = [(pair, *folded_parameters(module, pair)) for pair in pairs]
+    for pair, weight, _ in folded:
+        memo[id(module.get_submodule(pair.convolution).weight)] = _parameter(weight, dtype)
+    copied = copy.deepcopy(module, memo)
+    for pair, _, bias in folded:
+        copied.get_submodule(pair.convolution).bias = _parameter(bias, dtype)
+        copied.set_submodule(pair.norm, without_normalisation(copied.get_submodule(pair.norm)))
+    return copied.eval().requires_grad_(requires_grad=False)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a weight; one that needs no change is shared with the model."""
+    if tensor.dtype == dtype:
+        return tensor
+    return _parameter(tensor, dtype) if isinstance(tensor, nn.Parameter) else tensor.to(dtype)
+
+
+def _parameter(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    order = torch.channels_last if tensor.dim() == KERNEL_DIMENSIONS else torch.preserve_format
+    return nn.Parameter(tensor.detach().to(dtype, memory_format=order), requires_grad=False)
+
+
+def own_kernels(copied: nn.Module, module: nn.Module) -> list[nn.Parameter]:
+    """Return the convolution weights that a copy does not share with the model."""
+    shared = {id(parameter) for parameter in module.parameters()}
+    kernels = [parameter for parameter in copied.parameters() if parameter.dim() == KERNEL_DIMENSIONS]
+    return [parameter for parameter in kernels if id(parameter) not in shared]
+
+
+def find_token_linears(module: nn.Module, usage: Usage) -> list[str]:
+    """Return the linear maps over all tokens after the default layer."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if type(child) is nn.Linear and id(child.weight) in usage.token_weights and usage.after[id(child.weight)] == 1
+    ]
+
+
+def linear_in_weight_dtype(linear: nn.Linear, forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """Map tokens in the precision of the weight, and return them in their own."""
+    return forward(tokens.to(linear.weight.dtype)).to(tokens.dtype)
+
+
+def return_float32(_layer: nn.Module, _args: Any, output: Any) -> Any:
+    """Convert the output of the default layer to float32: a forward hook of a copy in half precision."""
+    return pytree.tree_map(lambda part: part.float() if _is_float(part) else part, output)
+
+
+def _is_float(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.is_floating_point()

@@ -1,0 +1,74 @@
+"""Batch norms folded into the convolutions before them.
+
+In evaluation mode a batch norm is a scale and a shift per channel, so the convolution before it can apply both with
+other weights: one pass over memory less for each batch norm. FOLDING_MEASURED
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple, cast
+
+import timm.layers
+from torch import Tensor, nn
+
+from camserve_server.hooks import has_forward_hooks
+from camserve_server.models.acceleration.usage import Usage
+
+
+class FoldablePair(NamedTuple):
+    """The names of a convolution and of the batch norm after it."""
+
+    convolution: str
+    norm: str
+
+
+def find_foldable(module: nn.Module, usage: Usage) -> list[FoldablePair]:
+    """Find the batch norms that can be folded: nothing else uses their parameters or the convolution's output."""
+    convolutions = {
+        id(child.weight): name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Conv2d) and not has_forward_hooks(child)
+    }
+    norms = {id(child.running_mean): name for name, child in module.named_modules() if _is_foldable_norm(child)}
+    pairs = []
+    for output, (mean, _) in usage.norms.items():
+        weight = usage.weights.get(output)
+        convolution, norm = convolutions.get(id(weight)), norms.get(id(mean))
+        once = usage.consumer_counts[output] == usage.before[id(weight)] == usage.before[id(mean)] == 1
+        if convolution and norm and once:
+            pair = FoldablePair(convolution, norm)
+            if _is_only_before(module, pair, usage):
+                pairs.append(pair)
+    return pairs
+
+
+def _is_foldable_norm(module: nn.Module) -> bool:
+    if type(module) not in (nn.BatchNorm2d, timm.layers.BatchNormAct2d) or has_forward_hooks(module):
+        return False
+    return isinstance(module, nn.BatchNorm2d) and module.running_mean is not None
+
+
+def _is_only_before(module: nn.Module, pair: FoldablePair, usage: Usage) -> bool:
+    convolution, norm = _modules(module, pair)
+    return all(usage.only_before(parameter) for parameter in (*convolution.parameters(), *norm.parameters()))
+
+
+def _modules(module: nn.Module, pair: FoldablePair) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    convolution, norm = (module.get_submodule(name) for name in pair)
+    return cast("nn.Conv2d", convolution), cast("nn.BatchNorm2d", norm)
+
+
+def folded_parameters(module: nn.Module, pair: FoldablePair) -> tuple[Tensor, Tensor]:
+    """Return the float32 weight and bias of a convolution and its batch norm together, computed in float64."""
+    convolution, norm = _modules(module, pair)
+    mean, variance = cast("Tensor", norm.running_mean).double(), cast("Tensor", norm.running_var).double()
+    scale = (variance + norm.eps).rsqrt() * (norm.weight if norm.affine else 1)
+    bias = -mean if convolution.bias is None else convolution.bias - mean
+    shift = bias * scale + (norm.bias if norm.affine else 0)
+    return (convolution.weight * scale[:, None, None, None]).float(), shift.float()
+
+
+def without_normalisation(norm: nn.Module) -> nn.Module:
+    """Return what remains of a folded batch norm: nothing, or the dropout and activation of one of timm's."""
+    if not isinstance(norm, timm.layers.BatchNormAct2d):
+        return nn.Identity()
+    return nn.Sequential(OrderedDict(drop=norm.drop, act=norm.act))

@@ -1,0 +1,131 @@
+"""Memory layout of images and convolution weights, chosen by timing both.
+
+cuDNN has kernels for contiguous images (channels first) and for channels last. Half precision is usually faster
+channels last, float32 without TF32 is often faster contiguous: it depends on the GPU, the precision and the model. So
+both layouts are timed when a model is loaded (docs/decisions/gpu-models.md; not measured on a GPU yet).
+
+On a CPU nothing is timed and the layout is always channels last. Measured with two threads, float32, as multiples of
+the speed of a contiguous forward pass, batch 1, 8 and 32: resnet50 1.06, 1.22 and 1.33, mobilenet_v3_large 1.30, 1.42
+and 1.56, convnext_tiny and vit_b_16 1.00 (benchmarks/RESULTS.md).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
+
+from camserve_server.devices import Device, device_of
+from camserve_server.hooks import watching
+from camserve_server.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+TIMED_ROWS = 8
+"""Size of the timed batch, where the largest batch that will run is not known."""
+
+ROUNDS = 5
+"""Batches timed in each layout. One more in each, before these, pays for what is made on first use."""
+
+MIN_SPEEDUP = 1.05
+"""How many times as fast contiguous must be to replace channels last.
+
+Timings are not exact. Without a margin, a model that is equally fast in both would change its layout, and with it the
+last bits of its answers, from one start of the server to the next.
+"""
+
+MEMORY_FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
+"""Memory formats, by whether they are channels last."""
+
+
+def noise_images(info: ModelInfo, rows: int, *, channels_last: bool = True) -> Tensor:
+    """Return images of noise [rows,3,H,W] on a model's device, always the same."""
+    noise = torch.randn((rows, 3, *info.preprocess.size), generator=torch.Generator().manual_seed(0))
+    return noise.to(info.device).contiguous(memory_format=MEMORY_FORMATS[channels_last])
+
+
+def set_layout(weights: Sequence[nn.Parameter], *, channels_last: bool) -> None:
+    """Put convolution weights into a layout, in place."""
+    for weight in weights:
+        weight.data = weight.data.contiguous(memory_format=MEMORY_FORMATS[channels_last])
+
+
+def is_channels_last_faster(
+    module: nn.Module,
+    info: ModelInfo,
+    weights: Sequence[nn.Parameter] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    rows: int = TIMED_ROWS,
+) -> bool:
+    """Choose the layout in which a model, or its accelerated copy, computes Grad-CAM faster.
+
+    Always channels last on a CPU. A wrong choice costs only time. If the timing fails, images stay channels last.
+
+    Args:
+        module: the module, frozen, in evaluation mode, on its device.
+        info: the description of the model.
+        weights: convolution weights that belong to the module alone; they are put into the chosen layout.
+        dtype: the type of the module's input.
+        rows: size of the timed batch; half as many, or fewer, if the device has too little memory for it.
+    """
+    device = device_of(info.device)
+    if device.is_cpu:
+        return True
+    faster = True
+    try:
+        ratio, rows = _time_ratio(device, partial(_seconds, module, info, weights, dtype), rows)
+        faster = ratio * MIN_SPEEDUP >= 1
+        names = "channels_last", "contiguous"
+        chosen, other, times = (*names, ratio) if faster else (*reversed(names), 1 / ratio)
+        log.info(
+            "model %s runs %s: %s takes %.2f times as long, in batches of %d", info.name, chosen, other, times, rows
+        )
+    except Exception as error:  # noqa: BLE001 -- whatever a user's model raises: its warm-up decides if it can be served
+        reason = f"{type(error).__name__}: {error}"
+        log.warning("model %s runs channels_last: the memory layouts could not be timed (%s)", info.name, reason)
+    set_layout(weights, channels_last=faster)
+    device.release_memory()  # a batch may run in a stream of its own, which cannot use what is reserved here
+    return faster
+
+
+def _time_ratio(device: Device, seconds: Callable[[int], tuple[float, float]], rows: int) -> tuple[float, int]:
+    """Return the time of a contiguous batch divided by that of a channels-last one, and the rows of both."""
+    while True:
+        try:
+            channels_last, contiguous = seconds(rows)
+            return contiguous / channels_last, rows
+        except Exception as error:  # whatever the libraries beneath torch raise
+            if rows == 1 or not device.is_out_of_memory(error):
+                raise
+        device.release_memory()  # not above: the error holds the tensors that fill the memory
+        rows //= 2
+
+
+def _seconds(
+    module: nn.Module, info: ModelInfo, weights: Sequence[nn.Parameter], dtype: torch.dtype, rows: int
+) -> tuple[float, float]:
+    """Return the seconds that a batch takes, channels last and contiguous: the median of several, taken in turn."""
+    device = device_of(info.device)
+    batches = {last: noise_images(info, rows, channels_last=last).to(dtype) for last in MEMORY_FORMATS}
+    times: dict[bool, list[float]] = {last: [] for last in MEMORY_FORMATS}
+    for _ in range(ROUNDS + 1):  # in turn, so that other load on the machine slows both
+        for last, measured in times.items():
+            set_layout(weights, channels_last=last)
+            measured.append(device.measure(partial(_compute_gradcam, module, info, batches[last])))
+    return median(times[True][1:]), median(times[False][1:])
+
+
+def _compute_gradcam(module: nn.Module, info: ModelInfo, batch: Tensor) -> None:
+    """Compute what Grad-CAM needs: a forward pass, and a backward pass down to the default layer."""
+    precision: torch.dtype = getattr(torch, info.precision)
+    half = precision != torch.float32 and batch.dtype == torch.float32  # else the weights are in that precision
+    autocast = torch.autocast(batch.device.type, precision if half else torch.bfloat16, enabled=half)
+    with torch.enable_grad(), watching({info.default_layer: module.get_submodule(info.default_layer)}), autocast:
+        output = module(batch.clone())  # a model may change its input in place
+        sums = [part.sum() for part in pytree.tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]
+    if sums:
+        torch.autograd.backward(sums)

@@ -1,0 +1,260 @@
+"""The accelerated copy of a model: planned, built, tried against the plain module, and put into service."""
+
+import functools
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from camserve_server.hooks import output_of
+from camserve_server.models.acceleration import layout, onednn
+from camserve_server.models.acceleration.attention import attend, find_attentions
+from camserve_server.models.acceleration.compilation import BATCH_SIZES, compile_before_layer
+from camserve_server.models.acceleration.copying import (
+    copy_model,
+    find_token_linears,
+    linear_in_weight_dtype,
+    own_kernels,
+    return_float32,
+)
+from camserve_server.models.acceleration.folding import FoldablePair, find_foldable
+from camserve_server.models.acceleration.onednn import OneDNNPatch, PatchSite
+from camserve_server.models.acceleration.prefix import find_prefix_modules, forward_prefix
+from camserve_server.models.acceleration.toolchain import missing_for
+from camserve_server.models.acceleration.trial import TOLERANCE, output_error
+from camserve_server.models.acceleration.usage import Usage, record_usage
+from camserve_server.types import ModelInfo, Pass
+
+log = logging.getLogger(__name__)
+
+_KINDS = ("cam", "curvature", "score")
+"""Kinds of passes that the copy can run: they differentiate nothing before a layer, and keep nothing from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccelerationOptions:
+    """Settings of the acceleration of one model.
+
+    Attributes:
+        enabled: the switch. When off, the model runs as it was loaded, on contiguous images.
+        compile: whether to compile the part up to the default layer.
+        rows: size of the batch in which the memory layouts are timed.
+    """
+
+    enabled: bool = True
+    compile: bool = False
+    rows: int = layout.TIMED_ROWS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AcceleratedModel:
+    """An accelerated copy of a model.
+
+    Attributes:
+        module: the copy, with the same module names; after the default layer it shares the model's parameters.
+        layers: the names of the layers that can be captured in it.
+        dtype: the type of its input.
+        folded_norms: how many batch norms are folded into convolutions.
+        compiled_modules: the names of its compiled modules.
+        onednn: its direct calls of oneDNN.
+    """
+
+    module: nn.Module
+    layers: frozenset[str]
+    dtype: torch.dtype
+    folded_norms: int
+    compiled_modules: tuple[str, ...]
+    onednn: OneDNNPatch
+
+    def can_run(self, pass_: Pass) -> bool:
+        """Return whether the copy computes all that a pass needs."""
+        return pass_.kind in _KINDS and not pass_.randomised and self.layers.issuperset(pass_.layers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Acceleration:
+    """The result of accelerating a model.
+
+    Attributes:
+        model: the accelerated copy; None where nothing would be faster, or the model does not allow one.
+        channels_last: whether the input of the model has that memory layout, or is contiguous.
+    """
+
+    model: AcceleratedModel | None
+    channels_last: bool
+
+
+def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> Acceleration:
+    """Make the accelerated copy of a model and choose its memory layout.
+
+    Never raises for what a user's model does: without a copy the model runs as it was loaded, and the log says why.
+
+    Args:
+        module: the model, frozen, in evaluation mode, on its device. It is not changed.
+        info: its description.
+        options: the settings.
+    """
+    if not options.enabled:
+        log.info("model %s runs without acceleration (accelerate=false)", info.name)
+        return Acceleration(None, channels_last=False)
+    acceleration = None
+    if info.task != "detect" and info.layers[info.default_layer].calls == 1:
+        try:
+            acceleration = _accelerated(module, info, options)
+        except Exception as error:  # noqa: BLE001 -- whatever a user's model does: without the copy it runs as before
+            _log_refusal(info, f"{type(error).__name__}: {error}")
+    elif options.compile:
+        _log_refusal(info, "it detects objects, or calls its default layer more than once")
+    return acceleration or Acceleration(None, layout.is_channels_last_faster(module, info, rows=options.rows))
+
+
+def _log_refusal(info: ModelInfo, reason: str) -> None:
+    instead = "as it is" if info.precision == "float32" else f"in {info.precision} by autocast, which is slower"
+    log.info("model %s runs %s: it cannot be accelerated (%s)", info.name, instead, reason)
+
+
+def _accelerated(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> Acceleration | None:
+    dtype: torch.dtype = getattr(torch, info.precision)
+    image = layout.noise_images(info, 1)
+    with torch.no_grad():
+        plan = _plan(module, info, image, dtype)
+        if dtype == torch.float32 and not (plan.has_work or options.compile):
+            return None
+        copied = _build(module, info, plan, dtype)
+
+        def error() -> str:
+            output = output_of(copied, info.default_layer, image.to(dtype))
+            return output_error(output, plan.expected, TOLERANCE[dtype])
+
+        if reason := error():
+            _log_refusal(info, reason)
+            return None
+        unpatched = OneDNNPatch(copied, (), set())
+        patch = _patched(copied, module, plan.sites, error) or unpatched
+    channels_last = layout.is_channels_last_faster(
+        copied, info, own_kernels(copied, module), dtype=dtype, rows=options.rows
+    )
+    compiled = _compiled(copied, info, dtype, patch, channels_last=channels_last) if options.compile else ()
+    if compiled:
+        patch = unpatched
+    patch.finalize()
+    layers = _layers_after(info, plan.prefix_modules)
+    model = AcceleratedModel(copied, layers, dtype, len(plan.pairs), compiled, patch)
+    return Acceleration(model, channels_last)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What can be done to a model.
+
+    Attributes:
+        usage: the recorded usage of its tensors.
+        expected: what the plain module's default layer returns for the trial's image.
+        pairs: the batch norms that can be folded.
+        sites: the modules that can call oneDNN.
+        attentions: the attentions after the layer that can be replaced.
+        token_linears: the linear maps over all tokens after the layer that run in half precision.
+        prefix_modules: the modules after the layer that need only some first tokens, with their number.
+    """
+
+    usage: Usage
+    expected: Tensor
+    pairs: list[FoldablePair]
+    sites: list[PatchSite]
+    attentions: list[str]
+    token_linears: list[str]
+    prefix_modules: dict[str, int]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything would be faster in float32."""
+        return bool(self.pairs or self.sites or self.attentions or self.prefix_modules)
+
+
+def _plan(module: nn.Module, info: ModelInfo, image: Tensor, dtype: torch.dtype) -> _Plan:
+    usage, expected = record_usage(module, info.default_layer, image)
+    pairs = find_foldable(module, usage)
+    attentions = find_attentions(module, usage)
+    return _Plan(
+        usage=usage,
+        expected=expected,
+        pairs=pairs,
+        sites=onednn.find_sites(module, usage, dict(pairs)) if onednn.is_supported(info.device, dtype) else [],
+        attentions=attentions,
+        token_linears=find_token_linears(module, usage) if dtype != torch.float32 else [],
+        prefix_modules=find_prefix_modules(module, info, image, attentions),
+    )
+
+
+def _build(module: nn.Module, info: ModelInfo, plan: _Plan, dtype: torch.dtype) -> nn.Module:
+    """Copy a model and replace the forwards of modules after the default layer."""
+    half = dtype != torch.float32
+    copied = copy_model(module, plan.usage, plan.pairs, (*plan.attentions, *plan.token_linears) if half else (), dtype)
+    for name in plan.attentions:
+        attention: Any = copied.get_submodule(name)
+        attention.forward = functools.partial(
+            attend, attention, attention.forward, prefix=plan.prefix_modules.get(name)
+        )
+    for name in plan.token_linears:
+        linear: Any = copied.get_submodule(name)
+        linear.forward = functools.partial(linear_in_weight_dtype, linear, linear.forward)
+    for name, prefix in plan.prefix_modules.items():
+        if name not in plan.attentions:
+            child: Any = copied.get_submodule(name)
+            child.forward = functools.partial(forward_prefix, child.forward, prefix)
+    if half:
+        copied.get_submodule(info.default_layer).register_forward_hook(return_float32)
+    return copied
+
+
+def _patched(
+    copied: nn.Module, module: nn.Module, sites: Collection[PatchSite], error: Callable[[], str]
+) -> OneDNNPatch | None:
+    """Let a copy call oneDNN, if that works and gives the same numbers."""
+    patch = None
+    try:
+        patch = OneDNNPatch(copied, tuple(sites), {id(parameter) for parameter in module.parameters()})
+        patch.enable()
+        reason = error()
+    except Exception as failure:  # noqa: BLE001 -- whatever oneDNN raises: torch can do it
+        reason = f"{type(failure).__name__}: {failure}"
+    if not reason:
+        return patch
+    log.info("oneDNN is not called directly: %s", reason)
+    if patch:
+        patch.disable()
+    return None
+
+
+def _compiled(
+    copied: nn.Module, info: ModelInfo, dtype: torch.dtype, patch: OneDNNPatch, *, channels_last: bool
+) -> tuple[str, ...]:
+    """Compile a copy if that is possible and faster; return the names of its compiled modules."""
+    if reason := missing_for(info.device):
+        log.warning("model %s runs without being compiled: %s", info.name, reason)
+        return ()
+    log.info("compiling model %s, which can take minutes", info.name)
+    batches = [layout.noise_images(info, rows, channels_last=channels_last).to(dtype) for rows in BATCH_SIZES]
+    result = compile_before_layer(copied, info.default_layer, batches, TOLERANCE[dtype], patch)
+    for name, reason in result.failures.items():
+        log.warning("%s of model %s runs without being compiled: %s", name, info.name, reason)
+    if result.reason:
+        log.warning("model %s runs without being compiled: %s", info.name, result.reason)
+    else:
+        names = ", ".join(result.modules)
+        words = "model %s: %s compiled in %.0f s: %.2f of the time"
+        log.info(words, info.name, names, result.seconds, result.time_ratio)
+    return result.modules
+
+
+def _layers_after(info: ModelInfo, prefix_modules: Collection[str]) -> frozenset[str]:
+    """Return the layers that finish with the default one or after it, and before any module that skips tokens."""
+    names = list(info.layers)
+    start = names.index(info.default_layer)
+    stops = (
+        place for place, name in enumerate(names) if any(f"{name}.".startswith(f"{skip}.") for skip in prefix_modules)
+    )
+    return frozenset(names[start : min(stops, default=None)])
