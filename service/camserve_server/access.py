@@ -19,7 +19,7 @@ from camserve_server.config import Settings
 from camserve_server.errors import ConfigError, PermissionDenied, ServiceError
 from camserve_server.floods import Messages
 from camserve_server.interceptor import Handler
-from camserve_server.servicer import Context, House, answering
+from camserve_server.rpc import Context, ServerState, rpc_scope
 from camserve_server.tokens import Token, Tokens
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Guard(grpc.aio.ServerInterceptor):
         ConfigError: the file cannot be read.
     """
 
-    def __init__(self, path: str, house: House) -> None:
+    def __init__(self, path: str, house: ServerState) -> None:
         self._kept = known(path)
         self._house = house
         self._tokens, self._looked = self._kept.current(), -RECHECK
@@ -229,12 +229,12 @@ def _tokens(path: str, contents: kept.Contents) -> Tokens:
     return found
 
 
-def _refusal(house: House, method: str, error: ServiceError) -> Handler:
+def _refusal(house: ServerState, method: str, error: ServiceError) -> Handler:
     rpc = method.rpartition("/")[2] if method in NEEDED else "an RPC unknown here"
 
     # As a stream, whatever the RPC is: of a stream nothing is read that is not asked for.
     async def refuse(_requests: object, context: Context) -> None:
-        async with answering(house, context, rpc):
+        async with rpc_scope(house, context, rpc):
             raise error
 
     return grpc.stream_stream_rpc_method_handler(refuse)

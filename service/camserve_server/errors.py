@@ -1,4 +1,4 @@
-"""What can go wrong, in camserve's own words; `servicer.STATUS` says what each is on the wire.
+"""What can go wrong, in camserve's own words; `statuses.STATUS` says what each is on the wire.
 
 ServiceError
 ├── InvalidArgument      a field or the image is wrong, whatever the server's state

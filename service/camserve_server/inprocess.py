@@ -17,7 +17,9 @@ import grpc
 
 from camserve.v1 import evaluate_pb2_grpc, explain_pb2_grpc, models_pb2_grpc
 from camserve_server.pipeline import Pipeline
-from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer, Received
+from camserve_server.rpc import ServerState
+from camserve_server.servicers import EvaluateServicer, ExplainServicer, ModelServicer
+from camserve_server.streams import Received
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
@@ -53,10 +55,10 @@ def services_of(pipeline: Pipeline, stream_in_flight: int) -> Services:
         pipeline: that they answer from.
         stream_in_flight: requests of one stream under way at most.
     """
-    services, house = cast("Any", Services()), House(stream_in_flight, pipeline=pipeline)
-    explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), services)
-    evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(house), services)
-    models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(house), services)
+    services, state = cast("Any", Services()), ServerState(stream_in_flight, pipeline=pipeline)
+    explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(state), services)
+    evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(state), services)
+    models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(state), services)
     return cast("Services", services)
 
 

@@ -20,7 +20,8 @@ from camserve_server.config import Settings
 from camserve_server.errors import InvalidArgument, ServiceError
 from camserve_server.floods import Messages, Receiving, only
 from camserve_server.interceptor import Handler, Interceptor
-from camserve_server.servicer import Context, House, Received, answering, caller_of
+from camserve_server.rpc import Context, ServerState, caller_of, rpc_scope
+from camserve_server.streams import Received
 from camserve_server.threads import in_thread
 from camserve_server.wire.compression import is_compressed, unpacked
 from camserve_server.wire.footprint import Shape, footprint, shape_of
@@ -45,7 +46,7 @@ class Parser(Interceptor):
         house: counts the calls that are refused, too.
     """
 
-    def __init__(self, settings: Settings, house: House) -> None:
+    def __init__(self, settings: Settings, house: ServerState) -> None:
         super().__init__()
         self._house, self._intake = house, Intake(settings.max_message_mib * 2**20, MESSAGES)
         self._receiving = Receiving(RECEIVED), Receiving(RECEIVED)
@@ -121,7 +122,7 @@ class _Parsing:
     """One RPC, whose messages are parsed here."""
 
     def __init__(
-        self, house: House, alone: Receiving, streamed: Receiving, intake: Intake, method: str, handler: Any
+        self, house: ServerState, alone: Receiving, streamed: Receiving, intake: Intake, method: str, handler: Any
     ) -> None:
         self._house, self._alone, self._streamed, self._intake, self._handler = house, alone, streamed, intake, handler
         rpc = descriptor_pool.Default().FindMethodByName(oip.own_name(method.strip("/").replace("/", ".")))
@@ -170,7 +171,7 @@ class _Parsing:
                 return await self._parsed(data.pop(), caller)
         except ServiceError as error:
             refused = error.with_traceback(None)  # its frames hold the message
-        async with answering(self._house, context, self._rpc):
+        async with rpc_scope(self._house, context, self._rpc):
             raise refused
 
     def _of_several_written(self, behaviour: Behaviour) -> Behaviour:
@@ -212,7 +213,7 @@ class _Parsing:
                 async for reply in behaviour(self._in_turn(_messages(requests, context), context), context):
                     await context.write(reply)
             except ServiceError as error:
-                async with answering(self._house, context, self._rpc):
+                async with rpc_scope(self._house, context, self._rpc):
                     raise error from None
 
         return answer

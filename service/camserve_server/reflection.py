@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from camserve_server.errors import InvalidArgument, Unavailable
 from camserve_server.health import LARGEST
-from camserve_server.servicer import Context
+from camserve_server.rpc import Context
 
 Question: TypeAlias = Any  # generated, and not typed
 Answer: TypeAlias = Any

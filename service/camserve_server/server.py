@@ -38,7 +38,8 @@ from camserve_server.methods import add_plugins
 from camserve_server.models import ModelSpec, Source, of_network, parse
 from camserve_server.parsing import Parser
 from camserve_server.pipeline import Pipeline
-from camserve_server.servicer import NAMES, EvaluateServicer, ExplainServicer, House, ModelServicer
+from camserve_server.rpc import RPC_NAMES, ServerState
+from camserve_server.servicers import EvaluateServicer, ExplainServicer, ModelServicer
 from camserve_server.telemetry import State, Told
 from camserve_server.types import ModelInfo
 
@@ -243,7 +244,7 @@ async def serve(
         ConfigError: the address cannot be listened on, or should not be as the settings are; a file of certificates or
             tokens is no good; or no model can be loaded.
     """
-    house = House(settings.stream_in_flight, settings.idle_seconds, names={**NAMES, **oip.NAMES})
+    house = ServerState(settings.stream_in_flight, settings.idle_seconds, names={**RPC_NAMES, **oip.NAMES})
     checks = HealthServicer()
     access.check(settings)
     credentials = access.credentials(settings)
@@ -267,7 +268,7 @@ async def serve(
             await server.stop(None)
 
 
-def _state(house: House, said: Health) -> State:
+def _state(house: ServerState, said: Health) -> State:
     """Return what Prometheus is told of the server as it is now; from any thread."""
     pipeline = house.pipeline
     if pipeline is None:
@@ -285,7 +286,7 @@ def _state(house: House, said: Health) -> State:
     )
 
 
-async def _drain(server: grpc.aio.Server, house: House, seconds: float, stop: Stop) -> None:
+async def _drain(server: grpc.aio.Server, house: ServerState, seconds: float, stop: Stop) -> None:
     log.info("draining", extra=logs.fields(seconds=seconds))
     house.draining.set()
     finishing = asyncio.ensure_future(_finished(house, seconds))
@@ -302,7 +303,7 @@ async def _drain(server: grpc.aio.Server, house: House, seconds: float, stop: St
     log.info("stopped")
 
 
-async def _finished(house: House, seconds: float) -> None:
+async def _finished(house: ServerState, seconds: float) -> None:
     """Return when every accepted call is answered, and no new one came to be refused for a while.
 
     gRPC itself would cancel a call that it has received but not yet handed over at the moment it stops. So the calls
@@ -321,7 +322,7 @@ async def _finished(house: House, seconds: float) -> None:
 
 
 def _build(
-    settings: Settings, house: House, checks: HealthServicer, inference: oip.InferenceServicer
+    settings: Settings, house: ServerState, checks: HealthServicer, inference: oip.InferenceServicer
 ) -> grpc.aio.Server:
     size = settings.max_message_mib * 2**20
     server = grpc.aio.server(
@@ -352,7 +353,7 @@ def _build(
     return server
 
 
-def _at_the_door(settings: Settings, house: House) -> tuple[grpc.aio.ServerInterceptor, ...]:
+def _at_the_door(settings: Settings, house: ServerState) -> tuple[grpc.aio.ServerInterceptor, ...]:
     parser = Parser(settings, house)
     return (access.Guard(settings.tokens_file, house), parser) if settings.tokens_file else (parser,)
 

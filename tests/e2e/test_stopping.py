@@ -18,7 +18,7 @@ import pytest
 
 import camserve
 from camserve_server import server
-from camserve_server.servicer import House
+from camserve_server.rpc import ServerState
 from support import children, wait_until
 
 # Imports what a server imports, once; then becomes one server after the other, each a process of its own.
@@ -227,7 +227,7 @@ def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stop
 
 async def test_calls_that_came_while_the_machine_ran_something_else_are_seen_before_the_port_is_closed():
     """The event loop stands still, as on a busy machine; a call that came meanwhile is handed over a little later."""
-    loop, house, seen = asyncio.get_running_loop(), House(1), []
+    loop, house, seen = asyncio.get_running_loop(), ServerState(1), []
 
     def arrive():
         seen.append("call")

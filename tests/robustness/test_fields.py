@@ -12,7 +12,8 @@ from camserve_server.errors import ServiceError
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
 from camserve_server.parsing import FIELDS
-from camserve_server.servicer import LONGEST_ID, STATUS
+from camserve_server.rpc import LONGEST_ID
+from camserve_server.statuses import STATUS
 from camserve_server.types import Limits
 from camserve_server.wire.checks import LARGEST_SIDE
 from camserve_server.wire.footprint import footprint, shape_of

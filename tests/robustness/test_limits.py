@@ -10,7 +10,7 @@ import pytest
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import admission, batcher, floods, health, images, parsing, pipeline
 from camserve_server.config import Settings
-from camserve_server.servicer import LONGEST_ID
+from camserve_server.rpc import LONGEST_ID
 from camserve_server.types import Limits
 from camserve_server.wire.checks import LARGEST_SIDE
 from robustness import hygiene, nets

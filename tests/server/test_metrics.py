@@ -23,7 +23,7 @@ from camserve_server.errors import ConfigError
 from camserve_server.methods import METHODS
 from camserve_server.models import parse
 from camserve_server.oip.v2 import inference_pb2
-from camserve_server.servicer import NAMES
+from camserve_server.rpc import RPC_NAMES
 from camserve_server.telemetry import meters
 from camserve_server.types import Verdict
 from camserve_server.workers import Local, Setup
@@ -171,7 +171,7 @@ def test_no_label_takes_what_a_caller_makes_up(start):
     assert not [name for name in ours if "made-up" in str(name)]
     assert labels_of(ours, COUNT, "model") == {"", "tiny"}
     assert labels_of(ours, COUNT, "method") <= {"", "several", *METHODS}
-    assert labels_of(ours, COUNT, "rpc") <= set(NAMES)
+    assert labels_of(ours, COUNT, "rpc") <= set(RPC_NAMES)
     assert labels_of(ours, "camserve_explanations_total", "verdict") <= {verdict.name for verdict in Verdict}
     assert len({has for name, has in ours if name == COUNT}) <= 6
 

@@ -18,7 +18,7 @@ from camserve_server.errors import InvalidArgument, NotFound, ServiceError
 from camserve_server.oip import replies, requests, servicer, tensors
 from camserve_server.oip.statistics import Statistics
 from camserve_server.oip.v2 import inference_pb2
-from camserve_server.servicer import House
+from camserve_server.rpc import ServerState
 from camserve_server.types import Absent, Limits
 from robustness import hygiene, nets
 from support import PHOTOS, jpeg, serving
@@ -631,7 +631,7 @@ def test_a_server_that_is_not_warm_is_live_and_not_ready():
             pass
 
     async def ask():
-        asked = oip.InferenceServicer(House(1), lambda: False, 0)
+        asked = oip.InferenceServicer(ServerState(1), lambda: False, 0)
         live = await asked.ServerLive(inference_pb2.ServerLiveRequest(), Context())
         ready = await asked.ServerReady(inference_pb2.ServerReadyRequest(), Context())
         model = await asked.ModelReady(inference_pb2.ModelReadyRequest(name="tiny"), Context())

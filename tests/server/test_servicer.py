@@ -25,11 +25,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import config, images, logs, parsing, pipeline, render, server, servicer
+from camserve_server import config, images, logs, parsing, pipeline, render, rpc, server, statuses, streams
 from camserve_server.errors import ConfigError, ServiceError, WorkerLost
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.pipeline import Pipeline
-from camserve_server.threads import in_thread
 from camserve_server.types import Limits
 from support import StoppedClock, wait_in_loop_until
 
@@ -193,7 +192,7 @@ KINDS = sorted(subclasses(ServiceError) - {ServiceError, WorkerLost}, key=lambda
 
 
 def test_every_error_of_ours_has_a_status():
-    assert set(servicer.STATUS) == {*KINDS, WorkerLost}
+    assert set(statuses.STATUS) == {*KINDS, WorkerLost}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,7 +203,7 @@ async def test_an_error_becomes_its_status_with_request_id_field_and_retry_in_th
     running.batcher._engines[0].run = fail
     error = await refused(running.explain(request(), metadata=[("x-request-id", "call-7")]))
 
-    assert error.code == servicer.STATUS[kind]
+    assert error.code == statuses.STATUS[kind]
     assert error.message == "words for the caller"
     assert error.trailers["x-request-id"] == "call-7"
     assert error.ids == 1
@@ -222,7 +221,7 @@ async def test_an_error_without_field_and_retry_says_nothing_of_them(kind, runni
     running.batcher._engines[0].run = fail
     error = await refused(running.explain(request()))
 
-    assert error.code == servicer.STATUS[kind]
+    assert error.code == statuses.STATUS[kind]
     assert "grpc-retry-pushback-ms" not in error.trailers
     assert error.detail(error_details_pb2.BadRequest) is None
 
@@ -284,7 +283,13 @@ def explode(*_args, **_options):
 
 
 @pytest.mark.parametrize(
-    "where", ["pipeline.images.decode", "pipeline.render.draw", "pipeline.jobs.explain", "servicer.wire.read_order"]
+    "where",
+    [
+        "pipeline.images.decode",
+        "pipeline.render.draw",
+        "pipeline.jobs.explain",
+        "servicers.explain.wire.read_order",
+    ],
 )
 async def test_a_fault_of_ours_says_its_request_id_and_nothing_else_and_the_log_has_it(
     where, running, logged, monkeypatch
@@ -359,7 +364,7 @@ def test_a_request_id_that_cannot_be_printed_is_replaced(theirs):
         def invocation_metadata(self):
             return (("x-request-id", theirs),)
 
-    ours = servicer._request_id(Context())
+    ours = rpc._request_id(Context())
 
     assert ours != theirs
     assert len(ours) == 32
@@ -541,7 +546,7 @@ async def test_a_caller_who_hangs_up_while_pictures_are_drawn_stops_the_rest(run
     call.cancel()
     await wait_in_loop_until(lambda: running.batcher.admitted == 0)
     go.set()
-    await in_thread(running.pipeline.threads, int)  # after whatever was to come
+    await running.pipeline.in_thread(int)  # after whatever was to come
 
     assert len(drawn) == 1
 
@@ -610,7 +615,7 @@ async def test_a_request_that_fails_is_answered_by_an_error_and_the_stream_goes_
         assert "bad" in bad.error.message
         assert "secret" not in bad.error.message
     else:
-        assert code_pb2.Code.Name(bad.error.code) == servicer.STATUS[kind].name
+        assert code_pb2.Code.Name(bad.error.code) == statuses.STATUS[kind].name
         assert bad.error.message == "words for the caller"
         assert [(one.field, one.description) for one in bad.error.fields] == [("layers[0]", "words for the caller")]
         assert bad.error.retry_after_ms == 42
@@ -650,13 +655,13 @@ async def test_the_log_of_a_stream_has_the_fault_with_the_id_of_its_request(runn
 
 async def test_a_stream_is_read_only_as_far_as_there_is_room(serving, monkeypatch):
     taken = []
-    read = servicer._next
+    read = streams._next
 
     async def count(house, requests, pulse):
         taken.append(await read(house, requests, pulse))
         return taken[-1]
 
-    monkeypatch.setattr(servicer, "_next", count)
+    monkeypatch.setattr(streams, "_next", count)
     async with serving(stream_in_flight=4) as running:
         running.batcher.pause()
         call = running.stream(item(f"r{k}") for k in range(20))
@@ -714,16 +719,16 @@ async def test_a_stream_ends_as_cancelled_once_an_answer_finds_nobody():
             raise grpc.aio.InternalError("the stream is closed")
 
     async def requests():
-        yield servicer.Received("one")
+        yield streams.Received("one")
         await asyncio.Event().wait()
 
     async def answer(asked, write):
         await write(asked)
 
-    house = servicer.House(stream_in_flight=4, pipeline=object())
+    house = rpc.ServerState(stream_in_flight=4, pipeline=object())
     with pytest.raises(asyncio.CancelledError):
         async with asyncio.timeout(10):
-            await servicer.conversing(house, Gone(), requests(), answer)
+            await streams.serve_stream(house, Gone(), requests(), answer)
 
 
 async def test_a_long_method_says_on_a_stream_how_far_it_has_come_and_the_answer_comes_last(running):

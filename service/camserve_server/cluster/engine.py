@@ -14,7 +14,9 @@ import grpc
 from camserve.v1 import explain_pb2
 from camserve_server import config, logs, server
 from camserve_server.cluster.calls import Answer, Caller
-from camserve_server.servicer import EvaluateServicer, ExplainServicer, House, ModelServicer, Received
+from camserve_server.rpc import ServerState
+from camserve_server.servicers import EvaluateServicer, ExplainServicer, ModelServicer
+from camserve_server.streams import Received
 
 ENGINE = "x-camserve-engine"
 """The metadata of a reply that say which engine it came from: whose log to read."""
@@ -87,7 +89,7 @@ class Engine:
         logs.configure(chosen.log_level, chosen.log_format)
         self._open = AsyncExitStack()
         self._well = True
-        self._house = House(chosen.stream_in_flight, chosen.idle_seconds)
+        self._house = ServerState(chosen.stream_in_flight, chosen.idle_seconds)
         self._house.pipeline = await self._open.enter_async_context(server.opened(chosen, self._told))
         self._explain = ExplainServicer(self._house)
         self._servicers = (self._explain, EvaluateServicer(self._house), ModelServicer(self._house))

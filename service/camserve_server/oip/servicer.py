@@ -16,18 +16,10 @@ from camserve_server.oip.statistics import Statistics
 from camserve_server.oip.tensors import read_images
 from camserve_server.oip.v2 import inference_pb2
 from camserve_server.pipeline import Pipeline
-from camserve_server.servicer import (
-    Call,
-    Context,
-    House,
-    Received,
-    answering,
-    attempted,
-    conversing,
-    explained,
-    loaded,
-    unloaded,
-)
+from camserve_server.rpc import Call, Context, ServerState, rpc_scope, run_item
+from camserve_server.servicers.explain import explain
+from camserve_server.servicers.models import load_model, unload_model
+from camserve_server.streams import Received, serve_stream
 from camserve_server.types import ModelInfo
 from camserve_server.wire.checks import short
 
@@ -36,21 +28,21 @@ class InferenceServicer:
     """Answers clients of Triton and KServe.
 
     Args:
-        house: that it answers from.
+        state: that it answers from.
         ready: says whether explanations can be had.
         delay_ms: how long a row may be held back for company, in milliseconds.
     """
 
-    def __init__(self, house: House, ready: Callable[[], bool], delay_ms: float) -> None:
-        self._house, self._ready, self._delay_ms = house, ready, delay_ms
+    def __init__(self, state: ServerState, ready: Callable[[], bool], delay_ms: float) -> None:
+        self._state, self._ready, self._delay_ms = state, ready, delay_ms
         self._statistics = Statistics()
 
     async def ModelInfer(  # noqa: N802 -- the RPC's name
         self, request: inference_pb2.ModelInferRequest, context: Context
     ) -> inference_pb2.ModelInferResponse:
         """Explain the images of one message."""
-        async with answering(self._house, context, "ModelInfer") as call:
-            return await self._infer(self._house.open(), request, call)
+        async with rpc_scope(self._state, context, "ModelInfer") as call:
+            return await self._infer(self._state.open(), request, call)
 
     async def _infer(
         self, pipeline: Pipeline, request: inference_pb2.ModelInferRequest, call: Call, *, wait: bool = False
@@ -65,14 +57,14 @@ class InferenceServicer:
             self._statistics.failed(asked.model, clock() - began)
             raise
         self._statistics.succeeded(asked.model, clock() - began, answers)
-        call.seen(answers[0])
+        call.note_reply(answers[0])
         return infer_response(request, asked.model, asked.outputs, answers)
 
     async def ModelStreamInfer(  # noqa: N802 -- the RPC's name
         self, requests: AsyncIterator[Received[inference_pb2.ModelInferRequest]], context: Context
     ) -> None:
         """Explain the images of many messages, in their order: clients need not name them."""
-        async with answering(self._house, context, "ModelStreamInfer") as call:
+        async with rpc_scope(self._state, context, "ModelStreamInfer") as call:
             last = asyncio.Event()
             last.set()
 
@@ -84,14 +76,14 @@ class InferenceServicer:
                 await write(reply)
                 written.set()
 
-            await conversing(self._house, context, requests, answer)
+            await serve_stream(self._state, context, requests, answer)
 
     async def _reply(
         self, request: inference_pb2.ModelInferRequest, call: Call
     ) -> inference_pb2.ModelStreamInferResponse:
-        pipeline = self._house.accepted()
+        pipeline = self._state.accepted()
         work = self._infer(pipeline, request, call, wait=True)
-        answer = await attempted(self._house, call, "ModelStreamInfer", work)
+        answer = await run_item(self._state, call, "ModelStreamInfer", work)
         if isinstance(answer, ServiceError):
             unanswered = inference_pb2.ModelInferResponse(id=request.id)
             return inference_pb2.ModelStreamInferResponse(error_message=answer.message, infer_response=unanswered)
@@ -103,24 +95,24 @@ class InferenceServicer:
         self, _request: inference_pb2.ServerLiveRequest, context: Context
     ) -> inference_pb2.ServerLiveResponse:
         """Say that the server runs."""
-        async with answering(self._house, context, "ServerLive"):
+        async with rpc_scope(self._state, context, "ServerLive"):
             return inference_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(  # noqa: N802 -- the RPC's name
         self, _request: inference_pb2.ServerReadyRequest, context: Context
     ) -> inference_pb2.ServerReadyResponse:
         """Say whether explanations can be had."""
-        async with answering(self._house, context, "ServerReady"):
+        async with rpc_scope(self._state, context, "ServerReady"):
             return inference_pb2.ServerReadyResponse(ready=self._ready())
 
     async def ModelReady(  # noqa: N802 -- the RPC's name
         self, request: inference_pb2.ModelReadyRequest, context: Context
     ) -> inference_pb2.ModelReadyResponse:
         """Say whether a model answers."""
-        async with answering(self._house, context, "ModelReady"):
+        async with rpc_scope(self._state, context, "ModelReady"):
             if not self._ready():
                 return inference_pb2.ModelReadyResponse(ready=False)
-            pipeline = self._house.accepted()
+            pipeline = self._state.accepted()
             wire.check_sizes(request, pipeline.limits)
             model = pipeline.models.get(request.name)
             there = isinstance(model, ModelInfo) and request.version in ("", str(model.version))
@@ -130,7 +122,7 @@ class InferenceServicer:
         self, _request: inference_pb2.ServerMetadataRequest, context: Context
     ) -> inference_pb2.ServerMetadataResponse:
         """Say what the server is."""
-        async with answering(self._house, context, "ServerMetadata"):
+        async with rpc_scope(self._state, context, "ServerMetadata"):
             return inference_pb2.ServerMetadataResponse(
                 name=PLATFORM, version=version("camserve"), extensions=EXTENSIONS
             )
@@ -139,23 +131,23 @@ class InferenceServicer:
         self, request: inference_pb2.ModelMetadataRequest, context: Context
     ) -> inference_pb2.ModelMetadataResponse:
         """Describe a model's inputs and outputs."""
-        async with answering(self._house, context, "ModelMetadata"):
+        async with rpc_scope(self._state, context, "ModelMetadata"):
             return metadata_of(self._model(request))
 
     async def ModelConfig(  # noqa: N802 -- the RPC's name
         self, request: inference_pb2.ModelConfigRequest, context: Context
     ) -> inference_pb2.ModelConfigResponse:
         """Describe a model as Triton's configuration does."""
-        async with answering(self._house, context, "ModelConfig"):
-            config = config_of(self._model(request), self._house.open().limits.images, self._delay_ms)
+        async with rpc_scope(self._state, context, "ModelConfig"):
+            config = config_of(self._model(request), self._state.open().limits.images, self._delay_ms)
             return inference_pb2.ModelConfigResponse(config=config)
 
     async def ModelStatistics(  # noqa: N802 -- the RPC's name
         self, request: inference_pb2.ModelStatisticsRequest, context: Context
     ) -> inference_pb2.ModelStatisticsResponse:
         """Say how many inferences there were, of one model or of all that answer."""
-        async with answering(self._house, context, "ModelStatistics"):
-            pipeline = self._house.open()
+        async with rpc_scope(self._state, context, "ModelStatistics"):
+            pipeline = self._state.open()
             wire.check_sizes(request, pipeline.limits)
             models = [self._model(request)] if request.name else pipeline.models.values()
             found = [self._statistics.of(model) for model in models if isinstance(model, ModelInfo)]
@@ -167,7 +159,7 @@ class InferenceServicer:
         | inference_pb2.ModelConfigRequest
         | inference_pb2.ModelStatisticsRequest,
     ) -> ModelInfo:
-        pipeline = self._house.open()
+        pipeline = self._state.open()
         wire.check_sizes(request, pipeline.limits)
         return read_version(request.name, request.version, pipeline.models)
 
@@ -175,8 +167,8 @@ class InferenceServicer:
         self, request: inference_pb2.RepositoryIndexRequest, context: Context
     ) -> inference_pb2.RepositoryIndexResponse:
         """List the models."""
-        async with answering(self._house, context, "RepositoryIndex"):
-            pipeline = self._house.open()
+        async with rpc_scope(self._state, context, "RepositoryIndex"):
+            pipeline = self._state.open()
             wire.check_sizes(request, pipeline.limits)
             _check_repository(request.repository_name)
             models = [model for model in pipeline.models.values() if isinstance(model, ModelInfo) or not request.ready]
@@ -186,12 +178,12 @@ class InferenceServicer:
         self, request: inference_pb2.RepositoryModelLoadRequest, context: Context
     ) -> inference_pb2.RepositoryModelLoadResponse:
         """Load a model, or load it again."""
-        async with answering(self._house, context, "RepositoryModelLoad") as call:
-            wire.check_sizes(request, self._house.open().limits)
+        async with rpc_scope(self._state, context, "RepositoryModelLoad") as call:
+            wire.check_sizes(request, self._state.open().limits)
             _check_repository(request.repository_name)
             weights = _read_loading(request.parameters)
             with fields_named():
-                model = await loaded(self._house, models_pb2.LoadModelRequest(name=request.model_name, **weights))
+                model = await load_model(self._state, models_pb2.LoadModelRequest(name=request.model_name, **weights))
             call.fields = {"model": model.name, "version": model.version}
             return inference_pb2.RepositoryModelLoadResponse()
 
@@ -199,11 +191,11 @@ class InferenceServicer:
         self, request: inference_pb2.RepositoryModelUnloadRequest, context: Context
     ) -> inference_pb2.RepositoryModelUnloadResponse:
         """Unload a model."""
-        async with answering(self._house, context, "RepositoryModelUnload") as call:
-            wire.check_sizes(request, self._house.open().limits)
+        async with rpc_scope(self._state, context, "RepositoryModelUnload") as call:
+            wire.check_sizes(request, self._state.open().limits)
             _check_repository(request.repository_name)
             with fields_named():
-                model = await unloaded(self._house, models_pb2.UnloadModelRequest(name=request.model_name))
+                model = await unload_model(self._state, models_pb2.UnloadModelRequest(name=request.model_name))
             call.fields = {"model": model.name, "version": model.version}
             return inference_pb2.RepositoryModelUnloadResponse()
 
@@ -219,12 +211,12 @@ async def _explained(
     questions = list(map(asked.about, images))
     del images  # the questions have copies
 
-    async def explain(place: int, question: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
+    async def explain_one(place: int, question: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
         # Memory is released before the reply is sent: a later message of a stream waits for an earlier one's reply.
         with fields_named(place, len(questions)), ExitStack() as unsent:
-            return await explained(pipeline, question, replace(call, unsent=unsent), wait=wait)
+            return await explain(pipeline, question, replace(call, unsent=unsent), wait=wait)
 
-    explaining = [asyncio.ensure_future(explain(place, question)) for place, question in enumerate(questions)]
+    explaining = [asyncio.ensure_future(explain_one(place, question)) for place, question in enumerate(questions)]
     try:
         return await asyncio.gather(*explaining)
     finally:
