@@ -133,12 +133,14 @@ class Answers:
         self,
         place: int,
         maps: tuple[tuple[Map, ...], ...],
-        dead: tuple[bool, ...],
+        zero_gradient: tuple[bool, ...],
         features: tuple[Map, ...] = (),
         readings: tuple[Reading | None, ...] = (),
     ) -> RowResult:
         """Put together what was found for one of the rows."""
-        return RowResult(self.summaries[place], self.targets[place], self.scores[place], maps, dead, features, readings)
+        return RowResult(
+            self.summaries[place], self.targets[place], self.scores[place], maps, zero_gradient, features, readings
+        )
 
     def single_maps(self, maps: Sequence[Map], alive: Sequence[float]) -> dict[int, RowResult]:
         """Return the results of rows with one map each, and no layer; `alive` says whose gradient is not zero."""

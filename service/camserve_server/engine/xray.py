@@ -117,7 +117,7 @@ def run_features(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[R
             answers, read = turn.read([tensor for layer in each for tensor in layer])
             alive, weights, maps = read[0::3], read[1::3], read[2::3]
             for place, index in enumerate(turn.rows):
-                dead = tuple(not layer[place] for layer in alive)
+                zero_gradient = tuple(not layer[place] for layer in alive)
                 means = tuple((layer[place],) for layer in weights)
-                results[index] = answers.result(place, means, dead, tuple(layer[place] for layer in maps))
+                results[index] = answers.result(place, means, zero_gradient, tuple(layer[place] for layer in maps))
     return in_order(results)

@@ -31,7 +31,7 @@ def fused(by_layer: Sequence[LayerMaps], how: Fusion) -> LayerMaps:
 def _fuse(layers: tuple[RawMap, ...], how: Fusion) -> RawMap:
     finest = max((one.heatmap.shape for one in layers), key=lambda shape: shape[0] * shape[1])
     maps = np.stack([onto_pixels(_relative(one.heatmap), finest) for one in layers])
-    return RawMap(_FUSIONS[how](maps), dead=any(one.dead for one in layers))
+    return RawMap(_FUSIONS[how](maps), zero_gradient=any(one.zero_gradient for one in layers))
 
 
 _FUSIONS: Mapping[Fusion, Callable[[Map], Map]] = {

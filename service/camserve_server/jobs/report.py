@@ -20,7 +20,7 @@ def reported(explanation: ExplanationRun, by_method: Sequence[Sequence[LayerMaps
             answer.target,
             answer.score,
             one.heatmap,
-            judge(one.heatmap, dead=one.dead),
+            judge(one.heatmap, zero_gradient=one.zero_gradient),
             one.error,
             layer_maps.fusion,
         )

@@ -88,7 +88,7 @@ def _mean(copies: list[RawMap]) -> RawMap:
     upright = [
         one.heatmap[:, ::-1] if view.mirrored else one.heatmap for one, view in zip(copies, AUGMENTED, strict=True)
     ]
-    return RawMap(np.mean(upright, 0, dtype=np.float32), dead=all(one.dead for one in copies))
+    return RawMap(np.mean(upright, 0, dtype=np.float32), zero_gradient=all(one.zero_gradient for one in copies))
 
 
 @dataclass(slots=True)
@@ -100,21 +100,21 @@ class _Mean:
             both means are in float64.
         total: so far.
         copies: so far.
-        dead: whether every gradient so far was zero everywhere.
+        zero_gradient: whether every gradient so far was zero everywhere.
         scores: of the copies, in the order of their indices.
     """
 
     squares: bool = False
     total: Sums | None = None
     copies: int = 0
-    dead: bool = True
+    zero_gradient: bool = True
     scores: list[float] = field(default_factory=list)
 
-    def add(self, term: Map, score: float, *, dead: bool) -> None:
+    def add(self, term: Map, score: float, *, zero_gradient: bool) -> None:
         added = np.stack((term, np.square(term, dtype=np.float64))) if self.squares else term
         self.total = added.copy() if self.total is None else self.total.__iadd__(added)
         self.copies += 1
-        self.dead = self.dead and dead
+        self.zero_gradient = self.zero_gradient and zero_gradient
         self.scores.append(score)
 
     @property
@@ -129,8 +129,8 @@ async def _means(
     means = [[_Mean(method.squares) for _ in explanation.targets] for _ in pass_.layers or ("",)]
 
     def add(index: int, result: RowResult) -> None:
-        for layer, maps, dead in zip(means, result.maps, result.dead, strict=True):
-            layer[index % len(explanation.targets)].add(maps[0], result.score, dead=dead)
+        for layer, maps, zero_gradient in zip(means, result.maps, result.zero_gradient, strict=True):
+            layer[index % len(explanation.targets)].add(maps[0], result.score, zero_gradient=zero_gradient)
 
     # The targets of one copy stand side by side, so that they share a forward pass.
     itself_alone = method.copy is itself and method.count is one
@@ -169,14 +169,17 @@ def _answered(explanation: ExplanationRun, call: MethodCall) -> list[LayerMaps]:
     """Take the maps of a method that the pass over the image as it is has answered."""
     slot = list(itertools.chain.from_iterable(explanation.job.shared)).index(call)
     return [
-        LayerMaps(layer, [RawMap(one.maps[place][slot], dead=one.dead[place]) for one in explanation.answers])
+        LayerMaps(
+            layer,
+            [RawMap(one.maps[place][slot], zero_gradient=one.zero_gradient[place]) for one in explanation.answers],
+        )
         for place, layer in enumerate(explanation.job.layers)
     ]
 
 
 def _finish_cam(method: Cam, call: MethodCall, mean: _Mean, features: Sequence[Map], place: int) -> RawMap:
     more = {"features": torch.from_numpy(features[place])} if features else {}
-    return RawMap(to_map(method.finish(mean.value, **call.parameters, **more)), dead=mean.dead)
+    return RawMap(to_map(method.finish(mean.value, **call.parameters, **more)), zero_gradient=mean.zero_gradient)
 
 
 @run_method.register
@@ -184,7 +187,7 @@ async def _saliency(method: Saliency, explanation: ExplanationRun, call: MethodC
     if call in explanation.job.clean:
         means = [_Mean(method.squares) for _ in explanation.answers]
         for mean, answer in zip(means, explanation.answers, strict=True):
-            mean.add(answer.maps[0][0], answer.score, dead=answer.dead[0])
+            mean.add(answer.maps[0][0], answer.score, zero_gradient=answer.zero_gradient[0])
     else:
         (means,) = await _means(method, explanation, call, explanation.pass_(method.pass_kind))
     return [LayerMaps("", await explanation.row_runner.execute(_finish_saliencies, method, explanation, call, means))]
@@ -202,11 +205,11 @@ def _finish_saliencies(
 
 def _finish_saliency(method: Saliency, call: MethodCall, mean: _Mean, seen: torch.Tensor, score: float) -> RawMap:
     if method.baseline is None:
-        return RawMap(to_map(method.finish(mean.value, seen, **call.parameters)), dead=mean.dead)
+        return RawMap(to_map(method.finish(mean.value, seen, **call.parameters)), zero_gradient=mean.zero_gradient)
     promised = score - mean.scores[method.baseline(**call.parameters)]
     heatmap = to_map(method.finish(mean.value, seen, gained=promised, **call.parameters))
     error = abs(float(heatmap.sum(dtype=np.float64)) - promised) / abs(promised) if promised else 0.0
-    return RawMap(heatmap, mean.dead, error)
+    return RawMap(heatmap, mean.zero_gradient, error)
 
 
 @run_method.register
@@ -254,7 +257,7 @@ async def _own_pass(method: Attention | FullGradient, explanation: ExplanationRu
     rows = [explanation.row(target, (call,)) for target in explanation.targets]
     await explanation.row_runner.run(explanation.pass_(method.pass_kind), rows, found.__setitem__)
     answers = [found[place] for place in range(len(found))]
-    return [LayerMaps("", [RawMap(one.maps[0][0], dead=one.dead[0]) for one in answers])]
+    return [LayerMaps("", [RawMap(one.maps[0][0], zero_gradient=one.zero_gradient[0]) for one in answers])]
 
 
 @run_method.register
@@ -265,7 +268,10 @@ async def _product(method: Product, explanation: ExplanationRun, _call: MethodCa
         LayerMaps(
             one.layer,
             [
-                RawMap(a.heatmap * onto_pixels(b.heatmap, a.heatmap.shape), dead=a.dead or b.dead)
+                RawMap(
+                    a.heatmap * onto_pixels(b.heatmap, a.heatmap.shape),
+                    zero_gradient=a.zero_gradient or b.zero_gradient,
+                )
                 for a, b in zip(pixels[0].maps, one.maps, strict=True)
             ],
         )
@@ -297,9 +303,12 @@ async def _windows(method: Windows, explanation: ExplanationRun, call: MethodCal
             maps = np.stack([by_method[0][place].maps[target].heatmap for _, by_method in explanations])
             weights = [weight_probability(explanation.job.model.task, one.answers[target]) for one, _ in explanations]
             chances = np.array(weights, np.float32)
-            dead = all(by_method[0][place].maps[target].dead for _, by_method in explanations)
+            zero_gradient = all(by_method[0][place].maps[target].zero_gradient for _, by_method in explanations)
             raw_maps.append(
-                RawMap(await explanation.row_runner.execute(_merged, method, maps, chances, views, given), dead=dead)
+                RawMap(
+                    await explanation.row_runner.execute(_merged, method, maps, chances, views, given),
+                    zero_gradient=zero_gradient,
+                )
             )
         merged.append(LayerMaps(layer, raw_maps))
     return merged

@@ -128,12 +128,12 @@ class RawMap:
 
     Attributes:
         heatmap: float32 [h,w].
-        dead: whether the gradient that it was made from is zero everywhere.
+        zero_gradient: whether the gradient that it was made from is zero everywhere.
         error: as in `Finding`.
     """
 
     heatmap: Map
-    dead: bool = False
+    zero_gradient: bool = False
     error: float | None = None
 
 
