@@ -615,7 +615,7 @@ class RowResult:
         score: what was differentiated: the logit, or whatever else the target is.
         maps: by layer, then by call: float32 [h,w] each; of a method that makes copies what it adds to its mean, of any
             shape. What looks at no layer has one layer's place. For "features", one array: each channel's weight [C].
-        dead: by layer, whether the gradient was zero everywhere.
+        zero_gradient: by layer, whether the gradient was zero everywhere.
         features: by layer, float32 [C,h,w], where the row asks for them.
         readings: by layer, for "inspect"; None of one that returned no tensor of numbers.
     """
@@ -624,6 +624,6 @@ class RowResult:
     target: FixedTarget
     score: float
     maps: tuple[tuple[NDArray[np.float32], ...], ...] = ()
-    dead: tuple[bool, ...] = ()
+    zero_gradient: tuple[bool, ...] = ()
     features: tuple[NDArray[np.float32], ...] = ()
     readings: tuple[Reading | None, ...] = ()

@@ -165,7 +165,7 @@ def test_models_of_timm_are_explained_by_their_names(name):
         assert found.shape == (4, 4)
         assert found.min() >= 0
         assert found.max() > found.min()
-        assert not result.dead[0]
+        assert not result.zero_gradient[0]
 
 
 @pytest.mark.parametrize("name", FACTORIES)

@@ -362,5 +362,5 @@ def test_a_score_that_does_not_depend_on_the_layer_has_a_gradient_of_zero(plant)
     model.module.middle = lambda net, seen: (net.layer(seen), seen)[1]
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1), (call("gradcam"),))], ["layer"])
     assert model.info.layers["layer"].layout
-    assert result.dead == (True,)
+    assert result.zero_gradient == (True,)
     assert not result.maps[0][0].any()

@@ -11,7 +11,7 @@ from camserve_server import models
 from camserve_server.engine import bias
 from camserve_server.engine.inputs import viewed
 from camserve_server.errors import FailedPrecondition
-from camserve_server.jobs import Evidence, Sheet
+from camserve_server.jobs import LayerMaps, RawMap
 from camserve_server.jobs.cost import AUGMENTED
 from camserve_server.jobs.fuse import JOINT, fused, pyramid
 from camserve_server.methods.cams import sess, windows
@@ -70,11 +70,11 @@ def test_layers_are_fused_target_by_target(resnet):
 
 @pytest.mark.parametrize(("value", "expected"), [(3.0, [[0.0, 1.0]]), (0.0, [[0.0, 0.0]]), (-1.0, [[0.0, 0.0]])])
 def test_a_layer_that_says_the_same_everywhere_changes_no_product_if_it_speaks_for_the_target(value, expected):
-    sheets = [
-        Sheet(name, [Evidence(np.array(heatmap, np.float32))])
+    layers = [
+        LayerMaps(name, [RawMap(np.array(heatmap, np.float32))])
         for name, heatmap in (("told", [[1.0, 5.0]]), ("flat", [[value, value]]))
     ]
-    np.testing.assert_array_equal(fused(sheets, "product").evidence[0].heatmap, expected)
+    np.testing.assert_array_equal(fused(layers, "product").maps[0].heatmap, expected)
 
 
 def test_refinecam_is_the_product_of_grad_cams_of_the_layers_named(resnet, stages):

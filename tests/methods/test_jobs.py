@@ -155,7 +155,7 @@ def test_copies_with_different_noise_do_not_share_a_forward_pass(resnet, monkeyp
     ],
 )
 def test_a_planted_map_gets_its_verdict(heatmap, dead, verdict):
-    assert jobs.judge(np.array(heatmap, np.float32), dead=dead) is verdict
+    assert jobs.judge(np.array(heatmap, np.float32), zero_gradient=dead) is verdict
 
 
 class Only(nn.Module):
@@ -225,7 +225,7 @@ def test_one_images_dead_gradient_says_nothing_of_its_neighbours(plant):
     nn.init.zeros_(model.module.conv.bias)
     dark, bright = np.full((16, 16, 3), 124, np.uint8), noise(0, 16)
     rows = [Row(image, ClassTarget(1), (call("gradcam"),)) for image in (bright, dark, bright.copy())]
-    assert [one.dead for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
+    assert [one.zero_gradient for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
 
 
 def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(resnet, monkeypatch):

@@ -19,8 +19,8 @@ from torch import nn
 
 from camserve_server import jobs
 from camserve_server.engine import Engine
-from camserve_server.jobs.evaluate import exhibit
-from camserve_server.metrics import METRICS, Edited, faithfulness, repetition
+from camserve_server.jobs.evaluate import make_metric_input
+from camserve_server.metrics import METRICS, PerturbationMetric, faithfulness, repetition
 from camserve_server.models import LoadedModel, digest
 from camserve_server.models.randomise import randomised, stack
 from camserve_server.targets import metric_probability
@@ -74,7 +74,9 @@ def run_pass(model, pass_, rows):
 def shown_to(model, image, heatmap, target=TABBY_LIKE):
     """Any map, and what it is judged by."""
     (answer,) = run(model, [Row(image, target)], kind="score")
-    return exhibit(inputs(model, image)[0].numpy(), heatmap, metric_probability(model.info.task, answer), WHOLE)
+    return make_metric_input(
+        inputs(model, image)[0].numpy(), heatmap, metric_probability(model.info.task, answer), WHOLE
+    )
 
 
 def judged(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
@@ -329,7 +331,7 @@ def test_every_task_has_a_number_that_edits_change(task, target, score, expected
 def test_the_pointing_game_is_won_where_the_peak_lies_in_the_box_or_near_it(box, tolerance, hit):
     heatmap = np.zeros((4, 4), np.float32)
     heatmap[1, 3] = 1  # on a photo of which 60..180 x 0..80 pixels were seen
-    shown = exhibit(np.zeros((3, 8, 8), np.float32), heatmap, 0.5, Box(-5, 0, 115, 80), box)
+    shown = make_metric_input(np.zeros((3, 8, 8), np.float32), heatmap, 0.5, Box(-5, 0, 115, 80), box)
 
     assert METRICS["pointing_game"].judge(shown, tolerance=tolerance).value == hit
 
@@ -337,7 +339,7 @@ def test_the_pointing_game_is_won_where_the_peak_lies_in_the_box_or_near_it(box,
 def test_the_energy_in_a_box_is_the_share_of_the_positive_values_there():
     pixels = np.array([[1, 2, -9], [3, 4, -9]], np.float32)
     box = Box(10, 0, 30, 10)  # of pixels 10 wide and high, the first row's second and third
-    shown = exhibit(np.zeros((3, 2, 3), np.float32), pixels, 0.5, Box(0, 0, 30, 20), box)
+    shown = make_metric_input(np.zeros((3, 2, 3), np.float32), pixels, 0.5, Box(0, 0, 30, 20), box)
 
     assert METRICS["energy_in_box"].judge(shown).value == pytest.approx(0.2)
 
@@ -480,7 +482,7 @@ def test_every_metric_says_what_it_does_and_edits_as_often_as_it_counts(lite0, p
     for name, one in METRICS.items():
         assert one.paper
         assert one.about.__doc__.split("\n")[0].endswith(".")
-        if isinstance(one, Edited):
+        if isinstance(one, PerturbationMetric):
             parameters = metric(name, **few(name)).parameters
             judging, edits = one.judge(shown_to(lite0, photos["chelsea"], gradcam), **parameters), 0
             edited = next(judging)
@@ -494,7 +496,7 @@ def test_every_metric_says_what_it_does_and_edits_as_often_as_it_counts(lite0, p
 
 
 def test_a_box_that_is_not_there_and_maps_that_are_empty_are_no_surprise():
-    empty = exhibit(np.zeros((3, 8, 8), np.float32), np.zeros((2, 2), np.float32), 0.5, WHOLE, CENTRE)
+    empty = make_metric_input(np.zeros((3, 8, 8), np.float32), np.zeros((2, 2), np.float32), 0.5, WHOLE, CENTRE)
 
     assert [METRICS[name].judge(empty).value for name in ("sparseness", "complexity", "energy_in_box")] == [0, 0, 0]
     assert not empty.intensity.any()

@@ -296,7 +296,7 @@ def test_in_a_copy_of_the_image_the_same_object_is_scored_or_none(finder):
 def test_a_copy_without_the_object_has_no_gradient(finder):
     (row,) = run(finder, [Row(painted(**SQUARES), DetectionTarget(1))], kind="score")
     (gone,) = run(finder, [Row(painted(), row.target, (call("gradcam"),))], ["smooth"])
-    assert gone.dead == (True,)
+    assert gone.zero_gradient == (True,)
     assert not gone.maps[0][0].any()
 
 
@@ -373,7 +373,7 @@ def test_a_view_that_shows_nothing_of_the_part_scores_nothing(colours):
         [Row(painted(red=(4, 4, 16)), row.target, (call("gradcam"),), views=(View(scale=2, top=60, left=60),))],
         ["smooth"],
     )
-    assert (away.score, away.dead) == (0.0, (True,))
+    assert (away.score, away.zero_gradient) == (0.0, (True,))
 
 
 def test_targets_without_a_place_are_the_same_in_every_view():

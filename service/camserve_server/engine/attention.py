@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from camserve_server.engine.batch import (
-    Turn,
+    BackwardPass,
     aimed,
     differentiated,
     forward,
@@ -42,9 +42,9 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
         with _Explicit() as seen:
-            said = forward(model, inputs_of(model.info, units.rows))
+            outputs = forward(model, inputs_of(model.info, units.rows))
         layout = seen.layout(model.info, units.rows)
-        for turn in differentiated(said, units, rows):
+        for turn in differentiated(outputs, units, rows):
             gradients = torch.stack([_taken(block) for block in seen.blocks])
             results |= _results(turn, seen.attention, gradients, layout, rows)
     return in_order(results)
@@ -57,10 +57,10 @@ def run_each(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowRe
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
         with _Explicit() as seen, spanning(model.module, lambda: len(seen.blocks)) as spans:
-            said = forward(model, inputs)
+            outputs = forward(model, inputs)
         layout = seen.layout(model.info, units.rows)
         own = _own(model, inputs, _chain(model.info, spans, len(seen.blocks)))
-        for turn, _ in scored(said, units, rows):
+        for turn, _ in scored(outputs, units, rows):
             gradients = torch.stack(
                 [_through(*one) for one in zip(own.means, own.rise(turn, rows), seen.blocks, strict=True)]
             )
@@ -69,7 +69,7 @@ def run_each(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowRe
 
 
 def _results(
-    turn: Turn, attention: Tensor, gradients: Tensor, layout: Layout, rows: Sequence[Row]
+    turn: BackwardPass, attention: Tensor, gradients: Tensor, layout: Layout, rows: Sequence[Row]
 ) -> dict[int, RowResult]:
     """Return the rows' results; attention and gradients are [L,units,heads,N,N]."""
     alive = gradients.transpose(0, 1).flatten(1).any(1)[turn.at]
@@ -129,24 +129,24 @@ class _Own:
     Attributes:
         means: of each block, the mean of its tokens [B,1,C], on the graph.
         given: the same [L·B,1,C], cut off from it.
-        said: to those.
+        outputs: to those.
     """
 
     means: list[Tensor]
     given: Tensor
-    said: Outputs
+    outputs: Outputs
 
-    def rise(self, turn: Turn, rows: Sequence[Row]) -> list[Tensor]:
+    def rise(self, turn: BackwardPass, rows: Sequence[Row]) -> list[Tensor]:
         """Return, for each block, the gradient of a turn's scores at the mean of its tokens [B,1,C]."""
         batch = len(self.means[0])
         aims = [replace(rows[index], target=target) for index, target in zip(turn.rows, turn.targets, strict=True)]
         blocks = [_shifted(turn.at, block * batch) for block in range(len(self.means))]
-        score = torch.stack([aimed(self.said[at], aims)[1] for at in blocks]).sum()
+        score = torch.stack([aimed(self.outputs[at], aims)[1] for at in blocks]).sum()
         return list(_gradient(score, self.given).chunk(len(self.means)))
 
 
 def _shifted(at: slice | Tensor, by: int) -> slice | Tensor:
-    """Move an index along the batch axis; see `Units.index_of`."""
+    """Move an index along the batch axis; see `UniqueInputs.index_of`."""
     return slice(by, by + at.stop) if isinstance(at, slice) else at + by
 
 
@@ -160,10 +160,10 @@ def _own(model: LoadedModel, inputs: Tensor, chain: Sequence[Span]) -> _Own:
     means = [one.mean(1, keepdim=True) for one in tokens]
     given = torch.cat(means).detach().requires_grad_()
     with replacing(chain[-1].module, given.expand(-1, tokens[-1].shape[1], -1)):
-        said = forward(model, inputs[:1])
-    if len(said.values) != len(given):
+        outputs = forward(model, inputs[:1])
+    if len(outputs.values) != len(given):
         raise FailedPrecondition(f"what follows the last block of {model.info.name} cannot be given other tokens")
-    return _Own(means, given, said)
+    return _Own(means, given, outputs)
 
 
 class PlainAttention(TorchFunctionMode):

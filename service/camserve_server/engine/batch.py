@@ -17,13 +17,13 @@ from camserve_server.types import FixedTarget, Input, Map, ModelInfo, Reading, R
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
-    """The distinct inputs of a batch, and who asks for each.
+class UniqueInputs:
+    """The distinct inputs of a batch, and the rows of each; such an input is a unit here.
 
     Attributes:
-        rows: of each unit, one row that has its input.
-        of_row: of each row, its unit.
-        turns: rows that one backward pass can serve: at most one of each unit.
+        rows: for each unit, one row that has its input.
+        of_row: for each row, its unit.
+        turns: the rows of each backward pass: at most one of each unit.
     """
 
     rows: list[Row]
@@ -39,9 +39,9 @@ class Units:
         return place.tensor(chosen)
 
 
-def units_of(rows: Sequence[Row]) -> Units:
+def units_of(rows: Sequence[Row]) -> UniqueInputs:
     """Find the distinct inputs of a batch."""
-    units = Units([], [], [])
+    units = UniqueInputs([], [], [])
     known: dict[Hashable, int] = {}
     asked: list[int] = []
     for index, row in enumerate(rows):
@@ -100,7 +100,7 @@ def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class BackwardPass:
     """One backward pass, with what is still on the device.
 
     Attributes:
@@ -139,23 +139,25 @@ class Answers:
         self,
         place: int,
         maps: tuple[tuple[Map, ...], ...],
-        dead: tuple[bool, ...],
+        zero_gradient: tuple[bool, ...],
         features: tuple[Map, ...] = (),
         readings: tuple[Reading | None, ...] = (),
     ) -> RowResult:
         """Put together what was found for one of the rows."""
-        return RowResult(self.summaries[place], self.targets[place], self.scores[place], maps, dead, features, readings)
+        return RowResult(
+            self.summaries[place], self.targets[place], self.scores[place], maps, zero_gradient, features, readings
+        )
 
     def single_maps(self, maps: Sequence[Map], alive: Sequence[float]) -> dict[int, RowResult]:
         """Return the results of rows with one map each, and no layer; `alive` says whose gradient is not zero."""
         return {row: self.result(place, ((maps[place],),), (not alive[place],)) for place, row in enumerate(self.rows)}
 
 
-def joined(turns: Sequence[Turn]) -> Turn:
+def joined(turns: Sequence[BackwardPass]) -> BackwardPass:
     """Put several turns together; each has its own units."""
     if len(turns) == 1:
         return turns[0]
-    return Turn(
+    return BackwardPass(
         [row for turn in turns for row in turn.rows],
         [unit for turn in turns for unit in turn.units],
         slice(0),  # its rows are of several passes, each with tensors of its own
@@ -165,30 +167,30 @@ def joined(turns: Sequence[Turn]) -> Turn:
     )
 
 
-def scored(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[tuple[Turn, Tensor]]:
+def scored(outputs: Outputs, units: UniqueInputs, rows: Sequence[Row]) -> Iterator[tuple[BackwardPass, Tensor]]:
     """Yield the turns of a batch, each with its rows' scores [b] still on the graph.
 
     Nothing is read from the device but what targets depend on: a GPU goes on to the backward pass at once.
     """
     for indices in units.turns:
-        at = units.index_of(indices, said.values.device)
-        mine = said[at]
+        at = units.index_of(indices, outputs.values.device)
+        mine = outputs[at]
         fixed, scores = aimed(mine, [rows[index] for index in indices])
         turn_units = [units.of_row[index] for index in indices]
-        yield Turn(indices, turn_units, at, fixed, scores.detach(), targets.summary(mine)), scores
+        yield BackwardPass(indices, turn_units, at, fixed, scores.detach(), targets.summary(mine)), scores
 
 
-def aimed(said: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
-    """Return each row's target, fixed, and its score [b], of what the model said of the row's input."""
-    fixed = targets.resolve(said, [row.target for row in rows])
-    size = said.info.preprocess.size
+def aimed(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
+    """Return each row's target, fixed, and its score [b], of the outputs for the row's input."""
+    fixed = targets.resolve(outputs, [row.target for row in rows])
+    size = outputs.info.preprocess.size
     seen = [targets.seen_in(target, row.views, size) for target, row in zip(fixed, rows, strict=True)]
-    return fixed, targets.scores(said, seen)
+    return fixed, targets.scores(outputs, seen)
 
 
-def differentiated(said: Outputs, units: Units, rows: Sequence[Row]) -> Iterator[Turn]:
+def differentiated(outputs: Outputs, units: UniqueInputs, rows: Sequence[Row]) -> Iterator[BackwardPass]:
     """Differentiate every row's score: the sum over rows of different units has each one's own gradient."""
-    for number, (turn, scores) in enumerate(scored(said, units, rows), start=1):
+    for number, (turn, scores) in enumerate(scored(outputs, units, rows), start=1):
         if scores.requires_grad:  # else no score depends on what is watched, and its gradient is zero
             torch.autograd.backward(scores.sum(), retain_graph=number < len(units.turns))
         yield turn

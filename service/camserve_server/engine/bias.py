@@ -30,8 +30,8 @@ def run(model: LoadedModel, _pass: Pass, rows: Sequence[Row]) -> list[RowResult]
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
         inputs = inputs_of(model.info, units.rows).requires_grad_()
-        said, biases = seen(model, inputs)
-        for turn, scores in scored(said, units, rows):
+        outputs, biases = seen(model, inputs)
+        for turn, scores in scored(outputs, units, rows):
             terms = contributions(scores, inputs, biases)
             alive = torch.stack([one.flatten(1).any(1) for one in terms]).any(0)[turn.at]
             mine = [(rows[index], unit) for index, unit in zip(turn.rows, turn.units, strict=True)]
@@ -70,14 +70,14 @@ def seen(model: LoadedModel, inputs: Tensor) -> tuple[Outputs, list[Bias]]:
         FailedPrecondition: there is none.
     """
     with _Watch() as watch:
-        said = forward(model, inputs.clone())  # a model may change its input in place, but not a leaf
+        outputs = forward(model, inputs.clone())  # a model may change its input in place, but not a leaf
     layout = model.info.layers[model.info.default_layer].layout
     tokens = layout if layout and layout.axes == "tokens" else None
     grids = [_grid(output, axes, inputs, tokens) for output, _, axes in watch.found]
     found = [Bias(output, value, grid) for (output, value, _), grid in zip(watch.found, grids, strict=True) if grid]
     if not found:
         raise FailedPrecondition("the model has no bias whose sum has a grid over the image")
-    return said, found
+    return outputs, found
 
 
 def contributions(scores: Tensor, inputs: Tensor, biases: Sequence[Bias]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from camserve_server import process
 from camserve_server.devices import device_of
 from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
-    Turn,
+    BackwardPass,
     differentiated,
     forward,
     in_order,
@@ -44,7 +44,7 @@ class Grids:
         return self.gradients.flatten(1).any(1)
 
 
-_Seen: TypeAlias = tuple[Turn, list[Grids]]
+_Seen: TypeAlias = tuple[BackwardPass, list[Grids]]
 """One backward pass, and what it showed of each layer."""
 
 TOGETHER = 16
@@ -67,8 +67,8 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), watching(layers) as captures:
-        said = forward(model, inputs_of(model.info, units.rows))
-        turns = differentiated(said, units, rows)
+        outputs = forward(model, inputs_of(model.info, units.rows))
+        turns = differentiated(outputs, units, rows)
         seen = ((turn, [see(model.info, captures, name, turn.at) for name in pass_.layers]) for turn in turns)
         for some in _together(seen):
             results |= _results(some, rows)
@@ -86,8 +86,8 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     results: dict[int, RowResult] = {}
     # Fused attention can be differentiated only once.
     with torch.enable_grad(), PlainAttention(), watching(layers) as captures:
-        said = forward(model, inputs_of(model.info, units.rows))
-        for turn, scores in scored(said, units, rows):
+        outputs = forward(model, inputs_of(model.info, units.rows))
+        for turn, scores in scored(outputs, units, rows):
             grids = [_see_twice(model.info, captures, name, turn.at, scores) for name in pass_.layers]
             results |= _results([(turn, grids)], rows)
     return in_order(results)

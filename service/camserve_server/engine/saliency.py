@@ -21,8 +21,8 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     results: dict[int, RowResult] = {}
     images = _images(model, units.rows)
     with torch.enable_grad(), relu_rule(pass_.kind):
-        said = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
-        for turn in differentiated(said, units, rows):
+        outputs = forward(model, copies.clone())  # a model may change its input in place, but not a leaf
+        for turn in differentiated(outputs, units, rows):
             gradients = _taken(copies)
             mine = [(rows[index], unit) for index, unit in zip(turn.rows, turn.units, strict=True)]
             terms = [_term(row, images[_image_key(row)], copies[unit].detach(), gradients[unit]) for row, unit in mine]

@@ -19,10 +19,10 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     units = units_of(rows)
     # Not in inference mode: code compiled for the passes that differentiate would not take its tensors.
     with torch.no_grad(), _silenced(model, pass_, units.rows):
-        said = forward(model, inputs_of(model.info, units.rows))
-        said = said[units.index_of(range(len(rows)), said.values.device)]
-        fixed, scores = aimed(said, rows)
-        found, *summaries = fetched([scores, *targets.summary(said)])
+        outputs = forward(model, inputs_of(model.info, units.rows))
+        outputs = outputs[units.index_of(range(len(rows)), outputs.values.device)]
+        fixed, scores = aimed(outputs, rows)
+        found, *summaries = fetched([scores, *targets.summary(outputs)])
     return [RowResult(*one) for one in zip(summaries, fixed, found.tolist(), strict=True)]
 
 

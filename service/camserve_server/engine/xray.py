@@ -47,8 +47,8 @@ def _look(model: LoadedModel, names: tuple[str, ...], row: Row) -> RowResult:
     record = _Record()
     layers = {name: model.module.get_submodule(name) for name in names}
     with torch.enable_grad(), glancing(layers, record.glance):
-        said = forward(model, inputs_of(model.info, [row]))
-        (turn,) = differentiated(said, units_of([row]), [row])
+        outputs = forward(model, inputs_of(model.info, [row]))
+        (turn,) = differentiated(outputs, units_of([row]), [row])
     answers, _ = turn.read([])
     return answers.result(0, (), (), readings=tuple(map(record.last.get, names)))
 
@@ -110,14 +110,14 @@ def run_features(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[R
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), watching(layers) as captures:
-        said = forward(model, inputs_of(model.info, units.rows))
-        for turn in differentiated(said, units, rows):
+        outputs = forward(model, inputs_of(model.info, units.rows))
+        for turn in differentiated(outputs, units, rows):
             grids = [see(model.info, captures, name, turn.at) for name in pass_.layers]
             each = [(grid.alive, grid.gradients.mean((2, 3)), grid.activations) for grid in grids]
             answers, read = turn.read([tensor for layer in each for tensor in layer])
             alive, weights, maps = read[0::3], read[1::3], read[2::3]
             for place, index in enumerate(turn.rows):
-                dead = tuple(not layer[place] for layer in alive)
+                zero_gradient = tuple(not layer[place] for layer in alive)
                 means = tuple((layer[place],) for layer in weights)
-                results[index] = answers.result(place, means, dead, tuple(layer[place] for layer in maps))
+                results[index] = answers.result(place, means, zero_gradient, tuple(layer[place] for layer in maps))
     return in_order(results)

@@ -4,14 +4,14 @@ from camserve_server.jobs.cost import channels_of, is_clean, part, rows_of
 from camserve_server.jobs.evaluate import Assessment, MetricCall, Readings, evaluate
 from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
-from camserve_server.jobs.study import Desk, Progress, Study, Think, at_once
-from camserve_server.jobs.values import Collect, Evidence, Finding, Job, Outcome, Sheet, Submit
+from camserve_server.jobs.study import Executor, ExplanationRun, Progress, RowRunner, at_once
+from camserve_server.jobs.values import Collect, Finding, Job, LayerMaps, Outcome, RawMap, Submit
 from camserve_server.jobs.verdict import judge
 from camserve_server.types import Input
 
 
 async def explain(
-    job: Job, image: Input, submit: Submit, *, chunk: int = 64, think: Think = at_once, progress: Progress = unheard
+    job: Job, image: Input, submit: Submit, *, chunk: int = 64, think: Executor = at_once, progress: Progress = unheard
 ) -> Outcome:
     """Run a job.
 
@@ -26,23 +26,25 @@ async def explain(
         think: runs what takes a while beside them.
         progress: is told how many rows are done, and of how many.
     """
-    study, sheets = await examine(Study(job, image, Desk(submit, chunk, job.rows, progress, think)))
-    return reported(study, sheets)
+    explanation, by_method = await examine(
+        ExplanationRun(job, image, RowRunner(submit, chunk, job.rows, progress, think))
+    )
+    return reported(explanation, by_method)
 
 
 __all__ = [
     "Assessment",
     "Collect",
-    "Desk",
-    "Evidence",
+    "ExplanationRun",
     "Finding",
     "Job",
+    "LayerMaps",
     "MetricCall",
     "Outcome",
     "Progress",
+    "RawMap",
     "Readings",
-    "Sheet",
-    "Study",
+    "RowRunner",
     "Submit",
     "channels_of",
     "evaluate",

@@ -12,9 +12,18 @@ from torch.nn import functional
 
 from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
-from camserve_server.jobs.study import Desk, Study, Think, advanced, at_once
-from camserve_server.jobs.values import Finding, Job, Outcome, Sheet, Submit
-from camserve_server.metrics import METRICS, Edited, Exhibit, Looked, Metric, Reading, Repeated, Variation
+from camserve_server.jobs.study import Executor, ExplanationRun, RowRunner, advanced, at_once
+from camserve_server.jobs.values import Finding, Job, LayerMaps, Outcome, Submit
+from camserve_server.metrics import (
+    METRICS,
+    Metric,
+    MetricInput,
+    PerturbationMetric,
+    Reading,
+    RecomputationMetric,
+    StaticMetric,
+    Variation,
+)
 from camserve_server.metrics.kinds import Array
 from camserve_server.models.randomise import stack
 from camserve_server.targets import metric_probability
@@ -83,7 +92,7 @@ async def evaluate(
     submit: Submit,
     *,
     chunk: int = 64,
-    think: Think = at_once,
+    think: Executor = at_once,
 ) -> tuple[Outcome, Readings]:
     """Run a job, and judge every map of it.
 
@@ -98,29 +107,31 @@ async def evaluate(
     Returns:
         What came of the job; and for each of its findings, a reading of each metric.
     """
-    study, sheets = await examine(Study(asked.job, image, Desk(submit, chunk, asked.rows, unheard, think)))
-    outcome = reported(study, sheets)
+    explanation, by_method = await examine(
+        ExplanationRun(asked.job, image, RowRunner(submit, chunk, asked.rows, unheard, think))
+    )
+    outcome = reported(explanation, by_method)
     places = [
         (call, layer, target)
-        for call, layers in zip(asked.job.calls, sheets, strict=True)
+        for call, layers in zip(asked.job.calls, by_method, strict=True)
         for layer in range(len(layers))
-        for target in range(len(study.targets))
+        for target in range(len(explanation.targets))
     ]
     findings = dict(zip(((*call.key, *at) for call, *at in places), outcome.findings, strict=True))
-    court = _Court(asked, study, seen, findings)
+    runner = _MetricRunner(asked, explanation, seen, findings)
     # One map after another: the edits of a few are enough to fill batches, those of all could fill the memory.
     return outcome, [
-        await court.judged(finding, *place) for finding, place in zip(outcome.findings, places, strict=True)
+        await runner.evaluated(finding, *place) for finding, place in zip(outcome.findings, places, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Court:
-    """What maps are judged with.
+class _MetricRunner:
+    """Runs the metrics of a request, map by map.
 
     Attributes:
         asked: the metrics.
-        study: the image, and what the model says of it.
+        explanation: the run of the image as it is, with its answers.
         seen: the part of the photo that this is.
         findings: by method, layer and target.
         repeated: by method and metric, how the maps that were computed again compare: for each repetition, one number
@@ -128,18 +139,19 @@ class _Court:
     """
 
     asked: Assessment
-    study: Study
+    explanation: ExplanationRun
     seen: Box
     findings: Mapping[tuple[object, ...], Finding]
     repeated: dict[tuple[object, ...], list[_Numbers]] = field(default_factory=dict)
 
-    async def judged(self, finding: Finding, call: MethodCall, layer: int, target: int) -> list[Reading]:
+    async def evaluated(self, finding: Finding, call: MethodCall, layer: int, target: int) -> list[Reading]:
         """Take every metric's reading of one map."""
         if finding.verdict not in JUDGED:
             return [Reading(math.nan, words=finding.verdict.value)] * len(self.asked.metrics)
-        exhibit, place = await self.study.desk.think(self._exhibit, finding, target), (call, layer, target)
-        return await self.study.desk.gather(
-            [(self._rows(one, call), partial(self._reading, one, exhibit, place)) for one in self.asked.metrics]
+        row_runner, place = self.explanation.row_runner, (call, layer, target)
+        metric_input = await row_runner.execute(self._input, finding, target)
+        return await row_runner.gather(
+            [(self._rows(one, call), partial(self._reading, one, metric_input, place)) for one in self.asked.metrics]
         )
 
     def _rows(self, metric: MetricCall, call: MethodCall) -> int:
@@ -147,91 +159,99 @@ class _Court:
         alone = replace(self.asked.job, calls=(call,))
         return METRICS[metric.name].rows(metric.parameters, 1, alone.rows)
 
-    def _exhibit(self, finding: Finding, target: int) -> Exhibit:
-        image = self.study.input.numpy()
-        likely = metric_probability(self.study.job.model.task, self.study.answers[target])
-        return exhibit(image, finding.heatmap, likely, self.seen, self.asked.box)
+    def _input(self, finding: Finding, target: int) -> MetricInput:
+        image = self.explanation.input.numpy()
+        likely = metric_probability(self.explanation.job.model.task, self.explanation.answers[target])
+        return make_metric_input(image, finding.heatmap, likely, self.seen, self.asked.box)
 
-    async def _reading(self, metric: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:
-        return await run(METRICS[metric.name], self, metric, exhibit, place)
+    async def _reading(self, metric: MetricCall, metric_input: MetricInput, place: _Place) -> Reading:
+        return await run_metric(METRICS[metric.name], self, metric, metric_input, place)
 
     async def probabilities(self, edits: Sequence[Edit], target: int) -> Array:
         """Return the probability of a target in each of some edits of the image."""
         found = np.zeros(len(edits), np.float32)
 
         def keep(index: int, result: RowResult) -> None:
-            found[index] = metric_probability(self.study.job.model.task, result)
+            found[index] = metric_probability(self.explanation.job.model.task, result)
 
-        rows = [replace(self.study.row(self.study.targets[target]), edit=edit) for edit in edits]
-        await self.study.desk.run(self.study.pass_("score"), rows, keep)
+        rows = [replace(self.explanation.row(self.explanation.targets[target]), edit=edit) for edit in edits]
+        await self.explanation.row_runner.run(self.explanation.pass_("score"), rows, keep)
         return found
 
-    async def again(self, kind: Repeated, call: MethodCall, changed: Study) -> _Numbers:
+    async def again(self, kind: RecomputationMetric, call: MethodCall, changed: ExplanationRun) -> _Numbers:
         """Compute a method's maps again and compare them; only the numbers are kept, not the maps."""
-        _, (sheets,) = await examine(changed)
-        return await changed.desk.think(self._compared, kind, call, sheets)
+        _, (by_layer,) = await examine(changed)
+        return await changed.row_runner.execute(self._compared, kind, call, by_layer)
 
-    def _compared(self, kind: Repeated, call: MethodCall, sheets: Sequence[Sheet]) -> _Numbers:
+    def _compared(self, kind: RecomputationMetric, call: MethodCall, by_layer: Sequence[LayerMaps]) -> _Numbers:
         numbers: _Numbers = {}
-        for layer, sheet in enumerate(sheets):
-            for target, evidence in enumerate(sheet.evidence):
+        for layer, layer_maps in enumerate(by_layer):
+            for target, raw_map in enumerate(layer_maps.maps):
                 finding = self.findings[(*call.key, layer, target)]
                 if finding.verdict in JUDGED:
-                    numbers[layer, target] = kind.compare(finding.heatmap, evidence.heatmap)
+                    numbers[layer, target] = kind.compare(finding.heatmap, raw_map.heatmap)
         return numbers
 
-    def changed(self, call: MethodCall, variation: Variation) -> Study:
-        """Put one method, for the same targets, under study again in changed conditions."""
+    def changed(self, call: MethodCall, variation: Variation) -> ExplanationRun:
+        """Return a run of one method, for the same targets, in changed conditions."""
         views = (variation.view,) if variation.view else ()
         random = None
         if variation.modules is not None:
-            random = Randomised(round(len(stack(self.study.job.model)) ** variation.modules), variation.seed)
-        job = replace(self.study.job, calls=(call,), targets=self.study.targets)
-        return replace(self.study, job=job, views=views, answers=(), randomised=random)
+            random = Randomised(round(len(stack(self.explanation.job.model)) ** variation.modules), variation.seed)
+        job = replace(self.explanation.job, calls=(call,), targets=self.explanation.targets)
+        return replace(self.explanation, job=job, views=views, answers=(), randomised=random)
 
 
 @singledispatch
-async def run(metric: Metric, court: _Court, call: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:  # noqa: ARG001 -- as every kind's
+async def run_metric(
+    metric: Metric, _runner: _MetricRunner, call: MetricCall, _input: MetricInput, _place: _Place
+) -> Reading:
     """Take a metric's reading of one map by its kind, which is the only place that depends on it."""
     raise TypeError(f"{call.name} is of an unknown kind: {type(metric).__name__}")
 
 
-@run.register
-async def _looked(metric: Looked, court: _Court, call: MetricCall, exhibit: Exhibit, _place: _Place) -> Reading:
+@run_metric.register
+async def _static(
+    metric: StaticMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, _place: _Place
+) -> Reading:
     """Read a metric that looks at the map alone."""
-    return await court.study.desk.think(partial(metric.judge, **call.parameters), exhibit)
+    return await runner.explanation.row_runner.execute(partial(metric.judge, **call.parameters), metric_input)
 
 
-@run.register
-async def _edited(metric: Edited, court: _Court, call: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:
+@run_metric.register
+async def _perturbation(
+    metric: PerturbationMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, place: _Place
+) -> Reading:
     """Let a metric try one set of edits after another, until it has its reading."""
-    judging = metric.judge(exhibit, **call.parameters)
+    judging = metric.judge(metric_input, **call.parameters)
     reading: Reading | None
-    edits, reading = await court.study.desk.think(advanced, judging, None)
+    edits, reading = await runner.explanation.row_runner.execute(advanced, judging, None)
     while reading is None:
-        found = await court.probabilities(edits, place[2])
-        edits, reading = await court.study.desk.think(advanced, judging, found)
+        found = await runner.probabilities(edits, place[2])
+        edits, reading = await runner.explanation.row_runner.execute(advanced, judging, found)
     return reading
 
 
-@run.register
-async def _repeated(metric: Repeated, court: _Court, call: MetricCall, exhibit: Exhibit, place: _Place) -> Reading:
+@run_metric.register
+async def _recomputation(
+    metric: RecomputationMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, place: _Place
+) -> Reading:
     """Have a method's maps computed again, once for all layers and targets, and compare one of them."""
     method, layer, target = place
-    desk = court.study.desk
-    changes = [court.changed(method, one) for one in metric.vary(exhibit.image, **call.parameters)]
+    row_runner = runner.explanation.row_runner
+    changes = [runner.changed(method, one) for one in metric.vary(metric_input.image, **call.parameters)]
     key = (*method.key, call.name, *sorted(call.parameters.items()))
-    if key not in court.repeated:
-        parts = [(one.job.rows, partial(court.again, metric, method, one)) for one in changes]
-        court.repeated[key] = await desk.gather(parts)
-    numbers = [again[layer, target] for again in court.repeated[key]]
-    total = len(stack(court.study.job.model))
+    if key not in runner.repeated:
+        parts = [(one.job.rows, partial(runner.again, metric, method, one)) for one in changes]
+        runner.repeated[key] = await row_runner.gather(parts)
+    numbers = [again[layer, target] for again in runner.repeated[key]]
+    total = len(stack(runner.explanation.job.model))
     random = [one.randomised.modules / total if one.randomised else 0.0 for one in changes]
-    return await desk.think(partial(metric.judge, **call.parameters), numbers, random)
+    return await row_runner.execute(partial(metric.judge, **call.parameters), numbers, random)
 
 
-def exhibit(image: Array, heatmap: Map, likely: float, seen: Box, box: Box | None = None) -> Exhibit:
-    """Put together what a map is judged by.
+def make_metric_input(image: Array, heatmap: Map, likely: float, seen: Box, box: Box | None = None) -> MetricInput:
+    """Make the input of the metrics for one map.
 
     Args:
         image: the model's input, normalised, float32 [3,H,W].
@@ -241,7 +261,7 @@ def exhibit(image: Array, heatmap: Map, likely: float, seen: Box, box: Box | Non
         box: where the object is.
     """
     pixels, shown = (on_pixels(one, image.shape[1:]) for one in (heatmap, _intensity(heatmap)))
-    return Exhibit(image, heatmap, pixels, shown, likely, seen, box)
+    return MetricInput(image, heatmap, pixels, shown, likely, seen, box)
 
 
 def _intensity(heatmap: Map) -> Map:

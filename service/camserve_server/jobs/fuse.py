@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from camserve_server.jobs.values import Evidence, Sheet
+from camserve_server.jobs.values import LayerMaps, RawMap
 from camserve_server.methods.cams import refinecam
 from camserve_server.types import Fusion, Map, ModelInfo
 
@@ -18,20 +18,20 @@ FINEST = 4
 """Layers that are fused where one is named: it, and the last of each finer grid, up to so many."""
 
 
-def fused(sheets: Sequence[Sheet], how: Fusion) -> Sheet:
+def fused(by_layer: Sequence[LayerMaps], how: Fusion) -> LayerMaps:
     """Fuse the maps of several layers, target by target.
 
     Each is cut at zero, scaled to 0 to 1 and brought to the finest grid among them bilinearly.
     """
-    name = JOINT.join(sheet.layer for sheet in sheets)
-    evidence = [_fuse(layers, how) for layers in zip(*(sheet.evidence for sheet in sheets), strict=True)]
-    return Sheet(name, evidence, how)
+    name = JOINT.join(layer_maps.layer for layer_maps in by_layer)
+    maps = [_fuse(layers, how) for layers in zip(*(layer_maps.maps for layer_maps in by_layer), strict=True)]
+    return LayerMaps(name, maps, how)
 
 
-def _fuse(layers: tuple[Evidence, ...], how: Fusion) -> Evidence:
+def _fuse(layers: tuple[RawMap, ...], how: Fusion) -> RawMap:
     finest = max((one.heatmap.shape for one in layers), key=lambda shape: shape[0] * shape[1])
     maps = np.stack([onto_pixels(_relative(one.heatmap), finest) for one in layers])
-    return Evidence(_FUSIONS[how](maps), dead=any(one.dead for one in layers))
+    return RawMap(_FUSIONS[how](maps), zero_gradient=any(one.zero_gradient for one in layers))
 
 
 _FUSIONS: Mapping[Fusion, Callable[[Map], Map]] = {

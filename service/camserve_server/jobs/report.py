@@ -1,9 +1,9 @@
-"""What a study found, put together."""
+"""The findings of a run, put together."""
 
 from collections.abc import Sequence
 
-from camserve_server.jobs.study import Study
-from camserve_server.jobs.values import Finding, Outcome, Sheet
+from camserve_server.jobs.study import ExplanationRun
+from camserve_server.jobs.values import Finding, LayerMaps, Outcome
 from camserve_server.jobs.verdict import judge
 
 
@@ -11,21 +11,21 @@ def unheard(_done: int, _rows: int) -> None:
     """Tell nobody how far it has come."""
 
 
-def reported(study: Study, sheets: Sequence[Sequence[Sheet]]) -> Outcome:
+def reported(explanation: ExplanationRun, by_method: Sequence[Sequence[LayerMaps]]) -> Outcome:
     """Judge every map: for each method its layers, for each layer the targets."""
     findings = [
         Finding(
             call,
-            sheet.layer,
+            layer_maps.layer,
             answer.target,
             answer.score,
             one.heatmap,
-            judge(one.heatmap, dead=one.dead),
+            judge(one.heatmap, zero_gradient=one.zero_gradient),
             one.error,
-            sheet.fusion,
+            layer_maps.fusion,
         )
-        for call, layers in zip(study.job.calls, sheets, strict=True)
-        for sheet in layers
-        for answer, one in zip(study.answers, sheet.evidence, strict=True)
+        for call, layers in zip(explanation.job.calls, by_method, strict=True)
+        for layer_maps in layers
+        for answer, one in zip(explanation.answers, layer_maps.maps, strict=True)
     ]
-    return Outcome(study.answers[0].logits, tuple(findings))
+    return Outcome(explanation.answers[0].logits, tuple(findings))

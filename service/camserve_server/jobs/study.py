@@ -1,4 +1,4 @@
-"""One image under study: what every method can ask for."""
+"""The run of an explanation of one image: what every method can ask for."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
@@ -35,8 +35,8 @@ T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
 
-class Think(Protocol):
-    """Runs a function that takes a while, where it holds nobody up."""
+class Executor(Protocol):
+    """Runs a function that takes a while, without blocking others."""
 
     def __call__(self, function: Callable[..., T], /, *args: object) -> Awaitable[T]:
         """Return what it returns."""
@@ -55,7 +55,7 @@ def advanced(trying: Generator[Sequence[Edit], Array, T], found: Array | None) -
         return (), stop.value
 
 
-class Desk:
+class RowRunner:
     """Runs a request's rows, a limited number at a time, and counts them.
 
     Args:
@@ -66,8 +66,8 @@ class Desk:
         think: runs what takes a while.
     """
 
-    def __init__(self, submit: Submit, chunk: int, rows: int, progress: Progress, think: Think) -> None:
-        self.think = think
+    def __init__(self, submit: Submit, chunk: int, rows: int, progress: Progress, think: Executor) -> None:
+        self.execute = think
         self._submit = submit
         self._rows = rows
         self._progress = progress
@@ -138,21 +138,21 @@ def _collect(collect: Collect, start: int, index: int, result: RowResult) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
-    """One image, or a view of it, under study.
+class ExplanationRun:
+    """The explanation of one image, or of a view of it, while it runs.
 
     Attributes:
         job: what to find out.
         image: what the model sees.
-        desk: runs rows.
+        row_runner: runs rows.
         views: of the image.
-        answers: for each target, what one pass over the image as it is said.
+        answers: for each target, the result of one pass over the unchanged image.
         randomised: what of the model has random weights; None for nothing.
     """
 
     job: Job
     image: Input
-    desk: Desk
+    row_runner: RowRunner
     views: tuple[View, ...] = ()
     answers: tuple[RowResult, ...] = ()
     randomised: Randomised | None = None
@@ -178,14 +178,14 @@ class Study:
         """Name a pass over this image's model."""
         return Pass(self.job.model.key, kind, self.job.model.preprocess.size, tuple(layers), self.randomised)
 
-    def of(self, call: MethodCall, layers: Sequence[str] = (), view: View | None = None) -> "Study":
-        """Put one method alone, for the same targets, under study: on other layers or of a view."""
+    def of(self, call: MethodCall, layers: Sequence[str] = (), view: View | None = None) -> "ExplanationRun":
+        """Return the run of one method alone, for the same targets, on other layers or of a view."""
         job = replace(
             self.job, calls=(call,), layers=tuple(layers) or self.job.layers, targets=self.targets, fusion=None
         )
         return replace(self, job=job, views=(*self.views, view) if view else self.views, answers=())
 
-    async def looked(self) -> "Study":
+    async def looked(self) -> "ExplanationRun":
         """Run the pass over the image as it is, and fix the targets by what it says."""
         targets = [cast("FixedTarget", await self._compared(target)) for target in self.job.targets]
         first, *more = self.job.shared
@@ -203,7 +203,7 @@ class Study:
         rows = [self.row(target, calls) for target in targets]
         # Feature maps belong to the image and do not depend on the target: one row returns them for all.
         rows[0] = replace(rows[0], features=features)
-        await self.desk.run(self._clean_pass(), rows, found.__setitem__)
+        await self.row_runner.run(self._clean_pass(), rows, found.__setitem__)
         return [found[place] for place in range(len(rows))]
 
     async def _compared(self, target: Target) -> Target:
@@ -212,7 +212,7 @@ class Study:
         if other is None or other.image is None:
             return target
         found: dict[int, RowResult] = {}
-        await self.desk.run(self.pass_("score"), [Row(other.image, SimilarityTarget())], found.__setitem__)
+        await self.row_runner.run(self.pass_("score"), [Row(other.image, SimilarityTarget())], found.__setitem__)
         return found[0].target
 
     def _clean_pass(self) -> Pass:

@@ -123,30 +123,30 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RawMap:
     """One map, before it is judged.
 
     Attributes:
         heatmap: float32 [h,w].
-        dead: whether the gradient that it was made from is zero everywhere.
+        zero_gradient: whether the gradient that it was made from is zero everywhere.
         error: as in `Finding`.
     """
 
     heatmap: Map
-    dead: bool = False
+    zero_gradient: bool = False
     error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class LayerMaps:
     """One method's maps on one layer: one for each target.
 
     Attributes:
         layer: its name; empty for methods that look at the input.
-        evidence: of each target.
+        maps: of each target.
         fusion: how the maps of several layers became these; None where they are one layer's.
     """
 
     layer: str
-    evidence: list[Evidence]
+    maps: list[RawMap]
     fusion: Fusion | None = None

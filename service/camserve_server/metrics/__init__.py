@@ -2,7 +2,16 @@
 
 from camserve_server.methods.kinds import Parameter
 from camserve_server.metrics import appearance, faithfulness, repetition
-from camserve_server.metrics.kinds import Curve, Edited, Exhibit, Looked, Metric, Reading, Repeated, Variation
+from camserve_server.metrics.kinds import (
+    Curve,
+    Metric,
+    MetricInput,
+    PerturbationMetric,
+    Reading,
+    RecomputationMetric,
+    StaticMetric,
+    Variation,
+)
 
 STEPS = Parameter("steps", "How many steps the curve has.", 20, 1, 512, integer=True)
 SHARES = Parameter("steps", "How many shares of the pixels, evenly between 0 and 1.", 9, 1, 99, integer=True)
@@ -14,40 +23,40 @@ STAGES = Parameter("stages", "How many times more of the model becomes random.",
 TOLERANCE = Parameter("tolerance", "How far from the box still counts, in the photo's pixels.", 15, 0, 16384)
 
 METRICS: dict[str, Metric] = {
-    "deletion": Edited(
+    "deletion": PerturbationMetric(
         faithfulness.deletion,
         "Petsiuk et al. 2018, arXiv:1806.07421",
         faithfulness.each_step,
         higher_is_better=False,
         parameters=(STEPS,),
     ),
-    "insertion": Edited(
+    "insertion": PerturbationMetric(
         faithfulness.insertion,
         "Petsiuk et al. 2018, arXiv:1806.07421",
         faithfulness.each_step,
         higher_is_better=True,
         parameters=(STEPS,),
     ),
-    "road": Edited(
+    "road": PerturbationMetric(
         faithfulness.road,
         "Rong et al. 2022, arXiv:2202.00449",
         faithfulness.both_ways,
         higher_is_better=True,
         parameters=(SHARES, SPECKLE, SEED),
     ),
-    "average_drop": Edited(
+    "average_drop": PerturbationMetric(
         faithfulness.average_drop,
         "Chattopadhyay et al. 2018, arXiv:1710.11063",
         faithfulness.single,
         higher_is_better=False,
     ),
-    "increase": Edited(
+    "increase": PerturbationMetric(
         faithfulness.increase,
         "Chattopadhyay et al. 2018, arXiv:1710.11063",
         faithfulness.single,
         higher_is_better=True,
     ),
-    "max_sensitivity": Repeated(
+    "max_sensitivity": RecomputationMetric(
         repetition.relative_distance,
         repetition.max_sensitivity,
         repetition.noisy_views,
@@ -56,7 +65,7 @@ METRICS: dict[str, Metric] = {
         higher_is_better=False,
         parameters=(SAMPLES, NOISE, SEED),
     ),
-    "randomisation": Repeated(
+    "randomisation": RecomputationMetric(
         repetition.rank_correlation,
         repetition.randomisation,
         repetition.cascade,
@@ -65,28 +74,28 @@ METRICS: dict[str, Metric] = {
         higher_is_better=False,
         parameters=(STAGES, SEED),
     ),
-    "pointing_game": Looked(
+    "pointing_game": StaticMetric(
         appearance.pointing_game,
         "Zhang et al. 2018, doi:10.1007/s11263-017-1059-x",
         higher_is_better=True,
         parameters=(TOLERANCE,),
         boxed=True,
     ),
-    "energy_in_box": Looked(
+    "energy_in_box": StaticMetric(
         appearance.energy_in_box, "Wang et al. 2020, arXiv:1910.01279", higher_is_better=True, boxed=True
     ),
-    "sparseness": Looked(appearance.sparseness, "Chalasani et al. 2020, arXiv:1810.06583", higher_is_better=True),
-    "complexity": Looked(appearance.complexity, "Bhatt et al. 2020, arXiv:2005.00631", higher_is_better=False),
+    "sparseness": StaticMetric(appearance.sparseness, "Chalasani et al. 2020, arXiv:1810.06583", higher_is_better=True),
+    "complexity": StaticMetric(appearance.complexity, "Bhatt et al. 2020, arXiv:2005.00631", higher_is_better=False),
 }
 
 __all__ = [
     "METRICS",
     "Curve",
-    "Edited",
-    "Exhibit",
-    "Looked",
     "Metric",
+    "MetricInput",
+    "PerturbationMetric",
     "Reading",
-    "Repeated",
+    "RecomputationMetric",
+    "StaticMetric",
     "Variation",
 ]

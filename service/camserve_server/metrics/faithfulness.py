@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import ndimage, sparse
 from scipy.sparse import linalg
 
-from camserve_server.metrics.kinds import Array, Curve, Exhibit, Reading
+from camserve_server.metrics.kinds import Array, Curve, MetricInput, Reading
 from camserve_server.types import Edit
 
 Judging = Generator[Sequence[Edit], Array, Reading]
@@ -28,28 +28,28 @@ NEIGHBOURS = (
 """Rows down, columns across, and weight of each neighbour: Rong et al. 2022, section 4.2."""
 
 
-def deletion(exhibit: Exhibit, *, steps: float) -> Judging:
+def deletion(metric_input: MetricInput, *, steps: float) -> Judging:
     """Measure how fast the probability falls when the hottest pixels are taken away first.
 
     The area under p(share of pixels set to 0), by the trapezoid rule. Petsiuk et al. 2018, arXiv:1806.07421,
     section 3.3.
     """
-    counts = _counts(exhibit.pixels.size, steps)
-    place = ranks(exhibit.pixels)
+    counts = _counts(metric_input.pixels.size, steps)
+    place = ranks(metric_input.pixels)
     found = yield from _tried(Edit((place >= count).astype(np.float32)) for count in counts[1:])
-    return _area("deletion", counts, [exhibit.probability, *found])
+    return _area("deletion", counts, [metric_input.probability, *found])
 
 
-def insertion(exhibit: Exhibit, *, steps: float) -> Judging:
+def insertion(metric_input: MetricInput, *, steps: float) -> Judging:
     """Measure how fast the probability rises when the hottest pixels are put into a blurred image first.
 
     The area under p(share of pixels restored), by the trapezoid rule. Petsiuk et al. 2018, arXiv:1806.07421,
     section 3.3; the blur is the one that its authors use, of 11 pixels and σ = 5.
     """
-    counts = _counts(exhibit.pixels.size, steps)
-    place, fill = ranks(exhibit.pixels), blurred(exhibit.image)
+    counts = _counts(metric_input.pixels.size, steps)
+    place, fill = ranks(metric_input.pixels), blurred(metric_input.image)
     found = yield from _tried(Edit((place < count).astype(np.float32), fill) for count in counts[:-1])
-    return _area("insertion", counts, [*found, exhibit.probability])
+    return _area("insertion", counts, [*found, metric_input.probability])
 
 
 def each_step(*, steps: float) -> int:
@@ -85,7 +85,7 @@ def _area(name: str, counts: Sequence[int], probabilities: Sequence[float]) -> R
     return Reading(float(np.trapezoid(probabilities, x)), (curve,))
 
 
-def road(exhibit: Exhibit, *, steps: float, noise: float, seed: float) -> Judging:
+def road(metric_input: MetricInput, *, steps: float, noise: float, seed: float) -> Judging:
     """Measure how far the probability is apart when the coldest and when the hottest pixels are imputed.
 
     Half of (mean p without the coldest − mean p without the hottest), over shares of 10, 20, … 90 % (steps = 9). A
@@ -93,12 +93,12 @@ def road(exhibit: Exhibit, *, steps: float, noise: float, seed: float) -> Judgin
     across, and noise N(0, σ²) on top, so that the shape of what is gone cannot be seen. Rong et al. 2022,
     arXiv:2202.00449, sections 4.2 and 4.3.
     """
-    place, total = ranks(exhibit.pixels), exhibit.pixels.size
+    place, total = ranks(metric_input.pixels), metric_input.pixels.size
     shares = np.arange(1, int(steps) + 1) / (int(steps) + 1)
     counts = np.round(shares * total).astype(int)
     gone = chain((place < count for count in counts), (place >= total - count for count in counts))
     random = np.random.default_rng(int(seed))
-    found = yield from _tried((Edit(fill=impute(exhibit.image, one, noise, random)) for one in gone), IMPUTED)
+    found = yield from _tried((Edit(fill=impute(metric_input.image, one, noise, random)) for one in gone), IMPUTED)
     hottest, coldest = found[: len(shares)], found[len(shares) :]
     x = tuple(shares.tolist())
     curves = Curve("hottest first", x, tuple(hottest)), Curve("coldest first", x, tuple(coldest))
@@ -149,26 +149,26 @@ def _matrix(entries: list[tuple[NDArray[np.intp], NDArray[np.intp], float]], dia
     return sparse.csc_matrix((values, (rows, columns)), (size, size)) + sparse.diags_array(diagonal, format="csc")
 
 
-def average_drop(exhibit: Exhibit) -> Judging:
+def average_drop(metric_input: MetricInput) -> Judging:
     """Measure how much of the probability is lost when only what the map shows is left of the image.
 
     max(0, p − p′) / p, where p′ is the probability of the normalised image times the map, which is cut at 0 and divided
     by its maximum before; the mean over photos is the average drop. Chattopadhyay et al. 2018, arXiv:1710.11063,
     section 4.1.
     """
-    (shown,) = yield [Edit(exhibit.intensity)]
-    lost = max(0.0, exhibit.probability - float(shown))
-    return Reading(lost / exhibit.probability if exhibit.probability else 0.0)
+    (shown,) = yield [Edit(metric_input.intensity)]
+    lost = max(0.0, metric_input.probability - float(shown))
+    return Reading(lost / metric_input.probability if metric_input.probability else 0.0)
 
 
-def increase(exhibit: Exhibit) -> Judging:
+def increase(metric_input: MetricInput) -> Judging:
     """Tell whether the probability rises when only what the map shows is left of the image: 1, or else 0.
 
     1[p < p′], with p′ as in average_drop; the mean over photos is the share of increases. Chattopadhyay et al. 2018,
     arXiv:1710.11063, section 4.1.
     """
-    (shown,) = yield [Edit(exhibit.intensity)]
-    return Reading(float(shown > exhibit.probability))
+    (shown,) = yield [Edit(metric_input.intensity)]
+    return Reading(float(shown > metric_input.probability))
 
 
 def single() -> int:

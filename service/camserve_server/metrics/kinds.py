@@ -17,8 +17,8 @@ Array: TypeAlias = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exhibit:
-    """One map, and what it is judged by.
+class MetricInput:
+    """The input of a metric: one map, and what the metric needs to evaluate it.
 
     Attributes:
         image: the model's input, normalised, float32 [3,H,W].
@@ -64,12 +64,12 @@ class Reading:
 
 
 Try: TypeAlias = Callable[..., Generator[Sequence[Edit], Array, Reading]]
-"""An exhibit, parameters by name -> a generator: it yields edits of the image, is sent the probabilities [n] that the
-edited images have, and returns the reading."""
+"""A metric's input, parameters by name -> a generator: it yields edits of the image, is sent the probabilities [n] that
+the edited images have, and returns the reading."""
 
 
 @dataclass(frozen=True, slots=True)
-class Edited:
+class PerturbationMetric:
     """A metric that edits the image as the map says, and looks at what becomes of the probability.
 
     Attributes:
@@ -100,11 +100,11 @@ class Edited:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class StaticMetric:
     """A metric that looks at the map alone, or at the map and a box.
 
     Attributes:
-        judge: an exhibit, parameters by name -> the reading.
+        judge: a metric's input, parameters by name -> the reading.
         paper: that defines it.
         higher_is_better: whether it is; lower is, otherwise.
         parameters: that it takes.
@@ -146,7 +146,7 @@ class Variation:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RecomputationMetric:
     """A metric that has the map computed again under changed conditions, and compares.
 
     Attributes:
@@ -181,4 +181,4 @@ class Repeated:
         return job_rows * self.count(**parameters)
 
 
-Metric: TypeAlias = Edited | Looked | Repeated
+Metric: TypeAlias = PerturbationMetric | StaticMetric | RecomputationMetric

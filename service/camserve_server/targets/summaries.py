@@ -10,14 +10,14 @@ from camserve_server.types import Map, ModelInfo
 BACKGROUND = ("background", "__background__")
 
 
-def summary(said: Outputs) -> list[Tensor]:
+def summary(outputs: Outputs) -> list[Tensor]:
     """Return what is told of each image: the values as they are; of a segmentation, [classes, 3] for each class.
 
     The three are the share of the image that the class covers, and over that part its mean probability and mean logit.
     """
-    if said.info.task == "segment":
-        return [covered(values) for values in said.values.detach()]
-    return list(said.values.detach())
+    if outputs.info.task == "segment":
+        return [covered(values) for values in outputs.values.detach()]
+    return list(outputs.values.detach())
 
 
 def order_of_areas(covered: Map, info: ModelInfo) -> list[int]:
