@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -18,6 +17,7 @@ from camserve_server import config, logs, tokens
 from camserve_server.errors import ConfigError
 
 if TYPE_CHECKING:
+    from camserve_server.explainer import Explainer
     from camserve_server.tuning import Tuned
     from camserve_server.types import ModelInfo
 
@@ -212,8 +212,8 @@ def _tell(tuned: "Tuned", path: Path | None) -> None:
         echo(tuning.toml(tuned.settings()).rstrip("\n"))
 
 
-# What `camserve explain` and `camserve replay` ask a server, their namesakes here ask one that lives no longer than the
-# command, over a socket in a folder of its own: no network, and nothing that could differ from the answer of a server.
+# What `camserve explain` and `camserve replay` ask a server, their namesakes here ask an `Explainer`: in this process,
+# and with the same answers.
 def _questions(command: click.Command) -> list[click.Parameter]:
     return [option for option in command.params if option.name not in ("server", "model", *client_cli.ACCESS)]
 
@@ -230,27 +230,16 @@ def _model_options(command: F) -> F:
     )(command)
 
 
-@contextmanager
-def _server_of_ones_own(model: str, device: str, isolation: str = "thread") -> Iterator[str]:
-    """Serve one model inside the block; yield the address."""
-    from camserve_server import server  # noqa: PLC0415 -- as above
+def _explainer(model: str, device: str, isolation: str, timeout: float) -> "Explainer":
+    """Load the one model of a command."""
+    from camserve_server import Explainer  # noqa: PLC0415 -- as above
 
-    with tempfile.TemporaryDirectory() as folder, _told():
-        _search_current_folder((model,))
-        logs.configure("warning", "text")
-        flags = {
-            "models": (model,),
-            "device": device,
-            "isolation": isolation,
-            "log_level": "warning",
-            "address": f"unix:{folder}/camserve",
-            "drain_seconds": 1,
-            "max_message_mib": 1024,
-            # Those that the environment may hold are for the server that others call.
-            **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tokens_file", "model_folder"), ""),
-        }
-        with server.serve_in_thread(config.load(flags=flags)) as address:
-            yield address
+    logs.configure("warning", "text")
+    # The environment may also say where a server listens, and what it serves.
+    found = config.from_environment()
+    settings = {name: value for name, value in found.items() if name == "threads" or name.startswith("max_")}
+    with _told():
+        return Explainer(model, device=device, timeout=timeout, settings={**settings, "isolation": isolation})
 
 
 @program.command(params=_questions(client_cli.explain), help=client_cli.explain.help)
@@ -259,8 +248,9 @@ def _server_of_ones_own(model: str, device: str, isolation: str = "thread") -> I
 def explain(context: click.Context, /, model: str, device: str, **question: Any) -> int:
     """Explain photos without a server."""
     # A photo that brings its engine down is not to take a job along.
-    with _server_of_ones_own(model, device, "process" if question["resume"] else "thread") as address:
-        code: int = context.invoke(client_cli.explain, server=address, model=None, **question)
+    isolation = "process" if question["resume"] else "thread"
+    with _explainer(model, device, isolation, question["timeout"]) as explainer:
+        code: int = context.invoke(client_cli.explain, connect=lambda: explainer, server="", model=None, **question)
         return code
 
 
@@ -269,8 +259,8 @@ def explain(context: click.Context, /, model: str, device: str, **question: Any)
 @click.pass_context
 def replay(context: click.Context, /, model: str, device: str, **question: Any) -> int:
     """Replay a receipt without a server."""
-    with _server_of_ones_own(model, device) as address:
-        code: int = context.invoke(client_cli.replay, server=address, **question)
+    with _explainer(model, device, "thread", question["timeout"]) as explainer:
+        code: int = context.invoke(client_cli.replay, connect=lambda: explainer, server="", **question)
         return code
 
 

@@ -200,13 +200,18 @@ def load(
         ConfigError: something cannot be read, is unknown or is out of range.
     """
     values = read(path) if path else {}
-    known = Settings.model_fields
-    values |= {name: environment[key] for name in known if (key := ENVIRONMENT + name.upper()) in environment}
+    values |= from_environment(environment)
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
     faults = faults_of(values)
     if faults:
         raise ConfigError("; ".join(words for _, words in faults))
     return Settings.model_validate(values)
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the settings that the environment has, as texts, by their names."""
+    known = Settings.model_fields
+    return {name: environment[key] for name in known if (key := ENVIRONMENT + name.upper()) in environment}
 
 
 def faults_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
