@@ -2,7 +2,11 @@
 
 In half precision the weights before the default layer are converted once, when the model is loaded. Autocast, which the
 plain module runs under, converts them in every batch. After the layer all is float32, but for self-attention and the
-linear maps over all tokens: without these, vit_b_16 in bfloat16 lost what the rest had gained. COPYING_MEASURED
+linear maps over all tokens.
+
+Measured in bfloat16 at batch 8 (vit_b_16 and convnext_tiny: 4) on one thread, as multiples of the speed of the plain
+float32 module: resnet50 3.00, mobilenet_v3_large 2.52, convnext_tiny 2.98, vit_b_16 2.85. The same without conversion:
+1.15, 1.41, 1.01 and 0.92. docs/precision.md shows what half precision does to the maps.
 """
 
 import copy

