@@ -1,0 +1,267 @@
+"""The public surface as JSON: the Python client, the commands, the settings, the protobuf descriptors, the package."""
+
+import dataclasses
+import enum
+import hashlib
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+import numpy as np
+from google.protobuf import descriptor_pb2
+
+import camserve
+from camserve_server import config
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("camserve.cli", "camserve_server.cli")
+
+
+def value(result):
+    """Return a result of the client as JSON, with a SHA-256 in place of bytes and arrays."""
+    for kinds, describe in _DESCRIBED:
+        if isinstance(result, kinds):
+            return describe(result)
+    return _value_of(result) if dataclasses.is_dataclass(result) else result
+
+
+def _error(error):
+    return {"error": type(error).__name__, "code": error.code.name, "fields": dict(error.fields)}
+
+
+_DESCRIBED = (
+    (camserve.CamserveError, _error),
+    (enum.Enum, lambda member: member.value),
+    (np.ndarray, lambda array: {"shape": list(array.shape), "type": str(array.dtype), **_digest(array.tobytes())}),
+    (bytes, lambda data: {"bytes": len(data), **_digest(data)}),
+    (Mapping, lambda mapping: {str(key): value(each) for key, each in mapping.items()}),
+    ((list, tuple), lambda values: [value(each) for each in values]),
+    (float, repr),
+)
+
+
+def _value_of(found):
+    names = [each.name for each in dataclasses.fields(found) if not each.name.startswith("_")]
+    values = {name: value(getattr(found, name)) for name in names} | {"kind": type(found).__name__}
+    if isinstance(found, camserve.Explanation):
+        values["receipt"] = value(found.receipt)
+    return values
+
+
+def _digest(data):
+    return {"sha256": hashlib.sha256(data).hexdigest()}
+
+
+def client():
+    """Return the public names of the client with their signatures, fields and members."""
+    return {name: _named(getattr(camserve, name)) for name in camserve.__all__}
+
+
+def _named(found):
+    if not inspect.isclass(found):
+        return {"is": "function", **_signature(found)} if inspect.isfunction(found) else {"is": "type"}
+    if issubclass(found, dict):  # a TypedDict
+        return {"is": "options", "options": dict.fromkeys(sorted(found.__annotations__), "")}
+    if issubclass(found, enum.Enum):
+        return {"is": "enum", "members": {each.name: each.value for each in found}}
+    return {"is": "class", "has": _members(found), **_made(found), **_raised(found)}
+
+
+def _raised(found):
+    if not issubclass(found, BaseException):
+        return {}
+    bases = dict.fromkeys((each.__name__ for each in found.__mro__[1:] if each.__module__ != "builtins"), "")
+    return {"bases": bases, "code": found("words").code.name}
+
+
+def _made(found):
+    """Return the fields of a dataclass, or the signature of another class."""
+    if not dataclasses.is_dataclass(found):
+        return {"made": _signature(found)}
+    public = [each for each in dataclasses.fields(found) if not each.name.startswith("_")]
+    return {
+        "fields": [f"{each.name}{_default(each)}" for each in public],
+        "frozen": found.__dataclass_params__.frozen,
+    }
+
+
+def _default(field):
+    if field.default is not dataclasses.MISSING:
+        return f"={_written(field.default)}"
+    return "" if field.default_factory is dataclasses.MISSING else "=made"
+
+
+def _members(found):
+    fields = {each.name for each in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    public = {name for name in dir(found) if not name.startswith("_")} | ({"__enter__", "__aenter__"} & set(dir(found)))
+    ours = {name for name in public - fields if not hasattr(BaseException, name)}
+    return {name: _member(inspect.getattr_static(found, name), getattr(found, name)) for name in sorted(ours)}
+
+
+def _member(static, found):
+    if not callable(found):
+        return {"is": "property"}
+    kind = "coroutine" if inspect.iscoroutinefunction(found) else "method"
+    return {"is": f"static {kind}" if isinstance(static, staticmethod | classmethod) else kind, **_signature(found)}
+
+
+def _signature(function):
+    """Return positional parameters in order, keyword-only ones by name, and catch-alls; each with its default."""
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    names = {each.name: _default_of(each) for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    places = [f"{each.name}{_default_of(each)}" for each in parameters if each.kind.name.startswith("POSITIONAL")]
+    rest = {str(each).partition(":")[0]: "" for each in parameters if each.kind.name.startswith("VAR_")}
+    return {key: found for key, found in (("positions", places), ("names", names), ("rest", rest)) if found}
+
+
+def _default_of(parameter):
+    return "" if parameter.default is parameter.empty else f"={_written(parameter.default)}"
+
+
+def _written(default):
+    """Return a default as code. Functions are all alike, since their names are private."""
+    return "function" if inspect.isfunction(default) else repr(default)
+
+
+def imported(module, names):
+    """Return the signatures and fields of names that are imported from a module."""
+    found = importlib.import_module(module)
+    return {name: _imported(getattr(found, name)) for name in names}
+
+
+def _imported(found):
+    if dataclasses.is_dataclass(found):
+        return _made(found)
+    if inspect.isfunction(found):
+        return _signature(found)
+    return dict.fromkeys(found, "") if isinstance(found, Mapping) else {}
+
+
+def commands():
+    """Return the commands of both programs, each from a process that starts like its console script."""
+    return {name: json.loads(_run("-m", "compatibility.commands", name)) for name in PROGRAMS}
+
+
+def _run(*arguments):
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT / "tests")
+    return done.stdout
+
+
+def command(found):
+    """Return a click command's options, arguments in order, and subcommands."""
+    arguments = [each for each in found.params if isinstance(each, click.Argument)]
+    described = {
+        "arguments": [_parameter_of(each) for each in arguments],
+        "options": {flag: _option(each) for each in found.params if each not in arguments for flag in each.opts},
+    }
+    if isinstance(found, click.Group):
+        described["commands"] = {name: command(each) for name, each in found.commands.items()}
+    return described
+
+
+def _option(found):
+    described = {"is": f"{_parameter_of(found)}, default {_plain_default(found)}"}
+    if isinstance(found.type, click.Choice):
+        described["choices"] = dict.fromkeys(map(str, found.type.choices), "")
+    return described
+
+
+def _parameter_of(found):
+    kind = "switch" if getattr(found, "is_flag", False) else _type(found.type)
+    parts = [kind, f"{found.nargs} values" if found.nargs != 1 else "", "required" if found.required else ""]
+    parts += ["repeated" if getattr(found, "multiple", False) else "", found.envvar or ""]
+    return ", ".join(filter(None, parts))
+
+
+def _plain_default(found):
+    default = found.get_default(click.Context(click.Command("none")))
+    return repr(default) if isinstance(default, str | int | float | bool | tuple) else "none"
+
+
+def _type(found):
+    if isinstance(found, click.IntRange | click.FloatRange):
+        return f"{found.name} {found._describe_range()}"
+    if isinstance(found, click.Path):
+        return "path"
+    return found.name if found.name in ("integer", "float", "text", "boolean", "choice", "datetime") else "own"
+
+
+def settings():
+    """Return the JSON schema of the settings file without its descriptions."""
+    schema = json.loads(_run("-c", "from camserve_server.cli import main; main()", "check-config", "--schema"))
+    bare = {name: _without_words(each) for name, each in schema["properties"].items()}
+    return {"settings": bare, "required": schema.get("required", []), "unknown": schema["additionalProperties"]}
+
+
+def _without_words(schema):
+    kept = {key: each for key, each in schema.items() if key not in ("description", "title")}
+    if "enum" in kept:
+        kept["enum"] = dict.fromkeys(kept["enum"], "")
+    return kept
+
+
+def setting_of(name, environment):
+    """Return the value of a setting that is loaded from environment variables."""
+    return getattr(config.load(environment=environment), name)
+
+
+def descriptors(files):
+    """Return the messages, enums and services of file descriptors."""
+    found = {"messages": {}, "enums": {}, "services": {}}
+    for file in files:
+        for message in file.message_type:
+            _message(message, file.package, found)
+        for each in file.enum_type:
+            _enum(each, file.package, found)
+        for service in file.service:
+            rpcs = {rpc.name: _rpc(rpc) for rpc in service.method}
+            found["services"][f"{file.package}.{service.name}"] = rpcs
+    return found
+
+
+def _message(message, scope, found):
+    name = f"{scope}.{message.name}"
+    found["messages"][name] = {field.name: _field(field, message) for field in message.field}
+    for inner in message.nested_type:
+        _message(inner, name, found)
+    for inner in message.enum_type:
+        _enum(inner, name, found)
+
+
+def _enum(each, scope, found):
+    found["enums"][f"{scope}.{each.name}"] = {named.name: named.number for named in each.value}
+
+
+def _field(field, message):
+    kinds = descriptor_pb2.FieldDescriptorProto
+    label = "optional" if field.proto3_optional else kinds.Label.Name(field.label).removeprefix("LABEL_")
+    kind = field.type_name or kinds.Type.Name(field.type).removeprefix("TYPE_")
+    inside = field.HasField("oneof_index") and not field.proto3_optional
+    return f"{field.number} {label} {kind}" + (f" of {message.oneof_decl[field.oneof_index].name}" if inside else "")
+
+
+def _rpc(rpc):
+    return {
+        "takes": rpc.input_type,
+        "returns": rpc.output_type,
+        "stream in": rpc.client_streaming,
+        "stream out": rpc.server_streaming,
+    }
+
+
+def package():
+    """Return the package's console scripts, entry points, extras and lowest Python version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {
+        "name": project["name"],
+        "scripts": project["scripts"],
+        "entry points": project.get("entry-points", {}),
+        "extras": dict.fromkeys(project["optional-dependencies"], ""),
+        "python": project["requires-python"],
+    }

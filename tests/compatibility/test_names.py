@@ -1,0 +1,57 @@
+"""Every recorded public name still exists: in the client, the commands, the settings, the imports, the package."""
+
+import importlib
+
+import pytest
+
+from compatibility import comparing, storage, surfaces
+
+IMPORTS = storage.read("imports")
+SETTINGS = storage.read("settings")
+
+
+def test_client_has_every_recorded_name_signature_field_and_error():
+    assert comparing.lost(storage.read("client"), surfaces.client()) == []
+
+
+def test_programs_have_every_recorded_command_and_flag():
+    assert comparing.lost(storage.read("commands"), surfaces.commands()) == []
+
+
+def test_settings_have_every_recorded_name_type_range_and_default():
+    assert comparing.lost(SETTINGS, surfaces.settings()) == []
+
+
+def another(schema):
+    """Return a value of a setting other than its default, as text and parsed."""
+    if "enum" in schema:
+        value = next(each for each in schema["enum"] if each != schema["default"])
+        return value, value
+    if schema["type"] == "boolean":
+        return "true", True
+    if schema["type"] in ("integer", "number"):
+        return str(schema["default"] + 1), schema["default"] + 1
+    return ("127.0.0.1:1234", "127.0.0.1:1234") if schema["type"] == "string" else ("one two", ("one", "two"))
+
+
+@pytest.mark.parametrize("name", SETTINGS["settings"])
+def test_environment_sets_every_recorded_setting(name):
+    text, value = another(SETTINGS["settings"][name])
+
+    assert surfaces.setting_of(name, {f"CAMSERVE_{name.upper()}": text}) == value
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_recorded_names_are_imported_from_where_they_were(module):
+    assert comparing.lost(IMPORTS[module], surfaces.imported(module, IMPORTS[module])) == []
+
+
+def test_package_has_every_recorded_script_extra_and_entry_point():
+    assert comparing.lost(storage.read("package"), surfaces.package()) == []
+
+
+@pytest.mark.parametrize("target", storage.read("package")["scripts"].values())
+def test_recorded_scripts_start(target):
+    module, _, name = target.partition(":")
+
+    assert callable(getattr(importlib.import_module(module), name))

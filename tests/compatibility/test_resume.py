@@ -1,0 +1,61 @@
+"""This tree completes a job that `camserve-server explain --resume` of the recorded release started."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from click.testing import CliRunner
+
+import camserve_server
+from camserve.cli import main
+from compatibility import servers, storage
+
+FLAGS = ("explain", "photos", "-o", "out", "--resume")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the recorded job, moved here."""
+    servers.unpack(storage.FOLDER / "job.zip", tmp_path)
+    servers.move(tmp_path, servers.RECORDED, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("job_net", None)
+
+
+def check_completed(folder, before):
+    """Check that every photo has a result, that earlier results are unchanged, and that only the rest was computed."""
+    finished = {servers.red_of(row["image"]) for row in before}
+    computed = {int(line) for line in (folder / "computed.txt").read_text().split()}
+    after = servers.rows(folder)
+
+    assert 0 < len(finished) < len(servers.REDS)
+    assert Counter(servers.red_of(row["image"]) for row in after) == dict.fromkeys(servers.REDS, 1)
+    assert [row for row in after if servers.red_of(row["image"]) in finished] == before
+    assert computed >= set(servers.REDS) - finished
+    assert not computed & finished
+    assert all((folder / "out" / row["overlay"]).is_file() for row in after)
+
+
+def test_a_recorded_job_is_completed_without_computing_finished_photos_again(folder):
+    before = servers.rows(folder)
+    with camserve_server.running(servers.JOB_MODEL, **servers.PLAIN) as address:
+        (folder / "computed.txt").unlink()  # loading the model has run it
+        done = CliRunner().invoke(main, [*FLAGS, "--server", address])
+
+    assert done.exit_code == 0, done.output
+    check_completed(folder, before)
+
+
+@pytest.mark.slow
+def test_the_servers_own_command_completes_a_recorded_job(folder):
+    """It is slow because it starts two processes that import torch."""
+    before = servers.rows(folder)
+    command = "from camserve_server.cli import main; main()"
+    flags = ("--model", servers.JOB_MODEL, "--device", "cpu")
+    done = subprocess.run([sys.executable, "-c", command, *FLAGS, *flags], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    check_completed(folder, before)

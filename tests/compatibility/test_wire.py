@@ -1,0 +1,132 @@
+"""Old clients and new servers understand one another, and so do new clients and old servers."""
+
+import grpc
+import pytest
+
+import camserve
+from compatibility import calls, comparing, record, storage, surfaces, tape
+
+RECORDED = storage.read("calls")
+INFERENCES = storage.read("inferences")
+WIRE = storage.read("wire")
+KNOWN = {name.replace("inference.", "open_inference.v2.", 1): fields for name, fields in WIRE["messages"].items()}
+PARAMETERS = {each["name"]: {one["name"] for one in each["parameters"]} for each in RECORDED["methods"]["value"]}
+CALLS = calls.everything(PARAMETERS)
+
+
+@pytest.fixture(scope="module")
+def channel(address):
+    with grpc.insecure_channel(address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def client(played):
+    with camserve.Client(played.address, retries=0) as client:
+        yield client
+
+
+def test_server_describes_every_recorded_message_enum_and_rpc(address):
+    assert comparing.lost(WIRE, record.described(address)) == []
+
+
+def test_stubs_have_every_recorded_message_enum_and_rpc():
+    ours = {
+        part: {name: each for name, each in found.items() if name.startswith("camserve.v1.")}
+        for part, found in WIRE.items()
+    }
+
+    assert len(ours["services"]) == 3
+    assert comparing.lost(ours, surfaces.descriptors(record.stub_files())) == []
+
+
+def exchanged(channel, entry, *, streams):
+    """Send recorded requests again; return a line for each difference from the recorded replies."""
+    requests = [tape.data_of(each) for each in entry["requests"]]
+    now = tape.exchange(channel, entry["rpc"], requests, streams=streams)
+    if "error" in entry:
+        assert "error" in now
+        return comparing.lost(failure(entry["error"]), failure(now["error"]))
+    assert "error" not in now, now
+    if entry["rpc"].startswith("/grpc.health."):
+        return comparing.lost(entry["replies"], now["replies"])
+    kind = tape.messages(entry["rpc"])[1]
+    before, after = ([kind.FromString(tape.data_of(each)) for each in one["replies"]] for one in (entry, now))
+    if entry["rpc"] in tape.STREAMS:
+        before, after = map(by_request, (before, after))
+    assert len(before) == len(after)
+    pairs = zip(before, after, strict=True)
+    return [line for then, new in pairs for line in comparing.differences(then, new, KNOWN)]
+
+
+def by_request(replies):
+    """Return the final reply to each request of a stream, in the order of the requests."""
+    ended = [each for each in replies if each.WhichOneof("outcome") != "progress"]
+    return sorted(ended, key=lambda each: int(each.request_id.rpartition("-")[2]))
+
+
+def failure(error):
+    """Return the status code of an error and its invalid fields, without its wording."""
+    return {"code": error["code"], "fields": tape.fields_of(error)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_server_answers_recorded_requests_as_recorded(name, channel):
+    for entry in RECORDED[name]["exchanges"]:
+        assert exchanged(channel, entry, streams=entry["rpc"] in tape.STREAMS) == []
+
+
+def test_server_unloads_and_loads_a_model_as_recorded(channel):
+    for name in calls.LOADING:
+        (entry,) = RECORDED[name]["exchanges"]
+        assert exchanged(channel, entry, streams=False) == [], name
+
+
+@pytest.mark.parametrize("name", INFERENCES)
+def test_server_answers_recorded_inferences_as_recorded(name, channel):
+    entry = INFERENCES[name]
+
+    assert exchanged(channel, entry, streams=entry["rpc"].endswith("StreamInfer")) == []
+
+
+def sent_otherwise(played, name):
+    """Return a line for each difference between the recorded requests and those that were sent."""
+    entries = RECORDED[name]["exchanges"]
+    assert [path for path, _ in played.requests] == [entry["rpc"] for entry in entries]
+    found = []
+    for entry, (path, requests) in zip(entries, played.requests, strict=True):
+        if path.startswith("/grpc.health."):
+            found += comparing.lost([tape.data_of(each) for each in entry["requests"]], requests)
+            continue
+        kind = tape.messages(path)[0]
+        for then, now in zip(entry["requests"], requests, strict=True):
+            found += comparing.differences(*map(kind.FromString, (tape.data_of(then), now)), KNOWN)
+    return found
+
+
+@pytest.mark.parametrize("name", [*CALLS, *calls.LOADING])
+def test_client_asks_and_reads_as_recorded(name, played, client):
+    played.play(RECORDED[name]["exchanges"])
+    found = record.answered(client, *{**CALLS, **calls.LOADING}[name])
+
+    assert sent_otherwise(played, name) == []
+    assert comparing.lost(RECORDED[name]["value"], found) == []
+
+
+async def answered(client, function, args, options):
+    try:
+        if function == "explain_many":
+            return surfaces.value([each async for each in client.explain_many(*args, **options)])
+        return surfaces.value(await getattr(client, function)(*args, **options))
+    except camserve.CamserveError as error:
+        return surfaces.value(error)
+
+
+async def test_async_client_asks_and_reads_as_recorded(played):
+    async with camserve.AsyncClient(played.address, retries=0) as client:
+        for name, call in {**CALLS, **calls.LOADING}.items():
+            played.play(RECORDED[name]["exchanges"])
+            found = await answered(client, *call)
+
+            assert sent_otherwise(played, name) == [], name
+            assert comparing.lost(RECORDED[name]["value"], found) == [], name
