@@ -18,6 +18,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 from itertools import islice
+from typing import Self
 
 LONGEST_NAME = 200  # characters; the comparison takes time that grows with their square
 MANY_NAMES = 1000  # compared letter by letter
@@ -34,9 +35,13 @@ class ServiceError(Exception):
         field: path of the request's field at fault, such as `targets[0].label`; empty if none is.
         retry_after: seconds after which trying again makes sense.
         shed: where the server's state is to blame and not the request, which state that is, in a word that is counted.
+
+    Attributes:
+        fault: the message without the name of the field that it begins with; empty where it begins with no field.
     """
 
     shed = ""
+    fault = ""
 
     def __init__(self, message: str, *, field: str = "", retry_after: float | None = None, shed: str = "") -> None:
         super().__init__(message)
@@ -44,6 +49,13 @@ class ServiceError(Exception):
         self.field = field
         self.retry_after = retry_after
         self.shed = shed or self.shed
+
+    @classmethod
+    def of_field(cls, field: str, fault: str) -> Self:
+        """Return an error whose message is the name of a field and what is wrong with it."""
+        error = cls(f"{field} {fault}", field=field)
+        error.fault = fault
+        return error
 
 
 class InvalidArgument(ServiceError):

@@ -202,8 +202,8 @@ class Lifecycle:
             weights = str(self._file(asked.weights))
             return replace(spec, weights=weights, sha256=asked.sha256, model_folder=folder)
         if asked.sha256 and spec.weights in ("default", "none"):
-            words = f"sha256 is of a file of weights, and the configuration of {spec.name} names none"
-            raise InvalidArgument(words, field="sha256")
+            fault = f"is of a file of weights, and the configuration of {spec.name} names none"
+            raise InvalidArgument.of_field("sha256", fault)
         if asked.sha256 and spec.sha256 not in ("", asked.sha256):
             raise InvalidArgument(f"the configuration of {spec.name} has another sha256", field="sha256")
         return replace(spec, sha256=asked.sha256 or spec.sha256)
@@ -217,11 +217,11 @@ class Lifecycle:
             NotFound: there is no such file, or it is a link to one outside.
         """
         if not self._folder:
-            words = "weights cannot be named here: the server's setting model_folder is empty"
-            raise FailedPrecondition(words, field="weights")
+            fault = "cannot be named here: the server's setting model_folder is empty"
+            raise FailedPrecondition.of_field("weights", fault)
         if not (name.endswith(_KINDS) and all(map(_PART.fullmatch, name.split("/")))):
-            words = f"weights is a path inside of the model folder, such as net-2.safetensors: {', '.join(_KINDS)}"
-            raise InvalidArgument(words, field="weights")
+            fault = f"is a path inside of the model folder, such as net-2.safetensors: {', '.join(_KINDS)}"
+            raise InvalidArgument.of_field("weights", fault)
         folder = os.path.realpath(self._folder)
         path = Path(os.path.realpath(Path(folder, name)))
         if not (path.is_relative_to(folder) and path.is_file()):

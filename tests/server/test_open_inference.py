@@ -487,6 +487,20 @@ def test_loading_is_refused_where_it_is_off_and_what_it_does_not_know_is_named(l
     with pytest.raises(grpc.RpcError) as caught:
         call(line, "RepositoryModelUnload", inference_pb2.RepositoryModelUnloadRequest())
     assert field_of(caught.value) == "model_name"
+    assert caught.value.details() == "name the model"
+
+
+def test_error_that_begins_with_a_field_names_the_protocols_own_field():
+    found = refusal(lambda: raise_within(InvalidArgument.of_field("rendering.alpha", "is 0 to 1, not 2")))
+    other = refusal(lambda: raise_within(InvalidArgument("name the model", field="name")))
+
+    assert (found.field, found.message) == ('parameters["alpha"]', 'parameters["alpha"] is 0 to 1, not 2')
+    assert (other.field, other.message) == ("model_name", "name the model")
+
+
+def raise_within(error):
+    with requests.fields_named():
+        raise error
 
 
 # --------------------------------------------------------------------------------------------------- what comes back

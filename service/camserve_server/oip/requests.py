@@ -283,10 +283,9 @@ def fields_named(place: int = 0, count: int = 1) -> Iterator[None]:
         yield
     except ServiceError as error:
         if error.field:
-            field = _field(error.field)
-            if error.message.startswith(f"{error.field} "):
-                error.message = field + error.message.removeprefix(error.field)
-            error.field = field
+            error.field = _field(error.field)
+            if error.fault:
+                error.message = f"{error.field} {error.fault}"
         if count > 1:
             error.message = f"image {place + 1} of {count}: {error.message}"
         raise

@@ -31,7 +31,7 @@ def check_range(value: float, low: float, high: float, field: str) -> None:
         InvalidArgument: it is outside, or no number.
     """
     if not low <= value <= high:  # NaN fails this too
-        raise InvalidArgument(f"{field} is {low:g} to {high:g}, not {value:g}", field=field)
+        raise InvalidArgument.of_field(field, f"is {low:g} to {high:g}, not {value:g}")
 
 
 def listed(names: Iterable[str]) -> str:

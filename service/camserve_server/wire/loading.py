@@ -27,7 +27,7 @@ def read_loading(request: models_pb2.LoadModelRequest, models: Mapping[str, Know
     check_sizes(request, limits)
     name = _read_name(request.name, models)
     if request.sha256 and not _SHA256.fullmatch(request.sha256):
-        raise InvalidArgument("sha256 is 64 hexadecimal digits", field="sha256")
+        raise InvalidArgument.of_field("sha256", "is 64 hexadecimal digits")
     return LoadRequest(name, request.weights, request.sha256.lower())
 
 

@@ -66,4 +66,4 @@ def _check_value(value: Any, limits: Limits, name: str) -> None:
     if isinstance(value, Message):
         check_sizes(value, limits, f"{name}.")
     elif isinstance(value, str) and len(value) > limits.text:
-        raise InvalidArgument(f"{name} has {len(value):,} characters, and {limits.text:,} is the limit", field=name)
+        raise InvalidArgument.of_field(name, f"has {len(value):,} characters, and {limits.text:,} is the limit")
