@@ -12,6 +12,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from camserve_server import engine, jobs
 from camserve_server.errors import OutOfMemory
+from camserve_server.jobs.runs import run_method
+from camserve_server.methods import METHODS, Cam, cams, method_of
 from camserve_server.metrics import METRICS
 from camserve_server.types import Box, ClassTarget, ContrastTarget, RankTarget, Row, RowResult, Verdict
 from methods.tools import Toy, call, error_ratio, exact, explain, job, noise, plain, run
@@ -75,6 +77,27 @@ def test_the_score_is_that_of_the_image_as_it_is(resnet):
     logits = outcome.logits
     expected = [logits.max(), logits[5], logits[1] - logits[2]]
     assert [one.score for one in outcome.findings] == pytest.approx(expected, rel=1e-4)
+
+
+class Scaled(Cam):
+    """A kind of method that somebody else derived."""
+
+
+def test_method_of_a_derived_kind_runs_as_its_base_kind(resnet, monkeypatch):
+    monkeypatch.setitem(METHODS, "derived", Scaled(cams.gradcam, "a test", smooths=True))
+    ours, theirs = explain(resnet, noise(0, 64), job(resnet, ["derived", "gradcam"])).findings
+    np.testing.assert_array_equal(ours.heatmap, theirs.heatmap)
+
+
+def test_value_that_is_no_method_is_refused_by_its_runner():
+    with pytest.raises(TypeError, match="gradcam is of an unknown kind: int"):
+        asyncio.run(run_method(3, None, call("gradcam")))
+
+
+def test_method_of_another_kind_than_its_pass_is_refused():
+    assert method_of(Cam, "gradcam") is METHODS["gradcam"]
+    with pytest.raises(TypeError, match="saliency is a Saliency, not a Cam"):
+        method_of(Cam, "saliency")
 
 
 def test_a_method_asked_for_twice_is_answered_twice(resnet):

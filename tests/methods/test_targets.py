@@ -1,5 +1,7 @@
 """Targets: what is explained, a class, a place in the ranking, or one class against another."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,19 @@ from torch import nn
 
 from camserve_server import render, targets
 from camserve_server.outputs import Outputs
-from camserve_server.types import ClassTarget, ContrastTarget, FinerTarget, ProbabilityTarget, RankTarget, Row
+from camserve_server.types import (
+    ClassTarget,
+    ContrastTarget,
+    DetectionTarget,
+    FinerTarget,
+    ProbabilityTarget,
+    RankTarget,
+    Row,
+    RowResult,
+    SegmentTarget,
+    SimilarityTarget,
+    Target,
+)
 from methods.parity import unfrozen
 from methods.tools import (
     CAMS,
@@ -45,6 +59,52 @@ def test_targets_that_do_not_depend_on_the_prediction_stay_as_they_are(said):
     fixed = [ClassTarget(2), ContrastTarget(3, 0)]
     assert targets.resolve(said[:2], fixed) == fixed
     assert targets.resolve(said, [*fixed, RankTarget(0)]) == [*fixed, ClassTarget(3)]
+
+
+def test_every_kind_of_target_has_a_name_of_its_own():
+    names = [targets.kind_of(kind.__new__(kind)).name for kind in get_args(Target)]
+    assert len(set(names)) == len(names) == 8
+
+
+def test_scores_of_mixed_kinds_are_those_of_each_target_alone(said):
+    mixed = [ContrastTarget(1, 3), FinerTarget(0, (1, 2)), ProbabilityTarget(2)]
+    alone = [targets.scores(said[slice(i, i + 1)], [one])[0] for i, one in enumerate(mixed)]
+    assert targets.scores(said, mixed).tolist() == torch.stack(alone).tolist()
+
+
+def test_scoring_a_rank_that_was_not_resolved_is_an_error(said):
+    with pytest.raises(TypeError, match="rank 1 is not resolved"):
+        targets.scores(said[:1], [RankTarget(1)])
+
+
+@pytest.mark.parametrize(
+    ("task", "oracle"),
+    [("classify", lambda x: x.softmax(0)), ("multilabel", torch.sigmoid), ("regress", lambda x: 0 * x)],
+)
+def test_class_probabilities_are_those_of_float64_rounded_once(task, oracle):
+    logits = torch.tensor([30.0, 0.5, -7.0, 12.25])
+    np.testing.assert_array_equal(
+        targets.class_probabilities(task, logits.numpy()), oracle(logits.double()).float().numpy()
+    )
+
+
+def test_infinite_logits_have_no_softmax():
+    assert np.isnan(targets.class_probabilities("classify", np.array([np.inf, 0, np.inf], np.float32))).any()
+
+
+@pytest.mark.parametrize("score", [-800.0, -3.0, 0.25, 800.0])
+@pytest.mark.parametrize(
+    "target", [ClassTarget(1), ContrastTarget(1, 0), FinerTarget(1, (0,)), SimilarityTarget(), SegmentTarget(1)]
+)
+def test_weight_of_any_score_is_between_zero_and_one(target, score):
+    answer = RowResult(np.array([0.0, score], np.float32), target, score)
+    weight = targets.weight_probability("classify", answer)
+    assert weight == pytest.approx(1 / (1 + np.exp(-np.float64(np.clip(score, -700, 700)))), rel=1e-6, abs=1e-30)
+
+
+@pytest.mark.parametrize("target", [ProbabilityTarget(1), DetectionTarget(1)])
+def test_score_that_is_a_probability_is_its_own_weight(target):
+    assert targets.weight_probability("detect", RowResult(np.zeros(2, np.float32), target, 0.3)) == 0.3
 
 
 def test_a_score_is_a_logit_or_the_difference_of_two(said):
