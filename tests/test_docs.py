@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torchvision.models import resnet18
+from torchvision.models import ResNet18_Weights, resnet18
 
 import camserve
 import needs
@@ -94,6 +94,40 @@ def test_the_readmes_python_works_when_pasted(embedded, tmp_path, monkeypatch, c
 
     assert capsys.readouterr().out.startswith("0.38  Egyptian cat\n")
     assert (tmp_path / "why.jpg").stat().st_size > 10_000
+
+
+def test_the_readmes_three_lines_explain_a_network_of_this_process(tmp_path, monkeypatch):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    names = {"network": resnet18(num_classes=5), "labels": list("abcde")}
+    text = code(README, "from camserve_server import Explainer")
+    lines = [line for line in text.splitlines() if line]
+    exec("\n".join((*lines[:-1], f"result = {lines[-1]}")), names)  # noqa: S102 -- that is the promise
+    names["explainer"].close()
+
+    assert len(lines) == 3
+    assert names["result"]._repr_html_().count("<img") >= 1
+    assert names["network"].training
+
+
+def test_the_page_of_the_explainer_works_when_pasted(tmp_path, monkeypatch):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/explainer.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {
+        "network": resnet18(num_classes=5),
+        "labels": ["tabby", *"bcde"],
+        "validation_transform": ResNet18_Weights.IMAGENET1K_V1.transforms(crop_size=64, resize_size=73),
+        "validation_loader": [(torch.zeros(2, 3, 64, 64), None)],
+    }
+    for block in blocks:
+        exec(block, names)  # noqa: S102 -- that is the promise
+    names["explainer"].close()
+
+    assert len(blocks) == 3
+    assert (tmp_path / "why.jpg").stat().st_size > 1000
+    assert len(names["result"].explanations) == 1
 
 
 def test_the_readmes_network_of_ones_own_process_works_when_pasted(tmp_path, monkeypatch):

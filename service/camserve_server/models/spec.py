@@ -57,11 +57,11 @@ class ModelSpec:
     sha256: str = ""
     task: Task | None = None
     compile: bool = False
-    accelerate: bool = True
     folder: str = ""
     model_folder: str = ""
     live: Any = field(default=None, repr=False)
     shared: bool = False
+    accelerate: bool = True
 
     def __post_init__(self) -> None:
         if self.compile and not self.accelerate:
