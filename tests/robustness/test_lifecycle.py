@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import defaultdict
@@ -22,6 +21,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import camserve
+import fork_server
 from camserve import cli
 from camserve.v1 import models_pb2, models_pb2_grpc
 from camserve_server import config, fleet, lifecycle, server
@@ -538,11 +538,11 @@ def process(place, *models, isolation="process"):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--admin"]
-    flags = ["--address", address, "--drain-seconds", str(GRACE), "--isolation", isolation, "--threads", "1"]
+    flags = ["--admin", "--address", address, "--drain-seconds", str(GRACE), "--isolation", isolation, "--threads", "1"]
     flags += [part for model in models for part in ("--model", model)]
     with (
-        subprocess.Popen(command + flags, cwd=place.path, stderr=subprocess.DEVNULL) as one,
+        Path(os.devnull).open("w") as nowhere,
+        fork_server.start(fork_server.SERVER, "serve", *flags, cwd=place.path, stderr=nowhere) as one,
         client_of(address) as client,
     ):
         try:
