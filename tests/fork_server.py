@@ -115,6 +115,7 @@ def _fork_server():
 
 def serve(number):
     """Fork a program for every order, and report the exit code of each, until there are no more orders."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the server's own program has it before it imports gRPC
     from camserve_server import cli, commands, server  # noqa: F401, PLC0415 -- so that no program has to
     from camserve_server.workers import local  # noqa: F401, PLC0415 -- the same
 

@@ -24,10 +24,9 @@ from camserve_server.errors import ConfigError, Unavailable, WorkerLost
 from camserve_server.models import parse
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, Pass, Row
-from camserve_server.workers import Local, Setup, Worker, nursery
+from camserve_server.workers import Local, Setup, Worker
 from camserve_server.workers import worker as worker_module
 from robustness import hygiene
-from robustness.nursing import nursed
 from support import StoppedClock, alive, children, wait_until
 
 NETS = '''
@@ -118,14 +117,6 @@ class Told:
     def went(self):
         self.up.clear()
         self.down.set()
-
-
-@pytest.fixture(scope="module")
-def forked():
-    """The engines of the tests are there at once. Else each imports torch for itself, which takes seconds."""
-    with nursed() as nurse, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nursery, "_here", [nurse])
-        yield
 
 
 @pytest.fixture(scope="module")
