@@ -64,6 +64,7 @@ def test_a_server_is_loaded_below_and_beyond_its_capacity():
     assert any("120%" in bar.what for bar in part.bars)
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_request_has_its_time():
     part = stages.measure(TINY, say=quietly)
 
@@ -88,6 +89,7 @@ def test_neighbours_benchmark_measures_a_callers_latency():
     assert [len(table.rows) for table in (beside, refused)] == [2, 3]
 
 
+@pytest.mark.slow
 def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsys):
     def here(*arguments):
         memory.peak(*arguments)

@@ -155,6 +155,7 @@ def paste(embedded, tmp_path, monkeypatch):
         yield run
 
 
+@pytest.mark.slow  # it asks for hundreds of rows
 def test_the_readmes_smoothing_fusion_and_progress_work_when_pasted(paste, capsys):
     smooth, long = paste("result = client.explain(")["result"].explanations
 

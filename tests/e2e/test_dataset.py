@@ -259,6 +259,7 @@ def test_a_server_that_fails_at_all_photos_ends_the_job_and_one_that_fails_at_ev
     assert (other.total, other.left) == (len(many) // 2, len(many) // 2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_photo_that_kills_its_engine_is_left_and_its_neighbours_are_done(address, tmp_path):
     """By a server whose engine is a process: the batch that it is in is lost with it, whoever else is in there."""
     del address  # which has the models' folder in the path

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -20,6 +19,7 @@ import pytest
 import yaml
 
 import camserve
+import fork_server
 import needs
 from support import TINY, alive, children, wait_until
 
@@ -110,8 +110,9 @@ def free_port():
 
 
 @contextlib.contextmanager
-def running(*command, **how):
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, **how)
+def running(start, *command, **how):
+    with Path(os.devnull).open("w") as nowhere:
+        process = start(*command, stderr=nowhere, stdout=nowhere, **how)
     try:
         yield process
     finally:
@@ -136,12 +137,13 @@ def watched(tmp_path_factory):
     config["scrape_configs"][0]["static_configs"] = [{"targets": [metrics]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(FOLDER / "rules.yml", folder)
-    serve = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--address", address)
+    serve = (fork_server.SERVER, "serve", "--address", address)
     serve += ("--model", "tiny=watched_nets:tiny?size=32", "--metrics-address", metrics)
-    data = f"--storage.tsdb.path={folder / 'data'}"
+    prometheus = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--web.listen-address={port}"]
+    prometheus += [f"--storage.tsdb.path={folder / 'data'}"]
     with (
-        running(*serve, cwd=folder) as server,
-        running("prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--web.listen-address={port}", data),
+        running(fork_server.start, *serve, cwd=folder) as server,
+        running(subprocess.Popen, prometheus),
     ):
 
         def query(expression):

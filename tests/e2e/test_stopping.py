@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,28 +15,11 @@ import numpy as np
 import pytest
 
 import camserve
+import fork_server
 from camserve_server import server
 from camserve_server.rpc import ServerState
 from support import children, wait_until
 
-# Imports what a server imports, once; then becomes one server after the other, each a process of its own.
-NURSERY = """
-import os, sys
-from camserve_server import cli, commands, server
-
-for line in sys.stdin:
-    log, *arguments = line.split()
-    pid = os.fork()
-    if not pid:
-        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
-        os.chdir(os.path.dirname(log))
-        sys.stdin.close()
-        os.close(1)
-        sys.argv[1:] = arguments
-        cli.main()
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 PHOTO = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
 WHITE = np.full((32, 32, 3), 255, np.uint8)
@@ -64,26 +45,19 @@ def net():
 """
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    command, pipe = [sys.executable, "-c", NURSERY], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        yield process
-        process.stdin.close()
-
-
 class Server:
     """One process that serves."""
 
-    def __init__(self, nursery, log, model=MODEL, grace=GRACE):
+    def __init__(self, log, model=MODEL, grace=GRACE):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.address, self.log, self._nursery = f"127.0.0.1:{self.port}", log, nursery
+        self.address, self.log = f"127.0.0.1:{self.port}", log
         flags = f"--model {model} --address {self.address} --drain-seconds {grace} --threads 1 --log-format json"
-        nursery.stdin.write(f"{log} serve {flags}\n")
-        nursery.stdin.flush()
-        self._pid = int(nursery.stdout.readline())
+        with log.open("w") as file:
+            self._process = fork_server.start(
+                fork_server.SERVER, "serve", *flags.split(), cwd=log.parent, stdout=file, stderr=file
+            )
 
     def listens(self):
         with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.port)):
@@ -92,17 +66,16 @@ class Server:
 
     def stop(self):
         """Tell it to stop; return its exit code, once it is gone."""
-        os.kill(self._pid, signal.SIGTERM)
-        timer = threading.Timer(HANG, os.kill, (self._pid, signal.SIGKILL))
-        timer.start()
-        code = int(self._nursery.stdout.readline())
-        timer.cancel()
-        return code
+        self._process.terminate()
+        try:
+            return self._process.wait(HANG)
+        finally:
+            self._process.kill()
 
     @property
     def worker(self):
         """The id of its worker process, which its fork server has started."""
-        (fork_server,) = children(self._pid)
+        (fork_server,) = children(self._process.pid)
         (worker,) = children(fork_server)
         return worker
 
@@ -175,12 +148,12 @@ def stuck(server):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_what_was_accepted_when_sigterm_came_is_answered(number, nursery, tmp_path):
+def test_what_was_accepted_when_sigterm_came_is_answered(number, tmp_path):
     """24 clients without retries: every request that the server completed reached its client, none failed midway.
 
     In every other round some callers hold on to calls, streams and connections that they do not use.
     """
-    server = Server(nursery, tmp_path / "log")
+    server = Server(tmp_path / "log")
     warm(server.address)
     with stuck(server) if number % 2 else contextlib.nullcontext():
         crowd = Crowd(server.address)
@@ -195,10 +168,10 @@ def test_what_was_accepted_when_sigterm_came_is_answered(number, nursery, tmp_pa
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_sigterm_while_the_models_load_is_taken_at_once_whoever_is_waiting(held, nursery, tmp_path):
+def test_sigterm_while_the_models_load_is_taken_at_once_whoever_is_waiting(held, tmp_path):
     """The models load for an hour, and a stop must not wait for callers that keep an unused connection open."""
     (tmp_path / "loading_nets.py").write_text("import time\n\ndef net():\n    time.sleep(3600)\n")
-    server = Server(nursery, tmp_path / "log", "loading_nets:net?size=32", grace=3600)
+    server = Server(tmp_path / "log", "loading_nets:net?size=32", grace=3600)
     crowd = Crowd(server.address, until_refused=False)
     crowd.until("Unavailable", 3 * CLIENTS)
     if held:
@@ -210,8 +183,8 @@ def test_sigterm_while_the_models_load_is_taken_at_once_whoever_is_waiting(held,
     assert (code, set(crowd.outcomes)) == (0, {"Unavailable"})
 
 
-def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stops(nursery, tmp_path):
-    server = Server(nursery, tmp_path / "log", grace=240)
+def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stops(tmp_path):
+    server = Server(tmp_path / "log", grace=240)
     warm(server.address)
     crowd = Crowd(server.address)
     crowd.until("OK", CLIENTS)
@@ -244,9 +217,9 @@ async def test_calls_that_came_while_the_machine_ran_something_else_are_seen_bef
     assert seen == ["call", "finished"]
 
 
-def test_server_that_stops_with_calls_unanswered_exits_with_1(nursery, tmp_path):
+def test_server_that_stops_with_calls_unanswered_exits_with_1(tmp_path):
     (tmp_path / "hanging_nets.py").write_text(HANGS)
-    server = Server(nursery, tmp_path / "log", "hangs=hanging_nets:net?size=32")
+    server = Server(tmp_path / "log", "hangs=hanging_nets:net?size=32")
     warm(server.address)
     with camserve.Client(server.address, retries=0, timeout=60) as client, ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(client.explain, WHITE, overlay=None) for _ in range(3)]

@@ -253,14 +253,15 @@ def test_an_image_that_is_not_square_has_its_grid(arch):
     assert layout == Layout(axes, *grid, model.num_prefix_tokens if prefix is None else prefix)
 
 
-EVERY_LAYER = {
-    "resnet18": 64,
-    "densenet121": 64,
-    "mobilenet_v3_small": 64,
-    "swin_t": 64,
-    "vit_b_16": 64,
-    "maxvit_t": 224,
-}
+EVERY_LAYER = [
+    ("torchvision:resnet18", 64),
+    ("torchvision:densenet121", 64),
+    ("torchvision:mobilenet_v3_small", 64),
+    ("torchvision:swin_t", 64),
+    ("timm:vit_tiny_patch16_224", 64),
+    pytest.param("torchvision:vit_b_16", 64, marks=pytest.mark.slow),
+    pytest.param("torchvision:maxvit_t", 224, marks=pytest.mark.slow),
+]
 
 
 def everywhere(model, image, names):
@@ -290,10 +291,9 @@ def everywhere(model, image, names):
 
 
 @pytest.mark.timeout(300)  # five seconds for the 254 layers of maxvit_t, and much more on a machine that is not idle
-@pytest.mark.parametrize("arch", EVERY_LAYER)
-def test_grad_cam_at_every_layer_that_can_be_explained_is_autograds(arch):
-    size = EVERY_LAYER[arch]
-    model = models.load(parse(f"torchvision:{arch}?weights=none&size={size}"))
+@pytest.mark.parametrize(("arch", "size"), EVERY_LAYER)
+def test_grad_cam_at_every_layer_that_can_be_explained_is_autograds(arch, size):
+    model = models.load(parse(f"{arch}?weights=none&size={size}"))
     names = [name for name, layer in model.info.layers.items() if layer.layout]
     assert len(names) > 50
     picture = noise(0, size)
@@ -318,17 +318,17 @@ ROWS = architectures.known()
 
 
 FAMILIES = """
-torchvision:mnasnet0_5 torchvision:shufflenet_v2_x0_5 torchvision:squeezenet1_1
-timm:cait_xxs24_224 timm:convnext_atto timm:crossvit_tiny_240 timm:deit_tiny_distilled_patch16_224 timm:dla46_c
-timm:edgenext_xx_small timm:efficientvit_m1 timm:gcvit_xxtiny timm:ghostnet_050
-timm:levit_128s timm:mambaout_femto timm:mixer_s32_224 timm:mobilevit_xxs timm:nf_regnet_b0
-timm:pvt_v2_b0 timm:regnetx_002 timm:resnest14d timm:starnet_s050
-timm:vit_tiny_patch16_dinov3_qkvb timm:vit_tiny_r_s16_p8_224 timm:vit_wee_patch16_reg1_gap_256
-timm:xcit_nano_12_p16_224
-""".split()  # noqa: SIM905 -- a list would be 30 lines
+torchvision:shufflenet_v2_x0_5 torchvision:squeezenet1_1 timm:convnext_atto timm:edgenext_xx_small timm:levit_128s
+timm:mambaout_femto timm:mixer_s32_224 timm:mobilevit_xxs timm:pvt_v2_b0 timm:vit_tiny_patch16_dinov3_qkvb
+""".split()  # noqa: SIM905 -- a list would be many lines
+MORE_FAMILIES = """
+torchvision:mnasnet0_5 timm:cait_xxs24_224 timm:crossvit_tiny_240 timm:deit_tiny_distilled_patch16_224 timm:dla46_c
+timm:efficientvit_m1 timm:gcvit_xxtiny timm:ghostnet_050 timm:nf_regnet_b0 timm:regnetx_002 timm:resnest14d
+timm:starnet_s050 timm:vit_tiny_r_s16_p8_224 timm:vit_wee_patch16_reg1_gap_256 timm:xcit_nano_12_p16_224
+""".split()  # noqa: SIM905 -- the same
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_FAMILIES)])
 def test_with_no_layer_named_an_architecture_is_explained_as_its_documentation_says_and_as_autograd_does(name):
     """`examine` fails for a map that is zero or not autograd's."""
     found = architectures.examine(name)

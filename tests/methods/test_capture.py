@@ -100,7 +100,13 @@ def graph(node):
     return sorted(node.name() for node in seen)
 
 
-@pytest.fixture(scope="module", params=ZOO)
+# Loading its 133 million weights takes seconds, and its in-place ReLUs are those of resnet18.
+SLOW = "vgg11"
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=pytest.mark.slow if one == SLOW else ()) for one in ZOO]
+)
 def zoo(request):
     size, default, others = ZOO[request.param]
     model = models.load(models.parse(f"torchvision:{request.param}?weights=none&size={size}"))

@@ -84,7 +84,7 @@ def load(make=Tower, **options):
         return models.load(ModelSpec("planted", "planted", "make", size=SIDE, **options))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def pair(request):
     """A compiled model, and the same without a compiler."""
     return [load(precision=request.param, compile=compiling) for compiling in (True, False)]

@@ -38,7 +38,7 @@ from camserve_server.types import (
     Row,
     RowResult,
 )
-from methods.tools import call, error_ratio, exact, inputs, job, maps, noise, plain, run
+from methods.tools import call, error_ratio, exact, inputs, job, maps, noise, photo, plain, run
 
 TABBY_LIKE = ClassTarget(285)  # an Egyptian cat, which is what chelsea is said to be
 WHOLE = Box(0, 0, 224, 224)
@@ -74,9 +74,9 @@ def run_pass(model, pass_, rows):
 def shown_to(model, image, heatmap, target=TABBY_LIKE):
     """Any map, and what it is judged by."""
     (answer,) = run(model, [Row(image, target)], kind="score")
-    return make_metric_input(
-        inputs(model, image)[0].numpy(), heatmap, metric_probability(model.info.task, answer), WHOLE
-    )
+    height, width = image.shape[:2]
+    box = Box(0, 0, width, height)
+    return make_metric_input(inputs(model, image)[0].numpy(), heatmap, metric_probability(model.info.task, answer), box)
 
 
 def judged(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
@@ -118,8 +118,11 @@ class Given:
 # ------------------------------------------------------------------------------------------------ against the libraries
 
 
-@pytest.mark.parametrize("steps", [7, pytest.param(12, marks=pytest.mark.slow)])
-def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(lite0, photos, gradcam, steps):
+@pytest.mark.parametrize(("model", "steps"), [("resnet", 7), pytest.param("lite0", 12, marks=pytest.mark.slow)])
+def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(model, steps, request):
+    subject = request.getfixturevalue(model)
+    image = photo("chelsea", subject.info.preprocess.size[0])
+    heatmap = maps(subject, image, subject.info.default_layer, TABBY_LIKE)["gradcam"]
     baselines = {
         "deletion": None,
         "insertion": lambda image: torch.from_numpy(faithfulness.blurred(image[0].float().numpy())).to(image)[None],
@@ -127,18 +130,18 @@ def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(l
 
     def theirs(model, name):
         oracle = torchcam.metrics.DeletionInsertionMetric(
-            Given(model.module, gradcam),
+            Given(model.module, heatmap),
             partial(torch.softmax, dim=-1),
             steps=steps,
             baseline=baselines[name],
             batch_size=8,
         )
-        oracle.update(inputs(model, photos["chelsea"]), class_idx=TABBY_LIKE.index)
+        oracle.update(inputs(model, image), class_idx=TABBY_LIKE.index)
         return oracle.summary()[f"{name}_auc"]
 
     for name in baselines:
-        ours = judged(lite0, photos["chelsea"], gradcam, name, steps=steps).value
-        assert error_ratio(ours, theirs(lite0, name), theirs(exact(lite0), name)) <= 1
+        ours = judged(subject, image, heatmap, name, steps=steps).value
+        assert error_ratio(ours, theirs(subject, name), theirs(exact(subject), name)) <= 1
 
 
 def test_the_blur_is_the_papers_kernel_of_11_pixels_and_sigma_5():
@@ -412,14 +415,14 @@ def test_weights_come_back_when_a_batch_fails(resnet):
 
 EVERYTHING = tuple(METRICS)
 CENTRE = Box(16, 16, 48, 48)
+CURVES = ("deletion", "insertion", "road")
 
 
 def test_a_request_costs_what_it_says_and_every_map_has_every_reading(resnet):
     calls = ["gradcam", "saliency", call("smoothgrad", samples=2)]
     asked = job(resnet, calls, [RankTarget(0), ClassTarget(4)], ["layer3", "layer4"])
-    metrics = [metric(name) for name in EVERYTHING if name not in ("deletion", "insertion", "road", "max_sensitivity")]
-    metrics += [metric("deletion", steps=2), metric("insertion", steps=3), metric("road", steps=1)]
-    metrics += [metric("max_sensitivity", samples=2)]
+    given = {"insertion": {"steps": 3}, "road": {"steps": 1}, "randomisation": {"stages": 3}}
+    metrics = [metric(name, **(few(name) | given.get(name, {}))) for name in EVERYTHING]
     count = []
     outcome, readings = evaluate(resnet, noise(0, 64), asked, metrics, CENTRE, count)
 
@@ -442,7 +445,8 @@ def test_each_reading_is_of_its_own_map(resnet):
 
 
 def few(name):
-    return {"steps": 2} if name in ("deletion", "insertion", "road") else {"samples": 2} if "max" in name else {}
+    counted = {"max_sensitivity": "samples", "randomisation": "stages"} | dict.fromkeys(CURVES, "steps")
+    return {counted[name]: 2} if name in counted else {}
 
 
 def test_a_fused_map_is_computed_again_as_fused(resnet):

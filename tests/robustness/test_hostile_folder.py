@@ -33,7 +33,9 @@ def names():
 def folder(tmp_path, names):
     """A folder with a photo, and a module of each of those names."""
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
-    (tmp_path / "small.toml").write_text(f'models = "{SMALL}"\ndevice = "cpu"')
+    (tmp_path / "small.toml").write_text(f'models = ["{SMALL}", "nets_of_mine:net?size=32"]\ndevice = "cpu"')
+    (tmp_path / "nets_of_mine.py").write_text(NETS)
+    (tmp_path / "not_installed_anywhere.py").touch()
     for name in names:
         (tmp_path / f"{name}.py").write_text(LEAVES_ITS_NAME.format(mark=str(tmp_path / "it ran")))
     return tmp_path
@@ -51,13 +53,13 @@ def test_photos_are_explained_without_importing_from_the_current_folder(folder):
     assert run(folder, PROGRAM, *EXPLAIN, "--model", SMALL) == (0, [])
 
 
-def test_a_file_of_settings_is_checked_without_importing_from_its_folder(folder):
+def test_settings_are_checked_without_importing_from_their_folder(folder):
+    """Except a module that they name, and what it imports from there."""
     assert run(folder, PROGRAM, "check-config", "small.toml", "--load") == (0, [])
 
 
+@pytest.mark.slow  # the test of settings names a module too
 def test_a_named_module_is_found_in_the_current_folder_after_every_other(folder):
-    (folder / "nets_of_mine.py").write_text(NETS)
-    (folder / "not_installed_anywhere.py").touch()
     assert run(folder, PROGRAM, *EXPLAIN, "--model", "nets_of_mine:net?size=32") == (0, [])
 
 

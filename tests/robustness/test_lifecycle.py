@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import defaultdict
@@ -22,6 +21,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import camserve
+import fork_server
 from camserve import cli
 from camserve.v1 import models_pb2, models_pb2_grpc
 from camserve_server import config, fleet, lifecycle, server
@@ -228,6 +228,7 @@ def test_a_server_of_which_no_model_can_be_loaded_ends_and_says_why_of_each(plac
         begun(models=(bad, worse))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_ends_its_process_does_not_keep_the_next_from_being_loaded(place):
     models = ("fatal=coming_nets:fatal?size=32", place.tiny)
     with served(place, *models, isolation="process") as one, client_of(one) as client:
@@ -370,6 +371,7 @@ def test_what_is_not_there_is_told_as_what_a_link_outside_leads_to(place, line):
     assert line.load_model("tiny", weights="inside/good.safetensors").version == 2
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_file_replaced_by_a_link_before_opening_is_not_loaded(place, isolation, monkeypatch):
     (place.path / "outside.safetensors").write_bytes((place.weights / "1.safetensors").read_bytes())
@@ -499,6 +501,7 @@ def test_the_commands_load_unload_and_show_how_each_model_stands(place):
 # --- many of them ---
 
 
+@pytest.mark.usefixtures("forked")
 def test_eight_threads_load_and_unload_while_four_explain_and_only_documented_codes_come_back(place):
     """100 each with CAMSERVE_LONG, and 20 without."""
     times = 100 if LONG else 20
@@ -538,11 +541,11 @@ def process(place, *models, isolation="process"):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--admin"]
-    flags = ["--address", address, "--drain-seconds", str(GRACE), "--isolation", isolation, "--threads", "1"]
+    flags = ["--admin", "--address", address, "--drain-seconds", str(GRACE), "--isolation", isolation, "--threads", "1"]
     flags += [part for model in models for part in ("--model", model)]
     with (
-        subprocess.Popen(command + flags, cwd=place.path, stderr=subprocess.DEVNULL) as one,
+        Path(os.devnull).open("w") as nowhere,
+        fork_server.start(fork_server.SERVER, "serve", *flags, cwd=place.path, stderr=nowhere) as one,
         client_of(address) as client,
     ):
         try:

@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -19,18 +18,17 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import camserve
+import fork_server
 from camserve_server import config, fleet, server
 from camserve_server.errors import ConfigError, Unavailable, WorkerLost
 from camserve_server.models import parse
 from camserve_server.targets import anything
 from camserve_server.types import MethodCall, Pass, Row
-from camserve_server.workers import Local, Setup, Worker, nursery
+from camserve_server.workers import Local, Setup, Worker
 from camserve_server.workers import worker as worker_module
 from robustness import hygiene
-from robustness.nursing import nursed
 from support import StoppedClock, alive, children, wait_until
 
-SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
 NETS = '''
 import os
 import time
@@ -122,7 +120,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def worker(folder):
+def worker(folder, forked):  # noqa: ARG001 -- it begins before
     told = Told()
     one = Worker(setup(folder), batch_seconds=3, up=told.came, down=told.went)
     try:
@@ -130,18 +128,6 @@ def worker(folder):
         yield one, told, info
     finally:
         one.close()
-
-
-@pytest.fixture(scope="module")
-def nurse():
-    with nursed() as one:
-        yield one
-
-
-@pytest.fixture
-def forked(nurse, monkeypatch):
-    """The engines of this test are there at once. Else each imports torch for itself, which takes seconds."""
-    monkeypatch.setattr(nursery, "_here", [nurse])
 
 
 def asked(info, kind="cam"):
@@ -301,16 +287,16 @@ def test_a_lost_model_is_listed_as_failed_and_health_says_so_if_it_was_the_last(
                 client.explain(IMAGE, model="efficientnet_lite0", overlay=None)
 
 
-def test_a_worker_goes_with_its_server_even_if_that_is_killed():
+def test_a_worker_goes_with_its_server_even_if_that_is_killed(tmp_path):
     """A hung one too: it is the kernel that ends it."""
     code = (
         "import sys, time; from camserve_server.workers import Setup, Worker\n"
         "up = __import__('threading').Event()\n"
         "one = Worker(Setup('cpu', 1, path=tuple(sys.path)), up=up.set)\n"
-        "up.wait(); print(one.process_id, flush=True); time.sleep(60)"
+        "up.wait(); print(one.process_id, flush=True); time.sleep(3600)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
+    with (tmp_path / "id").open("w") as told, fork_server.start(code, stdout=told) as parent:
+        child = int(wait_until((tmp_path / "id").read_text))
         os.kill(child, signal.SIGSTOP)
         parent.kill()
     wait_until(lambda: not alive(child))
@@ -324,9 +310,9 @@ def served(folder, *arguments):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [*SERVE, "--model", f"tiny=worker_nets:tiny{SIZE}", "--address", address, *arguments]
+    flags = ["--model", f"tiny=worker_nets:tiny{SIZE}", "--address", address, "--log-level", "warning", *arguments]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stderr=log)
+        process = fork_server.start(fork_server.SERVER, "serve", *flags, cwd=folder, stderr=log)
     try:
         with camserve.Client(address, retries=0, timeout=240) as client:
             wait_until(lambda: healthy(client))

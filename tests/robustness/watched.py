@@ -2,10 +2,11 @@
 
 import ctypes
 import json
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+
+import fork_server
 
 EVENTS = (
     "open",
@@ -26,13 +27,8 @@ EVENTS = (
 
 def run(module, *arguments):
     """Run a module of this folder as a program; return what it says in JSON on its last line."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"robustness.{module}", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[1],
-    )
+    code = f"import runpy; runpy.run_module('robustness.{module}', run_name='__main__', alter_sys=True)"
+    done = fork_server.run(code, *arguments, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

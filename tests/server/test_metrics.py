@@ -5,8 +5,6 @@ import contextlib
 import re
 import socket
 import ssl
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
+import fork_server
 from camserve_server import access, config, errors, oip, scraping, server, telemetry, tokens
 from camserve_server.errors import ConfigError
 from camserve_server.methods import METHODS
@@ -301,11 +300,11 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
 
 def test_with_metrics_and_traces_off_nothing_of_them_is_imported_and_no_request_is_recorded(tiny):
     code = (
-        "import sys; from camserve_server import server; "
+        "import sys; from camserve_server import commands, server; "
         "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout == "[]\n"
+    found = fork_server.run(code)
+    assert (found.returncode, found.stdout) == (0, "[]\n")
 
     with serving(models=(tiny,), device="cpu", threads=1) as served, camserve.Client(served.address) as client:
         seen = []

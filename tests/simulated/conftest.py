@@ -1,6 +1,5 @@
 """The simulated GPU, for tests that have a process of their own."""
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ def _simulated(request):
     if any(HERE not in item.path.parents for item in request.session.items):
         pytest.skip(needs.SIMULATED)
     device.register()
-    gc.collect()
-    gc.freeze()  # some tests run the collector: the libraries need not be looked through each time
 
 
 @pytest.fixture(scope="session")
