@@ -126,7 +126,16 @@ def _default_of(parameter):
 
 def _written(default):
     """Return a default as code. Functions are all alike, since their names are private."""
+    if dataclasses.is_dataclass(default):
+        return _written_fields(default)
     return "function" if inspect.isfunction(default) else repr(default)
+
+
+def _written_fields(default):
+    """Return a dataclass instance as code, without fields at their defaults, which a later release may add."""
+    values = {each.name: (getattr(default, each.name), each.default) for each in dataclasses.fields(default)}
+    given = ", ".join(f"{name}={value!r}" for name, (value, usual) in values.items() if value != usual)
+    return f"{type(default).__name__}({given})"
 
 
 def imported(module, names):
