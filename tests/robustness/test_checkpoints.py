@@ -182,6 +182,21 @@ HOSTILE = {
     "a shape of words.safetensors": lambda _: safe({"a": declared(["ab", 10**9], 0, 16)}, b"\0" * 16),
     "a shape that is too short.safetensors": lambda _: safe({"a": declared([3], 0, 16)}, b"\0" * 16),
     "numbers of no known kind.safetensors": lambda _: safe({"a": declared([4], 0, 16, dtype="\33[2JX9")}, b"\0" * 16),
+    "a shape of 60,000 ones.safetensors": lambda _: safe(
+        {"features.0.weight": declared([1] * 60_000, 0, 4)}, b"\0" * 4
+    ),
+    "numbers of eight bits.safetensors": lambda _: safetensors.torch.save(
+        {name: tensor.to(torch.float8_e4m3fn) for name, tensor in STATE.items()}
+    ),
+    "numbers of four bits.safetensors": lambda _: safe({"a": declared([4], 0, 2, dtype="F4")}, b"\0" * 2),
+    "more numbers than the model.safetensors": lambda _: safe(
+        {"a": declared([5_000_000], 0, 20_000_000)}, bytes(20_000_000)
+    ),
+    "a header of 80,000 lists.safetensors": lambda _: safe(b'{"a":[' + b"[0]," * 80_000 + b"1]}"),
+    "metadata that is no text.safetensors": lambda _: safe(b'{"__metadata__":{"a":1}}'),
+    "a name with two tensors.safetensors": lambda _: safe(
+        b'{"a":%s,"a":%s}' % tuple(json.dumps(declared([2], at, at + 8)).encode() for at in (0, 8)), b"\0" * 16
+    ),
     "cut short.safetensors": lambda _: without_end(SAFELY),
     "one bit flipped, pinned.safetensors": lambda _: flipped(SAFELY, len(SAFELY) - 999),
     "a weight that is no number.safetensors": lambda _: safetensors.torch.save(with_nan(trained().state_dict())),
@@ -378,15 +393,78 @@ def test_an_archive_that_was_packed_again_is_read(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
 
-def test_what_safetensors_saved_is_read_as_it_reads_it(tmp_path):
-    known = set(checkpoint.SAFETENSORS.values())
-    given = {name: one.contiguous().clone() for name, one in tensors().items() if one.dtype in known}
+def test_what_safetensors_saved_is_read_as_it_was_given(tmp_path):
+    given = {name: one.contiguous().clone() for name, one in tensors().items() if one.dtype in checkpoint.SAFETENSORS}
     safetensors.torch.save_file(given, tmp_path / "w.safetensors", metadata={"format": "pt"})
-    expected = safetensors.torch.load_file(tmp_path / "w.safetensors")
     found = checkpoint.load(tmp_path / "w.safetensors", ROOM)
     assert len(found) >= 12
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert list(found) == sorted(given)
+    assert all(found[name].dtype == tensor.dtype for name, tensor in given.items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+
+
+@pytest.mark.parametrize("spaces", range(8))
+def test_numbers_that_begin_at_any_address_are_aligned_in_memory(tmp_path, spaces):
+    numbers, path = torch.randn(6, dtype=torch.float64), tmp_path / "w.safetensors"
+    header = json.dumps({"w": declared([6], 0, 48, dtype="F64")}) + " " * spaces
+    path.write_bytes(safe(header.encode(), numbers.numpy().tobytes()))
+    found = checkpoint.load(path, ROOM)["w"]
+    assert found.data_ptr() % 8 == 0
+    assert torch.equal(found, numbers)
+
+
+@pytest.mark.parametrize("kind", ["C64", "F4", "F6_E2M3", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U16", "U32", "U64"])
+def test_numbers_of_a_kind_that_the_library_knows_may_be_refused(tmp_path, kind):
+    bits = int(re.search(r"\d+", kind)[0])
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(safe({"w": declared([8], 0, bits, dtype=kind)}, bytes(bits)))
+    with pytest.raises(Damaged, match=r"numbers of the kind .* are not read"):
+        checkpoint.load(path, ROOM)
+
+
+@pytest.mark.parametrize("lacking", ["numbers", "words"])
+def test_safetensors_file_may_fill_its_room_and_not_a_byte_more(tmp_path, lacking):
+    data, path = safetensors.torch.save({"w": torch.ones(1000)}), tmp_path / "w.safetensors"
+    path.write_bytes(data)
+    (length,) = struct.unpack_from("<Q", data)
+    just = {"numbers": len(data) - length, "words": length, "file": 0}
+    assert torch.equal(checkpoint.load(path, Room(**just))["w"], torch.ones(1000))
+
+    just[lacking] -= 1
+    just["numbers"] += lacking == "words"  # the file as a whole still has room
+    words = {"numbers": "the file is larger than", "words": "are enough for this model"}[lacking]
+    with pytest.raises(Damaged, match=words):
+        checkpoint.load(path, Room(**just))
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_read_whole(tmp_path, monkeypatch):
+    """It is in memory: a file that is mapped, as by `safe_open`, would end this process with SIGBUS."""
+    path, reading = tmp_path / "w.safetensors", safetensors.torch.load
+    path.write_bytes(SAFELY)
+
+    def cut_and_read(data):
+        os.truncate(path, 100)
+        return reading(data)
+
+    monkeypatch.setattr(checkpoint, "load_safetensors", cut_and_read)
+    found = checkpoint.load(path, Room.of(trained()))
+    assert path.stat().st_size == 100
+    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+
+
+def test_of_1000_broken_headers_each_is_refused_or_describes_all_numbers(tmp_path):
+    chance, path = random.Random(5), tmp_path / "w.safetensors"
+    sound = safetensors.torch.save(nn.Linear(16, 16).state_dict())
+    (length,) = struct.unpack_from("<Q", sound)
+    refused = 0
+    for _ in range(1000):
+        path.write_bytes(flipped(sound, chance.randrange(8 + length), chance.randrange(8)))
+        try:
+            found = checkpoint.load(path, ROOM)
+            assert sum(tensor.nbytes for tensor in found.values()) == len(sound) - 8 - length
+        except Damaged:
+            refused += 1
+    assert refused > 500
 
 
 def test_numbers_that_two_tensors_share_are_read_once(tmp_path):

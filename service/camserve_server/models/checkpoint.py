@@ -6,9 +6,6 @@ into tensors. Nothing in it is run, nothing is written anywhere, and what it cos
 
 import hashlib
 import io
-import itertools
-import json
-import math
 import os
 import stat
 import struct
@@ -20,9 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
-from camserve_server.models.pickles import Damaged, Pickle, Storage, View, check_shape, read, root, shown
+from camserve_server.models.pickles import STORAGES, Damaged, Pickle, Storage, View, read, root, shown
 
 MIB = 2**20
 PIECE = 2**17  # read at once; no more than any model's room for words
@@ -30,18 +29,8 @@ PIECE = 2**17  # read at once; no more than any model's room for words
 LEGACY_MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
 """What files begin with that torch wrote before 1.6."""
 
-SAFETENSORS: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+SAFETENSORS = frozenset(STORAGES.values()) - {torch.complex64, torch.complex128}
+"""Kinds of numbers that are read from a .safetensors file. load_state_dict would round or cut others without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +82,7 @@ def load(path: Path, room: Room, sha256: str = "", folder: str = "") -> dict[str
     """
     try:
         with _opened(path, folder) as file:
-            return _tensors(*_format(path)(_pinned(_measured(file, room), sha256), room), room)
+            return _read(file, room, sha256, safely=path.suffix == ".safetensors")
     except Damaged:
         raise
     except Exception as error:  # what parsers raise when they trip over bytes that make no sense
@@ -138,27 +127,21 @@ def _check_regular(status: os.stat_result) -> None:
         raise Damaged("it is no regular file")
 
 
-def _measured(file: BinaryIO, room: Room) -> BinaryIO:
-    if file.seek(0, os.SEEK_END) > room.file:
-        raise Damaged(f"the file is larger than {room.file / MIB:,.0f} MiB, which is more than this model's can be")
+def _read(file: BinaryIO, room: Room, sha256: str, *, safely: bool) -> dict[str, Tensor]:
+    # A .safetensors file holds nothing beside a model's weights.
+    size, most = file.seek(0, os.SEEK_END), room.words + room.numbers if safely else room.file
+    if size > most:
+        raise Damaged(f"the file is larger than {most / MIB:,.0f} MiB, which is more than this model's can be")
     file.seek(0)
-    return file
-
-
-def _pinned(file: BinaryIO, sha256: str) -> BinaryIO:
-    if not sha256:
-        return file
-    data = file.read()
-    if hashlib.sha256(data).hexdigest() != sha256:
+    data = file.read(size) if safely or sha256 else b""
+    if sha256 and hashlib.sha256(data).hexdigest() != sha256:
         raise Damaged("it does not have the SHA-256 that was given")
-    return io.BytesIO(data)
+    if safely:
+        return _safetensors(data, room)
+    return _tensors(*_torch(io.BytesIO(data) if sha256 else file, room), room)
 
 
 _Contents = tuple[Mapping[str, View], Filling]
-
-
-def _format(path: Path) -> Callable[[BinaryIO, Room], _Contents]:
-    return _safetensors if path.suffix == ".safetensors" else _torch
 
 
 def _tensors(views: Mapping[str, View], fill: Filling, room: Room) -> dict[str, Tensor]:
@@ -192,43 +175,24 @@ def _read_into(stream: BinaryIO, room: memoryview) -> None:
 # --- safetensors: a length, a table in JSON, the numbers ---
 
 
-def _safetensors(file: BinaryIO, room: Room) -> _Contents:
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > room.words:
+def _safetensors(data: bytes, room: Room) -> dict[str, Tensor]:
+    """Read a file with the library, which checks its table: that each byte is one tensor's, as long as its shape says.
+
+    It is read from memory: `safe_open` maps the file, and whoever then cuts it short ends the process with SIGBUS.
+    """
+    (length,) = struct.unpack_from("<Q", data)
+    if length > room.words:  # it takes up to 100 MB, and 44 times as much memory for them
         raise Damaged(f"its header is {length:,} bytes long: {room.words:,} are enough for this model")
-    table = json.loads(file.read(length))
-    table.pop("__metadata__", None)
-    begin = 8 + length
-    _check_gapless(table, file.seek(0, os.SEEK_END) - begin)
-    views = {name: _declared(name, entry) for name, entry in table.items()}
-
-    def fill(storage: Storage, into: memoryview) -> None:
-        file.seek(begin + table[storage.key]["data_offsets"][0])
-        _read_into(file, into)
-
-    return views, fill
-
-
-def _check_gapless(table: Mapping[str, Any], length: int) -> None:
-    """Check that each byte is one tensor's, as the format demands: then no two share one, and none is hidden."""
-    spans = sorted(tuple(entry["data_offsets"]) for entry in table.values())
-    edges = [0, *itertools.chain.from_iterable(spans), length]
-    if not all(type(edge) is int for edge in edges) or edges[::2] != edges[1::2]:
-        raise Damaged("its tensors overlap, leave gaps, or are not where its header says")
-
-
-def _declared(name: str, entry: Mapping[str, Any]) -> View:
-    dtype = SAFETENSORS.get(entry["dtype"])
-    if dtype is None:
-        raise Damaged(f"numbers of the kind {shown(entry['dtype'])} are not read")
-    begin, end = entry["data_offsets"]
-    storage, shape = Storage(name, dtype, (end - begin) // dtype.itemsize), tuple(entry["shape"])
-    check_shape(shape)
-    strides = itertools.accumulate(shape[:0:-1], lambda step, n: step * n, initial=1)
-    view = View(storage, 0, shape, tuple(strides)[len(shape) == 0 :][::-1])
-    if math.prod(shape) * dtype.itemsize != end - begin:
-        raise Damaged("a tensor in it is not as long as its shape says")
-    return view
+    try:
+        tensors = load_safetensors(data)
+    except SafetensorError as error:
+        raise Damaged(f"it is no sound .safetensors file: {shown(str(error), 200)}") from error
+    except KeyError as error:  # of a kind that its torch side has no name for
+        raise Damaged(f"numbers of the kind {shown(error.args[0])} are not read") from error
+    for tensor in tensors.values():
+        if tensor.dtype not in SAFETENSORS:
+            raise Damaged(f"numbers of the kind {tensor.dtype} are not read")
+    return dict(sorted(tensors.items()))  # the library's order changes from run to run
 
 
 # --- torch.save: a ZIP archive, or, before torch 1.6, pickles one after the other ---
