@@ -85,7 +85,7 @@ class Scaled(Cam):
 
 def test_method_of_a_derived_kind_runs_as_its_base_kind(resnet, monkeypatch):
     monkeypatch.setitem(METHODS, "derived", Scaled(cams.gradcam, "a test", smooths=True))
-    ours, theirs = explain(resnet, noise(0, 64), job(resnet, ["derived", "gradcam"])).findings
+    ours, theirs = explain(resnet, noise(0, 64), job(resnet, ["derived", "gradcam"], [ClassTarget(1)])).findings
     np.testing.assert_array_equal(ours.heatmap, theirs.heatmap)
 
 
