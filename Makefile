@@ -10,7 +10,7 @@ TRITON_NEEDS := tests/e2e/requirements-triton.txt
 STUBS := clients/python
 SERVER_STUBS := service
 PROTOS := $(wildcard protos/camserve/v1/*.proto)
-OPEN_INFERENCE := camserve_server/oip/v2/inference.proto
+OPEN_INFERENCE := camserve_server/api/oip/v2/inference.proto
 BASE ?= origin/main
 
 MINUTES ?= 10
@@ -36,7 +36,7 @@ $(TRITON_VENV)/.done: $(TRITON_NEEDS)
 	$(TRITON_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $(TRITON_NEEDS)
 	touch $@
 
-# The Open Inference Protocol's messages are the server's alone, and their service is registered by hand: see oip/.
+# The Open Inference Protocol's messages are the server's alone, and their service is registered by hand: see api/oip/.
 # The generator is older than the runtime, so that the stubs work with every runtime from it on; hence a venv of its own.
 define generate
 	$(PROTO_BIN)/python -m grpc_tools.protoc -Iprotos \
@@ -132,6 +132,7 @@ types: setup
 
 contracts: setup
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/check_rooms.py
 
 proto-check: setup $(PROTO_VENV)/.done
 	$(BIN)/buf lint protos
@@ -141,7 +142,7 @@ proto-check: setup $(PROTO_VENV)/.done
 	else echo "no $(BASE) with protos: nothing to break"; fi
 	@rm -rf .protocheck && mkdir .protocheck
 	$(call generate,.protocheck,.protocheck)
-	@cd .protocheck && for f in camserve/v1/* camserve_server/oip/v2/*; do \
+	@cd .protocheck && for f in camserve/v1/* camserve_server/api/oip/v2/*; do \
 	  cmp $$f ../$(STUBS)/$$f 2>/dev/null || cmp $$f ../$(SERVER_STUBS)/$$f || \
 	  { echo "the stubs are not what protos/ says: run 'make protos'"; exit 1; }; done
 	@rm -rf .protocheck

@@ -10,9 +10,12 @@ from benchmarks.results import Part, Table
 from benchmarks.scale import Scale
 from benchmarks.timing import Run, in_turn, ratio
 from camserve_server import jobs, models
-from camserve_server.batcher import Batcher, Collect
 from camserve_server.engine import Engine
-from camserve_server.types import ClassTarget, MethodCall, Pass, Row
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
+from camserve_server.models.values import Pass
+from camserve_server.scheduling import Batcher, Collect
+from camserve_server.targets.values import ClassTarget
 
 CAMS = ("gradcam", "gradcam_plus_plus", "xgradcam", "hirescam", "layercam")
 TARGETS = (1, 2, 5, 10)

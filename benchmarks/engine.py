@@ -15,8 +15,11 @@ from benchmarks.scale import CONVNEXT, MOBILENET, RESNET, VIT, Scale
 from benchmarks.timing import Run, in_turn, ratio
 from camserve_server import models
 from camserve_server.engine import Engine
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
 from camserve_server.models.spec import OPTIONS
-from camserve_server.types import ClassTarget, MethodCall, Pass, Row
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import ClassTarget
 
 Cells: TypeAlias = tuple[str, ...]
 

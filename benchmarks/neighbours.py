@@ -25,7 +25,7 @@ from benchmarks.results import Part, Table
 from benchmarks.scale import Scale
 from benchmarks.serving import serving
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server import tokens
+from camserve_server.api import tokens
 
 HERE = Path(__file__).parents[1]
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"

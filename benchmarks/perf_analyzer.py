@@ -20,7 +20,7 @@ import click
 from benchmarks.photos import photos
 from benchmarks.results import machine, page_with
 from benchmarks.serving import serving
-from camserve_server.oip.tensors import element
+from camserve_server.api.oip.tensors import element
 
 MODEL = "efficientnet_lite0"
 PAGE = Path(__file__).parents[1] / "docs" / "triton-and-kserve.md"

@@ -23,7 +23,7 @@ from benchmarks.results import machine, page_with
 from benchmarks.serving import serving
 from benchmarks.timing import in_turn
 from camserve_server.telemetry import Ran, Record, State, Telemetry
-from camserve_server.telemetry.meters import Meters
+from camserve_server.telemetry.prometheus import Meters
 from camserve_server.telemetry.traces import Traces
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"

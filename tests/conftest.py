@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from camserve_server.workers import nursery
+from camserve_server.workers import fork_server
 from robustness.nursing import nursed
 from skipped import pytest_terminal_summary
 
@@ -31,5 +31,5 @@ def nurse():
 def forked(nurse):
     """The engines of the tests are there at once. Else each imports torch for itself, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nursery, "_here", [nurse])
+        patch.setattr(fork_server, "_here", [nurse])
         yield

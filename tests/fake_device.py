@@ -8,7 +8,7 @@ import os
 import threading
 from pathlib import Path
 
-from camserve_server import devices
+from camserve_server.core import devices
 
 NAME = "cpu:1"
 

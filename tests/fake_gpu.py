@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from camserve_server import devices
+from camserve_server.core import devices
 from camserve_server.models.acceleration import onednn
 
 

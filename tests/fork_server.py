@@ -116,8 +116,10 @@ def _fork_server():
 def serve(number):
     """Fork a program for every order, and report the exit code of each, until there are no more orders."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the server's own program has it before it imports gRPC
-    from camserve_server import cli, commands, server  # noqa: F401, PLC0415 -- so that no program has to
-    from camserve_server.workers import local  # noqa: F401, PLC0415 -- the same
+    from camserve_server import cli  # noqa: F401, PLC0415 -- so that no program has to
+    from camserve_server.app import server  # noqa: F401, PLC0415 -- so that no program has to
+    from camserve_server.cli import commands  # noqa: F401, PLC0415 -- so that no program has to
+    from camserve_server.workers import in_process  # noqa: F401, PLC0415 -- the same
 
     gc.collect()
     gc.freeze()  # what the collector touches is no longer shared

@@ -5,7 +5,7 @@ import copy
 import torch
 from torchvision.models import resnet18
 
-from camserve_server.hooks import hook_count
+from camserve_server.models.hooks import hook_count
 from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 
 

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from camserve_server.models import load, parse
-from camserve_server.types import ClassTarget
+from camserve_server.targets.values import ClassTarget
 from methods.tools import FACTOR, FLOOR, call, exact, explain, gap, job, plain
 
 PICTURES = 3

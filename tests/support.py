@@ -19,8 +19,10 @@ import torch
 from PIL import Image
 
 import needs
-from camserve_server import config, server
-from camserve_server.pipeline import Pipeline
+from camserve_server.api import grpc_server
+from camserve_server.app import server
+from camserve_server.core import config
+from camserve_server.serving.explain import Pipeline
 
 GPU = pytest.param(
     "cuda:0",
@@ -116,7 +118,7 @@ def serving(**settings):
     chosen = config.load(flags=flags, environment={})
 
     async def main():
-        stop, loop = server.Stop(), asyncio.get_running_loop()
+        stop, loop = grpc_server.Stop(), asyncio.get_running_loop()
         await server.serve(chosen, stop, lambda port, pipeline: started.set_result((port, pipeline, loop, stop)))
 
     def run():

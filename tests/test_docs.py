@@ -12,7 +12,9 @@ from torchvision.models import ResNet18_Weights, resnet18
 
 import camserve
 import needs
-from camserve_server import config, methods, metrics, render
+from camserve_server import methods, metrics
+from camserve_server.core import config
+from camserve_server.imaging import render
 from methods.parity.catalogue import CASES
 from support import PHOTOS, serving
 

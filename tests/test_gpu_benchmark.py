@@ -12,8 +12,9 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import model, photos, served
 from benchmarks.gpu.scale import Clock, scale_of
 
-from camserve_server import images, render
-from camserve_server.types import Box, Limits, Rendering
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images, render
+from camserve_server.imaging.values import Box, Rendering
 
 SHARES = {"event loop": 0.2, "engine's CPU": 0.4, "engine's time": 0.9, "image threads": 0.3, "GPU": 0.6, "cores": 0.5}
 

@@ -22,10 +22,14 @@ from benchmarks.results import Part, Table
 from benchmarks.scale import RESNET, VIT
 from benchmarks.timing import Run
 from camserve_server import models
+from camserve_server.core.arrays import Map, Pixels
 from camserve_server.engine import Engine
+from camserve_server.engine.values import Row
 from camserve_server.methods import METHODS
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel
-from camserve_server.types import ClassTarget, Kind, Map, MethodCall, Pass, Pixels, RankTarget, Row, Target
+from camserve_server.models.values import Kind, Pass
+from camserve_server.targets.values import ClassTarget, RankTarget, Target
 
 Speeds = dict[str, float]
 """Images a second, by contestant."""

@@ -14,9 +14,11 @@ from benchmarks.gpu.scale import Cells, Clock, Scale
 from benchmarks.photos import QUALITY, photos
 from benchmarks.results import Part, Table
 from benchmarks.timing import Run
-from camserve_server import images, render
+from camserve_server.core.arrays import Map, Pixels
+from camserve_server.core.limits import Limits
 from camserve_server.engine.inputs import uploaded
-from camserve_server.types import Limits, Map, Pixels, Preprocess, Rendering
+from camserve_server.imaging import images, render
+from camserve_server.imaging.values import Preprocess, Rendering
 
 COUNT = 32
 GRID = 7

@@ -22,8 +22,11 @@ from torch import nn
 from torchvision import models as zoo
 
 from camserve_server.engine import Engine, normalise
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, load, parse
-from camserve_server.types import ClassTarget, Layout, MethodCall, Pass, Row
+from camserve_server.models.values import Layout, Pass
+from camserve_server.targets.values import ClassTarget
 
 PAGE = Path(__file__).parent.parent / "architectures.md"
 EXACT = 1e-5

@@ -8,8 +8,8 @@ from itertools import groupby
 from pathlib import Path
 
 from camserve_server import jobs
+from camserve_server.api.codec import describe_method, kind_of
 from camserve_server.methods import METHODS, Attention, Parameter, Perturbation, formula, summary
-from camserve_server.wire import describe_method, kind_of
 
 PAGE = Path(__file__).parent.parent / "methods.md"
 

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from camserve_server import models
+from camserve_server.core.arrays import Map, Pixels
+from camserve_server.engine.values import Row
 from camserve_server.models import LoadedModel
-from camserve_server.types import ClassTarget, Map, Pixels, Row
+from camserve_server.targets.values import ClassTarget
 from methods.tools import call, photo, run
 
 PAGE = Path(__file__).parent.parent / "precision.md"

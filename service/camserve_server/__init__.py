@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from camserve_server.explainer import Explainer
+    from camserve_server.app.explainer import Explainer
 
 __all__ = ["Explainer", "running"]
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     """Import `Explainer` when it is first used: it needs the extra [server], and torch takes seconds."""
     if name != "Explainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from camserve_server.explainer import Explainer  # noqa: PLC0415 -- only when it is used
+    from camserve_server.app.explainer import Explainer  # noqa: PLC0415 -- only when it is used
 
     return Explainer
 
@@ -45,7 +45,8 @@ def running(
     Raises:
         ConfigError: a setting or a model cannot be used.
     """
-    from camserve_server import config, server  # noqa: PLC0415 -- they need the extra [server]; `import` does not
+    from camserve_server.app import server  # noqa: PLC0415 -- they need the extra [server]; `import` does not
+    from camserve_server.core import config  # noqa: PLC0415 -- they need the extra [server]; `import` does not
 
     flags = {"address": "127.0.0.1:0", "isolation": "thread", **settings}
     if isinstance(models, Mapping):

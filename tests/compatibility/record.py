@@ -147,7 +147,7 @@ def telemetry():
 
 KINDS = """
 from camserve_server.methods import Baseline, Parameter, Perturbation, Saliency
-from camserve_server.types import Edit
+from camserve_server.methods.values import Edit
 
 LEVEL = Parameter("level", "Of every cell.", 0.5, 0.0, 1.0)
 

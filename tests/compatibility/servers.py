@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 import camserve
 import camserve_server
-from camserve_server import logs
+from camserve_server.core import logs
 from compatibility import calls, nets
 from support import wait_until
 

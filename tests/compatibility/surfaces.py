@@ -17,7 +17,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2
 
 import camserve
-from camserve_server import config
+from camserve_server.core import config
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("camserve.cli", "camserve_server.cli")

@@ -23,8 +23,9 @@ import camserve
 import fork_server
 import needs
 from camserve import cli
-from camserve_server import access, config, devices
-from camserve_server.errors import ConfigError
+from camserve_server.api import auth
+from camserve_server.core import config, devices
+from camserve_server.core.errors import ConfigError
 from support import PHOTOS
 
 ROOT = Path(__file__).parents[2]
@@ -154,8 +155,8 @@ def test_compose_passes_on_settings_that_there_are(service):
 def test_only_compose_which_publishes_the_port_to_this_machine_lets_the_server_do_without_tls_and_tokens(service):
     assert service["environment"]["CAMSERVE_INSECURE"] == "${CAMSERVE_INSECURE:-true}"
     with pytest.raises(ConfigError, match="CAMSERVE_INSECURE=true"):
-        access.check(SETTINGS)
-    access.check(config.load(environment={**ENVIRONMENT, "CAMSERVE_INSECURE": "true"}))
+        auth.check(SETTINGS)
+    auth.check(config.load(environment={**ENVIRONMENT, "CAMSERVE_INSECURE": "true"}))
 
 
 @services

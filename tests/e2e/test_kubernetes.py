@@ -15,8 +15,10 @@ import torch
 import yaml
 
 import needs
-from camserve_server import access, config, fleet, server
-from camserve_server.telemetry import meters
+from camserve_server.api import auth, grpc_server
+from camserve_server.core import config
+from camserve_server.serving import worker_pool
+from camserve_server.telemetry import prometheus
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -136,7 +138,7 @@ def test_the_settings_are_those_of_the_server_and_it_would_start_with_them():
     dockerfile = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
     address = re.search(r"CAMSERVE_ADDRESS=(\S+)", dockerfile)[1]
     settings = config.Settings.model_validate({**SETTINGS, "address": address})
-    access.check(settings)
+    auth.check(settings)
 
     assert config.ADDRESS.fullmatch(address)["port"] == str(ports(POD["spec"])["grpc"])
     assert config.ADDRESS.fullmatch(settings.metrics_address)["port"] == str(ports(POD["spec"])["metrics"])
@@ -153,7 +155,7 @@ def test_a_pod_has_the_time_that_its_server_may_take_to_stop(pod):
     """The pause before SIGTERM, then the drain, then what `serve_until_signal` waits for at most."""
     settings = settings_of(pod)
     pause = container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
-    longest = pause + settings.drain_seconds + 3 * server.LONGEST_QUIET
+    longest = pause + settings.drain_seconds + 3 * grpc_server.LONGEST_QUIET
 
     assert pause >= 1
     assert longest < pod["terminationGracePeriodSeconds"]
@@ -164,8 +166,8 @@ def test_probes_ask_for_a_health_that_the_server_has_on_its_port(pod):
     (port,) = {one["grpc"]["port"] for one in probes.values()}
 
     assert port in ports(pod).values()
-    assert probes["liveness"]["grpc"]["service"] == server.LIVE
-    assert all(probes[name]["grpc"].get("service", "") in server.SERVICES for name in ("startup", "readiness"))
+    assert probes["liveness"]["grpc"]["service"] == grpc_server.LIVE
+    assert all(probes[name]["grpc"].get("service", "") in grpc_server.SERVICES for name in ("startup", "readiness"))
 
 
 def test_every_probe_states_a_timeout_within_its_period(pod):
@@ -425,8 +427,8 @@ def test_it_grows_on_gpus_when_more_waits_than_the_batches_of_a_gpu_and_the_next
     (metric,) = built(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
     rows = int(metric["pods"]["target"]["averageValue"])
 
-    assert rows % fleet.GPU_BATCH == 0
-    assert rows // fleet.GPU_BATCH >= 3
+    assert rows % worker_pool.GPU_BATCH == 0
+    assert rows // worker_pool.GPU_BATCH >= 3
     assert rows < config.Settings().max_queue_rows / 4  # long before it is full
 
 
@@ -443,7 +445,7 @@ def test_it_grows_by_a_metric_that_the_server_has():
     (metric,) = MANIFESTS["hpa"]["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
 
-    assert f'"{name}"' in Path(meters.__file__).read_text(encoding="utf-8")
+    assert f'"{name}"' in Path(prometheus.__file__).read_text(encoding="utf-8")
     assert f"`{name}`" in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert (
         int(metric["pods"]["target"]["averageValue"]) < config.Settings().max_queue_rows / 8

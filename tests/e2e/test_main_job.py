@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import camserve
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server.hooks import hook_count
 from camserve_server.models import digest, load, parse
+from camserve_server.models.hooks import hook_count
 from support import PHOTOS, jpeg, serving, wait_until
 
 METHODS = ["gradcam", "hirescam", "layercam", "saliency", ("smoothgrad", {"samples": 3})]

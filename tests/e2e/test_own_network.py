@@ -11,7 +11,7 @@ import torch
 import camserve
 import camserve_server
 from camserve_server import models
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from torchvision.models import resnet18
 
 import camserve
 import camserve_server
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
 from camserve_server.models import Preprocess, Source
 from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 from methods.tools import error_ratio, noise

@@ -16,8 +16,8 @@ import pytest
 
 import camserve
 import fork_server
-from camserve_server import server
-from camserve_server.rpc import ServerState
+from camserve_server.api import grpc_server
+from camserve_server.api.rpc import ServerState
 from support import children, wait_until
 
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -211,7 +211,7 @@ async def test_calls_that_came_while_the_machine_ran_something_else_are_seen_bef
         loop.call_later(0.02, arrive)
 
     loop.call_later(0.05, stand_still)
-    await server._finished(house, 60)
+    await grpc_server._finished(house, 60)
     seen.append("finished")
 
     assert seen == ["call", "finished"]

@@ -185,7 +185,7 @@ def repository(client):
 
 def beside_the_servers_own():
     """Load the server's own messages beside tritonclient's, as they would be where both are in one process."""
-    place = ROOT / "service/camserve_server/oip/v2/inference_pb2.py"
+    place = ROOT / "service/camserve_server/api/oip/v2/inference_pb2.py"
     spec = importlib.util.spec_from_file_location("own_pb2", place)
     own = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(own)

@@ -13,13 +13,15 @@ from torchvision.models import ConvNeXt, SwinTransformer, VisionTransformer, res
 from torchvision.models.convnext import CNBlockConfig
 
 from camserve_server import models
+from camserve_server.core.errors import ConfigError
 from camserve_server.engine import Engine
-from camserve_server.errors import ConfigError
-from camserve_server.hooks import hook_count
+from camserve_server.engine.values import Row
 from camserve_server.models import ModelSpec, digest, parse
 from camserve_server.models.acceleration import onednn
 from camserve_server.models.acceleration.attention import attend
-from camserve_server.types import ClassTarget, Pass, Randomised, RankTarget, Row
+from camserve_server.models.hooks import hook_count
+from camserve_server.models.values import Pass, Randomised
+from camserve_server.targets.values import ClassTarget, RankTarget
 from fake_gpu import Convolutions, FakeGpu, fake_gpu
 from methods.tools import CAMS, Toy, call, error_ratio, exact, gap, inputs, noise, plain, run, worst_error_ratio
 

@@ -11,10 +11,12 @@ import torchvision
 from torch import nn
 
 from camserve_server import models
-from camserve_server.models import parse, probe, ramps
+from camserve_server.engine.values import Row
+from camserve_server.models import layout_probe, parse, probe
 from camserve_server.models.load import _revive as revive
 from camserve_server.models.probe import NO_CERTAINTY, NO_GRADIENT, NO_GRID, NO_IMAGES, NO_ORDER, NO_TENSOR, Seen
-from camserve_server.types import ClassTarget, Layout, Row
+from camserve_server.models.values import Layout
+from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, exact, inputs, noise, run
 
 PATCH = 4
@@ -142,9 +144,9 @@ def test_a_layer_in_which_no_place_shows_is_read_as_its_shape_says_if_that_says_
 
 
 def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_shape_or_prefix():
-    sure = ramps.Reading(Layout("tokens", 8, 8, 1), 1.0, 0.5, 1.0)
-    blind = ramps.Reading(Layout("tokens", 8, 8, 1), 0.0, 0.0, 0.0)
-    some = ramps.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
+    sure = layout_probe.Reading(Layout("tokens", 8, 8, 1), 1.0, 0.5, 1.0)
+    blind = layout_probe.Reading(Layout("tokens", 8, 8, 1), 0.0, 0.0, 0.0)
+    some = layout_probe.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
     seen = {
         "shows": Seen((4, 65, 8), (sure,)),
         "hides": Seen((4, 65, 8), (blind,)),
@@ -163,7 +165,7 @@ def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_s
 
 def test_an_attention_matrix_in_which_no_place_shows_is_refused():
     """It has as many rows and columns as there are tokens."""
-    sure = ramps.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
+    sure = layout_probe.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
     seen = {"block": Seen((1, 49, 8), (sure,)), "attention": Seen((1, 3, 49, 49), ())}
     assert probe.find(seen, (224, 224))["attention"] == NO_ORDER
     assert probe.find({"map": Seen((1, 3, 49, 49), ())}, (224, 224)) == {"map": Layout("nchw", 49, 49)}
@@ -207,13 +209,13 @@ def test_a_layer_that_returns_what_it_got_has_no_part_in_what_else_is_done_with_
 
 def test_the_ramps_are_the_same_every_time_and_leave_the_random_state_alone():
     before = torch.get_rng_state()
-    assert torch.equal(ramps.images((8, 12)), ramps.images((8, 12)))
+    assert torch.equal(layout_probe.images((8, 12)), layout_probe.images((8, 12)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_share_of_a_ramp_is_its_height():
     """On the image itself, where nothing is mixed, the probe reads off the ramp: a fit of 1, a spread of a line's."""
-    (reading,) = ramps.read(ramps.images((32, 32)), [Layout("nchw", 32, 32)])
+    (reading,) = layout_probe.read(layout_probe.images((32, 32)), [Layout("nchw", 32, 32)])
     assert reading.fit == pytest.approx(1, abs=1e-5)
     assert reading.agreement == pytest.approx(1, abs=1e-4)
     assert reading.spread == pytest.approx(1 / math.sqrt(3), rel=0.05)

@@ -19,12 +19,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchcam.methods import LeGrad
 from torchvision import models as zoo
 
-from camserve_server import hooks, models
+from camserve_server import models
+from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.attention import _Explicit
-from camserve_server.errors import FailedPrecondition
+from camserve_server.engine.values import Row
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Attention
+from camserve_server.methods.values import MethodCall
+from camserve_server.models import hooks
 from camserve_server.models.load import digest
-from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, Row, Verdict
+from camserve_server.targets.values import ClassTarget, ContrastTarget
 from methods.attention_papers import blocks_of, paper, reference, rolled, without_lowest
 from methods.tools import call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
 

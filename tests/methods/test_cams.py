@@ -11,13 +11,16 @@ import torchcam.methods
 from captum.attr import LayerGradCam
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
+from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine import Engine
-from camserve_server.errors import FailedPrecondition
+from camserve_server.engine.values import Row
 from camserve_server.jobs.cost import is_clean
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.methods.cams import principal
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import load, parse
-from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, Pass, RankTarget, Row
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
 from methods.tools import (
     CAMS,
     FACTOR,

@@ -9,9 +9,10 @@ from torch import nn
 from torchvision.models import get_model
 
 from camserve_server import models
-from camserve_server.errors import FailedPrecondition
-from camserve_server.hooks import hook_count, watching
-from camserve_server.types import ClassTarget, Row
+from camserve_server.core.errors import FailedPrecondition
+from camserve_server.engine.values import Row
+from camserve_server.models.hooks import hook_count, watching
+from camserve_server.targets.values import ClassTarget
 from methods.tools import FACTOR, FLOOR, Toy, call, error_ratio, gap, inputs, maps, noise, plain, run
 
 INDEX = 7

@@ -16,11 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import needs
 from camserve_server import models
-from camserve_server.errors import ConfigError
-from camserve_server.hooks import hook_count
+from camserve_server.core.errors import ConfigError
+from camserve_server.engine.values import Row
 from camserve_server.models import ModelSpec, digest, parse
 from camserve_server.models.acceleration import compilation, layout, toolchain
-from camserve_server.types import ClassTarget, Pass, Row
+from camserve_server.models.hooks import hook_count
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import ClassTarget
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
 
 pytestmark = pytest.mark.timeout(300)  # a compiler that has to share the machine takes its time

@@ -8,15 +8,18 @@ from torch import nn
 from torch.nn import functional
 
 from camserve_server import models
+from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine import bias
 from camserve_server.engine.inputs import viewed
-from camserve_server.errors import FailedPrecondition
+from camserve_server.engine.values import Row
 from camserve_server.jobs import LayerMaps, RawMap
 from camserve_server.jobs.cost import AUGMENTED
 from camserve_server.jobs.fuse import JOINT, fused, pyramid
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.cams import sess, windows
+from camserve_server.methods.values import MethodCall
 from camserve_server.targets import weight_probability
-from camserve_server.types import ClassTarget, ContrastTarget, MethodCall, ProbabilityTarget, RankTarget, Row, Verdict
+from camserve_server.targets.values import ClassTarget, ContrastTarget, ProbabilityTarget, RankTarget
 from methods.tools import Toy, call, error_ratio, exact, explain, gap, inputs, job, noise, run
 
 STAGES = ("layer2", "layer3", "layer4")

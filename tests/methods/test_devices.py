@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from camserve_server import models
-from camserve_server.devices import fetched
+from camserve_server.core.devices import fetched
+from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine import Engine, cam, normalise
 from camserve_server.engine.inputs import uploaded
-from camserve_server.errors import OutOfMemory
-from camserve_server.types import ClassTarget, MethodCall, Pass, RankTarget, Row
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import ClassTarget, RankTarget
 from methods.tools import call, gap, job, noise, run
 from methods.tools import explain as explained
 from support import GPU

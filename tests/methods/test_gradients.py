@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn import functional
 
 from camserve_server import models
-from camserve_server.errors import FailedPrecondition
+from camserve_server.core.errors import FailedPrecondition
+from camserve_server.engine.values import Row
 from camserve_server.methods.gradients import noisy
-from camserve_server.types import ClassTarget, ContrastTarget, RankTarget, Row
+from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
 from methods.tools import call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
 from support import PHOTOS
 

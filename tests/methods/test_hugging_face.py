@@ -15,11 +15,12 @@ from PIL import Image
 
 import camserve
 import needs
-from camserve_server import images, models
-from camserve_server.errors import ConfigError, FailedPrecondition
+from camserve_server import models
+from camserve_server.core.errors import ConfigError, FailedPrecondition
+from camserve_server.imaging import images
 from camserve_server.methods import METHODS
 from camserve_server.models import huggingface, parse
-from camserve_server.types import ClassTarget
+from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, explain, inputs, job, maps, noise
 from support import PHOTOS, serving
 

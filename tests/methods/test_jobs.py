@@ -11,11 +11,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from camserve_server import engine, jobs
-from camserve_server.errors import OutOfMemory
+from camserve_server.core.errors import OutOfMemory
+from camserve_server.engine.values import Row
+from camserve_server.imaging.values import Box
 from camserve_server.jobs.runs import run_method
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Cam, cams, method_of
 from camserve_server.metrics import METRICS
-from camserve_server.types import Box, ClassTarget, ContrastTarget, RankTarget, Row, RowResult, Verdict
+from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget, RowResult
 from methods.tools import Toy, call, error_ratio, exact, explain, job, noise, plain, run
 
 IMAGE = noise(0, 64)

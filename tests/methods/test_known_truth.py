@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from camserve_server.methods import METHODS, Attention
-from camserve_server.types import ClassTarget
+from camserve_server.targets.values import ClassTarget
 from methods.tools import call, explain, job
 
 SIDE = 48

@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from camserve_server import devices, models
+from camserve_server import models
+from camserve_server.core import devices
+from camserve_server.engine.values import Row
+from camserve_server.imaging.values import View
 from camserve_server.models.acceleration import layout
-from camserve_server.types import ClassTarget, Row, View
+from camserve_server.targets.values import ClassTarget
 from fake_gpu import Convolutions, FakeGpu, fake_gpu
 from methods.tools import call, noise, run
 from rounding import check_same

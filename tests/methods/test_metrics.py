@@ -19,23 +19,22 @@ from torch import nn
 
 from camserve_server import jobs
 from camserve_server.engine import Engine
+from camserve_server.engine.values import Row
+from camserve_server.imaging.values import Box
 from camserve_server.jobs.evaluate import make_metric_input
+from camserve_server.methods.values import MethodCall
 from camserve_server.metrics import METRICS, PerturbationMetric, faithfulness, repetition
 from camserve_server.models import LoadedModel, digest
 from camserve_server.models.randomise import randomised, stack
+from camserve_server.models.values import Pass, Randomised
 from camserve_server.targets import metric_probability
-from camserve_server.types import (
-    Box,
+from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
-    MethodCall,
-    Pass,
     ProbabilityTarget,
-    Randomised,
     RankTarget,
-    Row,
     RowResult,
 )
 from methods.tools import call, error_ratio, exact, inputs, job, maps, noise, photo, plain, run

@@ -14,10 +14,12 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from camserve_server import models
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
+from camserve_server.engine.values import Row
 from camserve_server.models import ModelSpec, parse, sources
 from camserve_server.models.load import digest
-from camserve_server.types import ClassTarget, Layout, RankTarget, Row
+from camserve_server.models.values import Layout
+from camserve_server.targets.values import ClassTarget, RankTarget
 from methods.tools import CAMS, Toy, call, error_ratio, exact, explain, inputs, job, maps, noise, run
 
 TINY = "torchvision:squeezenet1_1?weights={}&size=64&classes=7"

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from camserve_server.engine.values import Row
 from camserve_server.models import LoadedModel
 from camserve_server.models.acceleration import onednn
-from camserve_server.types import ClassTarget, Row
+from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, gap, noise, plain, run
 
 function = onednn._function

@@ -13,10 +13,10 @@ from skimage.filters import sobel_h, sobel_v
 from torch import nn
 from torch.nn import functional
 
-from camserve_server.errors import FailedPrecondition, InvalidArgument
+from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.methods import METHODS, Perturbation, Scene
 from camserve_server.methods.perturbation import AT_ONCE
-from camserve_server.types import ClassTarget, ContrastTarget
+from camserve_server.targets.values import ClassTarget, ContrastTarget
 from methods.tools import call, error_ratio, exact, explain, gap, inputs, job, noise
 
 SIDE = 24

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
+from camserve_server.engine.values import Row
 from camserve_server.models.acceleration.prefix import find_prefix_modules
-from camserve_server.types import ClassTarget, Pass, Row
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import ClassTarget
 from methods.tools import CAMS, call, inputs, noise, run, worst_error_ratio
 
 GRID = 16

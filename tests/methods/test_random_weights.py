@@ -8,8 +8,11 @@ import torch
 
 from camserve_server import models
 from camserve_server.engine import Engine
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
 from camserve_server.models.randomise import randomised, stack
-from camserve_server.types import ClassTarget, MethodCall, Pass, Randomised, Row
+from camserve_server.models.values import Pass, Randomised
+from camserve_server.targets.values import ClassTarget
 from fake_gpu import FakeGpu, fake_gpu
 from methods.tools import noise
 

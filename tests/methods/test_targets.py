@@ -9,16 +9,17 @@ from pytorch_grad_cam import FinerCAM
 from pytorch_grad_cam.utils.model_targets import FinerWeightedTarget
 from torch import nn
 
-from camserve_server import render, targets
-from camserve_server.outputs import Outputs
-from camserve_server.types import (
+from camserve_server import targets
+from camserve_server.engine.values import Row
+from camserve_server.imaging import render
+from camserve_server.models.outputs import Outputs
+from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
     ProbabilityTarget,
     RankTarget,
-    Row,
     RowResult,
     SegmentTarget,
     SimilarityTarget,

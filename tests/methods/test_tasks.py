@@ -11,21 +11,20 @@ from torch.nn import functional
 from torchvision import models as zoo
 
 from camserve_server import models, targets
+from camserve_server.core.errors import ConfigError, FailedPrecondition
 from camserve_server.engine import normalise
-from camserve_server.errors import ConfigError, FailedPrecondition
-from camserve_server.hooks import hook_count
-from camserve_server.outputs import Outputs
+from camserve_server.engine.values import Row
+from camserve_server.imaging.values import Box, View
+from camserve_server.models.hooks import hook_count
+from camserve_server.models.outputs import Outputs
 from camserve_server.targets import objects_of
-from camserve_server.types import (
-    Box,
+from camserve_server.targets.values import (
     ClassTarget,
     DetectionTarget,
     ProbabilityTarget,
     RankTarget,
-    Row,
     SegmentTarget,
     SimilarityTarget,
-    View,
 )
 from coloured import Colours, Finder, Pooled, painted
 from methods.tools import Toy, call, doubled, error_ratio, exact, explain, inputs, job, noise, run

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from camserve_server import models
+from camserve_server.engine.values import Row
 from camserve_server.models import parse, randomise
-from camserve_server.types import ClassTarget, Pass, Randomised, Row
+from camserve_server.models.values import Pass, Randomised
+from camserve_server.targets.values import ClassTarget
 from camserve_server.workers import Local, Setup
 from methods.tools import CAMS, Toy, call, noise, run
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from camserve_server import models
-from camserve_server.engine import batch, xray
-from camserve_server.hooks import glancing, hook_count
-from camserve_server.types import ClassTarget, ContrastTarget, Row
+from camserve_server.engine import batch, inspection
+from camserve_server.engine.values import Row
+from camserve_server.models.hooks import glancing, hook_count
+from camserve_server.targets.values import ClassTarget, ContrastTarget
 from methods.tools import FACTOR, FLOOR, Toy, doubled, error_ratio, inputs, noise, run
 
 INDEX = 1
@@ -145,7 +146,7 @@ def test_rows_of_one_batch_are_measured_each_for_itself(resnet):
 
 def test_it_takes_one_forward_pass_and_one_backward_pass(resnet, monkeypatch):
     passes = []
-    monkeypatch.setattr(xray, "forward", lambda *args: passes.append("forward") or batch.forward(*args))
+    monkeypatch.setattr(inspection, "forward", lambda *args: passes.append("forward") or batch.forward(*args))
     backward = torch.autograd.backward
     monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: passes.append("backward") or backward(*a, **k))
     run(resnet, [Row(noise(0, 64), ClassTarget(1))], kind="inspect")
@@ -175,14 +176,14 @@ class Chain(nn.Module):
 @pytest.fixture
 def living(monkeypatch):
     """How much of what was measured before still lives, at each measuring."""
-    seen, counts, plain = [], [], xray.measure
+    seen, counts, plain = [], [], inspection.measure
 
     def measure(values):
         counts.append(sum(one() is not None for one in seen))
         seen.append(weakref.ref(values.untyped_storage()))
         return plain(values)
 
-    monkeypatch.setattr(xray, "measure", measure)
+    monkeypatch.setattr(inspection, "measure", measure)
     return counts
 
 
@@ -200,7 +201,7 @@ def test_the_count_above_sees_what_is_kept(plant, living, monkeypatch):
     def hoard(layers, glance):
         return glancing(layers, lambda name, output: kept.append(output) or glance(name, output))
 
-    monkeypatch.setattr(xray, "glancing", hoard)
+    monkeypatch.setattr(inspection, "glancing", hoard)
     run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
 
     assert max(living) >= 40
@@ -223,7 +224,7 @@ def test_a_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant
     used, unused = result.readings
 
     assert used.gradient.norm > 0
-    assert unused.gradient == xray.NOTHING
+    assert unused.gradient == inspection.NOTHING
     assert unused.activation.norm > 0
 
 
@@ -278,7 +279,7 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(plant):
 )
 def test_statistics_are_those_of_numpy_in_float64(values):
     tensor = torch.tensor(values)
-    found, expected = xray.measure(tensor), described(tensor)
+    found, expected = inspection.measure(tensor), described(tensor)
 
     for name in FIELDS:
         assert getattr(found, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-12 * abs(expected["norm"])), name
@@ -286,14 +287,14 @@ def test_statistics_are_those_of_numpy_in_float64(values):
 
 
 def test_a_tensor_without_one_finite_value_has_no_mean_but_a_count():
-    found = xray.measure(torch.tensor([math.nan, math.inf]))
+    found = inspection.measure(torch.tensor([math.nan, math.inf]))
 
     assert (found.non_finite, found.zeros) == (2, 0.0)
     assert all(math.isnan(getattr(found, name)) for name in ("mean", "std", "minimum", "maximum", "norm"))
 
 
 def test_half_precision_is_measured_in_full():
-    found = xray.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
+    found = inspection.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
 
     assert found.norm == pytest.approx(300 * math.sqrt(1000), rel=1e-9)
 

@@ -13,9 +13,12 @@ from torch import nn
 
 from camserve_server import jobs
 from camserve_server.engine import Engine, normalise
+from camserve_server.engine.values import Row
 from camserve_server.methods import METHODS
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel
-from camserve_server.types import ClassTarget, MethodCall, Pass, Row
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import ClassTarget
 
 CAMS = ("gradcam", "hirescam", "layercam")
 

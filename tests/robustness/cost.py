@@ -4,8 +4,8 @@ import contextlib
 from collections import Counter
 from unittest import mock
 
-from camserve_server import images
-from camserve_server.fleet import Fleet
+from camserve_server.imaging import images
+from camserve_server.serving.worker_pool import Fleet
 
 
 @contextlib.contextmanager

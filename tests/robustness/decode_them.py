@@ -9,9 +9,9 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from camserve_server import images
-from camserve_server.errors import InvalidArgument
-from camserve_server.types import Limits
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
 from robustness import watched
 
 DONE = Counter()

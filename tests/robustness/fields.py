@@ -7,7 +7,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor as Kind
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import oip
+from camserve_server.api import oip
 from support import PHOTOS
 
 SERVICES = (

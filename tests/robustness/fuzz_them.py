@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
 from camserve.v1 import explain_pb2
-from camserve_server import images
+from camserve_server.imaging import images
 from robustness import fields, hygiene, mutants, nets, watched
 from support import serving
 

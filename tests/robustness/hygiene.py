@@ -4,7 +4,7 @@ import re
 
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from camserve_server.wire.checks import short
+from camserve_server.api.codec.checks import short
 
 LONGEST = 512  # bytes
 

@@ -9,8 +9,8 @@ import grpc
 import numpy as np
 
 from camserve.v1 import evaluate_pb2, evaluate_pb2_grpc, explain_pb2, explain_pb2_grpc
-from camserve_server._cv2 import cv2
-from camserve_server.oip.v2 import inference_pb2
+from camserve_server.api.oip.v2 import inference_pb2
+from camserve_server.imaging.opencv import cv2
 from robustness import tree
 from support import PHOTOS
 

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server.oip.v2 import inference_pb2
+from camserve_server.api.oip.v2 import inference_pb2
 
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 LONGEST = 1 << 16

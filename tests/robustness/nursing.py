@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import fork_server
-from camserve_server.workers import nursery
+from camserve_server.workers import fork_server as nursery
 
 SCRIPT = """
 import socket, sys
 sys.path.insert(0, sys.argv[2])
-from camserve_server.workers import nursery
+from camserve_server.workers import fork_server
 {first}
-nursery._nurse(socket.socket(fileno=int(sys.argv[1])))
+fork_server._nurse(socket.socket(fileno=int(sys.argv[1])))
 """
 TESTS = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from camserve_server.hooks import hook_count
+from camserve_server.models.hooks import hook_count
 
 ROOM = 64  # MB that are taken before memory runs out
 COLOURS = {

@@ -22,9 +22,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import camserve
 from camserve import cli
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import access, commands, config, images, logs, oip, server, tokens
-from camserve_server.errors import ConfigError
-from camserve_server.oip.v2 import inference_pb2
+from camserve_server.api import auth, grpc_server, oip, tokens
+from camserve_server.api.oip.v2 import inference_pb2
+from camserve_server.app import server
+from camserve_server.cli import commands
+from camserve_server.core import config, logs
+from camserve_server.core.errors import ConfigError
+from camserve_server.imaging import images
 from robustness import hygiene
 from robustness.authority import Authority
 from support import PHOTOS, serving, wait_until
@@ -303,17 +307,17 @@ def test_files_that_are_no_certificate_and_its_key_are_told_at_the_start(authori
     }
     for words, given in wrong.items():
         with pytest.raises(ConfigError, match=words):
-            access.credentials(settings(**given))
-    assert access.credentials(settings(tls_cert=cert, tls_key=key, tls_client_ca=str(ca)))
+            auth.credentials(settings(**given))
+    assert auth.credentials(settings(tls_cert=cert, tls_key=key, tls_client_ca=str(ca)))
 
 
 def test_a_key_that_every_user_can_read_is_warned_of(authority, tmp_path, our_log):
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    access.credentials(settings(tls_cert=cert, tls_key=key))
+    auth.credentials(settings(tls_cert=cert, tls_key=key))
     assert not our_log.messages
 
     (tmp_path / "server.key").chmod(0o644)
-    access.credentials(settings(tls_cert=cert, tls_key=key))
+    auth.credentials(settings(tls_cert=cert, tls_key=key))
     assert "every user of this machine can read the key" in our_log.text
 
 
@@ -326,23 +330,23 @@ def test_a_port_that_others_can_reach_is_not_opened_to_everybody_unless_insecure
     tls, keys = {"tls_cert": "a", "tls_key": "b"}, {"tokens_file": "c"}
     for given in ({}, tls, keys, {"tls_client_ca": "d"}):
         with pytest.raises(ConfigError, match=r"can be reached from other machines: set tls_cert.*--insecure"):
-            access.check(settings(address=address, **given))
+            auth.check(settings(address=address, **given))
     for given in ({**tls, **keys}, {**tls, "tls_client_ca": "d"}, {"insecure": True}):
-        access.check(settings(address=address, **given))
+        auth.check(settings(address=address, **given))
 
 
 @pytest.mark.parametrize("address", LOCAL)
 def test_a_port_of_this_machine_alone_needs_neither(address):
-    access.check(settings(address=address))
+    auth.check(settings(address=address))
 
 
 async def test_the_server_itself_refuses_to_start_before_it_loads_anything():
     with pytest.raises(ConfigError, match="can be reached from other machines"):
-        await server.serve(settings(address="0.0.0.0:0", models=("no_such:model",)), server.Stop())
+        await server.serve(settings(address="0.0.0.0:0", models=("no_such:model",)), grpc_server.Stop())
 
 
 def test_insecure_is_said_loudly_in_the_log(our_log):
-    access.check(settings(address="0.0.0.0:1", insecure=True))
+    auth.check(settings(address="0.0.0.0:1", insecure=True))
 
     assert [each.levelname for each in our_log.records] == ["WARNING"]
 
@@ -512,7 +516,7 @@ def test_an_expired_token_is_refused_with_its_last_day(line, roll):
 def rpcs():
     """Every RPC there is, with the role that it needs."""
     return [
-        *access.NEEDED.items(),
+        *auth.NEEDED.items(),
         ("/camserve.v1.ModelService/ReloadModel", "admin"),
         ("/camserve.v1.ExplainService/explain", "admin"),
         ("/nothing/AtAll", "admin"),
@@ -534,16 +538,16 @@ def test_every_rpc_is_refused_without_a_token_and_with_one_for_something_else(li
 
 
 def test_the_table_of_roles_holds_every_rpc_of_the_services_that_only_tell():
-    told = {method.rpartition("/")[2] for method, role in access.NEEDED.items() if role == "observe"}
+    told = {method.rpartition("/")[2] for method, role in auth.NEEDED.items() if role == "observe"}
     others = {"ServerLive", "ServerReady", "ServerMetadata", "RepositoryIndex"}
     others |= {"ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"}
 
     assert {"ListModels", "GetModel", "ListLayers", "ListMethods", "ServerReflectionInfo"} | others == told
-    assert {role for method, role in access.NEEDED.items() if "Explain" in method or "Evaluat" in method} == {"explain"}
-    assert {role for method, role in access.NEEDED.items() if method.endswith("Infer")} == {"explain"}
-    assert {access.NEEDED[f"/camserve.v1.ModelService/{what}Model"] for what in ("Load", "Unload")} == {"admin"}
-    assert {access.NEEDED[f"/{oip.NAME}/RepositoryModel{what}"] for what in ("Load", "Unload")} == {"admin"}
-    assert {f"/{oip.NAME}/{rpc.name}" for rpc in oip.SERVICE.methods} <= set(access.NEEDED)
+    assert {role for method, role in auth.NEEDED.items() if "Explain" in method or "Evaluat" in method} == {"explain"}
+    assert {role for method, role in auth.NEEDED.items() if method.endswith("Infer")} == {"explain"}
+    assert {auth.NEEDED[f"/camserve.v1.ModelService/{what}Model"] for what in ("Load", "Unload")} == {"admin"}
+    assert {auth.NEEDED[f"/{oip.NAME}/RepositoryModel{what}"] for what in ("Load", "Unload")} == {"admin"}
+    assert {f"/{oip.NAME}/{rpc.name}" for rpc in oip.SERVICE.methods} <= set(auth.NEEDED)
 
 
 def test_what_only_an_admin_may_is_unknown_to_an_admin_while_there_is_none(line, roll):
@@ -580,7 +584,7 @@ def test_a_refusal_is_short_has_the_requests_id_and_tells_nothing_of_the_inside(
 
 
 def test_tokens_are_changed_while_the_server_runs(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(access, "RECHECK", 0.0)  # the file is looked at with every call
+    monkeypatch.setattr(auth, "RECHECK", 0.0)  # the file is looked at with every call
     roll = Roll(tmp_path / "tokens")
     first, second = roll.add("first", "observe"), roll.add("second", "observe")
     roll.write()
@@ -620,7 +624,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("method", STREAMS)
 def test_stream_accepts_no_request_once_its_token_is_revoked(start, tmp_path, method, monkeypatch):
-    monkeypatch.setattr(access, "RECHECK", 0.0)
+    monkeypatch.setattr(auth, "RECHECK", 0.0)
     made, name_of = STREAMS[method]
     roll = Roll(tmp_path / "tokens")
     secret = roll.add("revoked", "explain", "observe")
@@ -643,7 +647,7 @@ def test_stream_accepts_no_request_once_its_token_is_revoked(start, tmp_path, me
 
 
 def test_stream_answers_what_it_accepted_before_its_token_was_revoked(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(access, "RECHECK", 0.0)
+    monkeypatch.setattr(auth, "RECHECK", 0.0)
     roll = Roll(tmp_path / "tokens")
     secret = roll.add("revoked", "explain")
     roll.write()
@@ -702,7 +706,7 @@ def test_a_line_that_is_wrong_is_told_by_its_number_and_never_by_what_it_says(tm
         path = tmp_path / "tokens"
         path.write_bytes(content) if content else path.unlink()
         with pytest.raises(ConfigError, match=words):
-            access.Guard(str(path), None)
+            auth.Guard(str(path), None)
 
 
 def test_what_is_no_text_is_no_token():

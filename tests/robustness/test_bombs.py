@@ -8,8 +8,8 @@ import zlib
 import pytest
 from PIL import Image
 
-from camserve_server import images
-from camserve_server.types import Limits
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
 from robustness import hygiene, watched
 
 

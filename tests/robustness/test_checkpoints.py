@@ -22,7 +22,7 @@ from torch import nn
 
 import camserve_server
 from camserve_server import models
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
 from camserve_server.models import checkpoint
 from camserve_server.models.checkpoint import Room
 from camserve_server.models.load import _check_finite as check_finite

@@ -14,9 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import fake_cuda
-from camserve_server import server
+from camserve_server.api import grpc_server
 from camserve_server.models import parse
-from camserve_server.workers import Setup, Worker, nursery
+from camserve_server.workers import Setup, Worker, fork_server
 from camserve_server.workers import worker as worker_module
 from camserve_server.workers.messages import BEAT, SILENCE, Beat
 from camserve_server.workers.replies import packed
@@ -104,7 +104,7 @@ def test_worker_that_gives_signs_of_life_and_never_is_ready_is_ended(monkeypatch
             ends.append(self)
             return -9
 
-    monkeypatch.setattr(nursery, "begin", Beating)
+    monkeypatch.setattr(fork_server, "begin", Beating)
     monkeypatch.setattr(worker_module, "STARTING", 1.0)
     with worker(Setup("cpu", 1)):
         wait_until(lambda: ended)
@@ -149,9 +149,9 @@ def serves(stub, name=""):
 @pytest.mark.parametrize("isolation", ["process", pytest.param("thread", marks=pytest.mark.slow)])
 def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder, driver, isolation):
     with served(folder, driver, "--isolation", isolation) as (process, stub):
-        wait_until(lambda: serves(stub, server.LIVE))
+        wait_until(lambda: serves(stub, grpc_server.LIVE))
         wait_until(lambda: driver.processes("starts"))
-        assert serves(stub, server.LIVE)
+        assert serves(stub, grpc_server.LIVE)
         assert not serves(stub)
         driver.go()
         wait_until(lambda: serves(stub))
@@ -186,7 +186,7 @@ def test_server_whose_device_is_not_there_says_why_and_ends(folder, version, wor
 @pytest.mark.slow
 def test_stop_is_heeded_while_a_driver_starts(folder, driver):
     with served(folder, driver) as (process, stub):
-        wait_until(lambda: serves(stub, server.LIVE))
+        wait_until(lambda: serves(stub, grpc_server.LIVE))
         wait_until(lambda: driver.processes("starts"))
         process.terminate()
         assert process.wait() == 0

@@ -14,9 +14,9 @@ from benchmarks.serving import serving as process
 from google.protobuf.message import DecodeError
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import parsing
-from camserve_server.oip.v2 import inference_pb2
-from camserve_server.wire.footprint import footprint, shape_of
+from camserve_server.api import deserialization
+from camserve_server.api.codec.footprint import footprint, shape_of
+from camserve_server.api.oip.v2 import inference_pb2
 from robustness import hygiene, nets
 from support import PHOTOS, give_back_memory, serving, wait_until
 
@@ -87,7 +87,7 @@ def line(served):
 @pytest.mark.parametrize("what", BOMBS)
 def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypatch):
     parsed = []
-    whole = parsing.Intake.parsed
+    whole = deserialization.Intake.parsed
 
     async def watched(self, data, shape, parse, caller):
         def noted(plain):
@@ -96,7 +96,7 @@ def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypa
 
         return await whole(self, data, shape, noted, caller)
 
-    monkeypatch.setattr(parsing.Intake, "parsed", watched)
+    monkeypatch.setattr(deserialization.Intake, "parsed", watched)
     method, made = BOMBS[what]
     error = refused(line, method, made())
 
@@ -130,7 +130,7 @@ def test_other_calls_are_answered_while_a_large_message_is_counted(line, monkeyp
             assert go_on.wait(60)
         return footprint(data, shape, most)
 
-    monkeypatch.setattr(parsing, "footprint", counted)
+    monkeypatch.setattr(deserialization, "footprint", counted)
     attack = line.unary_unary(EXPLAIN).future(methods(), timeout=60, compression=grpc.Compression.Gzip)
     assert counting.wait(60)
     answered = [models_pb2.ListModelsResponse.FromString(line.unary_unary(LIST)(b"", timeout=60)) for _ in range(3)]
@@ -184,7 +184,7 @@ def test_message_above_the_limit_once_unpacked_is_refused(line, pack):
     assert hygiene.faults(error) == []
 
 
-class Fake(parsing.Intake):
+class Fake(deserialization.Intake):
     """An intake whose messages are bytes, and which records how many of them are held."""
 
     made: ClassVar[list["Fake"]] = []
@@ -262,7 +262,7 @@ async def test_invalid_message_holds_no_memory():
 
 
 def test_calls_and_streams_always_release_the_memory_of_their_messages(monkeypatch):
-    monkeypatch.setattr(parsing, "Intake", Fake)
+    monkeypatch.setattr(deserialization, "Intake", Fake)
     Fake.made.clear()
     sound = [explain_pb2.ExplainStreamRequest(request_id=str(number)).SerializeToString() for number in range(40)]
     with (

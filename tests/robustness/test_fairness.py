@@ -11,7 +11,8 @@ import PIL.Image
 import pytest
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server import images, tokens
+from camserve_server.api import tokens
+from camserve_server.imaging import images
 from robustness import hygiene, nets
 from support import PHOTOS, serving, wait_until
 

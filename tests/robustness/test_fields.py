@@ -7,17 +7,17 @@ import pytest
 from google.rpc import code_pb2
 
 from camserve.v1 import explain_pb2
-from camserve_server import wire
-from camserve_server.errors import ServiceError
+from camserve_server.api import codec
+from camserve_server.api.codec.checks import LARGEST_SIDE
+from camserve_server.api.codec.footprint import footprint, shape_of
+from camserve_server.api.codec.sizes import LISTS
+from camserve_server.api.deserialization import FIELDS
+from camserve_server.api.rpc import LONGEST_ID
+from camserve_server.api.statuses import STATUS
+from camserve_server.core.errors import ServiceError
+from camserve_server.core.limits import Limits
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
-from camserve_server.parsing import FIELDS
-from camserve_server.rpc import LONGEST_ID
-from camserve_server.statuses import STATUS
-from camserve_server.types import Limits
-from camserve_server.wire.checks import LARGEST_SIDE
-from camserve_server.wire.footprint import footprint, shape_of
-from camserve_server.wire.sizes import LISTS
 from robustness import fields, hygiene
 from robustness.cost import counting
 from support import serving
@@ -125,13 +125,13 @@ def line(served):
 def read(models, rpc, request):
     """Read a request as the RPC does before it does anything else."""
     if rpc == "Explain":
-        return wire.read_order(request, models, LIMITS)
+        return codec.read_order(request, models, LIMITS)
     if rpc == "ExplainStream":
-        return wire.read_order(request.request, models, LIMITS)
+        return codec.read_order(request.request, models, LIMITS)
     reader = {
-        "Evaluate": wire.read_evaluation,
-        "InspectLayers": wire.read_inspection,
-        "ExtractFeatures": wire.read_extraction,
+        "Evaluate": codec.read_evaluation,
+        "InspectLayers": codec.read_inspection,
+        "ExtractFeatures": codec.read_extraction,
     }[rpc]
     return reader(request, models, LIMITS)
 
@@ -306,9 +306,9 @@ def test_too_long_text_is_refused_before_any_work(line, cost, length):
     assert cost() == {}
 
 
-@pytest.mark.parametrize("forgotten", ["requests.check_sizes", "xray.check_sizes", "xray.check_range"])
+@pytest.mark.parametrize("forgotten", ["requests.check_sizes", "inspection.check_sizes", "inspection.check_range"])
 def test_a_check_that_is_forgotten_is_seen(served, forgotten, monkeypatch):
-    monkeypatch.setattr(f"camserve_server.wire.{forgotten}", lambda *_: None)
+    monkeypatch.setattr(f"camserve_server.api.codec.{forgotten}", lambda *_: None)
     lists = [too_long(place, MANY) for place in fields.LISTS]
     numbers = [
         (place, label, fields.put(fields.sound(place), place, value), expected(place, label))

@@ -7,7 +7,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from camserve_server import config, floods, health
+from camserve_server.api import connection_limits, health
+from camserve_server.core import config
 from robustness import flood_it
 from robustness.flood_it import (
     ACKNOWLEDGED,
@@ -32,7 +33,7 @@ NUMBERS = range(1, 20_000, 2)
 @pytest.fixture
 async def port():
     """A server that has health alone, and the options of ours."""
-    options = floods.options(config.load(flags={"models": ("any",)}, environment={}))
+    options = connection_limits.options(config.load(flags={"models": ("any",)}, environment={}))
     server, servicer = grpc.aio.server(options=options), health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     servicer.set({"": health_pb2.HealthCheckResponse.SERVING})

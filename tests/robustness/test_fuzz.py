@@ -15,11 +15,12 @@ from google.protobuf.descriptor import FieldDescriptor as Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from camserve_server import images, wire
-from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound
+from camserve_server.api import codec
+from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
-from camserve_server.types import Limits
 from robustness import fields, fuzz_them, hygiene, mutants, watched
 from support import serving
 
@@ -196,10 +197,10 @@ def models():
 
 
 READERS = {
-    "Explain": wire.read_order,
-    "Evaluate": wire.read_evaluation,
-    "InspectLayers": wire.read_inspection,
-    "ExtractFeatures": wire.read_extraction,
+    "Explain": codec.read_order,
+    "Evaluate": codec.read_evaluation,
+    "InspectLayers": codec.read_inspection,
+    "ExtractFeatures": codec.read_extraction,
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server import health
+from camserve_server.api import health
 from robustness import flood_it, nets
 from support import PHOTOS, serving
 

@@ -24,9 +24,11 @@ import camserve
 import fork_server
 from camserve import cli
 from camserve.v1 import models_pb2, models_pb2_grpc
-from camserve_server import config, fleet, lifecycle, server
-from camserve_server.errors import ConfigError
-from camserve_server.types import ModelInfo
+from camserve_server.app import server
+from camserve_server.core import config
+from camserve_server.core.errors import ConfigError
+from camserve_server.models.values import ModelInfo
+from camserve_server.serving import repository, worker_pool
 from robustness import hygiene
 from support import alive, children, serving, wait_in_loop_until, wait_until
 
@@ -262,7 +264,7 @@ def check_versions(found, digests):
 
 def test_versions_that_were_mixed_would_show(place, monkeypatch):
     """Planted: the versions of a model have one key, so that rows of the old one run on the new one."""
-    load = fleet.Fleet.load
+    load = worker_pool.Fleet.load
 
     async def loaded_over_the_old(self, _key, spec):
         info = await load(self, spec.name, spec)
@@ -274,8 +276,8 @@ def test_versions_that_were_mixed_would_show(place, monkeypatch):
     async def kept(*_):
         pass
 
-    monkeypatch.setattr(fleet.Fleet, "load", loaded_over_the_old)
-    monkeypatch.setattr(fleet.Fleet, "drop", kept)
+    monkeypatch.setattr(worker_pool.Fleet, "load", loaded_over_the_old)
+    monkeypatch.setattr(worker_pool.Fleet, "drop", kept)
     monkeypatch.setattr(ModelInfo, "key", property(lambda self: self.name))
     with pytest.raises(AssertionError):
         test_a_model_is_loaded_again_without_one_failed_call_and_no_answer_mixes_two_versions(place)
@@ -375,7 +377,7 @@ def test_what_is_not_there_is_told_as_what_a_link_outside_leads_to(place, line):
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_file_replaced_by_a_link_before_opening_is_not_loaded(place, isolation, monkeypatch):
     (place.path / "outside.safetensors").write_bytes((place.weights / "1.safetensors").read_bytes())
-    resolve = lifecycle.Lifecycle._file
+    resolve = repository.Lifecycle._file
 
     def resolve_and_exchange(self, name):
         path = resolve(self, name)
@@ -383,7 +385,7 @@ def test_file_replaced_by_a_link_before_opening_is_not_loaded(place, isolation, 
         path.symlink_to(place.path / "outside.safetensors")
         return path
 
-    monkeypatch.setattr(lifecycle.Lifecycle, "_file", resolve_and_exchange)
+    monkeypatch.setattr(repository.Lifecycle, "_file", resolve_and_exchange)
     with served(place, isolation=isolation) as one, client_of(one) as client:
         with pytest.raises(camserve.FailedPrecondition, match="version 1 goes on"):
             client.load_model("tiny", weights="2.safetensors")

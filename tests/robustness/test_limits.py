@@ -8,11 +8,15 @@ import grpc
 import pytest
 
 from camserve.v1 import explain_pb2, models_pb2
-from camserve_server import admission, batcher, floods, health, images, parsing, pipeline
-from camserve_server.config import Settings
-from camserve_server.rpc import LONGEST_ID
-from camserve_server.types import Limits
-from camserve_server.wire.checks import LARGEST_SIDE
+from camserve_server import scheduling
+from camserve_server.api import connection_limits, deserialization, health
+from camserve_server.api.codec.checks import LARGEST_SIDE
+from camserve_server.api.rpc import LONGEST_ID
+from camserve_server.core.config import Settings
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
+from camserve_server.scheduling import admission
+from camserve_server.serving import explain
 from robustness import hygiene, nets
 from support import serving
 
@@ -41,18 +45,23 @@ def of_the_server():
         ("metadata of a call", f"{SETTINGS.max_metadata_kib} KiB", "max_metadata_kib", GRPC),
         ("message, as sent", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", GRPC),
         ("message, unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", "RESOURCE_EXHAUSTED"),
-        ("fields of a message", f"{parsing.FIELDS:,}", "", INVALID),
-        ("memory of a message", mib(parsing.GROWTH * SETTINGS.max_message_mib * 2**20), "", INVALID),
-        ("memory of all messages", mib(parsing.MESSAGES), "", "the others wait"),
-        ("messages being received, of a caller's calls", f"{parsing.RECEIVED}", "", "the others wait unread"),
-        ("and of its streams", f"{parsing.RECEIVED}", "", "the others wait unread"),
+        ("fields of a message", f"{deserialization.FIELDS:,}", "", INVALID),
+        ("memory of a message", mib(deserialization.GROWTH * SETTINGS.max_message_mib * 2**20), "", INVALID),
+        ("memory of all messages", mib(deserialization.MESSAGES), "", "the others wait"),
+        ("messages being received, of a caller's calls", f"{deserialization.RECEIVED}", "", "the others wait unread"),
+        ("and of its streams", f"{deserialization.RECEIVED}", "", "the others wait unread"),
         ("health watches", f"{health.WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
         ("of these, from one address", f"{health.WATCHERS_OF_ONE}", "", "RESOURCE_EXHAUSTED"),
         ("message of a watch, or of a question to reflection", f"{health.LARGEST // 2**10} KiB", "", INVALID),
         ("rows in the queue", f"{SETTINGS.max_queue_rows:,}", "max_queue_rows", "RESOURCE_EXHAUSTED, and when to come"),
         ("of these, one caller's", "its share", "", "RESOURCE_EXHAUSTED; within it the request waits"),
         ("rows that wait for the queue", f"{admission.LINE:,}", "", "RESOURCE_EXHAUSTED, and when to come"),
-        ("inputs and maps of each row in both", f"{batcher.PLACE // 2**10} KiB", "", "the request counts as more rows"),
+        (
+            "inputs and maps of each row in both",
+            f"{scheduling.PLACE // 2**10} KiB",
+            "",
+            "the request counts as more rows",
+        ),
     )
 
 
@@ -70,11 +79,11 @@ def of_a_request():
         ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
-        ("bytes of its pictures", mib(pipeline.PICTURES), "", pictures),
-        ("memory to decode and draw in, of all", mib(pipeline.EASEL), "", "the others wait"),
-        ("memory of replies that are not sent yet, of all", mib(pipeline.REPLIES), "", "the others are not drawn yet"),
-        ("of these, of one caller", mib(pipeline.CALLERS_REPLIES), "", "the others are not drawn yet"),
-        ("decoded photos held, of all", mib(pipeline.SHELF), "", "the others are decoded again"),
+        ("bytes of its pictures", mib(explain.PICTURES), "", pictures),
+        ("memory to decode and draw in, of all", mib(explain.EASEL), "", "the others wait"),
+        ("memory of replies that are not sent yet, of all", mib(explain.REPLIES), "", "the others are not drawn yet"),
+        ("of these, of one caller", mib(explain.CALLERS_REPLIES), "", "the others are not drawn yet"),
+        ("decoded photos held, of all", mib(explain.SHELF), "", "the others are decoded again"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
         ("parameters of one of these", f"{limits.parameters}", "", f"{INVALID}, its `parameters`"),
@@ -125,18 +134,19 @@ def test_no_limit_is_left_out_of_the_table(monkeypatch):
 
 
 def test_security_md_states_the_memory_limits_of_the_code():
-    queue = SETTINGS.max_queue_rows * batcher.PLACE
+    queue = SETTINGS.max_queue_rows * scheduling.PLACE
     bounds = (
-        f"messages {mib(parsing.MESSAGES)}; inputs, masks and maps {mib(queue)}; decoded photos {mib(pipeline.SHELF)}; "
-        f"what is being decoded and drawn {mib(pipeline.EASEL)}; replies {mib(pipeline.REPLIES)}; "
+        f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
+        f"decoded photos {mib(explain.SHELF)}; "
+        f"what is being decoded and drawn {mib(explain.EASEL)}; replies {mib(explain.REPLIES)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
-    receiving = f"at most {parsing.RECEIVED} calls and {parsing.RECEIVED} streams receive a message"
+    receiving = f"at most {deserialization.RECEIVED} calls and {deserialization.RECEIVED} streams receive a message"
     text = " ".join(SECURITY.split())
 
     assert bounds in text
     assert receiving in text
-    assert f"takes more than {floods.LAPSE:g} s loses its turn" in text
+    assert f"takes more than {connection_limits.LAPSE:g} s loses its turn" in text
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 import needs
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server.hardware import CGROUPS, GROUPS_OF_THIS
+from camserve_server.core.hardware import CGROUPS, GROUPS_OF_THIS
 from robustness import tree
 from support import PHOTOS, wait_until
 

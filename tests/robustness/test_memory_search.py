@@ -5,7 +5,7 @@ import time
 import pytest
 from benchmarks.serving import serving
 
-from camserve_server.process import IDLE
+from camserve_server.core.process import IDLE
 from robustness import memory_loads, tree
 from robustness.memory_loads import LOADS, MIB, Caller, Meter, explaining
 

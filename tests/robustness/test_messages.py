@@ -10,7 +10,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import logs, oip
+from camserve_server.api import oip
+from camserve_server.core import logs
 from robustness import hygiene, nets
 from support import serving, wait_until
 

@@ -8,11 +8,11 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor as Kind
 
-from camserve_server import oip
-from camserve_server.oip.tensors import element
-from camserve_server.oip.v2 import inference_pb2
-from camserve_server.types import Limits
-from camserve_server.wire.sizes import LISTS
+from camserve_server.api import oip
+from camserve_server.api.codec.sizes import LISTS
+from camserve_server.api.oip.tensors import element
+from camserve_server.api.oip.v2 import inference_pb2
+from camserve_server.core.limits import Limits
 from robustness import fields, hygiene, nets
 from robustness.cost import counting
 from support import serving

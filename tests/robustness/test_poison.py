@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import camserve
-from camserve_server.errors import OutOfMemory
+from camserve_server.core.errors import OutOfMemory
 from robustness import hygiene, soaked, tree
 from rounding import check_same
 from support import give_back_memory, rows_waiting, serving, wait_until

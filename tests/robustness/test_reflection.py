@@ -7,7 +7,8 @@ import pytest
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2
 
-from camserve_server import errors, health, reflection
+from camserve_server.api import health, reflection
+from camserve_server.core import errors
 from robustness import hygiene, nets
 from support import serving
 

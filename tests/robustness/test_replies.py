@@ -10,26 +10,29 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from camserve_server import errors, types
-from camserve_server.errors import Internal, WorkerLost
+from camserve_server.core import errors
+from camserve_server.core.errors import Internal, WorkerLost
+from camserve_server.imaging.values import Box, Preprocess
 from camserve_server.models.pickles import Damaged
+from camserve_server.models.values import LayerInfo, Layout, ModelInfo
+from camserve_server.targets.values import ClassTarget, Reading, RowResult, SegmentTarget, SimilarityTarget, Statistics
 from camserve_server.telemetry import Memory
 from camserve_server.workers import Setup, replies, worker
 from camserve_server.workers.messages import Beat, Reply
 
-PREPROCESS = types.Preprocess((4, 4), 4, "bilinear", (0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
-LAYERS = {"a.b": types.LayerInfo("a.b", "Conv2d", (1, 2, 3, 3), 7, 1, types.Layout("nchw", 3, 3))}
-INFO = types.ModelInfo("n", "s", "file", "d", ("ä", "\ud800"), 2, 9, PREPROCESS, LAYERS, "a.b", "float32", "cpu")
-STATISTICS = types.Statistics(1.5, np.nan, -np.inf, 2.0, 0.0, 3.0, 0)
+PREPROCESS = Preprocess((4, 4), 4, "bilinear", (0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
+LAYERS = {"a.b": LayerInfo("a.b", "Conv2d", (1, 2, 3, 3), 7, 1, Layout("nchw", 3, 3))}
+INFO = ModelInfo("n", "s", "file", "d", ("ä", "\ud800"), 2, 9, PREPROCESS, LAYERS, "a.b", "float32", "cpu")
+STATISTICS = Statistics(1.5, np.nan, -np.inf, 2.0, 0.0, 3.0, 0)
 SHARED = np.arange(6, dtype=np.float32).reshape(2, 3)
 RESULTS = (
-    types.RowResult(SHARED, types.ClassTarget(3), 0.1, ((SHARED, SHARED.T),), (True,)),
-    types.RowResult(SHARED, types.SegmentTarget(1, types.Box(0, 1, 2, 3), SHARED > 2), np.float32(0.5)),
-    types.RowResult(
+    RowResult(SHARED, ClassTarget(3), 0.1, ((SHARED, SHARED.T),), (True,)),
+    RowResult(SHARED, SegmentTarget(1, Box(0, 1, 2, 3), SHARED > 2), np.float32(0.5)),
+    RowResult(
         np.empty((0, 6), np.float32),
-        types.SimilarityTarget(reference=SHARED[0]),
+        SimilarityTarget(reference=SHARED[0]),
         -0.0,
-        readings=(None, types.Reading((1, 2), STATISTICS, STATISTICS)),
+        readings=(None, Reading((1, 2), STATISTICS, STATISTICS)),
     ),
 )
 
@@ -135,7 +138,7 @@ class Fake:
 
 @pytest.fixture
 def process(monkeypatch):
-    monkeypatch.setattr(worker.nursery, "begin", Fake)
+    monkeypatch.setattr(worker.fork_server, "begin", Fake)
     life = worker._Life(Setup("cpu", 1), lambda *_: None)
     reading = threading.Thread(target=life.read)
     reading.start()

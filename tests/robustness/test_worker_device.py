@@ -9,12 +9,16 @@ import pytest
 
 import camserve
 import fake_device
-from camserve_server import devices, fleet, server
-from camserve_server.errors import ConfigError, WorkerLost
+from camserve_server.app import server
+from camserve_server.core import devices
+from camserve_server.core.errors import ConfigError, WorkerLost
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
+from camserve_server.models.values import Pass
+from camserve_server.serving import worker_pool
 from camserve_server.targets import anything
-from camserve_server.types import MethodCall, Pass, Row
-from camserve_server.workers import Setup, Worker, nursery
+from camserve_server.workers import Setup, Worker, fork_server
 from robustness.nursing import nursed
 from support import TINY, serving, wait_until
 
@@ -26,7 +30,7 @@ class Waits(nn.Module):
     """Waits for the device, as a model does that reads a number from it."""
 
     def forward(self, x):
-        from camserve_server.devices import device_of
+        from camserve_server.core.devices import device_of
 
         device_of("cpu:1").synchronize()
         return x
@@ -58,7 +62,7 @@ def lost():
 @pytest.fixture
 def worker(folder, nurse, monkeypatch, lost):
     """A worker with a model on the device, and what it knows of that."""
-    monkeypatch.setattr(nursery, "_here", [nurse])
+    monkeypatch.setattr(fork_server, "_here", [nurse])
     (folder / "log").write_text("")
     setup = Setup(fake_device.NAME, 1, beside=True, path=(str(folder), *sys.path), log_level="critical", measure=True)
     one = Worker(setup, lost=lost.append)
@@ -94,8 +98,8 @@ def test_every_thread_of_a_worker_uses_its_own_device_and_none_the_first(worker,
 
 def test_every_thread_of_a_server_that_has_its_engine_uses_its_device_and_none_the_first(folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(fleet, "CANARY", 0.02)
-    for module in (server, fleet):
+    monkeypatch.setattr(worker_pool, "CANARY", 0.02)
+    for module in (server, worker_pool):
         monkeypatch.setattr(module, "devices_named", lambda _: [fake_device.NAME])
     monkeypatch.setitem(devices.KINDS, "cpu", devices.KINDS["cpu"])  # to be put back
     try:

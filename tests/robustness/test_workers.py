@@ -19,11 +19,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import camserve
 import fork_server
-from camserve_server import config, fleet, server
-from camserve_server.errors import ConfigError, Unavailable, WorkerLost
+from camserve_server.api import grpc_server
+from camserve_server.core import config
+from camserve_server.core.errors import ConfigError, Unavailable, WorkerLost
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
+from camserve_server.models.values import Pass
+from camserve_server.serving import worker_pool
 from camserve_server.targets import anything
-from camserve_server.types import MethodCall, Pass, Row
 from camserve_server.workers import Local, Setup, Worker
 from camserve_server.workers import worker as worker_module
 from robustness import hygiene
@@ -331,7 +335,7 @@ def healthy(client):
 def live(address):
     """Return whether the server says that its event loop runs."""
     with grpc.insecure_channel(address) as channel:
-        asking = health_pb2.HealthCheckRequest(service=server.LIVE)
+        asking = health_pb2.HealthCheckRequest(service=grpc_server.LIVE)
         found = health_pb2_grpc.HealthStub(channel).Check(asking, timeout=5)
     return found.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -413,10 +417,10 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
 async def test_health_follows_a_canary_where_there_is_no_other_explanation(folder, monkeypatch):
     """An engine whose process lives and answers nothing but errors, or numbers that are none, is not well."""
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(fleet, "CANARY", 0.02)
+    monkeypatch.setattr(worker_pool, "CANARY", 0.02)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
     told = asyncio.Queue()
-    async with fleet.Fleet(settings, told.put_nowait) as one:
+    async with worker_pool.Fleet(settings, told.put_nowait) as one:
         one.registry.models["tiny"] = await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         engine = one.batcher._engines[0]
         right = engine.run
@@ -437,7 +441,7 @@ async def test_health_follows_a_canary_where_there_is_no_other_explanation(folde
 async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
-    async with fleet.Fleet(settings) as one:
+    async with worker_pool.Fleet(settings) as one:
         pass_, rows = asked(await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
 
         def submit():
@@ -446,7 +450,7 @@ async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, 
         with StoppedClock() as clock:
             one._went(0)
             waiting = submit()
-            clock.advance(fleet.BORNE - 1)
+            clock.advance(worker_pool.BORNE - 1)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not waiting.done()

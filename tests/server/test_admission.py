@@ -5,12 +5,13 @@ import random
 
 import pytest
 
-from camserve_server import admission
-from camserve_server.admission import Admission, address_of
-from camserve_server.batcher import PLACE, Batcher
-from camserve_server.errors import ResourceExhausted
+from camserve_server.core.errors import ResourceExhausted
+from camserve_server.engine.values import Row
+from camserve_server.models.values import Pass
+from camserve_server.scheduling import PLACE, Batcher, admission
+from camserve_server.scheduling.admission import Admission, address_of
+from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Origin
-from camserve_server.types import Pass, Row, RowResult
 
 PASS = Pass("m", "score", (1, 1))
 

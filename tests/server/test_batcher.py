@@ -10,10 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
-from camserve_server.batcher import Batcher
-from camserve_server.batcher import capacity as capacity_module
-from camserve_server.batcher import queue as queue_module
-from camserve_server.errors import (
+from camserve_server.core.errors import (
     DeadlineExceeded,
     Internal,
     InvalidArgument,
@@ -23,8 +20,15 @@ from camserve_server.errors import (
     Unavailable,
     WorkerLost,
 )
+from camserve_server.engine.values import Row
+from camserve_server.imaging.values import Preprocess
+from camserve_server.methods.values import MethodCall
+from camserve_server.models.values import LayerInfo, ModelInfo, Pass
+from camserve_server.scheduling import Batcher
+from camserve_server.scheduling import capacity as capacity_module
+from camserve_server.scheduling import queue as queue_module
+from camserve_server.targets.values import ClassTarget, RowResult
 from camserve_server.telemetry import Origin
-from camserve_server.types import ClassTarget, LayerInfo, MethodCall, ModelInfo, Pass, Preprocess, Row, RowResult
 from support import StoppedClock, wait_in_loop_until
 
 CAM = Pass("net", "cam", (8, 8), ("layer4",))

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from camserve_server import commands, config
+from camserve_server.cli import commands
+from camserve_server.core import config
 
 SMALL = "small=torchvision:squeezenet1_1?weights=none&size=64&classes=7"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -93,7 +94,7 @@ def test_a_fault_is_told_at_the_line_of_the_setting_that_has_it(check):
 
 
 def test_a_sound_file_is_said_to_be_so_and_no_model_is_loaded(check, monkeypatch):
-    monkeypatch.setattr("camserve_server.checking.models.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("camserve_server.cli.config_check.models.load", lambda *_: pytest.fail("a model was loaded"))
 
     assert check('models = ["timm:vit_base_patch16_224?weights=none", "torchvision:resnet50"]\nthreads = 2') == (
         0,

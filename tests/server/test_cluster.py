@@ -19,13 +19,13 @@ from grpc_health.v1 import health_pb2
 
 from camserve import dataset
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
-from camserve_server import config, devices
+from camserve_server.cli.commands import program
 from camserve_server.cluster import application, commands, job, proxy
 from camserve_server.cluster.calls import RowsInFlight
-from camserve_server.cluster.door import UNARY, Door
 from camserve_server.cluster.engine import Engine
-from camserve_server.commands import program
-from camserve_server.errors import ConfigError
+from camserve_server.cluster.ingress import UNARY, Door
+from camserve_server.core import config, devices
+from camserve_server.core.errors import ConfigError
 from support import PHOTOS
 
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -210,7 +210,7 @@ async def test_a_caller_that_takes_no_answers_is_not_read_on_and_on():
 
 
 async def test_health_is_that_of_the_engines_and_a_watch_hears_of_a_change(monkeypatch):
-    monkeypatch.setattr("camserve_server.cluster.door.LOOK", 0.02)
+    monkeypatch.setattr("camserve_server.cluster.ingress.LOOK", 0.02)
     kinds = health_pb2.HealthCheckResponse
 
     class One:
@@ -338,7 +338,7 @@ def test_a_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photo
 
 
 def test_of_an_engine_that_cannot_begin_its_own_words_are_told():
-    said = "ray::engine.__init__()\n  File x, line 1\ncamserve_server.errors.ConfigError: no model x\nThe error"
+    said = "ray::engine.__init__()\n  File x, line 1\ncamserve_server.core.errors.ConfigError: no model x\nThe error"
 
     assert commands.reason(["", said]) == "no model x"
     assert "Ray's log says why" in commands.reason([])

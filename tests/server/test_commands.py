@@ -17,7 +17,7 @@ from PIL import Image
 
 import fork_server
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server import commands
+from camserve_server.cli import commands
 from support import wait_until
 
 PROGRAM = Path(sys.executable).with_name("camserve-server")

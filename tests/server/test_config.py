@@ -8,9 +8,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from camserve_server import commands, config, errors
-from camserve_server.errors import ConfigError
-from camserve_server.types import Limits
+from camserve_server.cli import commands
+from camserve_server.core import config, errors
+from camserve_server.core.errors import ConfigError
+from camserve_server.core.limits import Limits
 
 FIELDS = config.Settings.model_fields
 

@@ -8,9 +8,9 @@ import pytest
 
 import camserve
 from camserve.v1 import evaluate_pb2
-from camserve_server import wire
+from camserve_server.api import codec
+from camserve_server.core.limits import Limits
 from camserve_server.metrics import METRICS
-from camserve_server.types import Limits
 from rounding import check_same
 from support import PHOTOS, serving, wait_until
 
@@ -150,6 +150,6 @@ def test_the_service_has_a_health_of_its_own(client):
 
 def test_the_cost_is_known_before_anything_runs(served):
     request = evaluate_pb2.EvaluateRequest(metrics=[evaluate_pb2.Metric(name=name) for name in ("road", "increase")])
-    asked = wire.read_evaluation(request, served.pipeline.models, Limits())
+    asked = codec.read_evaluation(request, served.pipeline.models, Limits())
 
     assert asked.assessment.rows == 1 + 18 + 1

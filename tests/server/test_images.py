@@ -22,9 +22,10 @@ from sklearn.datasets import load_sample_images
 from timm.data import create_transform
 from torchvision import models, transforms
 
-from camserve_server import images
-from camserve_server.errors import InvalidArgument
-from camserve_server.types import Box, Limits, Preprocess
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
+from camserve_server.imaging.values import Box, Preprocess
 from support import give_back_memory
 
 LIMITS = Limits()
@@ -255,7 +256,7 @@ def test_below_the_limits_opencv_has_its_own(bomb, tmp_path):
     """In a process of its own, as the first to import OpenCV decides."""
     (tmp_path / "bomb.png").write_bytes(bomb)
     program = f"""
-from camserve_server._cv2 import cv2
+from camserve_server.imaging.opencv import cv2
 import numpy as np
 try:
     cv2.imdecode(np.fromfile({str(tmp_path / "bomb.png")!r}, np.uint8), cv2.IMREAD_COLOR)

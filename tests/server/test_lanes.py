@@ -14,11 +14,14 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
-from camserve_server import devices
-from camserve_server.errors import Internal, OutOfMemory
+from camserve_server.core import devices
+from camserve_server.core.errors import Internal, OutOfMemory
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
-from camserve_server.telemetry import State, meters
-from camserve_server.types import MethodCall, Pass, RankTarget, Row
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import RankTarget
+from camserve_server.telemetry import State, prometheus
 from camserve_server.workers import Local, Setup, Worker
 from camserve_server.workers.messages import Reply
 from camserve_server.workers.replies import packed, unpacked
@@ -438,7 +441,7 @@ def test_rows_of_a_batch_follow_the_memory_as_models_come_and_go(gpu, tiny):
 def test_metrics_have_the_memory_of_each_engines_gpu(tiny):
     with serving(models=(tiny,), device="cpu,cpu") as served:
         engines = served.pipeline.lifecycle.engines
-        told = meters.Meters(lambda: State(ready=True, in_flight=0, engines=engines()))
+        told = prometheus.Meters(lambda: State(ready=True, in_flight=0, engines=engines()))
         _, text = told.written("text/plain")
     (family,) = [
         one for one in text_string_to_metric_families(text.decode()) if one.name == "camserve_engine_memory_bytes"

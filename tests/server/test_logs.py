@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from camserve_server import logs
+from camserve_server.core import logs
 
 LOG = logging.getLogger("camserve_server.anything")
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server import images
-from camserve_server.batcher import PLACE
-from camserve_server.pipeline import COPIES
+from camserve_server.imaging import images
+from camserve_server.scheduling import PLACE
+from camserve_server.serving.explain import COPIES
 from robustness.flood_it import NO_WINDOW, Connection
 from support import PHOTOS, serving, wait_until
 
@@ -131,7 +131,7 @@ def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limi
 
 
 def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than_there_is(served, stub, monkeypatch):
-    monkeypatch.setattr("camserve_server.pipeline.EASEL", 100_000)
+    monkeypatch.setattr("camserve_server.serving.explain.EASEL", 100_000)
     monkeypatch.setattr(served.pipeline.easel, "_places", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
@@ -210,7 +210,7 @@ def test_what_is_no_picture_takes_nothing_to_decode():
 
 
 def test_pictures_of_too_many_bytes_are_refused(stub, monkeypatch):
-    monkeypatch.setattr("camserve_server.pipeline.PICTURES", 50_000)
+    monkeypatch.setattr("camserve_server.serving.explain.PICTURES", 50_000)
     error = explaining(stub, rendering=DRAWN, top_k=2)().exception()
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -17,14 +17,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
 import fork_server
-from camserve_server import access, config, errors, oip, scraping, server, telemetry, tokens
-from camserve_server.errors import ConfigError
+from camserve_server import telemetry
+from camserve_server.api import auth, oip, tokens
+from camserve_server.api.oip.v2 import inference_pb2
+from camserve_server.api.rpc import RPC_NAMES
+from camserve_server.app import metrics_endpoint, server
+from camserve_server.core import config, errors
+from camserve_server.core.errors import ConfigError
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS
 from camserve_server.models import parse
-from camserve_server.oip.v2 import inference_pb2
-from camserve_server.rpc import RPC_NAMES
-from camserve_server.telemetry import meters
-from camserve_server.types import Verdict
+from camserve_server.telemetry import prometheus
 from camserve_server.workers import Local, Setup
 from robustness.authority import Authority
 from support import GPU, jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
@@ -226,7 +229,7 @@ def test_every_reason_that_the_code_gives_is_one_that_is_counted():
     code = "".join(path.read_text() for path in (ROOT / "service/camserve_server").rglob("*.py"))
     given = set(re.findall(r'\bshed ?= ?"(\w+)"', code))
 
-    assert given == set(meters.SHED)
+    assert given == set(prometheus.SHED)
     assert errors.WorkerLost("x").shed == "engine_lost"
     assert errors.OutOfMemory("x", shed="other").shed == "other"
     assert errors.NotFound("x").shed == ""
@@ -278,7 +281,7 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
     now = telemetry.State(
         ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.Engine("cuda:0", True, memory)]
     )
-    told = meters.Meters(lambda: now)
+    told = prometheus.Meters(lambda: now)
     record = telemetry.Record(
         "Explain", model="tiny", method="gradcam", seconds={"decode": 1.0}, explained=[("a", "OK")]
     )
@@ -300,7 +303,7 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
 
 def test_with_metrics_and_traces_off_nothing_of_them_is_imported_and_no_request_is_recorded(tiny):
     code = (
-        "import sys; from camserve_server import commands, server; "
+        "import sys; from camserve_server.app import server; from camserve_server.cli import commands; "
         "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
     )
     found = fork_server.run(code)
@@ -338,7 +341,7 @@ def scraped(**given):
     """Serve metrics, and nothing else; yield the address."""
     port = free_port()
     now = telemetry.State(ready=True, in_flight=3)
-    with scraping.told(settings(metrics_address=str(port), **given), lambda: now) as told:
+    with metrics_endpoint.told(settings(metrics_address=str(port), **given), lambda: now) as told:
         assert told.meters
         yield f"127.0.0.1:{port}"
 
@@ -354,9 +357,9 @@ def test_a_port_alone_is_on_this_machine_alone():
 def test_a_port_for_metrics_that_others_can_reach_wants_what_the_servers_wants():
     for address in ("0.0.0.0:9464", "[::]:9464", "10.0.0.1:9464"):
         with pytest.raises(ConfigError, match=rf"{re.escape(address)} can be reached from other machines.*--insecure"):
-            access.check(settings(metrics_address=address))
-        access.check(settings(metrics_address=address, tls_cert="a", tls_key="b", tokens_file="c"))
-        access.check(settings(metrics_address=address, insecure=True))
+            auth.check(settings(metrics_address=address))
+        auth.check(settings(metrics_address=address, tls_cert="a", tls_key="b", tokens_file="c"))
+        auth.check(settings(metrics_address=address, insecure=True))
 
 
 def test_with_tls_and_tokens_metrics_are_for_who_may_observe(tmp_path):
@@ -408,7 +411,9 @@ def test_any_other_path_says_where_the_metrics_are_and_tells_nothing_else():
 def slow_connections(address):
     """Open as many connections as are served at a time, each with the beginning of a request."""
     with contextlib.ExitStack() as stack:
-        lines = [stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(scraping.AT_ONCE)]
+        lines = [
+            stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(metrics_endpoint.AT_ONCE)
+        ]
         for line in lines:
             line.settimeout(20)
             line.sendall(b"GET /metrics HTTP/1.1\r\nHo")
@@ -417,11 +422,11 @@ def slow_connections(address):
 
 def test_scrape_replaces_a_slow_connection(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(scraping, "clock", lambda: now[0])
+    monkeypatch.setattr(metrics_endpoint, "clock", lambda: now[0])
     with scraped() as address, slow_connections(address) as lines:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             status(f"http://{address}/metrics")
-        now[0] += scraping.SLOW + 0.1
+        now[0] += metrics_endpoint.SLOW + 0.1
         for line in lines:
             line.sendall(b"s")  # they are slow, and not silent
 
@@ -430,10 +435,10 @@ def test_scrape_replaces_a_slow_connection(monkeypatch):
 
 def test_a_connection_that_is_never_silent_is_closed_at_its_deadline(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(scraping, "clock", lambda: now[0])
+    monkeypatch.setattr(metrics_endpoint, "clock", lambda: now[0])
     with scraped() as address, slow_connections(address) as lines:
         received = []
-        now[0] += scraping.DEADLINE + 0.1
+        now[0] += metrics_endpoint.DEADLINE + 0.1
         for line in lines:
             with contextlib.suppress(ConnectionResetError):
                 received.append(line.recv(1))

@@ -13,13 +13,15 @@ from google.protobuf import text_format
 
 import camserve
 from camserve.v1 import explain_pb2
-from camserve_server import images, oip
-from camserve_server.errors import InvalidArgument, NotFound, ServiceError
-from camserve_server.oip import replies, requests, servicer, tensors
-from camserve_server.oip.statistics import Statistics
-from camserve_server.oip.v2 import inference_pb2
-from camserve_server.rpc import ServerState
-from camserve_server.types import Absent, Limits
+from camserve_server.api import oip
+from camserve_server.api.oip import replies, requests, servicer, tensors
+from camserve_server.api.oip.statistics import Statistics
+from camserve_server.api.oip.v2 import inference_pb2
+from camserve_server.api.rpc import ServerState
+from camserve_server.core.errors import InvalidArgument, NotFound, ServiceError
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
+from camserve_server.models.values import Absent
 from robustness import hygiene, nets
 from support import PHOTOS, jpeg, serving
 

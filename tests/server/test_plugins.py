@@ -9,9 +9,10 @@ import pytest
 
 import camserve
 import camserve_server
-from camserve_server import methods, models, plugins
-from camserve_server.errors import ConfigError
-from camserve_server.workers.local import Local
+from camserve_server import methods, models
+from camserve_server.core import plugins
+from camserve_server.core.errors import ConfigError
+from camserve_server.workers.in_process import Local
 from camserve_server.workers.messages import Setup
 from support import PHOTOS, serving
 

@@ -9,8 +9,9 @@ import threading
 
 import pytest
 
-from camserve_server import process, running
-from camserve_server.fleet import LOADING
+from camserve_server import running
+from camserve_server.core import process
+from camserve_server.serving.worker_pool import LOADING
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator is left alone")
 
@@ -18,7 +19,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another al
 CHURN = """
 import resource, sys, threading
 import numpy as np
-from camserve_server import process
+from camserve_server.core import process
 
 if sys.argv[1] == "kept":
     process.keep_memory()
@@ -39,7 +40,7 @@ print(faults[-1] - faults[9])
 PEAK = """
 import numpy as np
 from pathlib import Path
-from camserve_server import process
+from camserve_server.core import process
 
 def resident():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmRSS")) // 1024
@@ -55,7 +56,7 @@ print(most - before, resident() - before)
 PIECES = """
 import sys
 import numpy as np
-from camserve_server import process
+from camserve_server.core import process
 
 process.keep_memory()
 process.PAUSE = 0
@@ -69,7 +70,7 @@ print((process.resident() - before) // 2**20)
 
 COLLECT = """
 import gc, weakref
-from camserve_server import process
+from camserve_server.core import process
 
 class Ring:
     def __init__(self):
@@ -172,7 +173,7 @@ def test_the_thread_that_loaded_the_models_is_gone_and_its_openmp_workers_with_i
 
 LIMITS = """
 import resource, sys
-from camserve_server import process
+from camserve_server.core import process
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])))
 process.allow_files(1000)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -11,9 +11,13 @@ from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 from torchcam import methods as torchcam
 from torchvision.transforms.functional import to_pil_image
 
-from camserve_server import models, render
+from camserve_server import models
 from camserve_server.engine import Engine, normalise
-from camserve_server.types import ClassTarget, MethodCall, Pass, Row
+from camserve_server.engine.values import Row
+from camserve_server.imaging import render
+from camserve_server.methods.values import MethodCall
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import ClassTarget
 
 EXACT = 1e-4
 SIZE = (96, 96)

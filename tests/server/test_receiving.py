@@ -7,8 +7,8 @@ import sys
 import grpc
 import pytest
 
-from camserve_server import floods
-from camserve_server.floods import Messages, Receiving
+from camserve_server.api import connection_limits
+from camserve_server.api.connection_limits import Messages, Receiving
 from support import StoppedClock
 
 
@@ -83,14 +83,14 @@ async def test_turn_of_a_call_whose_message_does_not_come_lapses_and_one_that_ha
         whole, stuck, waiting = Call(receiving), Call(receiving, received=False), Call(receiving)
         before = await receiving_now([waiting])
         for _ in range(3):
-            clock.advance(floods.LAPSE)
+            clock.advance(connection_limits.LAPSE)
             await turns()
 
         assert before == [False]
         assert await receiving_now([waiting]) == [True]
         later = Call(receiving)
         for _ in range(3):
-            clock.advance(floods.LAPSE)
+            clock.advance(connection_limits.LAPSE)
             await turns()
         assert await receiving_now([later]) == [False]
         for call in (whole, stuck, waiting, later):
@@ -104,7 +104,7 @@ async def test_connection_whose_messages_never_come_holds_up_another_one_of_its_
         stuck = [Call(receiving, received=False) for _ in range(20)]
         newcomer = Call(receiving, connection="2")
         before = await receiving_now([newcomer])
-        clock.advance(floods.LAPSE)
+        clock.advance(connection_limits.LAPSE)
 
         assert before == [False]
         assert await receiving_now([newcomer]) == [True]

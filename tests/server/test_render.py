@@ -11,9 +11,9 @@ from PIL import Image
 from pytorch_grad_cam.utils.image import show_cam_on_image
 from skimage import data
 
-from camserve_server import render
-from camserve_server.errors import InvalidArgument
-from camserve_server.types import Box, Rendering
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.imaging import render
+from camserve_server.imaging.values import Box, Rendering
 
 PHOTO = data.chelsea()
 HEIGHT, WIDTH = PHOTO.shape[:2]

@@ -25,11 +25,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import config, images, logs, parsing, pipeline, render, rpc, server, statuses, streams
-from camserve_server.errors import ConfigError, ServiceError, WorkerLost
+from camserve_server.api import deserialization, grpc_server, rpc, statuses, streams
+from camserve_server.app import server
+from camserve_server.core import config, logs
+from camserve_server.core.errors import ConfigError, ServiceError, WorkerLost
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images, render
 from camserve_server.methods import METHODS, Cam, Parameter
-from camserve_server.pipeline import Pipeline
-from camserve_server.types import Limits
+from camserve_server.serving import explain
+from camserve_server.serving.explain import Pipeline
 from support import StoppedClock, wait_in_loop_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -82,7 +86,7 @@ class Running:
 
     port: int
     pipeline: Pipeline
-    stop: server.Stop
+    stop: grpc_server.Stop
     task: asyncio.Task
     channel: grpc.aio.Channel
 
@@ -113,7 +117,7 @@ def serving(nets):
 
     @contextlib.asynccontextmanager
     async def start(**settings):
-        ready, stop = asyncio.get_running_loop().create_future(), server.Stop()
+        ready, stop = asyncio.get_running_loop().create_future(), grpc_server.Stop()
         chosen = config.load(flags={**FLAGS, "models": (nets,), **settings}, environment={})
         task = asyncio.create_task(server.serve(chosen, stop, lambda *what: ready.set_result(what)))
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
@@ -285,10 +289,10 @@ def explode(*_args, **_options):
 @pytest.mark.parametrize(
     "where",
     [
-        "pipeline.images.decode",
-        "pipeline.render.draw",
-        "pipeline.jobs.explain",
-        "servicers.explain.wire.read_order",
+        "serving.explain.images.decode",
+        "serving.explain.render.draw",
+        "serving.explain.jobs.explain",
+        "api.servicers.explain.codec.read_order",
     ],
 )
 async def test_a_fault_of_ours_says_its_request_id_and_nothing_else_and_the_log_has_it(
@@ -521,9 +525,9 @@ EIGHT = {
 
 @pytest.mark.parametrize(("pixels", "steps"), [(10**6, 1), (2 * 40 * 30, 4), (1, 8)])
 async def test_pictures_are_drawn_in_as_few_steps_as_leave_others_a_turn(pixels, steps, running, monkeypatch):
-    advanced, taken = pipeline._advanced, []
-    monkeypatch.setattr(pipeline, "DRAWN_AT_ONCE", pixels)
-    monkeypatch.setattr(pipeline, "_advanced", lambda drawing: taken.append(drawing) or advanced(drawing))
+    advanced, taken = explain._advanced, []
+    monkeypatch.setattr(explain, "DRAWN_AT_ONCE", pixels)
+    monkeypatch.setattr(explain, "_advanced", lambda drawing: taken.append(drawing) or advanced(drawing))
     response = await running.explain(request(**EIGHT))
 
     assert [one.__name__ for one in taken].count("_drawn") == steps
@@ -539,7 +543,7 @@ async def test_a_caller_who_hangs_up_while_pictures_are_drawn_stops_the_rest(run
         go.wait(20)
         return draw(*args)
 
-    monkeypatch.setattr(pipeline, "DRAWN_AT_ONCE", 1)
+    monkeypatch.setattr(explain, "DRAWN_AT_ONCE", 1)
     monkeypatch.setattr(render, "draw", slowly)
     call = running.explain(request(**EIGHT))
     await wait_in_loop_until(lambda: drawn)
@@ -807,13 +811,13 @@ async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and
 )
 async def test_call_without_a_message_is_ended_after_a_timeout(rpc, serving, monkeypatch):
     async with serving(idle_seconds=60) as running:
-        only, begun = parsing.only, []
+        only, begun = deserialization.only, []
 
         async def noted(requests, seconds):
             begun.append(requests)
             return await only(requests, seconds)
 
-        monkeypatch.setattr(parsing, "only", noted)
+        monkeypatch.setattr(deserialization, "only", noted)
         with StoppedClock() as clock:
             call = running.channel.stream_stream(f"/{rpc}")()
             ended = asyncio.ensure_future(refused(call.read()))
@@ -855,7 +859,7 @@ async def test_a_connection_of_age_makes_way_for_another_and_only_what_outlasts_
 
 
 async def test_call_cancelled_before_its_message_is_not_logged(running, logged, monkeypatch):
-    only, ends = parsing.only, []
+    only, ends = deserialization.only, []
 
     async def noted(requests, seconds):
         try:
@@ -864,7 +868,7 @@ async def test_call_cancelled_before_its_message_is_not_logged(running, logged, 
             ends.append(type(error))
             raise
 
-    monkeypatch.setattr(parsing, "only", noted)
+    monkeypatch.setattr(deserialization, "only", noted)
     with StoppedClock():  # in which the moment that gRPC is given never ends
         call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
         await call.wait_for_connection()
@@ -987,7 +991,7 @@ def free_port():
 
 
 async def test_the_port_is_open_before_the_models_are_warm_but_serves_nothing_yet(nets):
-    address, stop = f"127.0.0.1:{free_port()}", server.Stop()
+    address, stop = f"127.0.0.1:{free_port()}", grpc_server.Stop()
     flags = {**FLAGS, "address": address, "models": (nets.replace(":tiny", ":gated"),)}
     chosen = config.load(flags=flags, environment={})
     task = asyncio.create_task(server.serve(chosen, stop))

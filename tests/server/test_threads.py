@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from camserve_server.admission import FairThreads
-from camserve_server.threads import in_thread
+from camserve_server.scheduling.admission import FairThreads
+from camserve_server.scheduling.threads import in_thread
 
 
 @pytest.fixture

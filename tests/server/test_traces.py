@@ -23,8 +23,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import camserve
 from camserve.v1 import explain_pb2, explain_pb2_grpc
-from camserve_server import config, logs, server, telemetry
-from camserve_server.errors import ConfigError
+from camserve_server import telemetry
+from camserve_server.app import server
+from camserve_server.core import config, logs
+from camserve_server.core.errors import ConfigError
 from camserve_server.telemetry import record, traces
 from support import jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 

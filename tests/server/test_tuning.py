@@ -13,8 +13,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve_server import commands, config, hardware, server
-from camserve_server.errors import ConfigError, FailedPrecondition, OutOfMemory
+from camserve_server.app import server
+from camserve_server.cli import commands
+from camserve_server.core import config, hardware
+from camserve_server.core.errors import ConfigError, FailedPrecondition, OutOfMemory
 from camserve_server.tuning import bench, choice, report, survey
 from camserve_server.tuning.survey import Cell, Line, Survey
 from support import serving

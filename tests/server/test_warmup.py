@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from camserve_server.config import Settings
+from camserve_server.core.config import Settings
+from camserve_server.core.errors import OutOfMemory, Unavailable
 from camserve_server.engine import Engine
-from camserve_server.errors import OutOfMemory, Unavailable
-from camserve_server.fleet import CPU_BATCH, Fleet
+from camserve_server.engine.values import Row
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, parse
+from camserve_server.models.values import Pass
+from camserve_server.serving.worker_pool import CPU_BATCH, Fleet
 from camserve_server.targets import anything
-from camserve_server.types import MethodCall, Pass, Row
-from camserve_server.workers import Local, Setup, Worker, local
+from camserve_server.workers import Local, Setup, Worker, in_process
 from fake_gpu import fake_gpu
 
 KINDS = ("cam", "saliency", "score")
@@ -138,7 +140,7 @@ async def test_engines_know_the_size_of_the_largest_batch(setting, rows):
 # --- in a process of its own ---
 
 FAKE = """
-from camserve_server import devices
+from camserve_server.core import devices
 from camserve_server.methods import Cam, cams
 from camserve_server.models.acceleration import onednn
 
@@ -245,14 +247,14 @@ def test_error_in_a_gpus_warm_up_refuses_the_model_and_others_are_served(worker)
 @pytest.fixture
 def failing_copy(monkeypatch):
     """Accelerated copies fail once they are made."""
-    load = local.load
+    load = in_process.load
 
     def loaded_with_it(*args, **options):
         model = load(*args, **options)
         model.accelerated.module.forward = fail
         return model
 
-    monkeypatch.setattr(local, "load", loaded_with_it)
+    monkeypatch.setattr(in_process, "load", loaded_with_it)
 
 
 def fail(_images):

@@ -7,35 +7,31 @@ import numpy as np
 import pytest
 
 from camserve.v1 import explain_pb2, models_pb2
-from camserve_server import errors, wire
-from camserve_server.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from camserve_server.api import codec
+from camserve_server.api.codec import replies
+from camserve_server.core import errors
+from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from camserve_server.core.limits import Limits
+from camserve_server.imaging.values import Box, Picture, Preprocess, Rendering
 from camserve_server.jobs import Finding, Job
 from camserve_server.jobs.cost import is_clean
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Parameter, Perturbation
-from camserve_server.receipts import Receipt
-from camserve_server.requests import ExplainRequest
-from camserve_server.results import ExplainResult, Explanation, ModelPrediction, Timing
-from camserve_server.types import (
-    Box,
+from camserve_server.methods.values import MethodCall
+from camserve_server.models.values import LayerInfo, Layout, ModelInfo
+from camserve_server.serving.receipts import Receipt
+from camserve_server.serving.requests import ExplainRequest
+from camserve_server.serving.results import ExplainResult, Explanation, ModelPrediction, Timing
+from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
-    LayerInfo,
-    Layout,
-    Limits,
-    MethodCall,
-    ModelInfo,
-    Picture,
-    Preprocess,
     ProbabilityTarget,
     RankTarget,
-    Rendering,
     SegmentTarget,
     SimilarityTarget,
-    Verdict,
 )
-from camserve_server.wire import replies
 
 PARAMETERS = [parameter for name in METHODS for parameter in METHODS[name].parameters]
 RANGES = [parameter for parameter in PARAMETERS if not parameter.choices]
@@ -86,7 +82,7 @@ MODELS = {
 
 
 def ask(limits=Limits(), **fields):  # noqa: B008 -- frozen
-    return wire.read_order(explain_pb2.ExplainRequest(**fields), MODELS, limits)
+    return codec.read_order(explain_pb2.ExplainRequest(**fields), MODELS, limits)
 
 
 def method(name, **parameters):
@@ -559,7 +555,7 @@ def test_a_label_that_a_thousand_classes_share_names_a_few_of_them():
     """A status travels in trailers, of which gRPC takes 8 KiB."""
     net = replace(NET, labels=("unused",) * 1000, classes=1000)
     with pytest.raises(InvalidArgument, match="0 and 1 and 2 ") as caught:
-        wire.read_order(explain_pb2.ExplainRequest(targets=[label("unused")]), {"net": net}, Limits())
+        codec.read_order(explain_pb2.ExplainRequest(targets=[label("unused")]), {"net": net}, Limits())
 
     assert len(caught.value.message) < 500
 
@@ -584,7 +580,7 @@ def test_a_model_with_many_layers_names_a_dozen_and_counts_the_rest():
     layers = {f"block{i}": layer(f"block{i}", Layout("nchw", 7, 7)) for i in range(50)}
     net = replace(NET, layers=layers)
     with pytest.raises(NotFound) as caught:
-        wire.read_order(explain_pb2.ExplainRequest(layers=["zzz"]), {"net": net}, Limits())
+        codec.read_order(explain_pb2.ExplainRequest(layers=["zzz"]), {"net": net}, Limits())
 
     assert "block11 and 38 more" in caught.value.message
     assert "block12" not in caught.value.message
@@ -696,7 +692,7 @@ def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, he
     request = ExplainRequest(Job(net, (), (), ()), b"", Rendering(heatmap=heatmap), predictions)
     prediction = ModelPrediction(net, logits, Box(80.0, 0.0, 560.0, 480.0))
     timing = Timing(0.001, 0.002, 0.003, 0.004, 5)
-    return wire.explain_response(request, ExplainResult(prediction, list(answers), (480, 640), RECEIPT, timing))
+    return codec.explain_response(request, ExplainResult(prediction, list(answers), (480, 640), RECEIPT, timing))
 
 
 def explained(net, values, target, score=1.5):
@@ -902,7 +898,7 @@ def unfilled(message, *, but=()):
 
 
 def test_the_description_of_a_model_leaves_nothing_out():
-    described = wire.describe_model(replace(NET, version=2))
+    described = codec.describe_model(replace(NET, version=2))
 
     assert unfilled(described) == []
     assert described.version == 2
@@ -913,7 +909,7 @@ def test_the_description_of_a_model_leaves_nothing_out():
 
 
 def test_the_description_of_a_layer_says_where_its_grid_is_or_why_it_has_none():
-    with_grid, without = (wire.describe_layer(NET.layers[name]) for name in ("features", "head"))
+    with_grid, without = (codec.describe_layer(NET.layers[name]) for name in ("features", "head"))
 
     assert unfilled(with_grid, but=["reason"]) == []
     assert (with_grid.name, with_grid.type, with_grid.parameters, with_grid.calls) == ("features", "Conv2d", 112, 1)
@@ -926,11 +922,11 @@ def test_the_description_of_a_layer_says_where_its_grid_is_or_why_it_has_none():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_description_of_a_method_leaves_nothing_out(name):
-    described = wire.describe_method(name)
+    described = codec.describe_method(name)
 
     assert unfilled(described, but=["parameters", "layered", "eigen_smoothing", "needs", "formula"]) == []
     assert described.name == name
-    assert described.kind == wire.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
+    assert described.kind == codec.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")
     assert [one.name for one in described.parameters] == [one.name for one in METHODS[name].parameters]
     job = ask(methods=[method(name)], top_k=1).job
@@ -946,7 +942,7 @@ def needs_channels(method):
 @pytest.mark.parametrize("name", [name for name in METHODS if needs_channels(METHODS[name])])
 def test_the_rows_of_a_method_that_tries_every_channel_are_told_for_512(name):
     defaults = {one.name: one.default for one in METHODS[name].parameters}
-    assert wire.describe_method(name).rows == METHODS[name].count(channels=512, **defaults)
+    assert codec.describe_method(name).rows == METHODS[name].count(channels=512, **defaults)
 
 
 @pytest.mark.parametrize("parameter", WORDS, ids=lambda p: p.name)

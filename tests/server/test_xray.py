@@ -10,9 +10,11 @@ from google.rpc import error_details_pb2, status_pb2
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server import render, tiles, wire, xray
-from camserve_server.requests import FeaturesRequest
-from camserve_server.types import Limits
+from camserve_server.api import codec
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import render, tiles
+from camserve_server.serving import inspection
+from camserve_server.serving.requests import FeaturesRequest
 from support import PHOTOS, rows_waiting, serving, wait_until
 
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -218,9 +220,9 @@ def test_of_equal_channels_the_first_comes_first_and_what_is_not_finite_last():
     values = np.array([1, np.nan, 3, 3, -5], np.float32)
     ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
 
-    assert [one.index for one in xray.ranked(ones, values, order("activation", 5))] == [2, 3, 0, 4, 1]
-    assert [one.index for one in xray.ranked(ones, values, order("gradient", 5))] == [4, 2, 3, 0, 1]
-    assert [one.index for one in xray.ranked(ones, values, order("gradient", 2))] == [4, 2]
+    assert [one.index for one in inspection.ranked(ones, values, order("activation", 5))] == [2, 3, 0, 4, 1]
+    assert [one.index for one in inspection.ranked(ones, values, order("gradient", 5))] == [4, 2, 3, 0, 1]
+    assert [one.index for one in inspection.ranked(ones, values, order("gradient", 2))] == [4, 2]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])
@@ -360,8 +362,8 @@ def test_a_wrong_extraction_is_told_which_field_is_at_fault(served, extract, fie
 def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract, monkeypatch):
     whole = extract(layer=GRID, top=16)
     one = 4 * whole.grid_height * whole.grid_width
-    read = wire.read_extraction
-    monkeypatch.setattr(wire, "read_extraction", lambda *given: read(*given[:2], Limits(raw_bytes=7 * one)))
+    read = codec.read_extraction
+    monkeypatch.setattr(codec, "read_extraction", lambda *given: read(*given[:2], Limits(raw_bytes=7 * one)))
     code, field, words = refusal(extract, layer=GRID, top=8)
 
     assert (code, field) == ("INVALID_ARGUMENT", "top")

@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from camserve_server import devices
+from camserve_server.core import devices
 
 NAME = "sim"
 aten = torch.ops.aten

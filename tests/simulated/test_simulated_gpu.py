@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from camserve_server import devices, jobs
+from camserve_server import jobs
+from camserve_server.core import devices
 from camserve_server.engine import Engine
+from camserve_server.engine.values import Row
+from camserve_server.imaging.values import Box, View
 from camserve_server.methods import METHODS, Attention, Baseline, Cam, cams
+from camserve_server.methods.values import MethodCall
 from camserve_server.metrics import METRICS
+from camserve_server.models.values import Randomised
 from camserve_server.targets import whole
-from camserve_server.types import (
-    Box,
+from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
-    MethodCall,
     ProbabilityTarget,
-    Randomised,
     RankTarget,
-    Row,
     SegmentTarget,
     SimilarityTarget,
-    View,
 )
 from methods.tools import call, error_ratio, exact, explain, job, noise, plain
 from simulated.device import RECORD, Simulated, register

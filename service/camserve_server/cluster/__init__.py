@@ -1,1 +1,4 @@
-"""Many machines, by Ray: the same service behind Ray Serve, and the job over many photos on Ray Data (extra [ray])."""
+"""Serve, and explain data sets, on a Ray cluster.
+
+It may import `app` and the rooms below.
+"""

@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import Any
 
 from camserve_server.cluster.calls import RowsInFlight
-from camserve_server.cluster.door import Door
-from camserve_server.config import Settings
-from camserve_server.config import load as load_settings
-from camserve_server.errors import ConfigError
+from camserve_server.cluster.ingress import Door
+from camserve_server.core.config import Settings
+from camserve_server.core.config import load as load_settings
+from camserve_server.core.errors import ConfigError
 
 ONGOING = (
     256  # requests that Ray hands to an engine at once: far above a batch, so that ours has something to choose from

@@ -13,10 +13,10 @@ from threading import Event
 from typing import Any
 
 from camserve import CamserveError, Client
-from camserve_server import logs
 from camserve_server.cluster.application import SERVICERS, Engines, application, ray
-from camserve_server.config import Settings
-from camserve_server.errors import ConfigError
+from camserve_server.core import logs
+from camserve_server.core.config import Settings
+from camserve_server.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,12 @@ from typing import Any
 import grpc
 
 from camserve.v1 import explain_pb2
-from camserve_server import config, logs, server
+from camserve_server.api.rpc import ServerState
+from camserve_server.api.servicers import EvaluateServicer, ExplainServicer, ModelServicer
+from camserve_server.api.streams import Received
+from camserve_server.app import server
 from camserve_server.cluster.calls import Answer, Caller
-from camserve_server.rpc import ServerState
-from camserve_server.servicers import EvaluateServicer, ExplainServicer, ModelServicer
-from camserve_server.streams import Received
+from camserve_server.core import config, logs
 
 ENGINE = "x-camserve-engine"
 """The metadata of a reply that say which engine it came from: whose log to read."""

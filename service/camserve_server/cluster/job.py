@@ -19,8 +19,9 @@ import numpy as np
 
 from camserve import CamserveError, Client, FailedPrecondition, Model, dataset
 from camserve.cli import job_spec
-from camserve_server import config, server
+from camserve_server.app import server
 from camserve_server.cluster.application import Engines, device_of, ray
+from camserve_server.core import config
 
 RUN = "run"
 """The file that says which run may write parts: an older one, whose driver was killed, may not be gone yet."""

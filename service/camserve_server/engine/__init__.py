@@ -2,17 +2,21 @@
 
 A batch is one forward pass over the distinct inputs in it, and one backward pass for each further target that an input
 has, so that many methods and targets of one image share all that they can.
+
+It may import `metrics` and the rooms below.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
-from camserve_server.devices import device_of
-from camserve_server.engine import attention, bias, cam, saliency, score, xray
+from camserve_server.core.devices import device_of
+from camserve_server.core.errors import OutOfMemory
+from camserve_server.engine import attention, bias, cam, inspection, saliency, score
 from camserve_server.engine.inputs import normalise, viewed
-from camserve_server.errors import OutOfMemory
+from camserve_server.engine.values import Row
 from camserve_server.models import LoadedModel
 from camserve_server.models.randomise import randomised
-from camserve_server.types import Kind, Pass, Row, RowResult
+from camserve_server.models.values import Kind, Pass
+from camserve_server.targets.values import RowResult
 
 RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]]] = {
     "score": score.run,
@@ -24,8 +28,8 @@ RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]
     "attention": attention.run,
     "each": attention.run_each,
     "bias": bias.run,
-    "inspect": xray.run,
-    "features": xray.run_features,
+    "inspect": inspection.run,
+    "features": inspection.run_features,
 }
 """What runs a batch of each kind."""
 

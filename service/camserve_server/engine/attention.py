@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.batch import (
     BackwardPass,
     aimed,
@@ -26,12 +27,13 @@ from camserve_server.engine.batch import (
     scored,
     units_of,
 )
-from camserve_server.errors import FailedPrecondition
-from camserve_server.hooks import Capture, Span, probed, replacing, spanning
+from camserve_server.engine.values import Row
 from camserve_server.methods import METHODS, Attention, method_of
 from camserve_server.models import LoadedModel
-from camserve_server.outputs import Outputs
-from camserve_server.types import Layout, ModelInfo, Pass, Row, RowResult
+from camserve_server.models.hooks import Capture, Span, probed, replacing, spanning
+from camserve_server.models.outputs import Outputs
+from camserve_server.models.values import Layout, ModelInfo, Pass
+from camserve_server.targets.values import RowResult
 
 Arguments = tuple[Any, ...]
 

@@ -7,8 +7,10 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from camserve_server import process
-from camserve_server.devices import device_of
+from camserve_server.core import process
+from camserve_server.core.arrays import Map
+from camserve_server.core.devices import device_of
+from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
     BackwardPass,
@@ -20,14 +22,16 @@ from camserve_server.engine.batch import (
     scored,
     units_of,
 )
-from camserve_server.errors import FailedPrecondition
-from camserve_server.hooks import Capture, watching
+from camserve_server.engine.values import Row
 from camserve_server.methods import Cam, method_of
 from camserve_server.methods.cams import principal
 from camserve_server.methods.kinds import as_it_is
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel
 from camserve_server.models.grid import to_grid
-from camserve_server.types import Layout, Map, MethodCall, ModelInfo, Pass, Row, RowResult
+from camserve_server.models.hooks import Capture, watching
+from camserve_server.models.values import Layout, ModelInfo, Pass
+from camserve_server.targets.values import RowResult
 
 
 @dataclass(frozen=True, slots=True)

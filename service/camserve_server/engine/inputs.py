@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from camserve_server.devices import device_of
-from camserve_server.types import Edit, Preprocess, View
+from camserve_server.core.devices import device_of
+from camserve_server.imaging.values import Preprocess, View
+from camserve_server.methods.values import Edit
 
 TYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.float32): torch.float32}
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from camserve_server.errors import FailedPrecondition
-from camserve_server.types import Kind
+from camserve_server.core.errors import FailedPrecondition
+from camserve_server.models.values import Kind
 
 Arguments = tuple[Any, ...]
 

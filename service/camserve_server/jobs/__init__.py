@@ -1,5 +1,9 @@
-"""A request as the engine sees it: planned into rows, joined again into raw maps."""
+"""A request as the engine sees it: planned into rows, joined again into raw maps.
 
+It may import `engine` and the rooms below.
+"""
+
+from camserve_server.core.arrays import Input
 from camserve_server.jobs.cost import channels_of, is_clean, part, rows_of
 from camserve_server.jobs.evaluate import Assessment, MetricCall, Readings, evaluate
 from camserve_server.jobs.report import reported, unheard
@@ -7,7 +11,6 @@ from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Executor, ExplanationRun, Progress, RowRunner, at_once
 from camserve_server.jobs.values import Collect, Finding, Job, LayerMaps, Outcome, RawMap, Submit
 from camserve_server.jobs.verdict import judge
-from camserve_server.types import Input
 
 
 async def explain(

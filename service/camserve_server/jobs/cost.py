@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from camserve_server.imaging.values import View
 from camserve_server.methods import METHODS
-from camserve_server.types import LayerInfo, MethodCall, ModelInfo, View
+from camserve_server.methods.values import MethodCall
+from camserve_server.models.values import LayerInfo, ModelInfo
 
 AUGMENTED = tuple(View(mirrored, gain) for mirrored in (False, True) for gain in (0.9, 1.0, 1.1))
 """The views that augmentation smoothing takes the mean over."""

@@ -10,10 +10,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from camserve_server.core.arrays import Input, Map
+from camserve_server.imaging.values import Box
 from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Executor, ExplanationRun, RowRunner, advanced, at_once
 from camserve_server.jobs.values import Finding, Job, LayerMaps, Outcome, Submit
+from camserve_server.jobs.verdict import Verdict
+from camserve_server.methods.values import Edit, MethodCall, ParameterValue
 from camserve_server.metrics import (
     METRICS,
     Metric,
@@ -26,18 +30,9 @@ from camserve_server.metrics import (
 )
 from camserve_server.metrics.kinds import Array
 from camserve_server.models.randomise import stack
+from camserve_server.models.values import Randomised
 from camserve_server.targets import metric_probability
-from camserve_server.types import (
-    Box,
-    Edit,
-    Input,
-    Map,
-    MethodCall,
-    ParameterValue,
-    Randomised,
-    RowResult,
-    Verdict,
-)
+from camserve_server.targets.values import RowResult
 
 Readings: TypeAlias = list[list[Reading]]
 """For each finding, one of each metric."""

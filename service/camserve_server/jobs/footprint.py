@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from camserve_server.types import Kind, ModelInfo, Pass
+from camserve_server.models.values import Kind, ModelInfo, Pass
 
 FLOAT = 4  # bytes
 AT_ONCE = 5  # outputs of the largest layer that a forward pass holds, with what the allocator keeps between them

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from camserve_server.core.arrays import Map
 from camserve_server.jobs.values import LayerMaps, RawMap
 from camserve_server.methods.cams import refinecam
-from camserve_server.types import Fusion, Map, ModelInfo
+from camserve_server.methods.values import Fusion
+from camserve_server.models.values import ModelInfo
 
 JOINT = " + "
 """Between the names of layers that were fused."""

@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from camserve_server.core.arrays import Map
+from camserve_server.engine.values import Row
 from camserve_server.jobs.cost import (
     channels_of,
     is_clean,
@@ -12,20 +14,12 @@ from camserve_server.jobs.cost import (
     rows_shared,
     wants_features,
 )
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS
+from camserve_server.methods.values import Fusion, MethodCall
+from camserve_server.models.values import ModelInfo, Pass
 from camserve_server.targets import kind_of
-from camserve_server.types import (
-    FixedTarget,
-    Fusion,
-    Map,
-    MethodCall,
-    ModelInfo,
-    Pass,
-    Row,
-    RowResult,
-    Target,
-    Verdict,
-)
+from camserve_server.targets.values import FixedTarget, RowResult, Target
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
 

@@ -1,8 +1,20 @@
 """Whether a map can be read as an explanation."""
 
+from enum import Enum
+
 import numpy as np
 
-from camserve_server.types import Map, Verdict
+from camserve_server.core.arrays import Map
+
+
+class Verdict(Enum):
+    """Whether a map can be read as an explanation."""
+
+    OK = "the map has positive evidence"
+    ALL_NEGATIVE = "no value of the map is above zero: nothing here speaks for the target"
+    FLAT = "the map has the same value everywhere"
+    ZERO_GRADIENT = "the gradient is zero everywhere: the score does not depend on this layer"
+    NON_FINITE = "the map holds NaN or infinity"
 
 
 def judge(heatmap: Map, *, zero_gradient: bool) -> Verdict:

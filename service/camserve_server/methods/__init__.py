@@ -1,10 +1,13 @@
-"""Every method by its name. Adding one is a pure function in this folder and a line here."""
+"""Every method by its name. Adding one is a pure function in this folder and a line here.
+
+It may import `models` and the rooms below.
+"""
 
 import re
 from dataclasses import replace
 from typing import TypeVar, get_args
 
-from camserve_server import plugins
+from camserve_server.core import plugins
 from camserve_server.methods import attention, baselines, cams, gradients, perturbation, surrogate
 from camserve_server.methods.kinds import (
     Attention,

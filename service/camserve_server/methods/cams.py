@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from camserve_server.devices import device_of
-from camserve_server.errors import FailedPrecondition
-from camserve_server.types import Map, View
+from camserve_server.core.arrays import Map
+from camserve_server.core.devices import device_of
+from camserve_server.core.errors import FailedPrecondition
+from camserve_server.imaging.values import View
 
 
 def gradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:

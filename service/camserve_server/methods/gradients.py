@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from camserve_server.devices import Device, device_of
+from camserve_server.core.devices import Device, device_of
 from camserve_server.methods.kinds import Parameters
 
 BLUR = 20

@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from camserve_server.types import Edit, Fusion, Kind, Map, ParameterValue, View
+from camserve_server.core.arrays import Map
+from camserve_server.imaging.values import View
+from camserve_server.methods.values import Edit, Fusion, ParameterValue
+from camserve_server.models.values import Kind
 
 Parameters: TypeAlias = Mapping[str, ParameterValue]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from camserve_server.methods.kinds import Array, Scene
-from camserve_server.types import Edit
+from camserve_server.methods.values import Edit
 
 AT_ONCE = 64
 """Edits at a time at most: what is held of them in memory."""

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from camserve_server.errors import FailedPrecondition, InvalidArgument
+from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.methods.kinds import Array, Scene
-from camserve_server.types import Edit
+from camserve_server.methods.values import Edit
 
 AT_ONCE = 64
 

@@ -1,4 +1,7 @@
-"""Every metric by its name. Adding one is a pure function in this folder and a line here."""
+"""Every metric by its name. Adding one is a pure function in this folder and a line here.
+
+It may import `methods` and `targets` and the rooms below.
+"""
 
 from camserve_server.methods.kinds import Parameter
 from camserve_server.metrics import appearance, faithfulness, repetition

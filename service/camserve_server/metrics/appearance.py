@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
+from camserve_server.imaging.values import Box
 from camserve_server.metrics.kinds import Array, MetricInput, Reading
-from camserve_server.types import Box
 
 
 def pointing_game(metric_input: MetricInput, *, tolerance: float) -> Reading:

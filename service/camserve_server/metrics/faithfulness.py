@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy import ndimage, sparse
 from scipy.sparse import linalg
 
+from camserve_server.methods.values import Edit
 from camserve_server.metrics.kinds import Array, Curve, MetricInput, Reading
-from camserve_server.types import Edit
 
 Judging = Generator[Sequence[Edit], Array, Reading]
 

@@ -10,8 +10,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from camserve_server.core.arrays import Map
+from camserve_server.imaging.values import Box, View
 from camserve_server.methods.kinds import Parameter, Parameters
-from camserve_server.types import Box, Edit, Map, View
+from camserve_server.methods.values import Edit
 
 Array: TypeAlias = NDArray[np.float32]
 

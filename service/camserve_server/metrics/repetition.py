@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+from camserve_server.core.arrays import Map
+from camserve_server.imaging.values import View
 from camserve_server.metrics.kinds import Array, Curve, Reading, Variation
-from camserve_server.types import Map, View
 
 ALIKE = 0.5  # mean rank correlation: measured, Grad-CAM stays below 0.2, guided backpropagation above 0.8
 

@@ -1,9 +1,12 @@
-"""Models: from a name on a command line to a frozen, probed module on its device."""
+"""Models: from a name on a command line to a frozen, probed module on its device.
 
+It may import `imaging` and `telemetry` and the rooms below.
+"""
+
+from camserve_server.imaging.values import Preprocess
 from camserve_server.models.load import LoadedModel, digest, load
 from camserve_server.models.sources import Source, check, of_network, search_current_folder
 from camserve_server.models.spec import EMBEDDED, ModelSpec, parse
-from camserve_server.types import Preprocess
 
 __all__ = [
     "EMBEDDED",

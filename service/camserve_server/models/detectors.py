@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree  # every shape of output that torch it
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import FeaturePyramidNetwork
 
-from camserve_server.errors import ConfigError
-from camserve_server.types import Preprocess
+from camserve_server.core.errors import ConfigError
+from camserve_server.imaging.values import Preprocess
 
 
 def preprocess_of(model: nn.Module, usual: Preprocess) -> Preprocess:

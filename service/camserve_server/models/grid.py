@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from camserve_server.types import Layout
+from camserve_server.models.values import Layout
 
 PREFIXES = range(17)
 """How many class, distillation and register tokens may come before the grid's first; 5 is the most that is common."""

@@ -20,9 +20,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
+from camserve_server.imaging.values import Preprocess
 from camserve_server.models.spec import ModelSpec
-from camserve_server.types import Preprocess, Task
+from camserve_server.models.values import Task
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
 
 Output = Callable[[Any], Any]
 """Returns a network's logits [B, classes] from whatever its forward pass returns."""

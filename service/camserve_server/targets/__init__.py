@@ -1,4 +1,7 @@
-"""Targets: from what a model answers to the score that is explained, a logit and never a softmax unless asked for."""
+"""Targets: from what a model answers to the score that is explained, a logit and never a softmax unless asked for.
+
+It may import `models` and the rooms below.
+"""
 
 from camserve_server.targets.fixing import anything
 from camserve_server.targets.geometry import carried, whole

@@ -7,24 +7,23 @@ from enum import Flag, auto
 import numpy as np
 import torch
 
-from camserve_server.devices import fetched, to_numpy
-from camserve_server.errors import FailedPrecondition
-from camserve_server.outputs import Outputs
+from camserve_server.core.arrays import Map
+from camserve_server.core.devices import fetched, to_numpy
+from camserve_server.core.errors import FailedPrecondition
+from camserve_server.imaging.values import Box
+from camserve_server.models.outputs import Outputs
+from camserve_server.models.values import ModelInfo, Task
 from camserve_server.targets.geometry import inside, overlaps, whole
 from camserve_server.targets.summaries import covered, objects_of, order_of_areas
-from camserve_server.types import (
-    Box,
+from camserve_server.targets.values import (
     ClassTarget,
     DetectionTarget,
     FinerTarget,
     FixedTarget,
-    Map,
-    ModelInfo,
     RankTarget,
     SegmentTarget,
     SimilarityTarget,
     Target,
-    Task,
 )
 
 NEAREST = 3

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from camserve_server.types import Box, DetectionTarget, Map, Mask, SegmentTarget, View
+from camserve_server.core.arrays import Map, Mask
+from camserve_server.imaging.values import Box, View
+from camserve_server.targets.values import DetectionTarget, SegmentTarget
 
 
 def segment_in_view(target: SegmentTarget, view: View, size: tuple[int, int]) -> SegmentTarget:

@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from camserve_server.outputs import Outputs
+from camserve_server.imaging.values import Box, View
+from camserve_server.models.outputs import Outputs
 from camserve_server.targets import fixing, geometry, scoring
 from camserve_server.targets.fixing import HostOutputs, Reads
-from camserve_server.types import (
-    Box,
+from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
     DetectionTarget,
@@ -23,7 +23,6 @@ from camserve_server.types import (
     SegmentTarget,
     SimilarityTarget,
     Target,
-    View,
 )
 
 Scale: TypeAlias = Literal["logit", "log-odds", "probability", "other"]

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from camserve_server.core.arrays import Map
+from camserve_server.models.values import Task
 from camserve_server.targets.kinds import kind_of
-from camserve_server.types import FixedTarget, Map, RowResult, Task
+from camserve_server.targets.values import FixedTarget, RowResult
 
 Doubles: TypeAlias = NDArray[np.float64]
 

@@ -1,29 +1,30 @@
 """The score of each kind of target, as a tensor whose gradient can be taken."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from camserve_server.devices import device_of, to_numpy
-from camserve_server.outputs import Outputs
+from camserve_server.core.devices import device_of, to_numpy
+from camserve_server.models.outputs import Outputs
 from camserve_server.targets.geometry import overlaps
-from camserve_server.types import (
-    Box,
+from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
-    Map,
-    Mask,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
     SimilarityTarget,
 )
+
+if TYPE_CHECKING:
+    from camserve_server.core.arrays import Map, Mask
+    from camserve_server.imaging.values import Box
 
 SAME = 0.5
 """Intersection over union from which on a box in a copy of the image is that of the same object."""

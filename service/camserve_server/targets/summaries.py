@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from camserve_server.outputs import Outputs
-from camserve_server.types import Map, ModelInfo
+from camserve_server.core.arrays import Map
+from camserve_server.models.outputs import Outputs
+from camserve_server.models.values import ModelInfo
 
 BACKGROUND = ("background", "__background__")
 

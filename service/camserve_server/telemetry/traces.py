@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points, version
 from typing import Any
 
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
 from camserve_server.telemetry.record import Ran, Record
 
 try:

@@ -1,11 +1,15 @@
-"""Measure this machine, and choose how a server computes on it."""
+"""Measure this machine, and choose how a server computes on it.
+
+It may import `app` and the rooms below.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from camserve_server import devices, hardware, server
+from camserve_server.app import server
+from camserve_server.core import devices, hardware
 from camserve_server.tuning import bench
 from camserve_server.tuning.choice import choose
 from camserve_server.tuning.report import HEADINGS, Tuned, check_writable, toml, write

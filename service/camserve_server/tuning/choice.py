@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from camserve_server.errors import ConfigError
+from camserve_server.core.errors import ConfigError
 from camserve_server.tuning.survey import GAIN, Cell, Survey
 
 Way = tuple[int, int]

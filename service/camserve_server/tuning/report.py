@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from camserve_server import config
-from camserve_server.errors import ConfigError
+from camserve_server.core import config
+from camserve_server.core.errors import ConfigError
 from camserve_server.models import parse
 from camserve_server.tuning.choice import Choice
 from camserve_server.tuning.survey import Cell, Line, Survey

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from camserve_server.errors import OutOfMemory
+from camserve_server.core.errors import OutOfMemory
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 ROUNDS = 3  # that count, after one that warms up

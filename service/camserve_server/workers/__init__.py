@@ -1,9 +1,12 @@
-"""Where an engine lives: in this process, or in one of its own that is watched, and started anew when it dies."""
+"""Where an engine lives: in this process, or in one of its own that is watched, and started anew when it dies.
 
-from camserve_server.workers.local import Local
+It may import `jobs` and the rooms below.
+"""
+
+from camserve_server.workers.fork_server import open_nursery
+from camserve_server.workers.in_process import Local
 from camserve_server.workers.messages import Setup
-from camserve_server.workers.nursery import open_nursery
-from camserve_server.workers.port import Port
+from camserve_server.workers.protocol import Port
 from camserve_server.workers.worker import Worker
 
 __all__ = ["Local", "Port", "Setup", "Worker", "open_nursery"]

@@ -17,13 +17,13 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
-from camserve_server import logs, process
-from camserve_server.errors import ConfigError, Internal, ServiceError
+from camserve_server.core import logs, process
+from camserve_server.core.errors import ConfigError, Internal, ServiceError
 from camserve_server.workers.messages import BEAT, DEVICE_LOST, Ask, Beat, Reply, Setup
 from camserve_server.workers.replies import packed
 
 if TYPE_CHECKING:
-    from camserve_server.workers.local import Local
+    from camserve_server.workers.in_process import Local
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class _Child:
         logs.configure(setup.log_level, setup.log_format)
         import torch  # noqa: PLC0415 -- it takes seconds, in which the server shall hear that there is life
 
-        from camserve_server.workers.local import Local  # noqa: PLC0415 -- the same
+        from camserve_server.workers.in_process import Local  # noqa: PLC0415 -- the same
 
         torch.set_num_threads(setup.threads)
         self._device = setup.device
@@ -127,7 +127,7 @@ def _check(device: str) -> None:
 
     It is called after any failure: what a device raises while a model is loaded arrives as a fault of the model.
     """
-    from camserve_server.devices import device_of  # noqa: PLC0415 -- it needs torch
+    from camserve_server.core.devices import device_of  # noqa: PLC0415 -- it needs torch
 
     try:
         device_of(device).check()

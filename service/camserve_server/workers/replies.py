@@ -16,8 +16,22 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from camserve_server import errors, types
-from camserve_server.errors import ServiceError
+from camserve_server.core import errors
+from camserve_server.core.errors import ServiceError
+from camserve_server.imaging.values import Box, Preprocess
+from camserve_server.models.values import LayerInfo, Layout, ModelInfo
+from camserve_server.targets.values import (
+    ClassTarget,
+    ContrastTarget,
+    DetectionTarget,
+    FinerTarget,
+    ProbabilityTarget,
+    Reading,
+    RowResult,
+    SegmentTarget,
+    SimilarityTarget,
+    Statistics,
+)
 from camserve_server.telemetry import Memory
 from camserve_server.workers.messages import Beat, Reply
 
@@ -25,21 +39,21 @@ CLASSES: tuple[type[Any], ...] = (
     Beat,
     Memory,
     Reply,
-    types.ClassTarget,
-    types.ContrastTarget,
-    types.ProbabilityTarget,
-    types.FinerTarget,
-    types.SimilarityTarget,
-    types.SegmentTarget,
-    types.DetectionTarget,
-    types.Box,
-    types.Statistics,
-    types.Reading,
-    types.RowResult,
-    types.Preprocess,
-    types.Layout,
-    types.LayerInfo,
-    types.ModelInfo,
+    ClassTarget,
+    ContrastTarget,
+    ProbabilityTarget,
+    FinerTarget,
+    SimilarityTarget,
+    SegmentTarget,
+    DetectionTarget,
+    Box,
+    Statistics,
+    Reading,
+    RowResult,
+    Preprocess,
+    Layout,
+    LayerInfo,
+    ModelInfo,
 )
 """Classes of the values in a message, besides numbers, texts, bytes, arrays, tuples and tables."""
 
@@ -69,7 +83,7 @@ def _allowed(hint: Any) -> tuple[type, ...]:
 
 # Only for the results of batches: the description of a model comes in part from a user's own code.
 _FIELDS = MappingProxyType(
-    {kind: tuple(map(_allowed, get_type_hints(kind).values())) for kind in (Beat, Memory, Reply, types.RowResult)}
+    {kind: tuple(map(_allowed, get_type_hints(kind).values())) for kind in (Beat, Memory, Reply, RowResult)}
 )
 
 

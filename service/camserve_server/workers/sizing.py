@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from camserve_server.errors import OutOfMemory
+from camserve_server.core.errors import OutOfMemory
+from camserve_server.engine.values import Row
 from camserve_server.jobs.footprint import typical
+from camserve_server.methods.values import MethodCall
+from camserve_server.models.values import Kind, ModelInfo, Pass
 from camserve_server.targets import anything
-from camserve_server.types import Kind, MethodCall, ModelInfo, Pass, Row
 
 log = logging.getLogger(__name__)
 

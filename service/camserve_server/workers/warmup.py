@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from camserve_server.errors import OutOfMemory
+from camserve_server.core.errors import OutOfMemory
+from camserve_server.engine.values import Row
 from camserve_server.jobs.footprint import typical
-from camserve_server.types import Kind, ModelInfo, Pass, Row
+from camserve_server.models.values import Kind, ModelInfo, Pass
 from camserve_server.workers.sizing import rows_of
 
 log = logging.getLogger(__name__)

@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import cast
 
-from camserve_server import logs
-from camserve_server.errors import ConfigError, Internal, WorkerLost
+from camserve_server.core import logs
+from camserve_server.core.errors import ConfigError, Internal, WorkerLost
+from camserve_server.engine.values import Half, Row
 from camserve_server.models.spec import ModelSpec
+from camserve_server.models.values import Kind, ModelInfo, Pass
+from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Memory
-from camserve_server.types import Half, Kind, ModelInfo, Pass, Row, RowResult
-from camserve_server.workers import nursery
+from camserve_server.workers import fork_server
 from camserve_server.workers.messages import DEVICE_LOST, SILENCE, Ask, Beat, Reply, Setup, What, packed
 from camserve_server.workers.replies import BadMessageError, unpacked
 
@@ -73,7 +75,7 @@ class _Life:
         self._patience(STARTING)
         self._late = time.monotonic() + STARTING
         with theirs:
-            self.process = nursery.begin(theirs.fileno())
+            self.process = fork_server.begin(theirs.fileno())
         self._connection.send(setup)
 
     def read(self) -> None:

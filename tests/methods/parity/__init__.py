@@ -18,10 +18,11 @@ from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 from torch import nn
 
 from camserve_server import models
+from camserve_server.engine.values import Row
 from camserve_server.jobs.cost import is_clean
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel
-from camserve_server.types import ClassTarget, RankTarget, Row
+from camserve_server.targets.values import ClassTarget, RankTarget
 from methods.tools import FACTOR, FLOOR, call, doubled, explain, gap, inputs, job, photo, run
 
 MODELS = {

@@ -26,10 +26,10 @@ import torch.overrides
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.devices import device_of
-from camserve_server.hooks import output_of
+from camserve_server.core.devices import device_of
 from camserve_server.models.acceleration.onednn import OneDNNPatch
 from camserve_server.models.acceleration.trial import output_error
+from camserve_server.models.hooks import output_of
 
 BATCH_SIZES = (1, 3, 2, 8)
 """Sizes of the batches that run while compiling: one row, several, and two more for what those did not cover.

@@ -14,8 +14,8 @@ from typing import NamedTuple, cast
 import timm.layers
 from torch import Tensor, nn
 
-from camserve_server.hooks import has_forward_hooks
 from camserve_server.models.acceleration.usage import Usage
+from camserve_server.models.hooks import has_forward_hooks
 
 
 class FoldablePair(NamedTuple):

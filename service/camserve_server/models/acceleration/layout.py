@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.devices import Device, device_of
-from camserve_server.hooks import watching
-from camserve_server.types import ModelInfo
+from camserve_server.core.devices import Device, device_of
+from camserve_server.models.hooks import watching
+from camserve_server.models.values import ModelInfo
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from camserve_server.hooks import output_of
 from camserve_server.models.acceleration import layout, onednn
 from camserve_server.models.acceleration.attention import attend, find_attentions
 from camserve_server.models.acceleration.compilation import BATCH_SIZES, compile_before_layer
@@ -26,7 +25,8 @@ from camserve_server.models.acceleration.prefix import find_prefix_modules, forw
 from camserve_server.models.acceleration.toolchain import missing_for
 from camserve_server.models.acceleration.trial import TOLERANCE, output_error
 from camserve_server.models.acceleration.usage import Usage, record_usage
-from camserve_server.types import ModelInfo, Pass
+from camserve_server.models.hooks import output_of
+from camserve_server.models.values import ModelInfo, Pass
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from camserve_server.hooks import has_forward_hooks
 from camserve_server.models.acceleration.usage import Usage
+from camserve_server.models.hooks import has_forward_hooks
 
 Forward: TypeAlias = Callable[..., Any]
 _Patchable: TypeAlias = nn.Conv2d | nn.Linear

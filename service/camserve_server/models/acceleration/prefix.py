@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.hooks import first_tensor, has_forward_hooks, watching
-from camserve_server.types import ModelInfo
+from camserve_server.models.hooks import first_tensor, has_forward_hooks, watching
+from camserve_server.models.values import ModelInfo
 
 Forward: TypeAlias = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.hooks import first_tensor, output_of
+from camserve_server.models.hooks import first_tensor, output_of
 
 
 @dataclass(slots=True)

@@ -1,0 +1,31 @@
+"""Codec: protobuf requests into the server's own values, and results into protobuf replies."""
+
+from camserve_server.api.codec.evaluate import describe_metric, evaluate_response, read_evaluation, within_explain
+from camserve_server.api.codec.inspection import features_response, inspect_response, read_extraction, read_inspection
+from camserve_server.api.codec.loading import read_loading, read_unloading
+from camserve_server.api.codec.replies import describe_layer, describe_method, describe_model, explain_response, kind_of
+from camserve_server.api.codec.requests import DEFAULT_METHOD, find_model, read_model, read_order
+from camserve_server.api.codec.sizes import check_sizes
+
+__all__ = [
+    "DEFAULT_METHOD",
+    "check_sizes",
+    "describe_layer",
+    "describe_method",
+    "describe_metric",
+    "describe_model",
+    "evaluate_response",
+    "explain_response",
+    "features_response",
+    "find_model",
+    "inspect_response",
+    "kind_of",
+    "read_evaluation",
+    "read_extraction",
+    "read_inspection",
+    "read_loading",
+    "read_model",
+    "read_order",
+    "read_unloading",
+    "within_explain",
+]

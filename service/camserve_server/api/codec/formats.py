@@ -1,0 +1,32 @@
+"""Names of picture encodings, fusions and profiles, here and on the wire."""
+
+from typing import Literal
+
+from camserve.v1 import explain_pb2
+from camserve_server.imaging.values import Profile
+from camserve_server.methods.values import Fusion
+
+FORMATS: dict["explain_pb2.ImageFormat.ValueType", Literal["jpeg", "png", "webp"] | None] = {
+    explain_pb2.IMAGE_FORMAT_UNSPECIFIED: None,
+    explain_pb2.IMAGE_FORMAT_JPEG: "jpeg",
+    explain_pb2.IMAGE_FORMAT_PNG: "png",
+    explain_pb2.IMAGE_FORMAT_WEBP: "webp",
+}
+"""Ours by theirs."""
+
+FUSIONS: dict["explain_pb2.Fusion.ValueType", Fusion | None] = {
+    explain_pb2.FUSION_UNSPECIFIED: None,
+    explain_pb2.FUSION_MEAN: "mean",
+    explain_pb2.FUSION_MAX: "max",
+    explain_pb2.FUSION_PRODUCT: "product",
+}
+"""Ours by theirs."""
+
+PROFILES: dict["explain_pb2.Profile.ValueType", Profile] = {
+    explain_pb2.PROFILE_UNSPECIFIED: "paper",
+    explain_pb2.PROFILE_PAPER: "paper",
+    explain_pb2.PROFILE_GRAD_CAM: "grad-cam",
+    explain_pb2.PROFILE_TORCHCAM: "torchcam",
+    explain_pb2.PROFILE_CAPTUM: "captum",
+}
+"""Ours by theirs."""

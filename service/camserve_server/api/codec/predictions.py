@@ -1,0 +1,78 @@
+"""Predictions and resolved targets as protobuf."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from camserve.v1 import explain_pb2
+from camserve_server.imaging.values import Box
+from camserve_server.serving.results import ModelPrediction, Prediction
+from camserve_server.targets import kind_of
+from camserve_server.targets.values import ContrastTarget, DetectionTarget, FinerTarget, FixedTarget, SegmentTarget
+
+
+def prediction_message(prediction: Prediction) -> explain_pb2.Prediction:
+    """Return a prediction as protobuf."""
+    return explain_pb2.Prediction(
+        class_index=prediction.class_index,
+        label=prediction.label,
+        probability=prediction.probability,
+        score=prediction.score,
+        area=prediction.area,
+        box=box_message(prediction.box) if prediction.box else None,
+    )
+
+
+def box_message(box: Box) -> explain_pb2.Box:
+    """Return a box as protobuf."""
+    return explain_pb2.Box(left=box.left, top=box.top, right=box.right, bottom=box.bottom)
+
+
+def explained_message(prediction: ModelPrediction, target: FixedTarget, score: float) -> explain_pb2.Prediction:
+    """Return the prediction that a target explains."""
+    return prediction_message(prediction.explained(target, score))
+
+
+def contrast_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Prediction | None:
+    """Return the prediction that a contrast is explained against."""
+    against = prediction.against(target)
+    return prediction_message(against) if against else None
+
+
+def target_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Target:
+    """Return a target as a request names it, so that it can be asked for again."""
+    return _TARGETS[kind_of(target).name](prediction, target)
+
+
+def _name(index: int) -> explain_pb2.ClassName:
+    return explain_pb2.ClassName(class_index=index)
+
+
+def _contrast(_prediction: ModelPrediction, target: ContrastTarget) -> explain_pb2.Target:
+    return explain_pb2.Target(contrast=explain_pb2.Contrast(why=_name(target.why), why_not=_name(target.why_not)))
+
+
+def _finer(_prediction: ModelPrediction, target: FinerTarget) -> explain_pb2.Target:
+    against = [_name(index) for index in target.against]
+    return explain_pb2.Target(finer=explain_pb2.Finer(why=_name(target.why), against=against, weight=target.weight))
+
+
+def _segment(prediction: ModelPrediction, target: SegmentTarget) -> explain_pb2.Target:
+    region = box_message(prediction.in_photo(target.box)) if target.box else None
+    return explain_pb2.Target(segment=explain_pb2.Segment(class_name=_name(target.index), region=region))
+
+
+def _detection(prediction: ModelPrediction, target: DetectionTarget) -> explain_pb2.Target:
+    box = box_message(prediction.in_photo(target.box)) if target.box else None
+    return explain_pb2.Target(detection=explain_pb2.Detection(class_name=_name(target.index), box=box))
+
+
+_TARGETS: Mapping[str, Callable[[ModelPrediction, Any], explain_pb2.Target]] = {
+    "class": lambda _prediction, target: explain_pb2.Target(class_index=target.index),
+    "probability": lambda _prediction, target: explain_pb2.Target(class_index=target.index, softmax=True),
+    "contrast": _contrast,
+    "finer": _finer,
+    # Not the other photo again: it may be large, and the caller has it.
+    "similarity": lambda _prediction, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
+    "segment": _segment,
+    "detection": _detection,
+}

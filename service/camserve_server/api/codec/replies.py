@@ -1,0 +1,226 @@
+"""Replies: the server's values as protobuf."""
+
+from collections.abc import Mapping
+
+from camserve.v1 import explain_pb2, models_pb2
+from camserve_server.api.codec.formats import FORMATS, FUSIONS
+from camserve_server.api.codec.predictions import (
+    box_message,
+    contrast_message,
+    explained_message,
+    prediction_message,
+    target_message,
+)
+from camserve_server.core.arrays import Map
+from camserve_server.imaging.values import Box, Picture
+from camserve_server.jobs import rows_of
+from camserve_server.jobs.verdict import Verdict
+from camserve_server.methods import METHODS, Method, Parameter
+from camserve_server.methods.kinds import formula, summary
+from camserve_server.methods.values import MethodCall, ParameterValue
+from camserve_server.models.values import Absent, KnownModel, LayerInfo
+from camserve_server.serving.receipts import Receipt
+from camserve_server.serving.requests import ExplainRequest
+from camserve_server.serving.results import ExplainResult, Explanation, ModelPrediction, Timing
+
+_FORMATS = {name: value for value, name in FORMATS.items() if name}
+_FUSIONS = {name: value for value, name in FUSIONS.items()}
+
+_VERDICTS = {
+    Verdict.OK: explain_pb2.VERDICT_OK,
+    Verdict.ALL_NEGATIVE: explain_pb2.VERDICT_ALL_NEGATIVE,
+    Verdict.FLAT: explain_pb2.VERDICT_FLAT,
+    Verdict.ZERO_GRADIENT: explain_pb2.VERDICT_ZERO_GRADIENT,
+    Verdict.NON_FINITE: explain_pb2.VERDICT_NON_FINITE,
+}
+
+
+def explain_response(request: ExplainRequest, result: ExplainResult) -> explain_pb2.ExplainResponse:
+    """Encode the reply to a request; the caller sets its id.
+
+    Args:
+        request: says how many predictions to send, and whether to send the raw maps.
+        result: its explanations are taken from the list one by one, as pictures and messages take much memory.
+    """
+    prediction, raw = result.prediction, request.rendering.heatmap
+    response = explain_pb2.ExplainResponse(
+        model=prediction.model.name,
+        predictions=map(prediction_message, prediction.top(request.predictions)),
+        photo=photo_message(result.size, prediction.seen),
+        timing=timing_message(result.timing),
+        receipt=_receipt(result.receipt),
+    )
+    while result.explanations:
+        response.explanations.append(_explanation(prediction, result.explanations.pop(0), raw=raw))
+    return response
+
+
+def photo_message(size: tuple[int, int], seen: Box) -> explain_pb2.Photo:
+    """Describe a photo of that height and width, and the part of it that the model saw."""
+    return explain_pb2.Photo(height=size[0], width=size[1], seen=box_message(seen))
+
+
+def timing_message(timing: Timing) -> explain_pb2.Timing:
+    """Return where the time went as protobuf."""
+    return explain_pb2.Timing(
+        decode_ms=1e3 * timing.decode,
+        queue_ms=1e3 * timing.queue,
+        compute_ms=1e3 * timing.compute,
+        render_ms=1e3 * timing.render,
+        batch_rows=timing.batch_rows,
+    )
+
+
+def _receipt(receipt: Receipt) -> explain_pb2.Receipt:
+    return explain_pb2.Receipt(
+        source=receipt.source,
+        weights=receipt.weights,
+        digest=receipt.digest,
+        precision=receipt.precision,
+        device=receipt.device,
+        image_sha256=receipt.image_sha256,
+        input_sha256=receipt.input_sha256,
+        versions=receipt.versions,
+    )
+
+
+def _explanation(prediction: ModelPrediction, explanation: Explanation, *, raw: bool) -> explain_pb2.Explanation:
+    finding = explanation.finding
+    return explain_pb2.Explanation(
+        method=finding.call.name,
+        layer=finding.layer,
+        target=explained_message(prediction, finding.target, finding.score),
+        contrast=contrast_message(prediction, finding.target),
+        score=finding.score,
+        verdict=_VERDICTS[finding.verdict],
+        verdict_message="" if finding.verdict is Verdict.OK else finding.verdict.value,
+        parameters=parameter_messages(finding.call.parameters),
+        heatmap=_heatmap(finding.heatmap) if raw else None,
+        overlay=picture_message(explanation.overlay),
+        heatmap_image=picture_message(explanation.heatmap_image),
+        intensity=None if explanation.intensity is None else _heatmap(explanation.intensity),
+        completeness_error=finding.error,
+        augmentation_smoothing=finding.call.augmented,
+        eigen_smoothing=finding.call.eigen,
+        fusion=_FUSIONS[finding.fusion],
+        resolved_target=target_message(prediction, finding.target),
+    )
+
+
+def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:
+    height, width = heatmap.shape
+    return explain_pb2.Heatmap(height=height, width=width, data=heatmap.astype("<f4").tobytes())
+
+
+def picture_message(picture: Picture | None) -> explain_pb2.Picture | None:
+    """Return a picture as protobuf."""
+    if picture is None:
+        return None
+    return explain_pb2.Picture(
+        format=_FORMATS[picture.format], data=picture.data, width=picture.width, height=picture.height
+    )
+
+
+def parameter_messages(parameters: Mapping[str, ParameterValue]) -> dict[str, explain_pb2.Parameter]:
+    """Write parameters by name."""
+    return {name: _parameter(value) for name, value in parameters.items()}
+
+
+def _parameter(value: ParameterValue) -> explain_pb2.Parameter:
+    return explain_pb2.Parameter(text=value) if isinstance(value, str) else explain_pb2.Parameter(number=value)
+
+
+_STATES: dict[str, "models_pb2.ModelState.ValueType"] = {
+    "loading": models_pb2.MODEL_STATE_LOADING,
+    "failed": models_pb2.MODEL_STATE_FAILED,
+    "unloading": models_pb2.MODEL_STATE_UNLOADING,
+    "unloaded": models_pb2.MODEL_STATE_UNLOADED,
+}
+
+
+def describe_model(info: KnownModel) -> models_pb2.Model:
+    """Describe a model, or that it does not answer."""
+    if isinstance(info, Absent):
+        return models_pb2.Model(name=info.name, source=info.source, version=info.version, state=_STATES[info.state])
+    height, width = info.preprocess.size
+    return models_pb2.Model(
+        name=info.name,
+        source=info.source,
+        weights=info.weights,
+        digest=info.digest,
+        classes=info.classes,
+        input_height=height,
+        input_width=width,
+        default_layer=info.default_layer,
+        parameters=info.parameters,
+        precision=info.precision,
+        device=info.device,
+        task=info.task,
+        version=info.version,
+        state=models_pb2.MODEL_STATE_READY,
+    )
+
+
+def describe_layer(layer: LayerInfo) -> models_pb2.Layer:
+    """Describe a layer."""
+    return models_pb2.Layer(
+        name=layer.name,
+        type=layer.type,
+        output_shape=layer.shape,
+        parameters=layer.parameters,
+        calls=layer.calls,
+        explainable=layer.layout is not None,
+        grid_height=layer.layout.height if layer.layout else 0,
+        grid_width=layer.layout.width if layer.layout else 0,
+        reason=layer.reason,
+        kinds=sorted({kind_of(one) for one in METHODS.values() if one.layered}) if layer.layout else (),
+    )
+
+
+_KINDS: dict[str, "models_pb2.MethodKind.ValueType"] = {
+    "cam": models_pb2.METHOD_KIND_CAM,
+    "saliency": models_pb2.METHOD_KIND_SALIENCY,
+    "perturbation": models_pb2.METHOD_KIND_PERTURBATION,
+    "attention": models_pb2.METHOD_KIND_ATTENTION,
+    "composite": models_pb2.METHOD_KIND_COMPOSITE,
+    "baseline": models_pb2.METHOD_KIND_BASELINE,
+}
+
+_TYPICAL_CHANNELS = 512
+_TYPICAL_SIZE = (224, 224)
+
+
+def kind_of(method: Method) -> "models_pb2.MethodKind.ValueType":
+    """Return what a method computes from."""
+    return _KINDS[method.kind]
+
+
+def describe_method(name: str) -> models_pb2.MethodInfo:
+    """Describe the method of that name."""
+    method = METHODS[name]
+    call = MethodCall(name, {parameter.name: parameter.default for parameter in method.parameters})
+    return models_pb2.MethodInfo(
+        name=name,
+        kind=kind_of(method),
+        summary=summary(method),
+        paper=method.paper,
+        parameters=[parameter_info(parameter) for parameter in method.parameters],
+        rows=max(1, rows_of(call, [_TYPICAL_CHANNELS], _TYPICAL_SIZE)),
+        layered=method.layered,
+        eigen_smoothing=method.smooths,
+        needs=method.needs,
+        formula=formula(method),
+    )
+
+
+def parameter_info(parameter: Parameter) -> models_pb2.ParameterInfo:
+    """Describe a parameter."""
+    return models_pb2.ParameterInfo(
+        name=parameter.name,
+        summary=parameter.summary,
+        default_value=_parameter(parameter.default),
+        minimum=parameter.minimum,
+        maximum=parameter.maximum,
+        integer=parameter.integer,
+        choices=parameter.choices,
+    )

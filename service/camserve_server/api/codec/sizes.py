@@ -1,0 +1,69 @@
+"""How long texts and lists may be, in every field of every request: looked at before anything else is."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+
+LISTS: Mapping[str, str] = {
+    "camserve.v1.ExplainRequest.methods": "methods",
+    "camserve.v1.ExplainRequest.targets": "targets",
+    "camserve.v1.ExplainRequest.layers": "layers",
+    "camserve.v1.Method.parameters": "parameters",
+    "camserve.v1.Finer.against": "against",
+    "camserve.v1.EvaluateRequest.metrics": "metrics",
+    "camserve.v1.Metric.parameters": "parameters",
+    "camserve.v1.InspectLayersRequest.layers": "inspected",
+    "open_inference.v2.ModelInferRequest.parameters": "asked",
+    "open_inference.v2.ModelInferRequest.inputs": "tensors",
+    "open_inference.v2.ModelInferRequest.outputs": "tensors",
+    "open_inference.v2.ModelInferRequest.raw_input_contents": "tensors",
+    "open_inference.v2.ModelInferRequest.InferInputTensor.shape": "axes",
+    "open_inference.v2.ModelInferRequest.InferInputTensor.parameters": "asked",
+    "open_inference.v2.ModelInferRequest.InferRequestedOutputTensor.parameters": "asked",
+    "open_inference.v2.InferTensorContents.bytes_contents": "images",
+    "open_inference.v2.RepositoryModelLoadRequest.parameters": "asked",
+    "open_inference.v2.RepositoryModelUnloadRequest.parameters": "asked",
+}
+"""The limit on each repeated field and map of a request; numbers one by one are as many as a message's bytes allow."""
+
+
+def check_sizes(message: Message, limits: Limits, path: str = "") -> None:
+    """Refuse a request in which a text or a list is too long.
+
+    Args:
+        message: the request, or a part of it.
+        limits: on what one request may ask for.
+        path: of the part, with a dot at its end.
+
+    Raises:
+        InvalidArgument: one is too long; the error names the field and the limit.
+    """
+    for field, value in message.ListFields():
+        name = f"{path}{field.name}"
+        if field.full_name in LISTS:
+            _check_list(value, limits, name, getattr(limits, LISTS[field.full_name]))
+        else:
+            _check_value(value, limits, name)
+
+
+def _check_list(values: Any, limits: Limits, name: str, most: int) -> None:
+    if len(values) > most:
+        raise InvalidArgument(f"{len(values)} {name}, and {most} is the limit", field=name)
+    items: Iterable[tuple[object, Any]] = enumerate(values)
+    if isinstance(values, Mapping):
+        for key in values:
+            _check_value(key, limits, name)
+        items = ((f'"{key}"', values[key]) for key in values)
+    for place, value in items:
+        _check_value(value, limits, f"{name}[{place}]")
+
+
+def _check_value(value: Any, limits: Limits, name: str) -> None:
+    if isinstance(value, Message):
+        check_sizes(value, limits, f"{name}.")
+    elif isinstance(value, str) and len(value) > limits.text:
+        raise InvalidArgument.of_field(name, f"has {len(value):,} characters, and {limits.text:,} is the limit")

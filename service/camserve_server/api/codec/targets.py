@@ -1,0 +1,196 @@
+"""What is to be explained: read from a request, and checked against what the model answers with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from camserve.v1 import explain_pb2
+from camserve_server.api.codec.checks import LARGEST_SIDE, SHOWN, check_range, short
+from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, did_you_mean
+from camserve_server.core.limits import Limits
+from camserve_server.imaging.values import Box
+from camserve_server.models.values import ModelInfo, Task
+from camserve_server.targets.values import (
+    ClassTarget,
+    ContrastTarget,
+    DetectionTarget,
+    FinerTarget,
+    ProbabilityTarget,
+    RankTarget,
+    SegmentTarget,
+    SimilarityTarget,
+    Target,
+)
+
+_SAYS: Mapping[Task, str] = {
+    "classify": "classes: explain one by its label or index",
+    "multilabel": "classes: explain one by its label or index",
+    "regress": "numbers: explain one by its label or index",
+    "segment": "a class for every pixel: explain one with segment(...)",
+    "detect": "boxes: explain an object with detection(...)",
+    "embed": "an embedding: explain how alike two images are with similarity(...)",
+}
+
+
+def read_targets(request: explain_pb2.ExplainRequest, model: ModelInfo, limits: Limits) -> tuple[Target, ...]:
+    """Read what a request wants explained: its targets, or the model's own first predictions.
+
+    Raises:
+        ServiceError: a field is wrong, or does not fit what the model answers with.
+    """
+    if request.targets:
+        return tuple(read_target(one, model, f"targets[{place}]") for place, one in enumerate(request.targets))
+    if model.task == "embed":
+        raise _unfit(model, "targets")
+    top_k = request.top_k if request.HasField("top_k") else 1
+    most = limits.targets if model.task == "detect" else min(limits.targets, model.classes)
+    check_range(top_k, 1, most, "top_k")
+    return tuple(RankTarget(rank) for rank in range(top_k))
+
+
+def read_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    """Read one target.
+
+    Raises:
+        ServiceError: it is wrong in itself, or does not fit what the model answers with; the error names the field.
+    """
+    kind = target.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("say a class_index or a label", field=field)
+    if target.softmax and kind not in ("class_index", "label"):
+        raise InvalidArgument("only a class has a probability", field=f"{field}.softmax")
+    reader = _KINDS[kind]
+    if model.task not in reader.tasks:
+        raise _unfit(model, f"{field}.{kind}")
+    return reader.read(target, model, field)
+
+
+def _unfit(model: ModelInfo, field: str) -> FailedPrecondition:
+    return FailedPrecondition(f"{model.name} answers with {_SAYS[model.task]}", field=field)
+
+
+def _read_plain(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    index = read_class(target, model, field)
+    if not target.softmax:
+        return ClassTarget(index)
+    if model.task == "regress":
+        raise FailedPrecondition(f"{model.name} answers with numbers, not probabilities", field=f"{field}.softmax")
+    return ProbabilityTarget(index, apart=model.task == "multilabel")
+
+
+def _read_contrast(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    why = read_class(target.contrast.why, model, f"{field}.contrast.why")
+    why_not = read_class(target.contrast.why_not, model, f"{field}.contrast.why_not")
+    if why == why_not:
+        raise InvalidArgument("a contrast needs two different classes", field=f"{field}.contrast.why_not")
+    return ContrastTarget(why, why_not)
+
+
+def _read_finer(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    finer, field = target.finer, f"{field}.finer"
+    why = read_class(finer.why, model, f"{field}.why")
+    against = tuple(read_class(one, model, f"{field}.against[{place}]") for place, one in enumerate(finer.against))
+    if why in against or len(set(against)) < len(against):
+        raise InvalidArgument("each class may be named once only", field=f"{field}.against")
+    if model.classes == 1:
+        raise FailedPrecondition(f"{model.name} has one class only, which no other resembles", field=field)
+    weight = finer.weight if finer.HasField("weight") else 1.0
+    check_range(weight, 0.0, 1.0, f"{field}.weight")
+    return FinerTarget(why, against, weight)
+
+
+def _read_similarity(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    if model.task != "embed" and not model.embedding:
+        raise FailedPrecondition(
+            f"{model.name} has no linear layer at its end whose input would be an embedding: load one without a head, "
+            "as timm:NAME?classes=0",
+            field=f"{field}.similarity",
+        )
+    if not target.similarity.image:
+        raise InvalidArgument("the other image is empty", field=f"{field}.similarity.image")
+    return SimilarityTarget(file=target.similarity.image)
+
+
+def _read_segment(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    segment, field = target.segment, f"{field}.segment"
+    index = read_class(segment.class_name, model, f"{field}.class_name")
+    return SegmentTarget(index, read_box(segment.region, f"{field}.region") if segment.HasField("region") else None)
+
+
+def _read_detection(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    detection, field = target.detection, f"{field}.detection"
+    index = read_class(detection.class_name, model, f"{field}.class_name")
+    return DetectionTarget(index, read_box(detection.box, f"{field}.box") if detection.HasField("box") else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """What reads one kind of target, and the tasks of the models that it is for."""
+
+    read: Callable[[explain_pb2.Target, ModelInfo, str], Target]
+    tasks: tuple[Task, ...]
+
+
+_KINDS: Mapping[str, _Reader] = {
+    "class_index": _Reader(_read_plain, ("classify", "multilabel", "regress")),
+    "label": _Reader(_read_plain, ("classify", "multilabel", "regress")),
+    "contrast": _Reader(_read_contrast, ("classify", "multilabel", "regress")),
+    "finer": _Reader(_read_finer, ("classify", "multilabel")),
+    "similarity": _Reader(_read_similarity, ("classify", "multilabel", "regress", "embed")),
+    "segment": _Reader(_read_segment, ("segment",)),
+    "detection": _Reader(_read_detection, ("detect",)),
+}
+
+
+def read_box(box: explain_pb2.Box, field: str) -> Box:
+    """Read a box in the photo's pixels; it may reach beyond the photo.
+
+    Raises:
+        InvalidArgument: an edge is out of all bounds, or nothing is between two.
+    """
+    edges = {name: getattr(box, name) for name in ("left", "top", "right", "bottom")}
+    for name, value in edges.items():
+        check_range(value, -LARGEST_SIDE, 2 * LARGEST_SIDE, f"{field}.{name}")
+    for first, second in (("left", "right"), ("top", "bottom")):
+        if edges[first] >= edges[second]:
+            raise InvalidArgument(
+                f"{first} is {edges[first]:g}, and {second} {edges[second]:g}: the box is empty", field=field
+            )
+    return Box(**edges)
+
+
+def read_class(name: explain_pb2.Target | explain_pb2.ClassName, model: ModelInfo, field: str) -> int:
+    """Find a class by its index or label.
+
+    Raises:
+        NotFound: the model has no such class.
+        InvalidArgument: nothing is said, or several classes have that label.
+    """
+    kind = name.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("say a class_index or a label", field=field)
+    if kind == "label":
+        return _find_label(name.label, model, f"{field}.label")
+    if name.class_index >= model.classes:
+        raise NotFound(
+            f"there is no class {name.class_index}: {model.name} has {model.classes}, from 0",
+            field=f"{field}.class_index",
+        )
+    return name.class_index
+
+
+def _find_label(label: str, model: ModelInfo, field: str) -> int:
+    if not model.labels:
+        raise NotFound(f"{model.name} has no labels: name classes by their index", field=field)
+    wanted = _folded(label)
+    found = [index for index, known in enumerate(model.labels) if _folded(known) == wanted]
+    if not found:
+        hint = did_you_mean(label.replace("_", " "), model.labels)
+        raise NotFound(f'{model.name} has no label "{short(label)}"{hint}', field=field)
+    if len(found) > 1:
+        which = " and ".join(map(str, found[:SHOWN]))
+        raise InvalidArgument(f'"{short(label)}" is the label of classes {which}: give the index', field=field)
+    return found[0]
+
+
+def _folded(label: str) -> str:
+    return label.replace("_", " ").strip().casefold()

@@ -1,0 +1,86 @@
+"""The gRPC health protocol: the status of each service, for single checks and for watches.
+
+The servicer of grpcio-health-checking writes to a watcher while it holds the lock that a change of status needs. So one
+watcher that reads nothing freezes the status for everyone. Here a change of status waits for no watcher.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from camserve_server.scheduling.admission import address_of
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Reply: TypeAlias = health_pb2.HealthCheckResponse
+Status: TypeAlias = "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
+
+WATCHERS = 1000  # at a time; one takes about 20 KiB
+WATCHERS_OF_ONE = 100  # from one address, so that one caller leaves room for the others
+LARGEST = 4096  # bytes of a question: a watch keeps the memory that its message takes for as long as it lasts
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, and not typed
+    """Answers health checks."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Status] = {}
+        self._changed = asyncio.Event()  # a new one after each change
+        self._watchers: Counter[str] = Counter()  # by address
+
+    def set(self, statuses: Mapping[str, Status]) -> None:
+        """Change the status of services, by their names, and wake the watchers."""
+        self._statuses.update(statuses)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(  # noqa: N802 -- the RPC's name
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> Reply:
+        """Return the status of one service."""
+        if request.service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return Reply(status=self._statuses[request.service])
+
+    async def List(  # noqa: N802 -- the RPC's name
+        self, _request: health_pb2.HealthListRequest, _context: Context
+    ) -> health_pb2.HealthListResponse:
+        """Return the status of every service."""
+        return health_pb2.HealthListResponse(
+            statuses={name: Reply(status=status) for name, status in self._statuses.items()}
+        )
+
+    async def Watch(  # noqa: N802 -- the RPC's name
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> None:
+        """Send the status of one service, and send it again whenever it changes, until the connection ends."""
+        if request.ByteSize() > LARGEST:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a health watch has at most {LARGEST:,} bytes")
+        address = address_of(context.peer())
+        if self._watchers.total() >= WATCHERS or self._watchers[address] >= WATCHERS_OF_ONE:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health watches")
+        with self._counted(address):
+            await self._watched(request.service, context)
+
+    @contextmanager
+    def _counted(self, address: str) -> Iterator[None]:
+        self._watchers[address] += 1
+        try:
+            yield
+        finally:
+            self._watchers[address] -= 1
+            if not self._watchers[address]:
+                del self._watchers[address]
+
+    async def _watched(self, service: str, context: Context) -> None:
+        sent: Status | None = None
+        while True:
+            changed, status = self._changed, self._statuses.get(service, Reply.SERVICE_UNKNOWN)
+            if status != sent:
+                await context.write(Reply(status=status))
+                sent = status
+            await changed.wait()

@@ -1,0 +1,62 @@
+"""Errors as gRPC statuses: one table, the trailers of a call, and the error of one item of a stream."""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import grpc
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from camserve.v1 import explain_pb2
+from camserve_server.core import errors, logs
+from camserve_server.core.errors import Internal, ServiceError
+
+log = logging.getLogger(__name__)
+
+STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.WorkerLost: grpc.StatusCode.UNAVAILABLE,
+    errors.Internal: grpc.StatusCode.INTERNAL,
+}
+"""The gRPC status of each of our errors."""
+
+
+def service_error_of(error: Exception) -> ServiceError:
+    """Return our own errors as they are, and Internal for every other error, which is logged.
+
+    Our errors lose their tracebacks. A traceback refers to frames that refer to the error, and this cycle would keep
+    the request, perhaps many megabytes, in memory until the next garbage collection.
+    """
+    if isinstance(error, ServiceError):
+        return error.with_traceback(None)
+    log.error("an RPC failed", exc_info=error)
+    return Internal(f"internal error; the server's log has more under request id {logs.REQUEST_ID.get()}")
+
+
+def trailers_of(error: ServiceError, request_id: str) -> tuple[tuple[str, str | bytes], ...]:
+    """Return the trailing metadata of a call that failed: google.rpc.Status, and when to retry."""
+    status = status_pb2.Status(code=code_pb2.Code.Value(STATUS[type(error)].name), message=error.message)
+    status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    trailers = (("x-request-id", request_id), ("grpc-status-details-bin", status.SerializeToString()))
+    if error.retry_after is None:
+        return trailers
+    return *trailers, ("grpc-retry-pushback-ms", str(math.ceil(1e3 * error.retry_after)))
+
+
+def error_message(error: ServiceError) -> explain_pb2.Error:
+    """Return the error of one item of a stream."""
+    violations = [explain_pb2.FieldViolation(field=error.field, description=error.message)] if error.field else []
+    retry = None if error.retry_after is None else math.ceil(1e3 * error.retry_after)
+    code = code_pb2.Code.Value(STATUS[type(error)].name)
+    return explain_pb2.Error(code=code, message=error.message, fields=violations, retry_after_ms=retry)

@@ -1,0 +1,218 @@
+"""Explanations in this process: a network in, heatmaps out, without a server."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import camserve
+from camserve_server.api import inprocess
+from camserve_server.app import server
+from camserve_server.core import config
+from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
+from camserve_server.imaging import inputs
+from camserve_server.models import ModelSpec, Source, of_network, parse, search_current_folder
+from camserve_server.models.live import Output
+from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
+from camserve_server.models.values import Task
+
+if TYPE_CHECKING:
+    import grpc
+
+    from camserve_server.imaging.values import Preprocess
+    from camserve_server.serving.explain import Pipeline
+
+
+class NetworkOptions(TypedDict, total=False):
+    """What is known of a network; everything may be left out.
+
+    Attributes:
+        size: Height and width of the input in pixels, or one number for both. Default: that of what `transform`
+            returns, else 224.
+        crop: Share of the photo's shorter side that is kept around its centre, up to 1; "whole" squashes the whole
+            photo into the input. Default: 0.875, or "whole" with a `transform`.
+        mean: Of each channel, RGB from 0 to 1. Default: ImageNet's.
+        std: Standard deviation of each channel. Default: ImageNet's.
+        labels: Of the classes, in the order of the logits.
+        transform: Makes the input [3, H, W] of a photo, instead of a resize, a crop and a normalisation: it gets a PIL
+            image, or a uint8 array [height, width, 3] if it fails with that. `crop` then says which part of the photo
+            the input shows, so that heatmaps are drawn where they belong.
+        output: Returns the logits [B, classes] from what the network returns.
+        task: What the network answers with, such as "multilabel". Default: what running it shows.
+        accelerate: Whether to run a faster copy of the network where there is one. Default: True.
+    """
+
+    size: int | inputs.Size | None
+    crop: inputs.Crop | None
+    mean: Sequence[float]
+    std: Sequence[float]
+    labels: Sequence[str]
+    transform: inputs.Transform | None
+    output: Output | None
+    task: Task | None
+    accelerate: bool
+
+
+class Explainer(camserve.Client):
+    """Explains a network of this process, or any model by its spec: the client's methods, without a server.
+
+    Nothing listens, and no process is started. A network stays as it is: its modes, hooks, device, parameters and
+    buffers. The memory of its parameters is shared, so do not train it while a call runs; after a training step, call
+    `refresh`.
+
+    Wherever the client takes a photo, an input of the network that is already preprocessed is also taken: a float
+    tensor [3, H, W].
+
+    Args:
+        model: A `torch.nn.Module`, or a model spec such as "timm:resnet50?weights=default".
+        device: Default: the network's own; for a spec, the first GPU if there is one.
+        timeout: Seconds that a call may take. Default: no limit.
+        settings: Settings of the server by their names, such as `{"max_batch_rows": 16}`.
+        **options: What is known of the network: see `NetworkOptions`. A spec says all of that itself.
+
+    Raises:
+        ConfigError: The model cannot be explained as it is described.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        *,
+        device: str | None = None,
+        timeout: float = math.inf,
+        settings: Mapping[str, Any] | None = None,
+        **options: Unpack[NetworkOptions],
+    ) -> None:
+        if isinstance(model, str) and options:
+            raise ConfigError(f"{', '.join(options)}: only of a network; a model spec says all of its model itself")
+        spec = _spec(model) if isinstance(model, str) else _spec_of(model, options)
+        self._preprocess: Preprocess | None = spec.live and spec.live.preprocess
+        flags = {
+            "device": device or ("auto" if isinstance(model, str) else _device_of(model)),
+            "isolation": "thread",
+            "threads": torch.get_num_threads(),
+            "max_queue_delay_ms": 0,
+            **(settings or {}),
+        }
+        self._service = _Service(config.load(flags=flags, environment={}), spec)
+        super().__init__("in-process", channel=cast("grpc.Channel", self._service.channel), timeout=timeout)
+
+    def close(self) -> None:
+        """End the calls that are under way, and let the model go."""
+        super().close()
+        self._service.close()
+
+    def refresh(self) -> None:
+        """Explain the weights that the network has now, after a training step.
+
+        Raises:
+            ConfigError: The network cannot be explained any more.
+        """
+        self._service.refresh()
+
+    def file_of(self, image: Any) -> bytes:
+        """Return the file of an image, or of an input that is already preprocessed.
+
+        Raises:
+            InvalidArgument: It is neither.
+        """
+        if isinstance(image, np.ndarray) and np.issubdtype(image.dtype, np.floating):
+            image = torch.from_numpy(image)
+        if not isinstance(image, Tensor):
+            return super().file_of(image)
+        if self._preprocess is None:
+            raise camserve.InvalidArgument("image: a model that is given by a spec takes photos, not tensors")
+        try:
+            return inputs.file_of(image, self._preprocess)
+        except ServiceError as error:
+            raise camserve.InvalidArgument(f"image: {error.message}", fields={"image": error.message}) from error
+
+
+def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
+    """Return the spec of a network.
+
+    Raises:
+        ConfigError: it is no network, or is described in a way that makes no sense.
+    """
+    if unknown := options.keys() - NetworkOptions.__annotations__.keys():
+        name = min(unknown)
+        raise ConfigError(f'unknown option "{name}"{did_you_mean(name, NetworkOptions.__annotations__)}')
+    preprocess = inputs.preprocess_of(
+        options.get("size"),
+        options.get("crop"),
+        options.get("mean", IMAGENET_MEAN),
+        options.get("std", IMAGENET_STD),
+        options.get("transform"),
+    )
+    labels = tuple(options.get("labels", ()))
+    source = Source(network, preprocess, labels, options.get("task"), options.get("output"))
+    accelerate = options.get("accelerate", True)
+    return replace(of_network(type(network).__name__, source, shared=True), accelerate=accelerate)
+
+
+def _spec(text: str) -> ModelSpec:
+    spec = parse(text)
+    search_current_folder(spec)
+    return spec
+
+
+def _device_of(network: nn.Module) -> str:
+    """Return the device of a network's first parameter; the CPU if it has none."""
+    return str(next((one.device for one in network.parameters()), "cpu"))
+
+
+class _Service:
+    """An engine and the services over it, on an event loop in a thread of its own.
+
+    Args:
+        settings: of the engine.
+        spec: of the model.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+
+    Attributes:
+        channel: on which the services are called.
+    """
+
+    def __init__(self, settings: config.Settings, spec: ModelSpec) -> None:
+        self._name = spec.name
+        started: Future[tuple[asyncio.AbstractEventLoop, Pipeline, inprocess.Services]] = Future()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(settings, spec, started), name="camserve-explainer", daemon=True
+        )
+        self._thread.start()
+        self._loop, self._pipeline, services = started.result()
+        self.channel = inprocess.Channel(self._loop, services)
+
+    def _run(self, settings: config.Settings, spec: ModelSpec, started: "Future[Any]") -> None:
+        async def main() -> None:
+            async with server.opened(settings, specs={spec.name: spec}, watch=False) as pipeline:
+                services = inprocess.services_of(pipeline, settings.stream_in_flight)
+                started.set_result((asyncio.get_running_loop(), pipeline, services))
+                await self._stop.wait()
+
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    def refresh(self) -> None:
+        """Load the model again."""
+        asyncio.run_coroutine_threadsafe(self._pipeline.lifecycle.reload(self._name), self._loop).result()
+
+    def close(self) -> None:
+        """Let the model go, and return when that is done."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()

@@ -1,7 +1,0 @@
-"""The gRPC servicers of our own services: they read messages into requests, and encode results into replies."""
-
-from camserve_server.servicers.evaluate import EvaluateServicer
-from camserve_server.servicers.explain import ExplainServicer
-from camserve_server.servicers.models import ModelServicer
-
-__all__ = ["EvaluateServicer", "ExplainServicer", "ModelServicer"]
