@@ -123,7 +123,7 @@ check: lint types contracts proto-check  ## everything that can be checked witho
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools
 	$(BIN)/hadolint service/Dockerfile
 
 types: setup

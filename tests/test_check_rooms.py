@@ -1,0 +1,144 @@
+"""The checks of the server's rooms find each fault that is planted."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from tools import check_rooms
+
+ROOT = Path(__file__).parents[1]
+LAYERS = next(
+    contract["layers"]
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    if contract["type"] == "layers"
+)
+TOP, BOTTOM = LAYERS[0], LAYERS[-1]
+
+
+def write(package, files):
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package without a fault: the border imports the wire, and the command what is public in the client."""
+    files = {
+        "__init__.py": "",
+        "__main__.py": "from camserve_server.cli import main\n",
+        "api/server.py": "import grpc\nfrom camserve.v1 import explain_pb2\n",
+        "cluster/proxy.py": "from google.rpc import code_pb2\n",
+        "cli/commands.py": "from camserve import Client, __version__\nimport grpcish\n",
+        "core/errors.py": "import math\n",
+    }
+    write(tmp_path, files)
+    return tmp_path
+
+
+def test_sound_rooms_have_no_faults(package):
+    assert list(check_rooms.faults(package)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("loose.py", "", "loose.py: a module belongs to a room, not to the root"),
+        ("core/a.py", "import grpc.aio\n", "core/a.py:1: imports grpc.aio, which only api and cluster do"),
+        (
+            "serving/a.py",
+            "def f():\n    from google.protobuf import json_format\n",
+            "serving/a.py:2: imports google.protobuf.json_format, which only api and cluster do",
+        ),
+        (
+            "jobs/a.py",
+            "from camserve.v1 import explain_pb2\n",
+            "jobs/a.py:1: imports camserve.v1.explain_pb2, which only api and cluster do",
+        ),
+        (
+            "app/a.py",
+            "from grpc_health.v1 import health\n",
+            "app/a.py:1: imports grpc_health.v1.health, which only api and cluster do",
+        ),
+        (
+            "cli/a.py",
+            "from camserve import _tables\n",
+            "cli/a.py:1: imports camserve._tables, which is private to the client",
+        ),
+        (
+            "api/a.py",
+            "import camserve._calls.x\n",
+            "api/a.py:1: imports camserve._calls.x, which is private to the client",
+        ),
+        (
+            "jobs/a.py",
+            "from camserve.cli import _run\n",
+            "jobs/a.py:1: imports camserve.cli._run, which is private to the client",
+        ),
+    ],
+)
+def test_each_planted_fault_is_found(package, name, text, fault):
+    write(package, {name: text})
+
+    assert list(check_rooms.faults(package)) == [fault]
+
+
+def test_an_import_that_only_type_checkers_see_is_found(package):
+    write(package, {"core/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import grpc\n"})
+
+    assert list(check_rooms.faults(package)) == ["core/a.py:3: imports grpc, which only api and cluster do"]
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Copy both packages and the contracts; return the server's, and what runs the contracts."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("clients/python/camserve", "service/camserve_server"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+
+    def broken():
+        """Return what import-linter says, or nothing where every contract is kept."""
+        paths = {"PYTHONPATH": f"{tmp_path / 'service'}:{tmp_path / 'clients/python'}"}
+        command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+        found = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=100, check=False
+        )
+        return found.stdout if found.returncode else ""
+
+    return tmp_path / "service/camserve_server", broken
+
+
+def place_of(package, layer):
+    """Return where a line can be added to a layer: its module, or that of its package."""
+    return package / layer / "__init__.py" if (package / layer).is_dir() else package / f"{layer}.py"
+
+
+def test_an_import_upward_breaks_the_contract_of_the_layers(copied):
+    package, broken = copied
+    assert broken() == ""
+    with place_of(package, BOTTOM).open("a") as file:
+        file.write(f"\nfrom camserve_server import {TOP}\n")
+
+    assert f"camserve_server.{BOTTOM} is not allowed to import camserve_server.{TOP}" in broken()
+
+
+def test_a_room_without_a_place_breaks_the_contract_of_the_layers(copied):
+    package, broken = copied
+    write(package, {"attic/__init__.py": ""})
+
+    assert "camserve_server.attic" in broken()
+
+
+def test_a_circle_inside_of_a_room_breaks_a_contract(copied):
+    package, broken = copied
+    names = [path.stem for path in sorted((package / "jobs").glob("*.py")) if path.stem != "__init__"]
+    for one, other in (names[:2], names[1::-1]):
+        with (package / f"jobs/{one}.py").open("a") as file:
+            file.write(f"\nfrom camserve_server.jobs import {other}\n")
+
+    assert "no circles BROKEN" in broken()
