@@ -41,6 +41,7 @@ def test_environment_sets_every_recorded_setting(name):
     assert surfaces.setting_of(name, {f"CAMSERVE_{name.upper()}": text}) == value
 
 
+@pytest.mark.filterwarnings("ignore:import (Edit|View) from:DeprecationWarning")
 @pytest.mark.parametrize("module", IMPORTS)
 def test_recorded_names_are_imported_from_where_they_were(module):
     assert comparing.lost(IMPORTS[module], surfaces.imported(module, IMPORTS[module])) == []

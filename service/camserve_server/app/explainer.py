@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 from camserve_server.models.values import Task
 
 if TYPE_CHECKING:
-    import grpc
-
     from camserve_server.imaging.values import Preprocess
     from camserve_server.serving.explain import Pipeline
 
@@ -102,7 +100,7 @@ class Explainer(camserve.Client):
             **(settings or {}),
         }
         self._service = _Service(config.load(flags=flags, environment={}), spec)
-        super().__init__("in-process", channel=cast("grpc.Channel", self._service.channel), timeout=timeout)
+        super().__init__("in-process", channel=self._service.channel, timeout=timeout)
 
     def close(self) -> None:
         """End the calls that are under way, and let the model go."""
@@ -179,7 +177,7 @@ class _Service:
         ConfigError: the model cannot be loaded.
 
     Attributes:
-        channel: on which the services are called.
+        channel: a `grpc.Channel` on which the services are called.
     """
 
     def __init__(self, settings: config.Settings, spec: ModelSpec) -> None:
@@ -191,7 +189,7 @@ class _Service:
         )
         self._thread.start()
         self._loop, self._pipeline, services = started.result()
-        self.channel = inprocess.Channel(self._loop, services)
+        self.channel: Any = inprocess.Channel(self._loop, services)
 
     def _run(self, settings: config.Settings, spec: ModelSpec, started: "Future[Any]") -> None:
         async def main() -> None:

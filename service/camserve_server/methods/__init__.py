@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar, get_args
 
 from camserve_server.core import plugins
+from camserve_server.imaging.values import View
 from camserve_server.methods import attention, baselines, cams, gradients, perturbation, surrogate
 from camserve_server.methods.kinds import (
     Attention,
@@ -26,6 +27,7 @@ from camserve_server.methods.kinds import (
     formula,
     summary,
 )
+from camserve_server.methods.values import Edit
 
 VARIANT = Parameter(
     "variant",
@@ -267,6 +269,7 @@ __all__ = [
     "Attention",
     "Baseline",
     "Cam",
+    "Edit",
     "FullGradient",
     "Fused",
     "Method",
@@ -276,6 +279,7 @@ __all__ = [
     "Product",
     "Saliency",
     "Scene",
+    "View",
     "Windows",
     "add_plugins",
     "formula",

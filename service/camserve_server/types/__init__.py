@@ -1,0 +1,16 @@
+"""Deprecated, and removed in the next release: import `Edit` and `View` from `camserve_server.methods`."""
+
+import warnings
+from typing import Any
+
+from camserve_server import methods
+
+_MOVED = ("Edit", "View")
+
+
+def __getattr__(name: str) -> Any:
+    """Return a value from its new place, with a warning."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"import {name} from camserve_server.methods", DeprecationWarning, stacklevel=2)
+    return getattr(methods, name)
