@@ -43,7 +43,7 @@ define generate
 	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
 	  --plugin=protoc-gen-mypy_grpc=$(PROTO_BIN)/protoc-gen-mypy_grpc \
 	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
-	$(PROTO_BIN)/python -m grpc_tools.protoc -Icamserve_server/oip=protos/open_inference \
+	$(PROTO_BIN)/python -m grpc_tools.protoc -Icamserve_server/api/oip=protos/open_inference \
 	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
 	  --python_out=$(2) --mypy_out=quiet:$(2) $(OPEN_INFERENCE)
 endef
