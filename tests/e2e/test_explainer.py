@@ -1,6 +1,7 @@
 """Explanations in the caller's own process: no server, no socket, and a network that stays as it was."""
 
 import copy
+import gc
 import io
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from camserve_server.models import Preprocess, Source
 from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 from methods.tools import error_ratio, noise
 from networks import changes, gradcam, state_of, trained
-from support import PHOTOS
+from support import PHOTOS, wait_until
 
 LABELS = tuple("abcde")
 WHOLE = {"size": 64, "crop": "whole", "labels": LABELS}
@@ -145,6 +146,14 @@ def test_network_in_half_precision_is_explained_in_float32(network, photo):
 
     assert next(half.parameters()).dtype == torch.bfloat16
     assert error_ratio(mine, gradcam(rounded, pixels.float()), gradcam(rounded.double(), pixels.double())) <= 1
+
+
+def test_explainer_that_nobody_holds_any_more_lets_its_network_go(network):
+    explainer = Explainer(network, **WHOLE)
+    thread = explainer._service._thread
+    del explainer
+    gc.collect()
+    wait_until(lambda: not thread.is_alive())
 
 
 # --- inputs ---

@@ -3,8 +3,10 @@
 import asyncio
 import math
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -100,6 +102,7 @@ class Explainer(camserve.Client):
             **(settings or {}),
         }
         self._service = _Service(config.load(flags=flags, environment={}), spec)
+        weakref.finalize(self, self._service.stop)  # a notebook may make another without closing this one
         super().__init__("in-process", channel=self._service.channel, timeout=timeout)
 
     def close(self) -> None:
@@ -209,8 +212,12 @@ class _Service:
         """Load the model again."""
         asyncio.run_coroutine_threadsafe(self._pipeline.lifecycle.reload(self._name), self._loop).result()
 
+    def stop(self) -> None:
+        """Let the model go."""
+        with suppress(RuntimeError):  # the loop is closed: that was done before
+            self._loop.call_soon_threadsafe(self._stop.set)
+
     def close(self) -> None:
         """Let the model go, and return when that is done."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        self.stop()
+        self._thread.join()
