@@ -23,7 +23,7 @@ def allowed(spec, method="gradcam", **parameters):
     distances = []
     for seed in range(PICTURES):
         image = np.random.default_rng(seed).integers(0, 256, (*model.info.preprocess.size, 3), np.uint8)
-        found, truth = (explain(one, image, asked).findings[0].heatmap for one in (plain(model), exact(model)))
+        found, truth = (explain(one, image, asked).explanations[0].heatmap for one in (plain(model), exact(model)))
         distances.append(gap(found, truth))
     return 2 * (FACTOR * max(distances) + FLOOR)
 

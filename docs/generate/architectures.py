@@ -117,7 +117,7 @@ A timm configuration that crops by `center` a shape that is not square is resize
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Explanation:
     """One row of the table."""
 
     model: str
@@ -139,7 +139,7 @@ def names() -> list[str]:
     return [*ours, *(f"timm:{name}" for name in TIMM)]
 
 
-def examine(name: str) -> Finding:
+def examine(name: str) -> Explanation:
     """Load a model, explain it, and compare the map with autograd's.
 
     Raises:
@@ -163,7 +163,7 @@ def examine(name: str) -> Finding:
     if not deviation <= EXACT:
         raise ArithmeticError(f"{name}: the map at {layer.name} deviates by {deviation:.1e}")
     explainable = sum(one.layout is not None for one in info.layers.values())
-    return Finding(name, layer.name, layer.layout, explainable, deviation)
+    return Explanation(name, layer.name, layer.layout, explainable, deviation)
 
 
 def oracle(model: LoadedModel, image: np.ndarray, layout: Layout) -> np.ndarray:

@@ -233,9 +233,9 @@ def test_a_request_is_explained_for_its_targets_and_smoothed_when_asked(load, me
 
     outcome = explain(model, image, job(model, [method, smoothed], [ClassTarget(1), ClassTarget(3)]))
 
-    assert [finding.verdict for finding in outcome.findings] == [Verdict.OK] * 4
-    assert all(finding.heatmap.shape == (4, 4) and finding.layer == "" for finding in outcome.findings)
-    plain, _, smooth, _ = (finding.heatmap for finding in outcome.findings)
+    assert [finding.verdict for finding in outcome.explanations] == [Verdict.OK] * 4
+    assert all(finding.heatmap.shape == (4, 4) and finding.layer == "" for finding in outcome.explanations)
+    plain, _, smooth, _ = (finding.heatmap for finding in outcome.explanations)
     expected = (answer(one, method, image)[0] for one in (model, exact(model)))
     assert error_ratio(plain, *expected) <= 1
     assert gap(smooth, plain) > 1e-3
@@ -247,7 +247,7 @@ def test_a_score_that_depends_on_nothing_has_a_zero_gradient(load, method):
 
     outcome = explain(model, noise(4, SIZE), job(model, [method], [ContrastTarget(2, 2)]))
 
-    assert outcome.findings[0].verdict is Verdict.ZERO_GRADIENT
+    assert outcome.explanations[0].verdict is Verdict.ZERO_GRADIENT
 
 
 def test_slow_attention_gives_the_maps_of_fast_attention(load):

@@ -308,7 +308,7 @@ def test_fem_says_the_same_of_every_target_and_nothing_where_nothing_stands_out(
 
 def found_on(model, image, asked, layer, target=ClassTarget(1)):  # noqa: B008 -- frozen
     """The raw map of one call on one layer."""
-    (finding,) = explain(model, image, job(model, [asked], [target], [layer])).findings
+    (finding,) = explain(model, image, job(model, [asked], [target], [layer])).explanations
     return finding.heatmap
 
 
@@ -379,7 +379,7 @@ def test_smooth_grad_cam_plus_plus_weighs_the_features_of_the_image_itself_on_ev
     method = call("smoothgradcam_plus_plus", samples=3)
     asked = job(smooth, [method, "gradcam"], [ClassTarget(1), ClassTarget(2)], ["conv", "layer"])
     assert asked.rows == 2 * (1 + 3)
-    for finding in explain(smooth, noise(0, 16), asked, chunk=3).findings[:4]:
+    for finding in explain(smooth, noise(0, 16), asked, chunk=3).explanations[:4]:
         expected = (
             found_on(one, noise(0, 16), method, finding.layer, finding.target) for one in (smooth, exact(smooth))
         )

@@ -27,7 +27,7 @@ STAGES = ("layer2", "layer3", "layer4")
 
 def finding(model, image, asked, *layers, target=ClassTarget(1), fusion=None):  # noqa: B008 -- frozen
     """The one thing found for a call."""
-    (found,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).findings
+    (found,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).explanations
     return found
 
 
@@ -44,7 +44,7 @@ def scaled(heatmap, size):
 def stages(resnet):
     """The Grad-CAM maps of three stages, each scaled and at the finest one's size; and the same of float64."""
     answers = [
-        explain(model, noise(0, 64), job(model, ["gradcam"], [ClassTarget(1)], STAGES)).findings
+        explain(model, noise(0, 64), job(model, ["gradcam"], [ClassTarget(1)], STAGES)).explanations
         for model in (resnet, exact(resnet))
     ]
     return [[scaled(one.heatmap, found[0].heatmap.shape) for one in found] for found in answers]
@@ -62,7 +62,7 @@ def test_layers_are_fused_value_by_value_on_the_finest_grid(resnet, stages, fusi
 
 def test_layers_are_fused_target_by_target(resnet):
     targets = [ClassTarget(1), ContrastTarget(3, 4)]
-    together = explain(resnet, noise(0, 64), job(resnet, ["layercam"], targets, STAGES, fusion="mean")).findings
+    together = explain(resnet, noise(0, 64), job(resnet, ["layercam"], targets, STAGES, fusion="mean")).explanations
     for one in together:
         alone, truth = (
             finding(model, noise(0, 64), "layercam", *STAGES, target=one.target, fusion="mean")
@@ -134,7 +134,7 @@ def test_the_copies_explain_the_class_of_the_image_as_it_is(resnet):
     asked = job(resnet, [MethodCall("gradcam", augmented=True)], [RankTarget(0)])
     batches = []
     outcome = explain(resnet, noise(0, 64), asked, batches=batches)
-    assert outcome.findings[0].target == ClassTarget(int(outcome.logits.argmax()))
+    assert outcome.explanations[0].target == ClassTarget(int(outcome.logits.argmax()))
     assert sum(rows for _, rows in batches) == asked.rows == 1 + len(AUGMENTED)
 
 

@@ -184,7 +184,7 @@ def test_a_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, devi
 def test_a_device_gives_the_maps_that_a_cpu_gives(resnets, device, name):
     asked = [call(name, **({"samples": 16} if name == "rise" else {}))]
     found = [
-        explained(model, noise(1, 64), job(model, asked, [RankTarget(0)])).findings[0]
+        explained(model, noise(1, 64), job(model, asked, [RankTarget(0)])).explanations[0]
         for model in (resnets("cpu"), resnets(device))
     ]
 

@@ -30,7 +30,7 @@ from support import PHOTOS
 
 
 def heatmap(model, image, method, target=ClassTarget(3), chunk=64):  # noqa: B008 -- frozen
-    (finding,) = explain(model, image, job(model, [method], [target]), chunk).findings
+    (finding,) = explain(model, image, job(model, [method], [target]), chunk).explanations
     return finding.heatmap
 
 
@@ -53,7 +53,7 @@ def deviation(image, share):
 
 @pytest.mark.parametrize("photo", ["rocket", "china", "flower"])
 def test_saliency_equals_captums(lite0, photos, photo):
-    (ours,) = explain(lite0, photos[photo], job(lite0, ["saliency"], [RankTarget(0)])).findings
+    (ours,) = explain(lite0, photos[photo], job(lite0, ["saliency"], [RankTarget(0)])).explanations
 
     def theirs(module, image):
         return Saliency(module).attribute(image, target=ours.target.index, abs=True)[0].amax(0)
@@ -259,7 +259,7 @@ def curved(plant):
 @pytest.mark.parametrize("baseline", ["zero", "mean", "blur"])
 def test_the_completeness_error_is_what_the_map_misses_of_the_score_difference(curved, baseline):
     method = call("integrated_gradients", steps=2, baseline=baseline, quadrature="cubic")
-    (found,) = explain(curved, noise(6, 24), job(curved, [method], [ClassTarget(3)])).findings
+    (found,) = explain(curved, noise(6, 24), job(curved, [method], [ClassTarget(3)])).explanations
     image = inputs(curved, noise(6, 24))
     with torch.no_grad():
         there, here = (float(curved.module(one)[0, 3]) for one in (image, baselines(image)[baseline]))
@@ -272,7 +272,7 @@ def test_the_completeness_error_is_what_the_map_misses_of_the_score_difference(c
 def test_more_steps_bring_integrated_gradients_nearer_to_completeness(curved, quadrature, bound):
     calls = [call("integrated_gradients", steps=n, quadrature=quadrature) for n in (1, 4, 16)]
     first, second, third = (
-        one.error for one in explain(curved, noise(6, 24), job(curved, calls, [ClassTarget(3)])).findings
+        one.error for one in explain(curved, noise(6, 24), job(curved, calls, [ClassTarget(3)])).explanations
     )
     assert first > 3 * second > 9 * third
     assert third < bound
@@ -282,7 +282,7 @@ def test_cubic_steps_miss_less_than_gauss_legendres_where_the_score_changes_near
     """Of the score of a photo 90 % come with the first tenth of the way from the mean colour."""
     calls = [call("integrated_gradients", steps=10, quadrature=one) for one in ("cubic", "gauss-legendre")]
     missed = [
-        [one.error for one in explain(lite0, photos[photo], job(lite0, calls, [RankTarget(0)])).findings]
+        [one.error for one in explain(lite0, photos[photo], job(lite0, calls, [RankTarget(0)])).explanations]
         for photo in ("coffee", "astronaut")
     ]
     cubic, gauss_legendre = np.mean(missed, 0)
@@ -298,7 +298,7 @@ def test_fifty_steps_of_integrated_gradients_add_up_to_one_percent_on_every_phot
     lite0, photos, photo, baseline
 ):
     asked = job(lite0, [call("integrated_gradients", steps=50, baseline=baseline)], [RankTarget(0)])
-    (found,) = explain(lite0, photos[photo], asked, chunk=8).findings
+    (found,) = explain(lite0, photos[photo], asked, chunk=8).explanations
     with torch.no_grad():
         start = baselines(inputs(lite0, photos[photo]))[baseline]
         promised = found.score - float(lite0.module(start)[0, found.target.index])
@@ -341,7 +341,7 @@ def test_a_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
 
 @pytest.mark.parametrize("name", ["saliency", "smoothgrad", "vargrad", "gradient_shap"])
 def test_a_method_that_promises_no_completeness_reports_no_error(curved, name):
-    (found,) = explain(curved, noise(0, 24), job(curved, [name], [ClassTarget(3)])).findings
+    (found,) = explain(curved, noise(0, 24), job(curved, [name], [ClassTarget(3)])).explanations
     assert found.error is None
 
 
@@ -356,7 +356,7 @@ def test_input_x_gradient_adds_up_to_the_score_of_a_network_of_relus_without_bia
         nn.Linear(6 * 49, 5, bias=False),
     ]
     model = plant(lambda: nn.Sequential(*layers))
-    (found,) = explain(model, noise(7, 16), job(model, ["input_x_gradient"], [ClassTarget(3)])).findings
+    (found,) = explain(model, noise(7, 16), job(model, ["input_x_gradient"], [ClassTarget(3)])).explanations
     assert found.heatmap.sum(dtype=np.float64) == pytest.approx(found.score, rel=1e-5)
 
 

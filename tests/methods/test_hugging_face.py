@@ -166,7 +166,7 @@ def test_maps_are_those_of_gradients_by_hand(kind, zoo):
     model, image = loaded(zoo / kind), noise(1, 64)
     layer = model.info.default_layer
     found = maps(model, image, layer)
-    found["saliency"] = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).findings[0].heatmap
+    found["saliency"] = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).explanations[0].heatmap
 
     plain, truth = (maps_by_hand(theirs(zoo / kind).to(one), layer, inputs(model, image).to(one)) for one in PRECISIONS)
     for name in plain:
@@ -194,7 +194,7 @@ def test_every_method_explains_it_or_says_in_words_what_it_lacks(kind, zoo):
     for name, method in METHODS.items():
         asked = call(name, **{one.name: FEW[one.name] for one in method.parameters if one.name in FEW})
         try:
-            (found,) = explain(model, noise(2, 64), job(model, [asked], [ClassTarget(1)])).findings
+            (found,) = explain(model, noise(2, 64), job(model, [asked], [ClassTarget(1)])).explanations
         except FailedPrecondition as error:
             refused[name] = str(error)
         else:

@@ -12,13 +12,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from camserve_server import engine, jobs
 from camserve_server.core.errors import OutOfMemory
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Box
 from camserve_server.jobs.runs import run_method
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Cam, cams, method_of
 from camserve_server.metrics import METRICS
-from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget, RowResult
+from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
 from methods.tools import Toy, call, error_ratio, exact, explain, job, noise, plain, run
 
 IMAGE = noise(0, 64)
@@ -60,16 +60,16 @@ def test_findings_come_method_by_method_then_layer_by_layer_then_target_by_targe
     fixed = [ClassTarget(int(outcome.logits.argmax())), *THREE[1:]]
     layers = {"layercam": ["layer4", "layer2"], "gradcam": ["layer4", "layer2"]}
     expected = [(one, layer, target) for one in asked.calls for layer in layers.get(one.name, [""]) for target in fixed]
-    assert [(one.call, one.layer, one.target) for one in outcome.findings] == expected
+    assert [(one.call, one.layer, one.target) for one in outcome.explanations] == expected
 
 
 def test_every_finding_is_what_it_would_be_alone(smooth):
     calls = ["layercam", call("smoothgrad", samples=2), "gradcam", "saliency"]
     together = explain(smooth, noise(0, 16), job(smooth, calls, THREE_OF_FIVE, ["layer", "conv"]), chunk=4)
     in_float64 = exact(smooth)
-    for one in together.findings:
+    for one in together.explanations:
         alone = job(smooth, [one.call], [one.target], [one.layer or "layer"])
-        (finding,), (truth,) = (explain(model, noise(0, 16), alone).findings for model in (smooth, in_float64))
+        (finding,), (truth,) = (explain(model, noise(0, 16), alone).explanations for model in (smooth, in_float64))
         assert error_ratio(one.heatmap, finding.heatmap, truth.heatmap) <= 1
         assert one.score == pytest.approx(finding.score, rel=1e-5)
         assert one.verdict is finding.verdict
@@ -79,7 +79,7 @@ def test_the_score_is_that_of_the_image_as_it_is(resnet):
     outcome = explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=2, noise=0.9)], THREE))
     logits = outcome.logits
     expected = [logits.max(), logits[5], logits[1] - logits[2]]
-    assert [one.score for one in outcome.findings] == pytest.approx(expected, rel=1e-4)
+    assert [one.score for one in outcome.explanations] == pytest.approx(expected, rel=1e-4)
 
 
 class Scaled(Cam):
@@ -88,7 +88,7 @@ class Scaled(Cam):
 
 def test_method_of_a_derived_kind_runs_as_its_base_kind(resnet, monkeypatch):
     monkeypatch.setitem(METHODS, "derived", Scaled(cams.gradcam, "a test", smooths=True))
-    ours, theirs = explain(resnet, noise(0, 64), job(resnet, ["derived", "gradcam"], [ClassTarget(1)])).findings
+    ours, theirs = explain(resnet, noise(0, 64), job(resnet, ["derived", "gradcam"], [ClassTarget(1)])).explanations
     np.testing.assert_array_equal(ours.heatmap, theirs.heatmap)
 
 
@@ -104,7 +104,7 @@ def test_method_of_another_kind_than_its_pass_is_refused():
 
 
 def test_a_method_asked_for_twice_is_answered_twice(resnet):
-    first, second = explain(resnet, IMAGE, job(resnet, ["gradcam", "gradcam"], THREE[:1])).findings
+    first, second = explain(resnet, IMAGE, job(resnet, ["gradcam", "gradcam"], THREE[:1])).explanations
     np.testing.assert_array_equal(first.heatmap, second.heatmap)
 
 
@@ -220,7 +220,7 @@ def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight,
     model = plain(plant(Judged))
     model.module.head.weight = weight
     for method in ("gradcam", "hirescam"):
-        (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)], ["layer"])).findings
+        (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)], ["layer"])).explanations
         assert finding.verdict is verdict, method
 
 
@@ -231,14 +231,14 @@ def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight,
 def test_the_verdict_of_a_saliency_map_says_what_is_wrong_with_it(plant, method, weight, verdict):
     model = plant(Judged)
     model.module.head.weight = weight
-    (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)])).findings
+    (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)])).explanations
     assert finding.verdict is verdict
 
 
 def test_a_map_with_the_same_value_everywhere_is_called_flat(plant):
     model = plant(Judged)
     nn.init.zeros_(model.module.conv.weight)
-    (finding,) = explain(model, noise(0, 16), job(model, ["gradcam"], [ClassTarget(1)], ["layer"])).findings
+    (finding,) = explain(model, noise(0, 16), job(model, ["gradcam"], [ClassTarget(1)], ["layer"])).explanations
     assert finding.heatmap.max() > 0
     assert finding.verdict is Verdict.FLAT
 

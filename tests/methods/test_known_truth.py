@@ -119,14 +119,14 @@ def share_in_red(heatmap):
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EXEMPT and name not in ATTENTIVE])
 def test_the_hottest_tenth_of_a_map_is_where_the_model_looks(plant, image, name):
     model = plant(Colours, size=SIDE)
-    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).findings
+    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
     assert share_in_red(found.heatmap) >= 0.5
 
 
 @pytest.mark.parametrize("name", ATTENTIVE)
 def test_the_hottest_tenth_of_a_map_of_attention_is_where_the_transformer_looks(plant, image, name):
     model = plant(Attends, size=SIDE)
-    red, blue = explain(model, image, job(model, [call(name)], [ClassTarget(0), ClassTarget(1)])).findings
+    red, blue = explain(model, image, job(model, [call(name)], [ClassTarget(0), ClassTarget(1)])).explanations
 
     assert share_in_red(red.heatmap) >= 0.7
     hottest = np.unravel_index(blue.heatmap.argmax(), blue.heatmap.shape)
@@ -137,7 +137,7 @@ def test_the_hottest_tenth_of_a_map_of_attention_is_where_the_transformer_looks(
 def test_the_exempt_methods_do_fail(plant, image, name):
     """An exemption whose reason is gone is taken away."""
     model = plant(Colours, size=SIDE)
-    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).findings
+    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
     assert share_in_red(found.heatmap) < 0.5
 
 
@@ -145,7 +145,7 @@ def test_a_map_of_the_wrong_class_is_caught(plant, image):
     """A planted fault: a map of what speaks for blue is not where the red is."""
     model = plant(Colours, size=SIDE)
     for name in ("gradcam", "saliency", "occlusion"):
-        (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(1)], ["second"])).findings
+        (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(1)], ["second"])).explanations
         assert share_in_red(found.heatmap) < 0.2
 
 
@@ -153,7 +153,7 @@ def test_512_masks_of_rise_are_enough(plant, image):
     model = plant(Colours, size=SIDE)
     few, many = (
         explain(model, image, job(model, [call("rise", samples=count)], [ClassTarget(0)], ["second"]))
-        .findings[0]
+        .explanations[0]
         .heatmap
         for count in (512, 4096)
     )

@@ -19,7 +19,7 @@ from torch import nn
 
 from camserve_server import jobs
 from camserve_server.engine import Engine
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Box
 from camserve_server.jobs.evaluate import make_metric_input
 from camserve_server.methods.values import MethodCall
@@ -35,7 +35,6 @@ from camserve_server.targets.values import (
     FinerTarget,
     ProbabilityTarget,
     RankTarget,
-    RowResult,
 )
 from methods.tools import call, error_ratio, exact, inputs, job, maps, noise, photo, plain, run
 
@@ -427,7 +426,7 @@ def test_a_request_costs_what_it_says_and_every_map_has_every_reading(resnet):
 
     assert sum(rows for _, rows in count) == jobs.Assessment(asked, tuple(metrics), CENTRE).rows
     assert max(rows for _, rows in count) <= 64
-    assert len(readings) == len(outcome.findings) == 2 * 2 + 2 + 2
+    assert len(readings) == len(outcome.explanations) == 2 * 2 + 2 + 2
     assert all(len(row) == len(metrics) for row in readings)
     assert all(math.isfinite(one.value) for row in readings for one in row)
 
@@ -437,7 +436,7 @@ def test_each_reading_is_of_its_own_map(resnet):
     image, metrics = noise(0, 64), [metric(name, **few(name)) for name in EVERYTHING]
     targets, layers = [ClassTarget(4), ContrastTarget(1, 2)], ["layer3", "layer4"]
     outcome, together = evaluate(resnet, image, job(resnet, ["gradcam", "saliency"], targets, layers), metrics, CENTRE)
-    for finding, row in zip(outcome.findings, together, strict=True):
+    for finding, row in zip(outcome.explanations, together, strict=True):
         alone = job(resnet, [finding.call], [finding.target], [finding.layer or "layer4"])
         ((*again,),) = evaluate(resnet, image, alone, metrics, CENTRE)[1]
         assert [one.value for one in row] == pytest.approx([one.value for one in again], abs=1e-3)
@@ -452,7 +451,7 @@ def test_a_fused_map_is_computed_again_as_fused(resnet):
     asked = jobs.Job(resnet.info, (call("gradcam"),), ("layer3", "layer4"), (ClassTarget(4),), "mean")
     outcome, readings = evaluate(resnet, noise(0, 64), asked, [metric("max_sensitivity", noise=0.0), "randomisation"])
 
-    assert outcome.findings[0].layer == "layer3 + layer4"
+    assert outcome.explanations[0].layer == "layer3 + layer4"
     assert readings[0][0].value == pytest.approx(0, abs=1e-5)  # the same image gives the same map
     assert readings[0][1].curves[0].x[-1] == 1.0
 

@@ -411,7 +411,7 @@ def test_a_model_that_changes_its_input_in_place_can_be_explained(plant):
     plain = plant(type("Plain", (Toy,), {"forward": lambda net, image: Toy.forward(net, image - 0.1)}))
     for method in ("gradcam", "saliency"):
         answers = (
-            explain(one, noise(0, 16), job(one, [method], [ClassTarget(1)])).findings[0].heatmap
+            explain(one, noise(0, 16), job(one, [method], [ClassTarget(1)])).explanations[0].heatmap
             for one in (model, plain, exact(plain))
         )
         assert error_ratio(*answers) <= 1

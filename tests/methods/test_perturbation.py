@@ -56,7 +56,7 @@ def coarse(plant):
 
 def heatmaps(model, method, targets=TARGETS, image=None, chunk=64):
     image = noise(0, SIDE) if image is None else image
-    return [one.heatmap for one in explain(model, image, job(model, [method], targets, ["layer"]), chunk).findings]
+    return [one.heatmap for one in explain(model, image, job(model, [method], targets, ["layer"]), chunk).explanations]
 
 
 def error(model, method, oracle):

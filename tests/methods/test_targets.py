@@ -10,7 +10,7 @@ from pytorch_grad_cam.utils.model_targets import FinerWeightedTarget
 from torch import nn
 
 from camserve_server import targets
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging import render
 from camserve_server.models.outputs import Outputs
 from camserve_server.targets.values import (
@@ -20,7 +20,6 @@ from camserve_server.targets.values import (
     FinerTarget,
     ProbabilityTarget,
     RankTarget,
-    RowResult,
     SegmentTarget,
     SimilarityTarget,
     Target,
@@ -149,7 +148,7 @@ def test_a_contrasts_saliency_is_the_difference_of_the_two_gradients(resnet):
         first, second = (torch.autograd.grad(logits[i], image, retain_graph=True)[0][0] for i in (4, 9))
         return (first - second).abs().amax(0), logits[[4, 9]].detach()
 
-    found = explain(resnet, noise(1, 64), job(resnet, ["saliency"], [ContrastTarget(4, 9)])).findings[0]
+    found = explain(resnet, noise(1, 64), job(resnet, ["saliency"], [ContrastTarget(4, 9)])).explanations[0]
     (plain, logits), (truth, known) = theirs(resnet), theirs(exact(resnet))
     assert error_ratio(found.heatmap, plain, truth) <= 1
     assert abs(found.score - float(known[0] - known[1])) <= allowed(logits, known)
@@ -179,8 +178,8 @@ def test_a_ranks_map_is_that_of_the_class_it_resolves_to(lite0, photos, rank):
 def test_smoothgrad_by_rank_explains_what_the_clean_image_is_taken_for(lite0, photos):
     method, image = call("smoothgrad", samples=3, noise=1.0), photos["chelsea"]
     copies = run(lite0, [Row(image, RankTarget(0), (method,), index) for index in range(3)], kind="saliency")
-    (ranked,) = explain(lite0, image, job(lite0, [method], [RankTarget(0)])).findings
-    (named,) = explain(lite0, image, job(lite0, [method], [ClassTarget(285)])).findings
+    (ranked,) = explain(lite0, image, job(lite0, [method], [RankTarget(0)])).explanations
+    (named,) = explain(lite0, image, job(lite0, [method], [ClassTarget(285)])).explanations
     assert all(one.target != ClassTarget(285) for one in copies)
     assert ranked.target == ClassTarget(285)
     np.testing.assert_array_equal(ranked.heatmap, named.heatmap)
@@ -279,11 +278,11 @@ def test_finers_own_choice_of_classes_is_that_of_pytorch_grad_cam(resnet):
 
 def test_finer_compares_in_a_copy_of_the_image_with_what_the_clean_image_resembles(lite0, photos):
     method = call("smoothgrad", samples=2, noise=1.0)
-    (found,) = explain(lite0, photos["chelsea"], job(lite0, [method], [FinerTarget(285)])).findings
+    (found,) = explain(lite0, photos["chelsea"], job(lite0, [method], [FinerTarget(285)])).explanations
     copies = run(
         lite0, [Row(photos["chelsea"], FinerTarget(285), (method,), index) for index in range(2)], kind="saliency"
     )
-    (fixed,) = explain(lite0, photos["chelsea"], job(lite0, [method], [found.target])).findings
+    (fixed,) = explain(lite0, photos["chelsea"], job(lite0, [method], [found.target])).explanations
     assert all(one.target != found.target for one in copies)
     np.testing.assert_array_equal(found.heatmap, fixed.heatmap)
 

@@ -136,13 +136,13 @@ def test_a_segments_map_equals_autograds(name, box):
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
 def test_a_segments_map_is_hot_where_the_class_is(colours, colour, index, method):
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    (found,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).findings
+    (found,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).explanations
     assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
 
 
 def test_the_part_is_that_of_the_clean_image_in_every_copy(colours):
     image = painted(red=(8, 8, 24))
-    (found,) = explain(colours, image, job(colours, ["gradcam"], [SegmentTarget(1)])).findings
+    (found,) = explain(colours, image, job(colours, ["gradcam"], [SegmentTarget(1)])).explanations
     fixed = found.target
     other = painted(green=(8, 8, 24))
     (row,) = run(colours, [Row(other, fixed)], kind="score")
@@ -263,7 +263,7 @@ def _edges(box):
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
 def test_a_detections_map_is_hot_where_the_object_is(finder, colour, index, method):
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    (found,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).findings
+    (found,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).explanations
     assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
 
 
@@ -384,7 +384,7 @@ def test_targets_without_a_place_are_the_same_in_every_view():
 
 def compared(model, first, second, method="gradcam", layers=None):
     """Explain what makes the first image like the second."""
-    return explain(model, first, job(model, [method], [SimilarityTarget(image=second)], layers)).findings[0]
+    return explain(model, first, job(model, [method], [SimilarityTarget(image=second)], layers)).explanations[0]
 
 
 def test_a_model_without_a_head_answers_with_an_embedding():
@@ -451,7 +451,7 @@ def test_a_model_without_a_linear_end_gives_no_embedding(plant):
 def test_where_the_score_is_linear_in_a_layer_there_is_no_curvature(colours):
     image = painted(red=(8, 32, 24), green=(32, 8, 24))
     asked = job(colours, ["gradcam", "shapleycam"], [SegmentTarget(1)])
-    (plain, bent), (truth, _) = (explain(model, image, asked).findings for model in (colours, exact(colours)))
+    (plain, bent), (truth, _) = (explain(model, image, asked).explanations for model in (colours, exact(colours)))
     assert error_ratio(bent.heatmap, plain.heatmap, truth.heatmap) <= 1
 
 
@@ -477,7 +477,7 @@ def test_a_classs_own_probability_is_explained(plant):
     model = plant(Toy, task="multilabel")
     found = explain(
         model, noise(9, 16), job(model, ["gradcam"], [ProbabilityTarget(2, apart=True)], ["conv"])
-    ).findings[0]
+    ).explanations[0]
     said = Outputs(model.info, model.module(normalise(torch.from_numpy(noise(9, 16))[None], model.info.preprocess)))
     assert found.score == pytest.approx(float(said.values[0, 2].sigmoid()), rel=EXACT)
 

@@ -12,10 +12,11 @@ import pytest
 
 from camserve_server.core import errors
 from camserve_server.core.errors import Internal, WorkerLost
+from camserve_server.engine.values import Reading, RowResult, Statistics
 from camserve_server.imaging.values import Box, Preprocess
 from camserve_server.models.pickles import Damaged
 from camserve_server.models.values import LayerInfo, Layout, ModelInfo
-from camserve_server.targets.values import ClassTarget, Reading, RowResult, SegmentTarget, SimilarityTarget, Statistics
+from camserve_server.targets.values import ClassTarget, SegmentTarget, SimilarityTarget
 from camserve_server.telemetry import Memory
 from camserve_server.workers import Setup, replies, worker
 from camserve_server.workers.messages import Beat, Reply

@@ -6,11 +6,10 @@ import random
 import pytest
 
 from camserve_server.core.errors import ResourceExhausted
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling import PLACE, Batcher, admission
 from camserve_server.scheduling.admission import Admission, address_of
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Origin
 
 PASS = Pass("m", "score", (1, 1))

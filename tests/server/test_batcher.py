@@ -20,14 +20,14 @@ from camserve_server.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Preprocess
 from camserve_server.methods.values import MethodCall
 from camserve_server.models.values import LayerInfo, ModelInfo, Pass
 from camserve_server.scheduling import Batcher
 from camserve_server.scheduling import capacity as capacity_module
 from camserve_server.scheduling import queue as queue_module
-from camserve_server.targets.values import ClassTarget, RowResult
+from camserve_server.targets.values import ClassTarget
 from camserve_server.telemetry import Origin
 from support import StoppedClock, wait_in_loop_until
 

@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling import Batcher
-from camserve_server.targets.values import ClassTarget, RowResult
+from camserve_server.targets.values import ClassTarget
 from camserve_server.telemetry import Spent
 
 CAM = Pass("net", "cam", (8, 8), ("layer4",))

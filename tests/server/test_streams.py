@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from camserve_server.core.errors import NotFound, OutOfMemory, Unavailable, WorkerLost
+from camserve_server.engine.values import RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling import Batcher
 from camserve_server.scheduling import capacity as capacity_module
 from camserve_server.scheduling.capacity import Capacity
-from camserve_server.targets.values import RowResult
 from server.test_batcher import CAM, SALIENCY, Deadly, ask, asked_by, layered, passes, settle
 from support import wait_in_loop_until
 

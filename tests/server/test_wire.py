@@ -13,7 +13,7 @@ from camserve_server.core import errors
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Box, Picture, Preprocess, Rendering
-from camserve_server.jobs import Finding, Job
+from camserve_server.jobs import Explanation, Job
 from camserve_server.jobs.cost import is_clean
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Parameter, Perturbation
@@ -21,7 +21,7 @@ from camserve_server.methods.values import MethodCall
 from camserve_server.models.values import LayerInfo, Layout, ModelInfo
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
-from camserve_server.serving.results import ExplainResult, Explanation, ModelPrediction, Timing
+from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
 from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
@@ -681,7 +681,7 @@ def test_no_number_breaks_a_parameter(parameter, value):
 def finding(heatmap=None, verdict=Verdict.OK, target=ClassTarget(1), **rest):  # noqa: B008 -- frozen
     heatmap = np.zeros((2, 3), np.float32) if heatmap is None else heatmap
     call = MethodCall("smoothgrad", {"samples": 4, "noise": 0.25, "seed": 0})
-    return Finding(call, rest.get("layer", ""), target, rest.get("score", 1.5), heatmap, verdict)
+    return Explanation(call, rest.get("layer", ""), target, rest.get("score", 1.5), heatmap, verdict)
 
 
 RECEIPT = Receipt("timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"})
@@ -696,7 +696,7 @@ def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, he
 
 
 def explained(net, values, target, score=1.5):
-    (one,) = reply(values, answers=[Explanation(finding(target=target, score=score))], net=net).explanations
+    (one,) = reply(values, answers=[finding(target=target, score=score)], net=net).explanations
     return one
 
 
@@ -818,7 +818,7 @@ def test_logits_that_are_no_numbers_are_answered_all_the_same(broken):
 @pytest.mark.parametrize("order", ["<f4", ">f4"])
 def test_a_heatmap_goes_out_as_little_endian_floats_row_by_row_whatever_the_machine(order):
     values = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
-    sent = reply(answers=[Explanation(finding(values.astype(order)))]).explanations[0].heatmap
+    sent = reply(answers=[finding(values.astype(order))]).explanations[0].heatmap
 
     assert (sent.height, sent.width) == (2, 3)
     assert sent.data[:4] == b"\x00\x00\x20\xc0"  # -2.5
@@ -827,14 +827,14 @@ def test_a_heatmap_goes_out_as_little_endian_floats_row_by_row_whatever_the_mach
 
 def test_a_heatmap_that_is_a_view_goes_out_as_it_reads():
     values = np.arange(6, dtype=np.float32).reshape(3, 2).T
-    sent = reply(answers=[Explanation(finding(values))]).explanations[0].heatmap
+    sent = reply(answers=[finding(values)]).explanations[0].heatmap
 
     np.testing.assert_array_equal(np.frombuffer(sent.data, "<f4").reshape(2, 3), values)
 
 
 @pytest.mark.parametrize("verdict", Verdict)
 def test_every_verdict_has_its_own_value_on_the_wire_and_says_itself_in_words(verdict):
-    sent = reply(answers=[Explanation(finding(verdict=verdict))]).explanations[0]
+    sent = reply(answers=[finding(verdict=verdict)]).explanations[0]
 
     assert explain_pb2.Verdict.Name(sent.verdict) == f"VERDICT_{verdict.name}"
     assert sent.verdict_message == ("" if verdict is Verdict.OK else verdict.value)
@@ -850,7 +850,7 @@ def test_every_verdict_of_the_proto_can_happen_but_the_unspecified():
 def test_an_explanation_says_what_it_explains_and_how():
     pictures = {"overlay": Picture("jpeg", b"over", 640, 480), "heatmap_image": Picture("png", b"heat", 320, 240)}
     sent = reply(
-        answers=[Explanation(finding(target=ContrastTarget(1, 0), layer="features", score=1.0), **pictures)]
+        answers=[replace(finding(target=ContrastTarget(1, 0), layer="features", score=1.0), **pictures)]
     ).explanations[0]
 
     assert (sent.method, sent.layer, sent.score) == ("smoothgrad", "features", 1.0)
@@ -864,7 +864,7 @@ def test_an_explanation_says_what_it_explains_and_how():
 
 
 def test_what_was_not_asked_for_is_absent():
-    sent = reply(answers=[Explanation(finding())], heatmap=False).explanations[0]
+    sent = reply(answers=[finding()], heatmap=False).explanations[0]
 
     assert [name for name in ("contrast", "heatmap", "overlay", "heatmap_image") if sent.HasField(name)] == []
 

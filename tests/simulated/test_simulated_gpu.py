@@ -90,7 +90,7 @@ def test_method_gives_the_maps_of_the_cpu(pair, name):
     cpu, gpu = pair(model_for(name))
 
     def answer(model):
-        return explain(model, noise(1, 64), job(model, [quick(name)], [ClassTarget(3)])).findings[0].heatmap
+        return explain(model, noise(1, 64), job(model, [quick(name)], [ClassTarget(3)])).explanations[0].heatmap
 
     found = answer(gpu)
     if isinstance(METHODS[name], Baseline):
@@ -103,7 +103,7 @@ def test_method_gives_the_maps_of_the_cpu(pair, name):
 def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, precision):
     cpu, gpu = pair(f"{RESNET}&precision={precision}")
     found, expected, truth = (
-        explain(model, noise(1, 64), job(model, ["gradcam"], [ClassTarget(3)])).findings[0].heatmap
+        explain(model, noise(1, 64), job(model, ["gradcam"], [ClassTarget(3)])).explanations[0].heatmap
         for model in (gpu, cpu, exact(pair(RESNET)[0]))
     )
 
@@ -128,7 +128,7 @@ def test_target_of_a_classifier_gives_the_maps_of_the_cpu(pair, target, name):
     cpu, gpu = pair(RESNET)
 
     def finding(model):
-        return explain(model, noise(2, 64), job(model, [quick(name)], [target])).findings[0]
+        return explain(model, noise(2, 64), job(model, [quick(name)], [target])).explanations[0]
 
     assert finding(gpu).score == pytest.approx(finding(cpu).score, rel=1e-4, abs=1e-6)
     check_equal(finding(gpu).heatmap, lambda model: finding(model).heatmap, cpu)
@@ -139,7 +139,7 @@ def test_similarity_to_another_image_gives_the_maps_of_the_cpu(pair):
     target = SimilarityTarget(image=noise(9, 64))
 
     def answer(model):
-        return explain(model, noise(2, 64), job(model, ["gradcam"], [target])).findings[0].heatmap
+        return explain(model, noise(2, 64), job(model, ["gradcam"], [target])).explanations[0].heatmap
 
     check_equal(answer(gpu), answer, cpu)
 
@@ -148,7 +148,7 @@ def test_similarity_to_another_image_gives_the_maps_of_the_cpu(pair):
 def test_segmentation_gives_the_maps_of_the_cpu(pair, wanted):
     cpu, gpu = pair(SEGMENTER)
     image = noise(3, 96)
-    largest = explain(cpu, image, job(cpu, ["gradcam"], [RankTarget(0)])).findings[0].target
+    largest = explain(cpu, image, job(cpu, ["gradcam"], [RankTarget(0)])).explanations[0].target
     target = {
         "rank": RankTarget(0),
         "box": SegmentTarget(1, whole((96, 96))),
@@ -156,7 +156,7 @@ def test_segmentation_gives_the_maps_of_the_cpu(pair, wanted):
     }[wanted]
 
     def answer(model):
-        return explain(model, image, job(model, ["gradcam"], [target])).findings[0].heatmap
+        return explain(model, image, job(model, ["gradcam"], [target])).explanations[0].heatmap
 
     check_equal(answer(gpu), answer, cpu)
 
@@ -168,7 +168,7 @@ def test_detection_gives_the_maps_of_the_cpu(pair):
     target = DetectionTarget(0, whole(cpu.info.preprocess.size), found=True)
 
     def finding(model):
-        return explain(model, image, job(model, ["gradcam"], [target])).findings[0]
+        return explain(model, image, job(model, ["gradcam"], [target])).explanations[0]
 
     found, expected = finding(gpu), finding(cpu)
 
@@ -217,8 +217,8 @@ def test_random_weights_give_the_maps_of_the_cpu(pair):
     found, expected = (Engine({model.info.name: model}).run(pass_, rows)[0] for model in (gpu, plain(cpu)))
 
     assert error_ratio(found.maps[0][0], expected.maps[0][0], expected.maps[0][0]) <= 1
-    assert explain(gpu, noise(7, 64), job(gpu, ["gradcam"], [ClassTarget(3)])).findings[0].score == pytest.approx(
-        explain(cpu, noise(7, 64), job(cpu, ["gradcam"], [ClassTarget(3)])).findings[0].score, rel=1e-4
+    assert explain(gpu, noise(7, 64), job(gpu, ["gradcam"], [ClassTarget(3)])).explanations[0].score == pytest.approx(
+        explain(cpu, noise(7, 64), job(cpu, ["gradcam"], [ClassTarget(3)])).explanations[0].score, rel=1e-4
     )
 
 
@@ -315,7 +315,7 @@ def test_constant_of_the_cpu_in_a_method_is_refused(pair, monkeypatch):
     cpu, gpu = pair(RESNET)
     planted = with_method(monkeypatch, lambda activations, *_: activations * torch.ones(2, 2))
 
-    assert explain(cpu, noise(1, 64), job(cpu, [planted], [ClassTarget(3)])).findings
+    assert explain(cpu, noise(1, 64), job(cpu, [planted], [ClassTarget(3)])).explanations
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         explain(gpu, noise(1, 64), job(gpu, [planted], [ClassTarget(3)]))
 

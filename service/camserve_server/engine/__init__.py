@@ -12,11 +12,10 @@ from camserve_server.core.devices import device_of
 from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine import attention, bias, cam, inspection, saliency, score
 from camserve_server.engine.inputs import normalise, viewed
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
 from camserve_server.models.randomise import randomised
 from camserve_server.models.values import Kind, Pass
-from camserve_server.targets.values import RowResult
 
 RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]]] = {
     "score": score.run,

@@ -27,13 +27,12 @@ from camserve_server.engine.batch import (
     scored,
     units_of,
 )
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import METHODS, Attention, method_of
 from camserve_server.models import LoadedModel
 from camserve_server.models.hooks import Capture, Span, probed, replacing, spanning
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import Layout, ModelInfo, Pass
-from camserve_server.targets.values import RowResult
 
 Arguments = tuple[Any, ...]
 

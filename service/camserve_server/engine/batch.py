@@ -10,13 +10,13 @@ from camserve_server import targets
 from camserve_server.core.arrays import Input, Map
 from camserve_server.core.devices import device_of, fetched
 from camserve_server.engine.inputs import edited, normalise, uploaded, viewed
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Reading, Row, RowResult
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel, tasks
 from camserve_server.models.hooks import embedding_of
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import ModelInfo
-from camserve_server.targets.values import FixedTarget, Reading, RowResult
+from camserve_server.targets.values import FixedTarget
 
 
 @dataclass(frozen=True, slots=True)

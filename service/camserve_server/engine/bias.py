@@ -15,13 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.batch import forward, in_order, inputs_of, scored, units_of
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import FullGradient, method_of
 from camserve_server.models import LoadedModel
 from camserve_server.models.grid import to_grid
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import Layout, Pass
-from camserve_server.targets.values import RowResult
 
 Axes: TypeAlias = Literal["nchw", "nhwc"]
 

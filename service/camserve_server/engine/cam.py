@@ -22,7 +22,7 @@ from camserve_server.engine.batch import (
     scored,
     units_of,
 )
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import Cam, method_of
 from camserve_server.methods.cams import principal
 from camserve_server.methods.kinds import as_it_is
@@ -31,7 +31,6 @@ from camserve_server.models import LoadedModel
 from camserve_server.models.grid import to_grid
 from camserve_server.models.hooks import Capture, watching
 from camserve_server.models.values import Layout, ModelInfo, Pass
-from camserve_server.targets.values import RowResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, units_of
 from camserve_server.engine.cam import see
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Reading, Row, RowResult, Statistics
 from camserve_server.models import LoadedModel
 from camserve_server.models.hooks import glancing, watching
 from camserve_server.models.values import Pass
-from camserve_server.targets.values import Reading, RowResult, Statistics
 
 NOTHING = Statistics(mean=0.0, std=0.0, minimum=0.0, maximum=0.0, zeros=1.0, norm=0.0, non_finite=0)
 """What a gradient is like that is zero everywhere."""

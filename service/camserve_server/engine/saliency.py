@@ -7,11 +7,10 @@ from torch import Tensor
 
 from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, units_of
 from camserve_server.engine.relu import relu_rule
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import Saliency, method_of
 from camserve_server.models import LoadedModel
 from camserve_server.models.values import Pass
-from camserve_server.targets.values import RowResult
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:

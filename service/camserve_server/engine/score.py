@@ -9,11 +9,10 @@ from camserve_server import targets
 from camserve_server.core.devices import fetched
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.batch import aimed, forward, inputs_of, units_of
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
 from camserve_server.models.hooks import silencing
 from camserve_server.models.values import Pass
-from camserve_server.targets.values import RowResult
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:

@@ -9,7 +9,7 @@ from camserve_server.jobs.evaluate import Assessment, MetricCall, Readings, eval
 from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Executor, ExplanationRun, Progress, RowRunner, at_once
-from camserve_server.jobs.values import Collect, Finding, Job, LayerMaps, Outcome, RawMap, Submit
+from camserve_server.jobs.values import Collect, Explanation, Job, LayerMaps, Outcome, RawMap, Submit
 from camserve_server.jobs.verdict import judge
 
 
@@ -38,8 +38,8 @@ async def explain(
 __all__ = [
     "Assessment",
     "Collect",
+    "Explanation",
     "ExplanationRun",
-    "Finding",
     "Job",
     "LayerMaps",
     "MetricCall",

@@ -11,11 +11,12 @@ import torch
 from torch.nn import functional
 
 from camserve_server.core.arrays import Input, Map
+from camserve_server.engine.values import RowResult
 from camserve_server.imaging.values import Box
 from camserve_server.jobs.report import reported, unheard
 from camserve_server.jobs.runs import examine
 from camserve_server.jobs.study import Executor, ExplanationRun, RowRunner, advanced, at_once
-from camserve_server.jobs.values import Finding, Job, LayerMaps, Outcome, Submit
+from camserve_server.jobs.values import Explanation, Job, LayerMaps, Outcome, Submit
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.values import Edit, MethodCall, ParameterValue
 from camserve_server.metrics import (
@@ -32,7 +33,6 @@ from camserve_server.metrics.kinds import Array
 from camserve_server.models.randomise import stack
 from camserve_server.models.values import Randomised
 from camserve_server.targets import metric_probability
-from camserve_server.targets.values import RowResult
 
 Readings: TypeAlias = list[list[Reading]]
 """For each finding, one of each metric."""
@@ -112,11 +112,11 @@ async def evaluate(
         for layer in range(len(layers))
         for target in range(len(explanation.targets))
     ]
-    findings = dict(zip(((*call.key, *at) for call, *at in places), outcome.findings, strict=True))
+    findings = dict(zip(((*call.key, *at) for call, *at in places), outcome.explanations, strict=True))
     runner = _MetricRunner(asked, explanation, seen, findings)
     # One map after another: the edits of a few are enough to fill batches, those of all could fill the memory.
     return outcome, [
-        await runner.evaluated(finding, *place) for finding, place in zip(outcome.findings, places, strict=True)
+        await runner.evaluated(finding, *place) for finding, place in zip(outcome.explanations, places, strict=True)
     ]
 
 
@@ -136,10 +136,10 @@ class _MetricRunner:
     asked: Assessment
     explanation: ExplanationRun
     seen: Box
-    findings: Mapping[tuple[object, ...], Finding]
+    findings: Mapping[tuple[object, ...], Explanation]
     repeated: dict[tuple[object, ...], list[_Numbers]] = field(default_factory=dict)
 
-    async def evaluated(self, finding: Finding, call: MethodCall, layer: int, target: int) -> list[Reading]:
+    async def evaluated(self, finding: Explanation, call: MethodCall, layer: int, target: int) -> list[Reading]:
         """Take every metric's reading of one map."""
         if finding.verdict not in JUDGED:
             return [Reading(math.nan, words=finding.verdict.value)] * len(self.asked.metrics)
@@ -154,7 +154,7 @@ class _MetricRunner:
         alone = replace(self.asked.job, calls=(call,))
         return METRICS[metric.name].rows(metric.parameters, 1, alone.rows)
 
-    def _input(self, finding: Finding, target: int) -> MetricInput:
+    def _input(self, finding: Explanation, target: int) -> MetricInput:
         image = self.explanation.input.numpy()
         likely = metric_probability(self.explanation.job.model.task, self.explanation.answers[target])
         return make_metric_input(image, finding.heatmap, likely, self.seen, self.asked.box)

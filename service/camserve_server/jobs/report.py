@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from camserve_server.jobs.study import ExplanationRun
-from camserve_server.jobs.values import Finding, LayerMaps, Outcome
+from camserve_server.jobs.values import Explanation, LayerMaps, Outcome
 from camserve_server.jobs.verdict import judge
 
 
@@ -14,7 +14,7 @@ def unheard(_done: int, _rows: int) -> None:
 def reported(explanation: ExplanationRun, by_method: Sequence[Sequence[LayerMaps]]) -> Outcome:
     """Judge every map: for each method its layers, for each layer the targets."""
     findings = [
-        Finding(
+        Explanation(
             call,
             layer_maps.layer,
             answer.target,

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from camserve_server.core.arrays import Map
+from camserve_server.engine.values import RowResult
 from camserve_server.imaging.values import View
 from camserve_server.jobs.cost import AUGMENTED, part
 from camserve_server.jobs.fuse import fused, onto_pixels, pyramid
@@ -34,7 +35,6 @@ from camserve_server.methods.kinds import Array, itself, one
 from camserve_server.methods.values import Edit, MethodCall
 from camserve_server.models.values import Pass
 from camserve_server.targets import weight_probability
-from camserve_server.targets.values import RowResult
 
 Sums: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
 

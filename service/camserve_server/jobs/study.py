@@ -12,7 +12,7 @@ from torch import Tensor
 
 from camserve_server.core.arrays import Input
 from camserve_server.engine import normalise, viewed
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import View
 from camserve_server.jobs.values import Collect, Job, Submit
 from camserve_server.methods import METHODS
@@ -20,7 +20,7 @@ from camserve_server.methods.kinds import Array
 from camserve_server.methods.values import Edit, MethodCall
 from camserve_server.models.values import Kind, Pass, Randomised
 from camserve_server.targets import kind_of
-from camserve_server.targets.values import FixedTarget, RowResult, SimilarityTarget, Target
+from camserve_server.targets.values import FixedTarget, SimilarityTarget, Target
 
 T = TypeVar("T")
 

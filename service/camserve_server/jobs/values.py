@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from camserve_server.core.arrays import Map
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
+from camserve_server.imaging.values import Picture
 from camserve_server.jobs.cost import (
     channels_of,
     is_clean,
@@ -19,7 +20,7 @@ from camserve_server.methods import METHODS
 from camserve_server.methods.values import Fusion, MethodCall
 from camserve_server.models.values import ModelInfo, Pass
 from camserve_server.targets import kind_of
-from camserve_server.targets.values import FixedTarget, RowResult, Target
+from camserve_server.targets.values import FixedTarget, Target
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
 
@@ -84,8 +85,8 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One raw map and what it explains.
+class Explanation:
+    """One raw map, what it explains, and the pictures that are drawn of it.
 
     Attributes:
         call: the method.
@@ -96,6 +97,9 @@ class Finding:
         verdict: whether it can be read as an explanation.
         error: by how much the map fails to add up to what it must, as a share of that; None where nothing is promised.
         fusion: how the maps of several layers became one; None where there is one layer.
+        overlay: the map on the photo, once it is drawn; None where it is not asked for.
+        heatmap_image: the map alone, likewise.
+        intensity: what is coloured, float32 [height,width] of the model's input, likewise.
     """
 
     call: MethodCall
@@ -106,6 +110,9 @@ class Finding:
     verdict: Verdict
     error: float | None = None
     fusion: Fusion | None = None
+    overlay: Picture | None = None
+    heatmap_image: Picture | None = None
+    intensity: Map | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class Outcome:
     """What came of a job: what the model says of the image, as `RowResult.logits`; the maps, as they were asked for."""
 
     logits: Map
-    findings: tuple[Finding, ...]
+    explanations: tuple[Explanation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ class RawMap:
     Attributes:
         heatmap: float32 [h,w].
         zero_gradient: whether the gradient that it was made from is zero everywhere.
-        error: as in `Finding`.
+        error: as in `Explanation`.
     """
 
     heatmap: Map

@@ -38,13 +38,12 @@ from camserve_server.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from camserve_server.engine.values import Half, Row
+from camserve_server.engine.values import Half, Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling.admission import Admission, Stay
 from camserve_server.scheduling.capacity import Capacity, RowKind
 from camserve_server.scheduling.queue import Collect, Place, Queue, Stats, Ticket
 from camserve_server.scheduling.threads import in_thread
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import IN_PROCESS, Origin, Ran, Spent, Told
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from camserve_server.core.errors import DeadlineExceeded
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling.admission import Turns
 from camserve_server.scheduling.capacity import Capacity, Room, RowKind, kind_of
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Origin, Record, Spent
 
 Collect: TypeAlias = Callable[[int, RowResult], None]

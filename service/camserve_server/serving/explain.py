@@ -27,7 +27,7 @@ from camserve_server.serving import receipts
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.repository import Lifecycle
 from camserve_server.serving.requests import EvaluateRequest, ExplainRequest
-from camserve_server.serving.results import ExplainResult, Explanation, ModelPrediction, Timing
+from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
 from camserve_server.targets import carried, kind_of, whole, with_box
 from camserve_server.targets.values import SimilarityTarget, Target
 from camserve_server.telemetry import IN_PROCESS, Origin, Record, Spent
@@ -292,19 +292,19 @@ class Pipeline:
             outcome = await work(view, submit)
             computed = clock()
             if record:
-                record.explained += [(one.call.name, one.verdict.name) for one in outcome.findings]
+                record.explained += [(one.call.name, one.verdict.name) for one in outcome.explanations]
 
-            def reply(explanations: list[Explanation]) -> T:
+            def reply(explanations: list[jobs.Explanation]) -> T:
                 rendering = clock() - computed
                 timing = Timing(decoded - began, spent.queue, spent.compute, rendering, spent.batch_rows)
                 prediction = ModelPrediction(request.job.model, outcome.logits, view.seen)
                 return encode(ExplainResult(prediction, explanations, view.size, view.receipt, timing))
 
-            await self.reserve_reply(_size_of_reply(request, view, outcome.findings), unsent)
+            await self.reserve_reply(_size_of_reply(request, view, outcome.explanations), unsent)
             if not (request.rendering.pictures or request.rendering.intensity):
-                return reply([Explanation(finding) for finding in outcome.findings])
+                return reply(list(outcome.explanations))
             async with self._drawing(_memory_to_draw(request, view)):
-                drawn = await self._in_steps(_drawn(request, view, outcome.findings, self.limits, reply))
+                drawn = await self._in_steps(_drawn(request, view, outcome.explanations, self.limits, reply))
             if record:
                 record.stage("render", computed, clock())
             return drawn
@@ -339,21 +339,21 @@ def _advanced(steps: Generator[None, None, T]) -> tuple[T] | None:
 def _drawn(
     request: ExplainRequest,
     view: _View,
-    findings: Sequence[jobs.Finding],
+    found: Sequence[jobs.Explanation],
     limits: Limits,
-    reply: Callable[[list[Explanation]], T],
+    reply: Callable[[list[jobs.Explanation]], T],
 ) -> Generator[None, None, T]:
-    """Draw the findings, and make the reply in the same step; pause after every DRAWN_AT_ONCE pixels."""
-    wants, photo, explanations = request.rendering, view.photo, list[Explanation]()
+    """Draw the explanations, and make the reply in the same step; pause after every DRAWN_AT_ONCE pixels."""
+    wants, photo, explanations = request.rendering, view.photo, list[jobs.Explanation]()
     if photo is None and wants.pictures:
         photo = images.decode(request.image, limits)
         yield
     together = max(1, round(DRAWN_AT_ONCE / (_pixels_of(wants, view.size) or math.prod(view.image.shape[:2]))))
     size = 0
-    for finding in findings:
+    for explanation in found:
         if explanations and len(explanations) % together == 0:
             yield
-        explanations.append(_explanation(finding, photo, view, wants))
+        explanations.append(_pictured(explanation, photo, view, wants))
         size += sum(len(one.data) for one in (explanations[-1].overlay, explanations[-1].heatmap_image) if one)
         if size > PICTURES:
             raise InvalidArgument(
@@ -374,25 +374,28 @@ def _memory_to_draw(request: ExplainRequest, view: _View) -> int:
     return max(again, held) + min(request.job.explanations * each, PICTURES)
 
 
-def _size_of_reply(request: ExplainRequest, view: _View, findings: Sequence[jobs.Finding]) -> int:
+def _size_of_reply(request: ExplainRequest, view: _View, explanations: Sequence[jobs.Explanation]) -> int:
     """Return about how many bytes the pictures and numbers of a reply take: a JPEG or WebP picture, a byte a pixel."""
     wants = request.rendering
     each = math.ceil(_pixels_of(wants, view.size)) * (RGB if "png" in (wants.overlay, wants.heatmap_image) else 1)
-    pictures = min(len(findings) * each, PICTURES)
-    numbers = FLOAT * len(findings) * math.prod(view.image.shape[:2]) * wants.intensity
-    return pictures + numbers + sum(one.heatmap.nbytes for one in findings) * wants.heatmap
+    pictures = min(len(explanations) * each, PICTURES)
+    numbers = FLOAT * len(explanations) * math.prod(view.image.shape[:2]) * wants.intensity
+    return pictures + numbers + sum(one.heatmap.nbytes for one in explanations) * wants.heatmap
 
 
-def _explanation(finding: jobs.Finding, photo: Pixels | None, view: _View, wants: Rendering) -> Explanation:
+def _pictured(explanation: jobs.Explanation, photo: Pixels | None, view: _View, wants: Rendering) -> jobs.Explanation:
+    """Return an explanation with its pictures."""
+    heatmap = explanation.heatmap
     size = (view.image.shape[0], view.image.shape[1])
-    top = PIXELWISE_TOP if finding.heatmap.shape == size else 1.0
-    full = render.intensities(finding.heatmap, wants.profile, size, top) if wants.whole else None
+    top = PIXELWISE_TOP if heatmap.shape == size else 1.0
+    full = render.intensities(heatmap, wants.profile, size, top) if wants.whole else None
     if photo is None:
-        return Explanation(finding, intensity=full)
+        return replace(explanation, intensity=full)
     # The papers' intensities are drawn from the layer's own grid: one interpolation, straight to the photo.
-    drawn = render.intensity(finding.heatmap, top) if full is None or wants.profile == "paper" else full
-    pictures = render.draw(photo, drawn, view.seen, wants)
-    return Explanation(finding, *pictures, full if wants.intensity else None)
+    drawn = render.intensity(heatmap, top) if full is None or wants.profile == "paper" else full
+    overlay, heatmap_image = render.draw(photo, drawn, view.seen, wants)
+    intensity = full if wants.intensity else None
+    return replace(explanation, overlay=overlay, heatmap_image=heatmap_image, intensity=intensity)
 
 
 def _decoded(request: ExplainRequest, limits: Limits) -> Generator[None, None, _View]:

@@ -15,14 +15,13 @@ import numpy as np
 from camserve_server.core.arrays import Input, Map, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging import images, render, tiles
 from camserve_server.imaging.values import Box, Picture, Preprocess
 from camserve_server.models.values import Pass
 from camserve_server.serving.explain import RGB, Pipeline
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest, Rank
 from camserve_server.serving.results import Channel, FeaturesResult, InspectResult, ModelPrediction, Timing
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Spent
 
 

@@ -7,12 +7,13 @@ from functools import cached_property
 import numpy as np
 
 from camserve_server.core.arrays import Map
+from camserve_server.engine.values import Reading
 from camserve_server.imaging.values import Box, Picture
-from camserve_server.jobs import Finding
+from camserve_server.jobs import Explanation
 from camserve_server.models.values import ModelInfo, Task
 from camserve_server.serving.receipts import Receipt
 from camserve_server.targets import carried, class_probabilities, kind_of, objects_of, order_of_areas, whole
-from camserve_server.targets.values import FixedTarget, Reading
+from camserve_server.targets.values import FixedTarget
 
 SIMILARITY = "similarity"
 """The label where two images are compared."""
@@ -124,23 +125,6 @@ class Timing:
     compute: float
     render: float
     batch_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """A finding and its pictures.
-
-    Attributes:
-        finding: the raw map and what it explains.
-        overlay: drawn on the photo, or None.
-        heatmap_image: the map alone, or None.
-        intensity: what is coloured, float32 [height,width] of the model's input, or None.
-    """
-
-    finding: Finding
-    overlay: Picture | None = None
-    heatmap_image: Picture | None = None
-    intensity: Map | None = None
 
 
 @dataclass(frozen=True, slots=True)

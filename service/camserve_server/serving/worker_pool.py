@@ -24,7 +24,7 @@ from camserve_server.core.config import Settings
 from camserve_server.core.devices import device_of, devices_named
 from camserve_server.core.errors import ConfigError, Internal
 from camserve_server.core.hardware import cores, memory_limit
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import ModelSpec
 from camserve_server.models.values import Kind, ModelInfo, Pass
@@ -32,7 +32,6 @@ from camserve_server.scheduling import Batcher
 from camserve_server.scheduling.threads import contained
 from camserve_server.serving.model_registry import Registry
 from camserve_server.targets import anything
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Engine, Told
 from camserve_server.workers import Local, Port, Setup, Worker
 

@@ -5,7 +5,7 @@ The functions differ in their range and rounding on purpose; each says why.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -14,9 +14,25 @@ from numpy.typing import NDArray
 from camserve_server.core.arrays import Map
 from camserve_server.models.values import Task
 from camserve_server.targets.kinds import kind_of
-from camserve_server.targets.values import FixedTarget, RowResult
+from camserve_server.targets.values import FixedTarget
 
 Doubles: TypeAlias = NDArray[np.float64]
+
+
+class Answer(Protocol):
+    """The part of an engine's `RowResult` that a probability is computed from."""
+
+    @property
+    def logits(self) -> Map:
+        """Logits of all classes, float32 [classes]."""
+
+    @property
+    def target(self) -> FixedTarget:
+        """The target that was explained."""
+
+    @property
+    def score(self) -> float:
+        """The score of the target."""
 
 
 def class_probabilities(task: Task, logits: Map) -> Map:
@@ -32,7 +48,7 @@ def class_probabilities(task: Task, logits: Map) -> Map:
         return _PROBABILITIES[task](logits.astype(np.float64)).astype(np.float32)
 
 
-def metric_probability(task: Task, answer: RowResult) -> float:
+def metric_probability(task: Task, answer: Answer) -> float:
     """Return the number that metrics compare: the probability of a target, or its score where it has none.
 
     A class's softmax, or sigmoid where classes do not exclude each other; of a contrast the softmax between its two
@@ -49,7 +65,7 @@ def metric_probability(task: Task, answer: RowResult) -> float:
         return float(1 / np.exp(logits - logits[_index(answer.target)]).sum())
 
 
-def weight_probability(task: Task, answer: RowResult) -> float:
+def weight_probability(task: Task, answer: Answer) -> float:
     """Return a weight of 0 to 1 for a map: the target's probability, or the logistic function of any other score.
 
     Weights cannot be negative, so even a score that is neither a logit nor a difference of logits goes through the

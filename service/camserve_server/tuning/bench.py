@@ -11,14 +11,13 @@ from camserve_server.core.arrays import Map, Pixels
 from camserve_server.core.devices import Precision, device_of
 from camserve_server.core.errors import ConfigError, OutOfMemory, ServiceError
 from camserve_server.engine import Engine
-from camserve_server.engine.values import Row
+from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.opencv import cv2
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import Pass
 from camserve_server.targets import anything
-from camserve_server.targets.values import RowResult
 from camserve_server.tuning.survey import BATCHES, Line
 
 LIKENESS_IMAGES = 6

@@ -15,12 +15,11 @@ from camserve_server.core import logs, process
 from camserve_server.core.devices import Device, device_of
 from camserve_server.core.errors import OutOfMemory, Unavailable
 from camserve_server.engine import Engine
-from camserve_server.engine.values import Half, Row
+from camserve_server.engine.values import Half, Row, RowResult
 from camserve_server.methods import add_plugins
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import Kind, ModelInfo, Pass
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Memory
 from camserve_server.workers import sizing
 from camserve_server.workers.messages import Setup

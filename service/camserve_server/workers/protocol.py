@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from camserve_server.engine.values import Half, Row
+from camserve_server.engine.values import Half, Row, RowResult
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import Kind, ModelInfo, Pass
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Memory
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from camserve_server.core import errors
 from camserve_server.core.errors import ServiceError
+from camserve_server.engine.values import Reading, RowResult, Statistics
 from camserve_server.imaging.values import Box, Preprocess
 from camserve_server.models.values import LayerInfo, Layout, ModelInfo
 from camserve_server.targets.values import (
@@ -26,11 +27,8 @@ from camserve_server.targets.values import (
     DetectionTarget,
     FinerTarget,
     ProbabilityTarget,
-    Reading,
-    RowResult,
     SegmentTarget,
     SimilarityTarget,
-    Statistics,
 )
 from camserve_server.telemetry import Memory
 from camserve_server.workers.messages import Beat, Reply

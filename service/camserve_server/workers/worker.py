@@ -21,10 +21,9 @@ from typing import cast
 
 from camserve_server.core import logs
 from camserve_server.core.errors import ConfigError, Internal, WorkerLost
-from camserve_server.engine.values import Half, Row
+from camserve_server.engine.values import Half, Row, RowResult
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import Kind, ModelInfo, Pass
-from camserve_server.targets.values import RowResult
 from camserve_server.telemetry import Memory
 from camserve_server.workers import fork_server
 from camserve_server.workers.messages import DEVICE_LOST, SILENCE, Ask, Beat, Reply, Setup, What, packed

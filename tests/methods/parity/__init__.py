@@ -85,7 +85,7 @@ class Subject:
     def findings(self, asked, *layers, fusion=None):
         """What our service finds for several calls."""
         wanted = job(self.model, asked, [ClassTarget(self.index)], layers or [self.layer], fusion=fusion)
-        return explain(self.model, self.image, wanted).findings
+        return explain(self.model, self.image, wanted).explanations
 
     @cached_property
     def exact(self):
@@ -128,7 +128,7 @@ class Subject:
 def together(subject):
     """Our raw map of every CAM that one pass over the image as it is answers, by name."""
     names = [name for name in METHODS if is_clean(call(name))]
-    return dict(zip(names, (one.heatmap for one in subject.findings(names)), strict=True))
+    return dict(zip(names, (one.heatmap for one in subject.explanations(names)), strict=True))
 
 
 @kept

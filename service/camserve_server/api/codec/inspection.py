@@ -11,12 +11,13 @@ from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_target
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.core.limits import Limits
+from camserve_server.engine.values import Reading, Statistics
 from camserve_server.jobs import channels_of
 from camserve_server.models.values import KnownModel, LayerInfo, ModelInfo
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest, Rank
 from camserve_server.serving.results import FeaturesResult, InspectResult
 from camserve_server.targets import kind_of
-from camserve_server.targets.values import RankTarget, Reading, Statistics, Target
+from camserve_server.targets.values import RankTarget, Target
 
 DEFAULT_TOP = 16
 

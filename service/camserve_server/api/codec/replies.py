@@ -13,7 +13,7 @@ from camserve_server.api.codec.predictions import (
 )
 from camserve_server.core.arrays import Map
 from camserve_server.imaging.values import Box, Picture
-from camserve_server.jobs import rows_of
+from camserve_server.jobs import Explanation, rows_of
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Method, Parameter
 from camserve_server.methods.kinds import formula, summary
@@ -21,7 +21,7 @@ from camserve_server.methods.values import MethodCall, ParameterValue
 from camserve_server.models.values import Absent, KnownModel, LayerInfo
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
-from camserve_server.serving.results import ExplainResult, Explanation, ModelPrediction, Timing
+from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
 
 _FORMATS = {name: value for value, name in FORMATS.items() if name}
 _FUSIONS = {name: value for value, name in FUSIONS.items()}
@@ -85,25 +85,24 @@ def _receipt(receipt: Receipt) -> explain_pb2.Receipt:
 
 
 def _explanation(prediction: ModelPrediction, explanation: Explanation, *, raw: bool) -> explain_pb2.Explanation:
-    finding = explanation.finding
     return explain_pb2.Explanation(
-        method=finding.call.name,
-        layer=finding.layer,
-        target=explained_message(prediction, finding.target, finding.score),
-        contrast=contrast_message(prediction, finding.target),
-        score=finding.score,
-        verdict=_VERDICTS[finding.verdict],
-        verdict_message="" if finding.verdict is Verdict.OK else finding.verdict.value,
-        parameters=parameter_messages(finding.call.parameters),
-        heatmap=_heatmap(finding.heatmap) if raw else None,
+        method=explanation.call.name,
+        layer=explanation.layer,
+        target=explained_message(prediction, explanation.target, explanation.score),
+        contrast=contrast_message(prediction, explanation.target),
+        score=explanation.score,
+        verdict=_VERDICTS[explanation.verdict],
+        verdict_message="" if explanation.verdict is Verdict.OK else explanation.verdict.value,
+        parameters=parameter_messages(explanation.call.parameters),
+        heatmap=_heatmap(explanation.heatmap) if raw else None,
         overlay=picture_message(explanation.overlay),
         heatmap_image=picture_message(explanation.heatmap_image),
         intensity=None if explanation.intensity is None else _heatmap(explanation.intensity),
-        completeness_error=finding.error,
-        augmentation_smoothing=finding.call.augmented,
-        eigen_smoothing=finding.call.eigen,
-        fusion=_FUSIONS[finding.fusion],
-        resolved_target=target_message(prediction, finding.target),
+        completeness_error=explanation.error,
+        augmentation_smoothing=explanation.call.augmented,
+        eigen_smoothing=explanation.call.eigen,
+        fusion=_FUSIONS[explanation.fusion],
+        resolved_target=target_message(prediction, explanation.target),
     )
 
 
