@@ -28,7 +28,7 @@ STAGES = {
     "intensity": "imaging.render.intensity",
     "encode": "imaging.render._encode",
     "draw": "imaging.render.draw",
-    "answer": "serving.explain._explanation",
+    "answer": "serving.explain._pictured",
     "read": "api.codec.read_order",
     "respond": "api.codec.explain_response",
     "engine": "engine.Engine.run",

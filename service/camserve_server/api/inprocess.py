@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
@@ -230,9 +230,10 @@ async def _received(requests: Iterable[Any], loop: asyncio.AbstractEventLoop) ->
     messages: asyncio.Queue[Received[Any] | None] = asyncio.Queue()
 
     def read() -> None:
-        for message in requests:
-            loop.call_soon_threadsafe(messages.put_nowait, Received(message))
-        loop.call_soon_threadsafe(messages.put_nowait, None)
+        with suppress(RuntimeError):  # the loop is closed, and with it the stream
+            for message in requests:
+                loop.call_soon_threadsafe(messages.put_nowait, Received(message))
+            loop.call_soon_threadsafe(messages.put_nowait, None)
 
     threading.Thread(target=read, name="camserve-requests", daemon=True).start()
     while (message := await messages.get()) is not None:
