@@ -82,7 +82,7 @@ class Subject:
         (found,) = self.findings([asked], *layers, fusion=fusion)
         return found
 
-    def findings(self, asked, *layers, fusion=None):
+    def explanations(self, asked, *layers, fusion=None):
         """What our service finds for several calls."""
         wanted = job(self.model, asked, [ClassTarget(self.index)], layers or [self.layer], fusion=fusion)
         return explain(self.model, self.image, wanted).explanations
