@@ -100,7 +100,7 @@ async def evaluate(
         think: runs what takes a while beside them.
 
     Returns:
-        What came of the job; and for each of its findings, a reading of each metric.
+        What came of the job; and for each of its explanations, a reading of each metric.
     """
     explanation, by_method = await examine(
         ExplanationRun(asked.job, image, RowRunner(submit, chunk, asked.rows, unheard, think))
@@ -112,8 +112,8 @@ async def evaluate(
         for layer in range(len(layers))
         for target in range(len(explanation.targets))
     ]
-    findings = dict(zip(((*call.key, *at) for call, *at in places), outcome.explanations, strict=True))
-    runner = _MetricRunner(asked, explanation, seen, findings)
+    explanations = dict(zip(((*call.key, *at) for call, *at in places), outcome.explanations, strict=True))
+    runner = _MetricRunner(asked, explanation, seen, explanations)
     # One map after another: the edits of a few are enough to fill batches, those of all could fill the memory.
     return outcome, [
         await runner.evaluated(finding, *place) for finding, place in zip(outcome.explanations, places, strict=True)
@@ -128,7 +128,7 @@ class _MetricRunner:
         asked: the metrics.
         explanation: the run of the image as it is, with its answers.
         seen: the part of the photo that this is.
-        findings: by method, layer and target.
+        explanations: by method, layer and target.
         repeated: by method and metric, how the maps that were computed again compare: for each repetition, one number
             for each layer and target.
     """
@@ -136,7 +136,7 @@ class _MetricRunner:
     asked: Assessment
     explanation: ExplanationRun
     seen: Box
-    findings: Mapping[tuple[object, ...], Explanation]
+    explanations: Mapping[tuple[object, ...], Explanation]
     repeated: dict[tuple[object, ...], list[_Numbers]] = field(default_factory=dict)
 
     async def evaluated(self, finding: Explanation, call: MethodCall, layer: int, target: int) -> list[Reading]:
@@ -182,7 +182,7 @@ class _MetricRunner:
         numbers: _Numbers = {}
         for layer, layer_maps in enumerate(by_layer):
             for target, raw_map in enumerate(layer_maps.maps):
-                finding = self.findings[(*call.key, layer, target)]
+                finding = self.explanations[(*call.key, layer, target)]
                 if finding.verdict in JUDGED:
                     numbers[layer, target] = kind.compare(finding.heatmap, raw_map.heatmap)
         return numbers

@@ -1,4 +1,4 @@
-"""The findings of a run, put together."""
+"""The explanations of a run, put together."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def unheard(_done: int, _rows: int) -> None:
 
 def reported(explanation: ExplanationRun, by_method: Sequence[Sequence[LayerMaps]]) -> Outcome:
     """Judge every map: for each method its layers, for each layer the targets."""
-    findings = [
+    explanations = [
         Explanation(
             call,
             layer_maps.layer,
@@ -28,4 +28,4 @@ def reported(explanation: ExplanationRun, by_method: Sequence[Sequence[LayerMaps
         for layer_maps in layers
         for answer, one in zip(explanation.answers, layer_maps.maps, strict=True)
     ]
-    return Outcome(explanation.answers[0].logits, tuple(findings))
+    return Outcome(explanation.answers[0].logits, tuple(explanations))

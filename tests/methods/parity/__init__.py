@@ -79,7 +79,7 @@ class Subject:
 
     def finding(self, asked, *layers, fusion=None):
         """What our service finds for a call, on its own layer or others."""
-        (found,) = self.findings([asked], *layers, fusion=fusion)
+        (found,) = self.explanations([asked], *layers, fusion=fusion)
         return found
 
     def explanations(self, asked, *layers, fusion=None):
