@@ -16,7 +16,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node demo test test-slow test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## make the .venv with everything in it
 
@@ -91,8 +91,14 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 .whole:
 	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
 
-test-slow: setup  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
-	$(BIN)/python -m pytest -m slow --durations=20
+# In two parts, which -j2 runs at once: much of the first waits.
+test-slow: .slow-robustness .slow-others  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
+
+.slow-robustness: setup
+	$(BIN)/python -m pytest -m slow --durations=10 tests/robustness
+
+.slow-others: setup
+	$(BIN)/python -m pytest -m slow --durations=10 --ignore tests/robustness
 
 test-simulated: setup  ## the engine on a simulated GPU
 	$(BIN)/python -m pytest $(SIMULATED)
