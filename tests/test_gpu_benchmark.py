@@ -40,6 +40,7 @@ def run(monkeypatch, *words):
 
 @pytest.mark.slow
 def test_every_part_runs_and_is_written_as_it_is_found(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(Clock, "allows", lambda *_: True)  # a busy machine measures all the same
     run(monkeypatch, "--device", "cpu", "--quick", "--out", str(tmp_path / "found.md"))
     kept = json.loads((tmp_path / "found.json").read_text())
     rows = {name: kept[name]["tables"][0]["rows"] for name in program.PARTS}
