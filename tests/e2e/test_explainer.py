@@ -23,7 +23,7 @@ from camserve_server.models import Preprocess, Source
 from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 from methods.tools import error_ratio, noise
 from networks import changes, gradcam, state_of, trained
-from support import PHOTOS, wait_until
+from support import PHOTOS
 
 LABELS = tuple("abcde")
 WHOLE = {"size": 64, "crop": "whole", "labels": LABELS}
@@ -153,7 +153,9 @@ def test_explainer_that_nobody_holds_any_more_lets_its_network_go(network):
     thread = explainer._service._thread
     del explainer
     gc.collect()
-    wait_until(lambda: not thread.is_alive())
+    thread.join(60)
+
+    assert not thread.is_alive()
 
 
 # --- inputs ---

@@ -89,7 +89,7 @@ class CallError(grpc.RpcError):
 
 
 class _Context:
-    """What a service may ask of a call, and do to it: the methods of `grpc.aio.ServicerContext` that ours use.
+    """Context of a call: the methods of `grpc.aio.ServicerContext` that our services use.
 
     Args:
         metadata: of the call.

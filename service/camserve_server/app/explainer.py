@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class NetworkOptions(TypedDict, total=False):
-    """What is known of a network; everything may be left out.
+    """Description of a network; every option may be left out.
 
     Attributes:
         size: Height and width of the input in pixels, or one number for both. Default: that of what `transform`
@@ -75,7 +75,7 @@ class Explainer(camserve.Client):
         device: Default: the network's own; for a spec, the first GPU if there is one.
         timeout: Seconds that a call may take. Default: no limit.
         settings: Settings of the server by their names, such as `{"max_batch_rows": 16}`.
-        **options: What is known of the network: see `NetworkOptions`. A spec says all of that itself.
+        **options: Description of the network: see `NetworkOptions`. A spec says all of that itself.
 
     Raises:
         ConfigError: The model cannot be explained as it is described.
