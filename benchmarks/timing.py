@@ -9,16 +9,16 @@ Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnOrder:
     """What each thing took, round by round: seconds, and seconds of processor time of this whole process."""
 
     wall: dict[str, list[float]]
     cpu: dict[str, list[float]]
 
 
-def in_turn(runs: Mapping[str, Run], rounds: int) -> Turns:
+def in_turn(runs: Mapping[str, Run], rounds: int) -> TurnOrder:
     """Time everything in turn, after a round that warms up."""
-    turns = Turns({name: [] for name in runs}, {name: [] for name in runs})
+    turns = TurnOrder({name: [] for name in runs}, {name: [] for name in runs})
     for number in range(rounds + 1):
         for name, run in runs.items():
             cpu = time.process_time()

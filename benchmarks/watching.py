@@ -22,8 +22,8 @@ import camserve
 from benchmarks.results import machine, page_with
 from benchmarks.serving import serving
 from benchmarks.timing import in_turn
-from camserve_server.telemetry import Ran, Record, State, Telemetry
-from camserve_server.telemetry.prometheus import Meters
+from camserve_server.telemetry import Ran, RequestTrace, State, Telemetry
+from camserve_server.telemetry.prometheus import PrometheusMetrics
 from camserve_server.telemetry.traces import Traces
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
@@ -59,7 +59,7 @@ class _Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 def recorded(telemetry: Telemetry, metadata: dict[str, str]) -> None:
     """Tell of a request of four stages, alone in its batch, as the server does."""
-    one = telemetry.begin(Record("Explain", "id"), "camserve.v1.ExplainService/Explain", metadata)
+    one = telemetry.begin(RequestTrace("Explain", "id"), "camserve.v1.ExplainService/Explain", metadata)
     one.about("small", ["gradcam"])
     for stage in ("admission", "decode", "queue"):
         one.stage(stage, 1.0, 2.0)
@@ -82,7 +82,7 @@ def by_itself(rounds: int, times: int = 200) -> dict[str, float]:
         return (time.thread_time() - began) / times * 1e6
 
     with contextlib.closing(Traces([_Nowhere()])) as traces:
-        counting, both = Telemetry(Meters(_no_state), None), Telemetry(Meters(_no_state), traces)
+        counting, both = Telemetry(PrometheusMetrics(_no_state), None), Telemetry(PrometheusMetrics(_no_state), traces)
         ways = {COUNTED: (counting, {}), UNKEPT: (both, LEFT), TRACED: (both, KEPT)}
         return {name: min(spent(*way) for _ in range(rounds)) for name, way in ways.items()}
 

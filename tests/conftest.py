@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from camserve_server.workers import fork_server
-from robustness.nursing import nursed
+from robustness.forking import running_fork_server
 from skipped import pytest_terminal_summary
 
 __all__ = ["pytest_terminal_summary"]
@@ -21,15 +21,15 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
-def nurse():
+def fork_server_process():
     """A nursery for all tests."""
-    with nursed() as one:
+    with running_fork_server() as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def forked(nurse):
+def forked(fork_server_process):
     """The engines of the tests are there at once. Else each imports torch for itself, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "_here", [nurse])
+        patch.setattr(fork_server, "_here", [fork_server_process])
         yield

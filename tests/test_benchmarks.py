@@ -112,7 +112,7 @@ def test_what_is_found_is_kept_beside_what_was_found_before(monkeypatch, tmp_pat
     page = (tmp_path / "RESULTS.md").read_text()
     assert page.count("## cost") == 1
     assert page.index("## cost") < page.index("## company")
-    assert ("Replaced" not in page, "Kept" in page) == (True, True)
+    assert ("Replaced" not in page, "ReloadingFile" in page) == (True, True)
     assert set(json.loads((tmp_path / "results.json").read_text())) == {"cost", "company"}
     assert "10 targets by 5 CAM methods" in page
     assert "10 targets by 5 CAM methods" in capsys.readouterr().out

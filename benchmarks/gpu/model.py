@@ -66,7 +66,7 @@ def pass_of(model: LoadedModel, kind: Kind = "cam") -> Pass:
 def ours(model: LoadedModel, rows: int, target: Target | None = None, *, beside: bool = False) -> Run:
     """Return a function that explains so many images by Grad-CAM, from uint8 on the host to maps on the host."""
     engine, pass_, mine = (
-        Engine({model.info.name: model}, beside=beside),
+        Engine({model.info.name: model}, shares_device=beside),
         pass_of(model),
         asked(model, rows, "gradcam", target),
     )

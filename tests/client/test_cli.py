@@ -116,7 +116,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     ]
     saved = np.load(tmp_path / "out" / "cat.gradcam.features.class_1.npy")
     np.testing.assert_array_equal(saved, [[0, 1], [2, 3]])
-    question = camserve._wire.Question(
+    question = camserve._codec.Question(
         model="tiny",
         methods=[
             camserve.Method("gradcam", augmentation_smoothing=True),
@@ -132,7 +132,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         profile="grad-cam",
         intensity=True,
     )
-    expected = camserve._wire.with_image(question.request(), b"\xff\xd8\xff\x01")
+    expected = camserve._codec.with_image(question.request(), b"\xff\xd8\xff\x01")
     expected.progress = True
     assert requests == [expected]
 

@@ -118,7 +118,7 @@ async def test_a_map_without_a_rival_is_not_the_best(client: Any) -> None:
     assert "*" not in found.table()
 
 
-def judged(*explanations: explain_pb2.Explanation, higher: bool = True) -> camserve.Evaluation:
+def evaluated(*explanations: explain_pb2.Explanation, higher: bool = True) -> camserve.Evaluation:
     readings = [
         evaluate_pb2.Reading(explanation=place, metric="increase", value=place, higher_is_better=higher)
         for place in range(len(explanations))
@@ -129,7 +129,7 @@ def judged(*explanations: explain_pb2.Explanation, higher: bool = True) -> camse
 
 def test_layers_and_targets_are_named_where_they_differ() -> None:
     cat, dog = (explain_pb2.Prediction(label=label) for label in ("cat", "dog"))
-    found = judged(
+    found = evaluated(
         explain_pb2.Explanation(method="a", layer="1", target=cat),
         explain_pb2.Explanation(method="a", layer="2", target=cat),
         explain_pb2.Explanation(method="b", target=dog),
@@ -141,7 +141,7 @@ def test_layers_and_targets_are_named_where_they_differ() -> None:
 
 
 def test_nothing_asked_is_an_empty_table() -> None:
-    found = judged()
+    found = evaluated()
 
     assert (found.rows, found.best, found.table()) == ((), frozenset(), "")
     assert found.plot().width > 0

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import camserve
-from camserve import _local, _wire, dataset
+from camserve import _codec, _local, dataset
 
 PHOTO = b"\xff\xd8\xff\xe0\x01"
 
@@ -197,7 +197,7 @@ def test_only_photos_leave_the_machine(run: Any, photos: Any, tmp_path: Any, sen
 def test_formats_that_a_server_accepts_are_sent(tmp_path: Path, head: bytes) -> None:
     (tmp_path / "a").write_bytes(head + b"rest")
 
-    assert _wire.image_bytes(tmp_path / "a") == head + b"rest"
+    assert _codec.image_bytes(tmp_path / "a") == head + b"rest"
 
 
 async def test_named_file_that_is_not_a_photo_is_not_sent(client: Any, server: Any, tmp_path: Any) -> None:

@@ -45,8 +45,8 @@ def speak(server: hostile.Hostile, text: str) -> None:
     explained = hostile.explained(text)
     reading = hostile.filled(evaluate_pb2.Reading(), text)
     reading.ClearField("curves")
-    judged = evaluate_pb2.EvaluateResponse(explained=explained, readings=[reading])
-    server.replies["Evaluate"] = judged.SerializeToString()
+    evaluated = evaluate_pb2.EvaluateResponse(explained=explained, readings=[reading])
+    server.replies["Evaluate"] = evaluated.SerializeToString()
     server.replies["Explain"] = explained.SerializeToString()
     server.stream(
         lambda each: [explain_pb2.ExplainStreamResponse(request_id=each.request_id, response=explained)],
@@ -198,8 +198,8 @@ async def test_invalid_health_status_raises_internal(connect: Any, server: Any, 
 @pytest.mark.parametrize("curve", [{"x": [0, 1], "y": [1]}, {"x": [1e38], "y": [1]}, {"x": [float("nan")], "y": [1]}])
 async def test_invalid_curve_raises_internal(connect: Any, server: Any, curve: Any) -> None:
     reading = evaluate_pb2.Reading(curves=[evaluate_pb2.Curve(**curve)])
-    judged = evaluate_pb2.EvaluateResponse(explained=hostile.explained(), readings=[reading])
-    server.replies["Evaluate"] = judged.SerializeToString()
+    evaluated = evaluate_pb2.EvaluateResponse(explained=hostile.explained(), readings=[reading])
+    server.replies["Evaluate"] = evaluated.SerializeToString()
     with pytest.raises(camserve.Internal):
         await connect(server.address).evaluate(JPEG)
 

@@ -74,9 +74,9 @@ def test_the_server_uses_only_public_modules_of_the_client() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from camserve import Client, _wire",
+        "from camserve import Client, _codec",
         "from camserve._terminal import echo",
-        "import camserve._wire as wire",
+        "import camserve._codec as wire",
         "def f():\n    from camserve.dataset import _x",
         "camserve._client.Client()",
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import camserve
-from camserve import _replay, _wire
+from camserve import _codec, _replay
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def test_what_an_answer_says_is_in_its_receipt() -> None:
         model="tiny", explanations=[said], receipt=explain_pb2.Receipt(source="s", versions={"torch": "2"})
     )
 
-    receipt = _wire.result(response).explanations[0].receipt
+    receipt = _codec.result(response).explanations[0].receipt
 
     assert (receipt.model, receipt.source, receipt.versions) == ("tiny", "s", {"torch": "2"})
     assert (receipt.layers, receipt.fusion, receipt.parameters) == (("a.b", "c"), "mean", {"n": 3.0})
@@ -230,7 +230,7 @@ def test_an_old_server_gives_no_receipt() -> None:
     response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation()])
 
     with pytest.raises(camserve.FailedPrecondition, match="older than receipts"):
-        _ = _wire.result(response).explanations[0].receipt
+        _ = _codec.result(response).explanations[0].receipt
 
 
 async def test_a_likeness_keeps_the_image_that_was_asked_about(client: Any, server: Any) -> None:

@@ -15,11 +15,11 @@ from camserve.v1 import explain_pb2
 QUESTION = explain_pb2.ExplainRequest()
 
 
-def window(limit: int = 4, **retry: Any) -> _stream.Window:
-    return _stream.Window(limit, camserve.Retry(**retry), timeout=30, on_error="return")
+def window(limit: int = 4, **retry: Any) -> _stream.InFlightWindow:
+    return _stream.InFlightWindow(limit, camserve.Retry(**retry), timeout=30, on_error="return")
 
 
-def filled(made: _stream.Window, count: int) -> list[str]:
+def filled(made: _stream.InFlightWindow, count: int) -> list[str]:
     """Take so many images and send them; return their ids."""
     for number in range(count):
         made.take(_stream.asked(QUESTION, bytes([number + 1])))
@@ -32,7 +32,7 @@ def answer(request_id: str) -> explain_pb2.ExplainStreamResponse:
     )
 
 
-def ids(made: _stream.Window) -> list[str]:
+def ids(made: _stream.InFlightWindow) -> list[str]:
     return [each.request_id for each in made.ready() if isinstance(each, camserve.Result)]
 
 
@@ -81,7 +81,7 @@ def test_it_waits_as_long_as_the_server_may_take_for_all_under_way() -> None:
 
 
 def test_without_a_limit_it_still_looks_up_now_and_then() -> None:
-    made = _stream.Window(1, camserve.Retry(), timeout=math.inf, on_error="return")
+    made = _stream.InFlightWindow(1, camserve.Retry(), timeout=math.inf, on_error="return")
     filled(made, 1)
 
     assert made.patience() == 3600

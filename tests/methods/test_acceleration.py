@@ -412,7 +412,7 @@ def test_without_acceleration_no_memory_layout_is_timed(monkeypatch, caplog):
 
 def test_copies_of_a_model_without_acceleration_have_none():
     model = models.load(parse("torchvision:resnet18?weights=none&size=64&accelerate=false"))
-    for other in (model.copied("cpu"), model.twin()):
+    for other in (model.copied("cpu"), model.replica()):
         assert other.accelerated is None
         assert not other.info.channels_last
         assert all(map(np.array_equal, answers(other), answers(model)))

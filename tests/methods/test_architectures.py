@@ -14,7 +14,15 @@ from camserve_server import models
 from camserve_server.engine.values import Row
 from camserve_server.models import layout_probe, parse, probe
 from camserve_server.models.load import _revive as revive
-from camserve_server.models.probe import NO_CERTAINTY, NO_GRADIENT, NO_GRID, NO_IMAGES, NO_ORDER, NO_TENSOR, Seen
+from camserve_server.models.probe import (
+    NO_CERTAINTY,
+    NO_GRADIENT,
+    NO_GRID,
+    NO_IMAGES,
+    NO_ORDER,
+    NO_TENSOR,
+    LayerObservation,
+)
 from camserve_server.models.values import Layout
 from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, exact, inputs, noise, run
@@ -148,11 +156,11 @@ def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_s
     blind = layout_probe.Reading(Layout("tokens", 8, 8, 1), 0.0, 0.0, 0.0)
     some = layout_probe.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
     seen = {
-        "shows": Seen((4, 65, 8), (sure,)),
-        "hides": Seen((4, 65, 8), (blind,)),
-        "smaller": Seen((4, 17, 8), (blind,)),
-        "not alike": Seen((4, 17, 8), (some,)),
-        "other prefix": Seen((4, 18, 8), (blind,)),
+        "shows": LayerObservation((4, 65, 8), (sure,)),
+        "hides": LayerObservation((4, 65, 8), (blind,)),
+        "smaller": LayerObservation((4, 17, 8), (blind,)),
+        "not alike": LayerObservation((4, 17, 8), (some,)),
+        "other prefix": LayerObservation((4, 18, 8), (blind,)),
     }
     assert probe.find(seen, (32, 32)) == {
         "shows": sure.layout,
@@ -166,9 +174,9 @@ def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_s
 def test_an_attention_matrix_in_which_no_place_shows_is_refused():
     """It has as many rows and columns as there are tokens."""
     sure = layout_probe.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
-    seen = {"block": Seen((1, 49, 8), (sure,)), "attention": Seen((1, 3, 49, 49), ())}
+    seen = {"block": LayerObservation((1, 49, 8), (sure,)), "attention": LayerObservation((1, 3, 49, 49), ())}
     assert probe.find(seen, (224, 224))["attention"] == NO_ORDER
-    assert probe.find({"map": Seen((1, 3, 49, 49), ())}, (224, 224)) == {"map": Layout("nchw", 49, 49)}
+    assert probe.find({"map": LayerObservation((1, 3, 49, 49), ())}, (224, 224)) == {"map": Layout("nchw", 49, 49)}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +193,7 @@ def test_an_attention_matrix_in_which_no_place_shows_is_refused():
     ],
 )
 def test_without_a_trial_run_only_a_shape_that_leaves_no_doubt_is_a_grid(shape, found):
-    assert probe.find({"layer": Seen(shape)}, (224, 224)) == {"layer": found}
+    assert probe.find({"layer": LayerObservation(shape)}, (224, 224)) == {"layer": found}
 
 
 def test_a_model_that_takes_one_image_at_a_time_is_read_by_its_shapes():

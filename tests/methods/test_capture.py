@@ -11,7 +11,7 @@ from torchvision.models import get_model
 from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
-from camserve_server.models.hooks import hook_count, watching
+from camserve_server.models.hooks import capture_layers, hook_count
 from camserve_server.targets.values import ClassTarget
 from methods.tools import FACTOR, FLOOR, Toy, call, error_ratio, gap, inputs, maps, noise, plain, run
 
@@ -85,7 +85,7 @@ def smooth(arch, model, size, layers):
 
 def backward(model, image, layers):
     """Capture layers of a model while the score of one class is differentiated."""
-    with watching({name: model.module.get_submodule(name) for name in layers}) as captures:
+    with capture_layers({name: model.module.get_submodule(name) for name in layers}) as captures:
         model.module(image)[0, INDEX].backward()
     return captures
 
@@ -200,7 +200,7 @@ def test_nothing_up_to_the_watched_layer_is_differentiated(resnet, name):
 
 
 def test_only_the_head_behind_the_layer_is_in_the_graph(resnet):
-    with watching({"layer4": resnet.module.layer4}):
+    with capture_layers({"layer4": resnet.module.layer4}):
         score = resnet.module(inputs(resnet, noise(0, 64)))[0, INDEX]
     names = graph(score.grad_fn)
     assert not [name for name in names if "Conv" in name or "Norm" in name]
@@ -214,15 +214,15 @@ def test_without_the_capture_the_test_above_would_see_the_whole_graph(resnet):
 
 def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
     layers = {name: resnet.module.get_submodule(name) for name in ("layer1", "layer4")}
-    with watching(layers):
+    with capture_layers(layers):
         assert hook_count(resnet.module) == 2
-    with pytest.raises(RuntimeError, match="channels"), watching(layers):
+    with pytest.raises(RuntimeError, match="channels"), capture_layers(layers):
         resnet.module(torch.zeros(1, 5, 64, 64))
     assert untouched(resnet)
 
 
 def test_no_hook_is_left_when_the_block_is_left_before_the_backward(resnet):
-    with watching({"layer4": resnet.module.layer4}) as captures:
+    with capture_layers({"layer4": resnet.module.layer4}) as captures:
         resnet.module(inputs(resnet, noise(0, 64)))
     assert hook_count(resnet.module) == 0
     assert captures["layer4"].gradient is None
@@ -246,7 +246,7 @@ def test_of_several_calls_the_last_one_counts(resnet):
 
 
 def test_a_second_backward_pass_leaves_the_first_ones_gradient_as_it_was(resnet):
-    with watching({"layer4": resnet.module.layer4}) as captures:
+    with capture_layers({"layer4": resnet.module.layer4}) as captures:
         logits = resnet.module(inputs(resnet, noise(0, 64)).contiguous())
         logits[0, 1].backward(retain_graph=True)
         first = captures["layer4"].gradient
@@ -302,7 +302,7 @@ def test_an_output_changed_in_place_by_name_is_captured_as_it_was(plant):
 
 
 def backward_toy(model):
-    with watching({"layer": model.module.layer}) as captures:
+    with capture_layers({"layer": model.module.layer}) as captures:
         model.module(inputs(model, noise(0, 16)))[0, 1].backward()
     return captures
 

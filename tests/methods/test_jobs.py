@@ -289,7 +289,7 @@ class Untold:
         self.under_way -= len(rows)
 
 
-def judged(model, calls, metrics, engine):
+def evaluated(model, calls, metrics, engine):
     """Return an assessment of a job's maps, its readings, and its peak memory in bytes."""
     chosen = tuple(
         jobs.MetricCall(name, {one.name: one.default for one in METRICS[name].parameters} | parameters)
@@ -318,7 +318,7 @@ MASKS = 64 * 64 * 64 * 4
 )
 def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
     engine = Untold()
-    asked, (readings,), peak = judged(resnet, [call("rise", samples=64)], metrics, engine)
+    asked, (readings,), peak = evaluated(resnet, [call("rise", samples=64)], metrics, engine)
 
     assert engine.rows == asked.rows
     assert len(readings) == len(metrics)
@@ -327,7 +327,7 @@ def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
 
 
 def test_maps_that_are_computed_again_are_not_kept(resnet):
-    _, (readings,), peak = judged(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], Untold())
+    _, (readings,), peak = evaluated(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], Untold())
 
     assert math.isfinite(readings[0].value)
     assert peak < 100 * IMAGE.size / 3 * 4  # of 128 maps of as many pixels
@@ -335,7 +335,7 @@ def test_maps_that_are_computed_again_are_not_kept(resnet):
 
 def test_small_repeats_still_share_batches(resnet):
     engine = Untold()
-    judged(resnet, ["gradcam"], [("max_sensitivity", {"samples": 128})], engine)
+    evaluated(resnet, ["gradcam"], [("max_sensitivity", {"samples": 128})], engine)
 
     assert engine.most == 64
 
@@ -343,14 +343,14 @@ def test_small_repeats_still_share_batches(resnet):
 def test_failed_repeat_cancels_the_others(resnet):
     engine = Untold(failing=100)
     with pytest.raises(OutOfMemory):
-        judged(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})], engine)
+        evaluated(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})], engine)
 
     assert engine.rows < 200
 
 
 def test_surrogate_makes_its_masks_only_when_they_are_tried(resnet):
     pytest.importorskip("captum")
-    judged(resnet, [call("kernel_shap", samples=32)], [], Untold())  # for its imports, which must not count
-    _, _, peak = judged(resnet, [call("kernel_shap", samples=2048)], [], Untold())
+    evaluated(resnet, [call("kernel_shap", samples=32)], [], Untold())  # for its imports, which must not count
+    _, _, peak = evaluated(resnet, [call("kernel_shap", samples=2048)], [], Untold())
 
     assert peak < 6 * MASKS

@@ -77,7 +77,7 @@ def shown_to(model, image, heatmap, target=TABBY_LIKE):
     return make_metric_input(inputs(model, image)[0].numpy(), heatmap, metric_probability(model.info.task, answer), box)
 
 
-def judged(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
+def evaluated(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
     """What a metric that edits the image says of any map."""
     shown = shown_to(model, image, heatmap, target)
     judging = METRICS[name].judge(shown, **metric(name, **parameters).parameters)
@@ -138,7 +138,7 @@ def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(m
         return oracle.summary()[f"{name}_auc"]
 
     for name in baselines:
-        ours = judged(subject, image, heatmap, name, steps=steps).value
+        ours = evaluated(subject, image, heatmap, name, steps=steps).value
         assert error_ratio(ours, theirs(subject, name), theirs(exact(subject), name)) <= 1
 
 
@@ -182,7 +182,7 @@ def test_road_is_pytorch_grad_cams_without_noise(lite0, photos):
             for percent in (25, 50, 75)
         ]
         means.append(np.mean(scores))
-    ours = judged(lite0, photos["chelsea"], heatmap, "road", steps=3, noise=0.0)
+    ours = evaluated(lite0, photos["chelsea"], heatmap, "road", steps=3, noise=0.0)
 
     assert ours.value == pytest.approx((means[0] - means[1]) / 2, abs=1e-4)
 
@@ -194,7 +194,9 @@ def test_average_drop_and_increase_are_torchcams(lite0, photos, gradcam):
         )
         oracle.update(inputs(lite0, photos["chelsea"]), class_idx=target.index)
         theirs = oracle.summary()
-        ours = [judged(lite0, photos["chelsea"], gradcam, name, target).value for name in ("average_drop", "increase")]
+        ours = [
+            evaluated(lite0, photos["chelsea"], gradcam, name, target).value for name in ("average_drop", "increase")
+        ]
 
         assert ours == pytest.approx([theirs["avg_drop"], theirs["conf_increase"]], abs=1e-5)
 
@@ -245,7 +247,7 @@ def test_sparseness_is_the_gini_index_and_complexity_the_entropy(lite0, photos):
 def test_a_curve_begins_and_ends_with_what_its_edits_leave(lite0, photos, gradcam):
     shown = shown_to(lite0, photos["chelsea"], gradcam)
     for name, place in (("deletion", 0), ("insertion", -1)):
-        (curve,) = judged(lite0, photos["chelsea"], gradcam, name, steps=3).curves
+        (curve,) = evaluated(lite0, photos["chelsea"], gradcam, name, steps=3).curves
         assert curve.y[place] == shown.probability
         assert (curve.x[0], curve.x[-1], len(curve.x)) == (0.0, 1.0, 4)
 
@@ -257,7 +259,7 @@ def test_a_map_is_better_than_chance_on_its_grid_and_its_opposite_is_worse(lite0
     random = [np.random.default_rng(seed).random((7, 7), np.float32) for seed in range(2)]
     for name in ("deletion", "insertion", "road"):
         sign = 1 if METRICS[name].higher_is_better else -1
-        read = partial(judged, lite0, flower, name=name, target=target, steps=2 if name == "road" else 6)
+        read = partial(evaluated, lite0, flower, name=name, target=target, steps=2 if name == "road" else 6)
         good, bad = sign * read(heatmap=heatmap).value, sign * read(heatmap=-heatmap).value
         assert good > max(sign * read(heatmap=one).value for one in random), name
         assert good > bad, name
@@ -281,7 +283,7 @@ def test_where_the_truth_is_known_the_true_map_gets_the_best_reading_there_is(pl
     image[4:8, 8:12] = 255
     true = np.zeros((16, 16), np.float32)
     true[4:8, 8:12] = 1
-    read = partial(judged, model, image, target=ClassTarget(1), steps=16)  # a step is as large as the patch
+    read = partial(evaluated, model, image, target=ClassTarget(1), steps=16)  # a step is as large as the patch
     best = metric_probability(model.info.task, run(model, [Row(image, ClassTarget(1))], kind="score")[0])
     others = [np.random.default_rng(seed).random((16, 16), np.float32) for seed in range(8)]
 
@@ -370,15 +372,15 @@ def test_modules_are_counted_from_the_output_and_each_parameter_belongs_to_one(r
 def test_a_randomised_pass_is_the_pass_of_a_model_with_those_weights(resnet, modules):
     how = Randomised(modules, seed=4)
     with randomised(resnet, how):
-        twin = LoadedModel(resnet.info, copy.deepcopy(resnet.module))
+        replica = LoadedModel(resnet.info, copy.deepcopy(resnet.module))
     rows = [Row(noise(0, 64), ClassTarget(2), (MethodCall("gradcam"),))]
     layers = ("layer3", "layer4")
     (ours,) = run_pass(resnet, Pass(resnet.info.name, "cam", (64, 64), layers, how), rows)
-    (theirs,) = run(twin, rows, layers)
+    (theirs,) = run(replica, rows, layers)
 
     np.testing.assert_array_equal(ours.logits, theirs.logits)
     np.testing.assert_array_equal(ours.maps[0][0], theirs.maps[0][0])
-    changed = [name for name, one in twin.module.named_parameters() if not _same(one, resnet.module, name)]
+    changed = [name for name, one in replica.module.named_parameters() if not _same(one, resnet.module, name)]
     assert {name.rpartition(".")[0] for name in changed} <= set(stack(resnet.info)[:modules])
     # What is constant, as a batch norm that was never trained, stays so.
     assert {"fc.weight", "fc.bias"} <= set(changed)

@@ -5,7 +5,7 @@ from collections import Counter
 from unittest import mock
 
 from camserve_server.imaging import images
-from camserve_server.serving.worker_pool import Fleet
+from camserve_server.serving.worker_pool import WorkerPool
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def counting(served):
     with (
         mock.patch.object(images, "decode", decoding),
         mock.patch.object(batcher._door, "_take", taking),
-        mock.patch.object(Fleet, "_sings", well),
+        mock.patch.object(WorkerPool, "_canary_succeeds", well),
     ):
         yield counted
 

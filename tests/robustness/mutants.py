@@ -78,7 +78,7 @@ def requests():
             explain_pb2.Target(similarity=explain_pb2.Similarity(image=image)),
         ],
     )
-    judged = evaluate_pb2.EvaluateRequest(
+    evaluated = evaluate_pb2.EvaluateRequest(
         explain=plain,
         metrics=[evaluate_pb2.Metric(name="deletion", parameters={"steps": explain_pb2.Parameter(number=4)})],
         box=explain_pb2.Box(left=1, top=1, right=20, bottom=20),
@@ -89,7 +89,7 @@ def requests():
     messages = {
         "Explain": (plain, methods, targets),
         "ExplainStream": (item,),
-        "Evaluate": (judged,),
+        "Evaluate": (evaluated,),
         "InspectLayers": (seen,),
         "ExtractFeatures": (shown,),
         "GetModel": (models_pb2.GetModelRequest(name="tiny"),),

@@ -706,7 +706,7 @@ def test_a_line_that_is_wrong_is_told_by_its_number_and_never_by_what_it_says(tm
         path = tmp_path / "tokens"
         path.write_bytes(content) if content else path.unlink()
         with pytest.raises(ConfigError, match=words):
-            auth.Guard(str(path), None)
+            auth.AuthInterceptor(str(path), None)
 
 
 def test_what_is_no_text_is_no_token():

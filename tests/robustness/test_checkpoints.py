@@ -24,13 +24,13 @@ import camserve_server
 from camserve_server import models
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import checkpoint
-from camserve_server.models.checkpoint import Room
+from camserve_server.models.checkpoint import SizeBudget
 from camserve_server.models.load import _check_finite as check_finite
-from camserve_server.models.pickles import Damaged
+from camserve_server.models.pickles import CorruptFileError
 from robustness import watched
 
 MIB = 2**20
-ROOM = Room(MIB, MIB, 64 * MIB)
+ROOM = SizeBudget(MIB, MIB, 64 * MIB)
 
 
 class Runs:
@@ -348,7 +348,7 @@ def test_what_torch_saved_is_read_as_torch_reads_it(tmp_path, kind, old):
     torch.save(value, path, _use_new_zipfile_serialization=not old)
     expected = torch.load(path, weights_only=True)
     expected = expected.get("model", expected)
-    found = checkpoint.load(path, Room(16 * MIB, MIB, 64 * MIB))
+    found = checkpoint.load(path, SizeBudget(16 * MIB, MIB, 64 * MIB))
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
@@ -389,7 +389,7 @@ def test_an_archive_that_was_packed_again_is_read(tmp_path):
         for name in given.namelist():
             again.writestr(name, given.read(name))
     (tmp_path / "w.pth").write_bytes(file.getvalue())
-    found = checkpoint.load(tmp_path / "w.pth", Room.of(trained()))
+    found = checkpoint.load(tmp_path / "w.pth", SizeBudget.of(trained()))
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
 
@@ -418,7 +418,7 @@ def test_numbers_of_a_kind_that_the_library_knows_may_be_refused(tmp_path, kind)
     bits = int(re.search(r"\d+", kind)[0])
     path = tmp_path / "w.safetensors"
     path.write_bytes(safe({"w": declared([8], 0, bits, dtype=kind)}, bytes(bits)))
-    with pytest.raises(Damaged, match=r"numbers of the kind .* are not read"):
+    with pytest.raises(CorruptFileError, match=r"numbers of the kind .* are not read"):
         checkpoint.load(path, ROOM)
 
 
@@ -428,13 +428,13 @@ def test_safetensors_file_may_fill_its_room_and_not_a_byte_more(tmp_path, lackin
     path.write_bytes(data)
     (length,) = struct.unpack_from("<Q", data)
     just = {"numbers": len(data) - length, "words": length, "file": 0}
-    assert torch.equal(checkpoint.load(path, Room(**just))["w"], torch.ones(1000))
+    assert torch.equal(checkpoint.load(path, SizeBudget(**just))["w"], torch.ones(1000))
 
     just[lacking] -= 1
     just["numbers"] += lacking == "words"  # the file as a whole still has room
     words = {"numbers": "the file is larger than", "words": "are enough for this model"}[lacking]
-    with pytest.raises(Damaged, match=words):
-        checkpoint.load(path, Room(**just))
+    with pytest.raises(CorruptFileError, match=words):
+        checkpoint.load(path, SizeBudget(**just))
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_is_read_whole(tmp_path, monkeypatch):
@@ -447,7 +447,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_read_whole(tmp_path, monke
         return reading(data)
 
     monkeypatch.setattr(checkpoint, "load_safetensors", cut_and_read)
-    found = checkpoint.load(path, Room.of(trained()))
+    found = checkpoint.load(path, SizeBudget.of(trained()))
     assert path.stat().st_size == 100
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
@@ -462,7 +462,7 @@ def test_of_1000_broken_headers_each_is_refused_or_describes_all_numbers(tmp_pat
         try:
             found = checkpoint.load(path, ROOM)
             assert sum(tensor.nbytes for tensor in found.values()) == len(sound) - 8 - length
-        except Damaged:
+        except CorruptFileError:
             refused += 1
     assert refused > 500
 
@@ -478,7 +478,7 @@ def test_numbers_that_two_tensors_share_are_read_once(tmp_path):
 def test_a_mask_may_be_minus_infinity_but_nothing_may_be_no_number(number):
     module = nn.Linear(2, 2)
     module.register_buffer("mask", torch.tensor([0.0, number]))
-    refusal = pytest.raises(Damaged, match="mask is not finite") if number != number else nullcontext()  # noqa: PLR0124
+    refusal = pytest.raises(CorruptFileError, match="mask is not finite") if number != number else nullcontext()  # noqa: PLR0124
     with refusal:
         check_finite(module)
 
@@ -493,7 +493,7 @@ def test_of_300_files_with_a_flipped_bit_none_is_taken_for_what_it_is_not(tmp_pa
         try:
             found = checkpoint.load(path, ROOM)
             silent += any(not torch.equal(found[name], tensor) for name, tensor in state.items())
-        except Damaged:
+        except CorruptFileError:
             refused += 1
         with suppress(Exception):
             found = torch.load(path, weights_only=True)
@@ -530,7 +530,7 @@ def test_a_link_below_the_model_folder_is_not_followed(tmp_path, link):
     (folder / link).symlink_to(outside if link == "inner" else outside / "w.safetensors")
 
     assert checkpoint.load(asked, ROOM)
-    with pytest.raises(Damaged, match=r"cannot be opened|no regular file"):
+    with pytest.raises(CorruptFileError, match=r"cannot be opened|no regular file"):
         checkpoint.load(asked, ROOM, folder=str(folder))
 
 
@@ -538,7 +538,7 @@ def test_a_pipe_that_takes_a_files_place_is_refused_and_not_waited_for(tmp_path,
     os.mkfifo(tmp_path / "w.pth")
     regular = Path(__file__).stat()
     monkeypatch.setattr(checkpoint.Path, "stat", lambda _: regular)
-    with pytest.raises(Damaged, match="no regular file"):
+    with pytest.raises(CorruptFileError, match="no regular file"):
         checkpoint.load(tmp_path / "w.pth", ROOM)
 
 

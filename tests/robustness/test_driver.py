@@ -18,7 +18,7 @@ from camserve_server.api import grpc_server
 from camserve_server.models import parse
 from camserve_server.workers import Setup, Worker, fork_server
 from camserve_server.workers import worker as worker_module
-from camserve_server.workers.messages import BEAT, SILENCE, Beat
+from camserve_server.workers.messages import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Heartbeat
 from camserve_server.workers.replies import packed
 from support import TINY, children, wait_until
 
@@ -41,8 +41,8 @@ def folder(tmp_path):
 @pytest.fixture
 def messages(monkeypatch):
     """All that workers say."""
-    said, take = [], worker_module._Life._take
-    monkeypatch.setattr(worker_module._Life, "_take", lambda life, one: said.append(one) or take(life, one))
+    said, take = [], worker_module._WorkerProcess._take
+    monkeypatch.setattr(worker_module._WorkerProcess, "_take", lambda life, one: said.append(one) or take(life, one))
     return said
 
 
@@ -66,16 +66,16 @@ def test_worker_stays_while_its_driver_starts_and_says_that_it_is_not_ready(
         (child,) = wait_until(lambda: driver.processes("starts"))
         before = len(messages)
         # More of them than could come in the time after which silence ends a worker.
-        wait_until(lambda: len(messages) > before + 2 * SILENCE / BEAT or ended)
+        wait_until(lambda: len(messages) > before + 2 * HEARTBEAT_TIMEOUT / HEARTBEAT_INTERVAL or ended)
 
         assert not ended
-        assert all(isinstance(one, Beat) and not one.ready for one in messages)
+        assert all(isinstance(one, Heartbeat) and not one.ready for one in messages)
         assert not loading.done()
         driver.go()
         wait_until(lambda: ended)  # for want of a GPU, as the driver has said by then
         assert driver.processes("started")[child] == 1
         assert ended[0] == "an engine's process ended: the worker could not use its device: exit 69"
-        assert not any(isinstance(one, Beat) and one.ready for one in messages)
+        assert not any(isinstance(one, Heartbeat) and one.ready for one in messages)
     assert loading.exception()
 
 
@@ -95,7 +95,7 @@ def test_worker_that_gives_signs_of_life_and_never_is_ready_is_ended(monkeypatch
         def beat(self):
             with contextlib.suppress(OSError):
                 while not self.over.wait(0.05):
-                    self.connection.send_bytes(packed(Beat(ready=False)))
+                    self.connection.send_bytes(packed(Heartbeat(ready=False)))
 
         def end(self):
             self.over.set()

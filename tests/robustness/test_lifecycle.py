@@ -264,7 +264,7 @@ def check_versions(found, digests):
 
 def test_versions_that_were_mixed_would_show(place, monkeypatch):
     """Planted: the versions of a model have one key, so that rows of the old one run on the new one."""
-    load = worker_pool.Fleet.load
+    load = worker_pool.WorkerPool.load
 
     async def loaded_over_the_old(self, _key, spec):
         info = await load(self, spec.name, spec)
@@ -276,8 +276,8 @@ def test_versions_that_were_mixed_would_show(place, monkeypatch):
     async def kept(*_):
         pass
 
-    monkeypatch.setattr(worker_pool.Fleet, "load", loaded_over_the_old)
-    monkeypatch.setattr(worker_pool.Fleet, "drop", kept)
+    monkeypatch.setattr(worker_pool.WorkerPool, "load", loaded_over_the_old)
+    monkeypatch.setattr(worker_pool.WorkerPool, "drop", kept)
     monkeypatch.setattr(ModelInfo, "key", property(lambda self: self.name))
     with pytest.raises(AssertionError):
         test_a_model_is_loaded_again_without_one_failed_call_and_no_answer_mixes_two_versions(place)

@@ -80,10 +80,10 @@ def of_a_request():
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
         ("bytes of its pictures", mib(explain.PICTURES), "", pictures),
-        ("memory to decode and draw in, of all", mib(explain.EASEL), "", "the others wait"),
+        ("memory to decode and draw in, of all", mib(explain.DRAWING_LIMIT), "", "the others wait"),
         ("memory of replies that are not sent yet, of all", mib(explain.REPLIES), "", "the others are not drawn yet"),
         ("of these, of one caller", mib(explain.CALLERS_REPLIES), "", "the others are not drawn yet"),
-        ("decoded photos held, of all", mib(explain.SHELF), "", "the others are decoded again"),
+        ("decoded photos held, of all", mib(explain.PHOTO_BUDGET), "", "the others are decoded again"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
         ("parameters of one of these", f"{limits.parameters}", "", f"{INVALID}, its `parameters`"),
@@ -137,8 +137,8 @@ def test_security_md_states_the_memory_limits_of_the_code():
     queue = SETTINGS.max_queue_rows * scheduling.PLACE
     bounds = (
         f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
-        f"decoded photos {mib(explain.SHELF)}; "
-        f"what is being decoded and drawn {mib(explain.EASEL)}; replies {mib(explain.REPLIES)}; "
+        f"decoded photos {mib(explain.PHOTO_BUDGET)}; "
+        f"what is being decoded and drawn {mib(explain.DRAWING_LIMIT)}; replies {mib(explain.REPLIES)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
     receiving = f"at most {deserialization.RECEIVED} calls and {deserialization.RECEIVED} streams receive a message"

@@ -14,12 +14,12 @@ from camserve_server.core import errors
 from camserve_server.core.errors import Internal, WorkerLost
 from camserve_server.engine.values import Reading, RowResult, Statistics
 from camserve_server.imaging.values import Box, Preprocess
-from camserve_server.models.pickles import Damaged
+from camserve_server.models.pickles import CorruptFileError
 from camserve_server.models.values import LayerInfo, Layout, ModelInfo
 from camserve_server.targets.values import ClassTarget, SegmentTarget, SimilarityTarget
 from camserve_server.telemetry import Memory
 from camserve_server.workers import Setup, replies, worker
-from camserve_server.workers.messages import Beat, Reply
+from camserve_server.workers.messages import Heartbeat, Response
 
 PREPROCESS = Preprocess((4, 4), 4, "bilinear", (0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
 LAYERS = {"a.b": LayerInfo("a.b", "Conv2d", (1, 2, 3, 3), 7, 1, Layout("nchw", 3, 3))}
@@ -49,7 +49,9 @@ def shown(value):
     return {key: shown(one) for key, one in value.items()} if isinstance(value, dict) else repr(value)
 
 
-@pytest.mark.parametrize("message", [Reply(1, RESULTS), Reply(2, INFO), Reply(3), Beat(), Beat(True, Memory(1, 2))])
+@pytest.mark.parametrize(
+    "message", [Response(1, RESULTS), Response(2, INFO), Response(3), Heartbeat(), Heartbeat(True, Memory(1, 2))]
+)
 def test_a_message_arrives_as_it_was_sent(message):
     expected = shown(message).__repr__().replace("np.float32(0.5)", "0.5")
 
@@ -57,7 +59,7 @@ def test_a_message_arrives_as_it_was_sent(message):
 
 
 def test_a_shared_array_is_sent_once_and_arrives_writable():
-    data = replies.packed(Reply(1, RESULTS[:2]))
+    data = replies.packed(Response(1, RESULTS[:2]))
     first, second = replies.unpacked(data).value
 
     assert data.count(SHARED.tobytes()) == 1
@@ -70,12 +72,12 @@ def test_a_shared_array_is_sent_once_and_arrives_writable():
     [
         (errors.OutOfMemory("no room", retry_after=1.5), errors.OutOfMemory),
         (errors.InvalidArgument("wrong", field="image"), errors.InvalidArgument),
-        (Damaged("cut short"), errors.ConfigError),
+        (CorruptFileError("cut short"), errors.ConfigError),
         (ZeroDivisionError("of a model"), RuntimeError),
     ],
 )
 def test_error_arrives_as_one_of_our_classes(error, kind):
-    found = replies.unpacked(replies.packed(Reply(1, error=error))).error
+    found = replies.unpacked(replies.packed(Response(1, error=error))).error
 
     assert type(found) is kind
     assert str(found) == str(error)
@@ -101,7 +103,7 @@ def row(logits=None, score=1.0, maps=None):
 
 HOSTILE = {
     "a pickle": pickle.dumps(Runs()),
-    "a pickle of a reply": pickle.dumps(Reply(1)),
+    "a pickle of a reply": pickle.dumps(Response(1)),
     "nothing": b"",
     "noise": bytes(range(256)),
     "lengths beyond it": struct.pack("<II", 2**32 - 1, 2**32 - 1) + b"{}",
@@ -109,18 +111,18 @@ HOSTILE = {
     "a number of a million digits": struct.pack("<II", 1_000_000, 2) + b"9" * 1_000_000 + b"[]",
     "a class of another's": said({"Popen": [["true"]]}),
     "no message": said({"Box": [0, 0, 1, 1]}),
-    "too few fields": said({"Reply": []}),
-    "an answer to nothing": said({"Reply": [77, None, None]}),
-    "a number that is none": said({"Reply": [[1], None, None]}),
-    "an error that is none": said({"Reply": [1, None, "boo"]}),
-    "an error of no class of ours": said({"Reply": [1, None, {"error": ["SystemExit", "x"]}]}),
-    "memory that is none": said({"Beat": [True, "much"]}),
-    "an array of objects": said({"Reply": [1, [row()], None]}, [["|O", [1]]], b"\0" * 8),
-    "an array that is not there": said({"Reply": [1, [row()], None]}),
-    "an array beyond its bytes": said({"Reply": [1, [row()], None]}, [["<f4", [10**12]]], b"\0" * 8),
-    "an array of less than nothing": said({"Reply": [1, [row()], None]}, [["<f4", [-1]]], b"\0" * 8),
-    "a score that is a text": said({"Reply": [1, [row(score="high")], None]}, [["<f4", [2]]], b"\0" * 8),
-    "logits that are a list": said({"Reply": [1, [row(logits=[1.0])], None]}),
+    "too few fields": said({"Response": []}),
+    "an answer to nothing": said({"Response": [77, None, None]}),
+    "a number that is none": said({"Response": [[1], None, None]}),
+    "an error that is none": said({"Response": [1, None, "boo"]}),
+    "an error of no class of ours": said({"Response": [1, None, {"error": ["SystemExit", "x"]}]}),
+    "memory that is none": said({"Heartbeat": [True, "much"]}),
+    "an array of objects": said({"Response": [1, [row()], None]}, [["|O", [1]]], b"\0" * 8),
+    "an array that is not there": said({"Response": [1, [row()], None]}),
+    "an array beyond its bytes": said({"Response": [1, [row()], None]}, [["<f4", [10**12]]], b"\0" * 8),
+    "an array of less than nothing": said({"Response": [1, [row()], None]}, [["<f4", [-1]]], b"\0" * 8),
+    "a score that is a text": said({"Response": [1, [row(score="high")], None]}, [["<f4", [2]]], b"\0" * 8),
+    "logits that are a list": said({"Response": [1, [row(logits=[1.0])], None]}),
 }
 
 
@@ -140,10 +142,10 @@ class Fake:
 @pytest.fixture
 def process(monkeypatch):
     monkeypatch.setattr(worker.fork_server, "begin", Fake)
-    life = worker._Life(Setup("cpu", 1), lambda *_: None)
+    life = worker._WorkerProcess(Setup("cpu", 1), lambda *_: None)
     reading = threading.Thread(target=life.read)
     reading.start()
-    life.process.connection.send_bytes(replies.packed(Beat()))
+    life.process.connection.send_bytes(replies.packed(Heartbeat()))
     life.ready.result(60)
     yield life
     life.end()

@@ -19,7 +19,7 @@ from camserve_server.models.values import Pass
 from camserve_server.serving import worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import Setup, Worker, fork_server
-from robustness.nursing import nursed
+from robustness.forking import running_fork_server
 from support import TINY, serving, wait_until
 
 NETS = (
@@ -48,8 +48,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def nurse(folder):
-    with nursed(f"import fake_device; fake_device.install({str(folder / 'log')!r})") as one:
+def fork_server_process(folder):
+    with running_fork_server(f"import fake_device; fake_device.install({str(folder / 'log')!r})") as one:
         yield one
 
 
@@ -60,11 +60,13 @@ def lost():
 
 
 @pytest.fixture
-def worker(folder, nurse, monkeypatch, lost):
+def worker(folder, fork_server_process, monkeypatch, lost):
     """A worker with a model on the device, and what it knows of that."""
-    monkeypatch.setattr(fork_server, "_here", [nurse])
+    monkeypatch.setattr(fork_server, "_here", [fork_server_process])
     (folder / "log").write_text("")
-    setup = Setup(fake_device.NAME, 1, beside=True, path=(str(folder), *sys.path), log_level="critical", measure=True)
+    setup = Setup(
+        fake_device.NAME, 1, shares_device=True, path=(str(folder), *sys.path), log_level="critical", measure=True
+    )
     one = Worker(setup, lost=lost.append)
     try:
         yield one, one.load("tiny", parse(MODEL))

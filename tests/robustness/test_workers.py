@@ -28,7 +28,7 @@ from camserve_server.models import parse
 from camserve_server.models.values import Pass
 from camserve_server.serving import worker_pool
 from camserve_server.targets import anything
-from camserve_server.workers import Local, Setup, Worker
+from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers import worker as worker_module
 from robustness import hygiene
 from support import StoppedClock, alive, children, wait_until
@@ -144,7 +144,7 @@ def asked(info, kind="cam"):
 def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, folder, kind, monkeypatch):
     process, _, info = worker
     monkeypatch.syspath_prepend(folder)
-    here = Local(setup(folder))
+    here = InProcessWorker(setup(folder))
 
     assert here.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")) == info
     for mine, its in zip(here.run(*asked(info, kind)), process.run(*asked(info, kind)), strict=True):
@@ -154,7 +154,9 @@ def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, f
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("how", [{"halves": True, "threads": 2}, {"streams": True}], ids=["halves", "streams"])
+@pytest.mark.parametrize(
+    "how", [{"partitioned": True, "threads": 2}, {"streams": True}], ids=["partitioned", "streams"]
+)
 def test_two_batches_at_once_are_answered_as_one_alone_is_to_the_bit(folder, how):
     one = Worker(setup(folder, **how))
     try:
@@ -162,14 +164,14 @@ def test_two_batches_at_once_are_answered_as_one_alone_is_to_the_bit(folder, how
         for kind in ("cam", "saliency"):
             alone = one.run(*asked(info, kind))
             with ThreadPoolExecutor(4) as pool:  # two at once, and more: these wait for their turn
-                both = [pool.submit(one.run, *asked(info, kind), half) for half in (0, 1) * 20]
+                both = [pool.submit(one.run, *asked(info, kind), partition) for partition in (0, 1) * 20]
             for mine, its in itertools.product(alone, itertools.chain.from_iterable(each.result() for each in both)):
                 assert mine.score == its.score
                 assert all((a[0] == b[0]).all() for a, b in zip(mine.maps, its.maps, strict=True))
         one.drop("tiny")
-        for half in (None, 0, 1):
+        for partition in (None, 0, 1):
             with pytest.raises(Unavailable, match="lost"):
-                one.run(*asked(info), half)
+                one.run(*asked(info), partition)
     finally:
         one.close()
 
@@ -420,7 +422,7 @@ async def test_health_follows_a_canary_where_there_is_no_other_explanation(folde
     monkeypatch.setattr(worker_pool, "CANARY", 0.02)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
     told = asyncio.Queue()
-    async with worker_pool.Fleet(settings, told.put_nowait) as one:
+    async with worker_pool.WorkerPool(settings, told.put_nowait) as one:
         one.registry.models["tiny"] = await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         engine = one.batcher._engines[0]
         right = engine.run
@@ -441,7 +443,7 @@ async def test_health_follows_a_canary_where_there_is_no_other_explanation(folde
 async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
-    async with worker_pool.Fleet(settings) as one:
+    async with worker_pool.WorkerPool(settings) as one:
         pass_, rows = asked(await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
 
         def submit():
@@ -450,7 +452,7 @@ async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, 
         with StoppedClock() as clock:
             one._went(0)
             waiting = submit()
-            clock.advance(worker_pool.BORNE - 1)
+            clock.advance(worker_pool.RECOVERY_TIMEOUT - 1)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not waiting.done()

@@ -15,7 +15,7 @@ from camserve_server.telemetry import Origin
 PASS = Pass("m", "score", (1, 1))
 
 
-class Door:
+class Ingress:
     """An admission, and those who are in."""
 
     def __init__(self, places=8, least=1):
@@ -66,7 +66,7 @@ async def settle():
 
 @pytest.fixture
 async def door():
-    one = Door()
+    one = Ingress()
     yield one
     for task in one.visits:
         task.cancel()

@@ -417,7 +417,7 @@ async def test_batches_cut_for_want_of_memory_grow_again(monkeypatch):
     async with Batcher(engine, max_batch_rows=8) as batcher:
         await ask(batcher, range(8))
         engine.largest = None
-        monkeypatch.setattr(queue_module, "BRISK", 0.0)  # no short request came lately
+        monkeypatch.setattr(queue_module, "RECENT_SECONDS", 0.0)  # no short request came lately
         await ask(batcher, range(2000))
 
     assert max(len(indices) for _, indices in engine.batches[20:]) > 2
@@ -629,13 +629,13 @@ class Halves(Engine):
         super().__init__()
         self.halves, self.now, self.most, self.lock = [], 0, 0, threading.Condition()
 
-    def __call__(self, pass_, rows, half=None):
+    def __call__(self, pass_, rows, partition=None):
         with self.lock:
-            self.halves.append((half, len(rows)))
+            self.halves.append((partition, len(rows)))
             self.now += 1
             self.most = max(self.most, self.now)
             self.lock.notify_all()
-            assert half is None or self.lock.wait_for(lambda: self.most == 2, 60)
+            assert partition is None or self.lock.wait_for(lambda: self.most == 2, 60)
         try:
             return super().__call__(pass_, rows)
         finally:
@@ -645,7 +645,7 @@ class Halves(Engine):
 
 async def _filled(engine, sizes, **options):
     """Let requests of so many rows wait together, and then be answered."""
-    async with Batcher(engine, max_batch_rows=8, halves=True, **options) as batcher:
+    async with Batcher(engine, max_batch_rows=8, partitioned=True, **options) as batcher:
         batcher.pause()
         asked = [asyncio.create_task(ask(batcher, [100 * n + i for i in range(size)])) for n, size in enumerate(sizes)]
         await settle()
@@ -685,13 +685,13 @@ async def test_a_full_batch_that_was_held_back_for_company_is_not_shared():
 async def test_the_half_that_is_free_first_leaves_as_much_to_the_other():
     halves, free, begun = [], (threading.Event(), threading.Event()), threading.Semaphore(0)
 
-    def engine(pass_, rows, half):
-        halves.append((half, len(rows)))
+    def engine(pass_, rows, partition):
+        halves.append((partition, len(rows)))
         begun.release()
-        assert free[half].wait(60)
+        assert free[partition].wait(60)
         return Engine()(pass_, rows)
 
-    async with Batcher(engine, max_batch_rows=8, halves=True) as batcher:
+    async with Batcher(engine, max_batch_rows=8, partitioned=True) as batcher:
         batcher.pause()
         asked = [asyncio.create_task(ask(batcher, [i])) for i in range(2)]
         await settle()
@@ -712,7 +712,7 @@ async def test_the_half_that_is_free_first_leaves_as_much_to_the_other():
 async def test_the_targets_of_one_image_are_not_shared_between_halves_as_each_would_run_the_image():
     engine = Halves()
     image = np.zeros((1, 1, 3), np.uint8)
-    async with Batcher(engine, halves=True) as batcher:
+    async with Batcher(engine, partitioned=True) as batcher:
         await batcher.submit(CAM, [Row(image, ClassTarget(index)) for index in range(6)], lambda _index, _result: None)
 
     assert engine.halves == [(None, 6)]
@@ -721,11 +721,11 @@ async def test_the_targets_of_one_image_are_not_shared_between_halves_as_each_wo
 async def test_while_short_requests_come_a_long_one_does_not_halve_the_engine():
     engine = await _filled(Halves(), [1, 200])
 
-    assert {half for half, _ in engine.halves} == {None}
+    assert {partition for partition, _ in engine.halves} == {None}
 
 
 async def test_long_requests_alone_halve_the_engine(monkeypatch):
-    monkeypatch.setattr(queue_module, "BRISK", -1.0)
+    monkeypatch.setattr(queue_module, "RECENT_SECONDS", -1.0)
 
     assert (await _filled(Halves(), [200])).most == 2
 
@@ -733,7 +733,7 @@ async def test_long_requests_alone_halve_the_engine(monkeypatch):
 async def test_a_batch_on_a_half_that_fails_is_split_there_and_its_neighbours_are_answered():
     engine = Halves()
     engine.error = NotFound("no such thing")
-    async with Batcher(engine, max_batch_rows=8, halves=True) as batcher:
+    async with Batcher(engine, max_batch_rows=8, partitioned=True) as batcher:
         batcher.pause()
         asked = [asyncio.create_task(ask(batcher, [i], poison={3, 12})) for i in range(32)]
         await settle()
@@ -747,29 +747,29 @@ async def test_a_batch_on_a_half_that_fails_is_split_there_and_its_neighbours_ar
 async def test_no_batch_has_the_whole_engine_while_another_runs():
     engine, seen = Halves(), []
 
-    def watched(pass_, rows, half=None):
+    def watched(pass_, rows, partition=None):
         with engine.lock:
-            seen.append((half, engine.now))
-        return engine(pass_, rows, half)
+            seen.append((partition, engine.now))
+        return engine(pass_, rows, partition)
 
-    async with Batcher(watched, max_batch_rows=4, halves=True) as batcher:
+    async with Batcher(watched, max_batch_rows=4, partitioned=True) as batcher:
         for burst in (40, 3, 17, 9, 1, 30):
             asked = [asyncio.create_task(ask(batcher, [i])) for i in range(burst)]
             await asyncio.gather(*asked)
 
-    assert {half for half, _ in seen} == {None, 0, 1}
-    assert all(running == 0 for half, running in seen if half is None)
+    assert {partition for partition, _ in seen} == {None, 0, 1}
+    assert all(running == 0 for partition, running in seen if partition is None)
 
 
 async def test_a_row_that_came_as_the_second_half_waited_for_company_is_not_forgotten():
     free = {0: threading.Event(), 1: threading.Event()}
 
-    def engine(pass_, rows, half=None):
-        assert half is None or free[half].wait(60)
+    def engine(pass_, rows, partition=None):
+        assert partition is None or free[partition].wait(60)
         return Engine()(pass_, rows)
 
     with StoppedClock() as clock:
-        async with Batcher(engine, max_batch_rows=2, max_delay=0.3, halves=True) as batcher:
+        async with Batcher(engine, max_batch_rows=2, max_delay=0.3, partitioned=True) as batcher:
             asked = [asyncio.create_task(ask(batcher, [i])) for i in range(4)]
             await settle()
             free[1].set()
@@ -962,7 +962,7 @@ class Deadly(Engine):
         self.deaths, self.never_began, self.lock = 0, never_began, threading.Lock()
         self.running, self.halves, self.dead = [], [], {}
 
-    def __call__(self, pass_, rows, half=None):
+    def __call__(self, pass_, rows, partition=None):
         mine = [one.target.index for one in rows]
         with self.lock:
             if self.never_began:
@@ -970,7 +970,7 @@ class Deadly(Engine):
                 raise WorkerLost("lost before")
             self.batches.append((pass_, mine))
             self.running.append(mine)
-            self.halves.append((len(mine), half, len(self.running)))
+            self.halves.append((len(mine), partition, len(self.running)))
         time.sleep(0.05)
         with self.lock:
             if any(one.copy for one in rows) and id(mine) not in self.dead:
@@ -983,9 +983,9 @@ class Deadly(Engine):
         return [RowResult(np.zeros(1, np.float32), one.target, float(one.target.index)) for one in rows]
 
 
-async def lost(engine, count=8, poison=(), halves=False):
+async def lost(engine, count=8, poison=(), partitioned=False):
     """Let requests of one row each wait together; return the answers."""
-    async with Batcher(engine, max_batch_rows=8, halves=halves) as batcher, asyncio.timeout(20):
+    async with Batcher(engine, max_batch_rows=8, partitioned=partitioned) as batcher, asyncio.timeout(20):
         batcher.pause()
         calls = [asyncio.create_task(ask(batcher, [value], poison=poison)) for value in range(count)]
         await settle()
@@ -993,11 +993,11 @@ async def lost(engine, count=8, poison=(), halves=False):
         return await asyncio.gather(*calls, return_exceptions=True)
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("partitioned", [False, True])
 @pytest.mark.parametrize("position", [0, 5, 7])
-async def test_lethal_request_runs_at_most_twice_and_fails_no_other(position, halves):
+async def test_lethal_request_runs_at_most_twice_and_fails_no_other(position, partitioned):
     engine = Deadly()
-    answers = await lost(engine, poison={position}, halves=halves)
+    answers = await lost(engine, poison={position}, partitioned=partitioned)
 
     assert engine.deaths == 2
     assert isinstance(answers[position], Internal)
@@ -1021,7 +1021,7 @@ async def test_batch_that_its_worker_never_began_is_simply_run_again():
 
 async def test_request_that_may_have_ended_a_worker_runs_alone():
     engine = Deadly()
-    answers = await lost(engine, 16, poison={3, 12}, halves=True)
+    answers = await lost(engine, 16, poison={3, 12}, partitioned=True)
 
     assert engine.halves[2:] == [(1, None, 1)] * 16
     assert [i for i, one in enumerate(answers) if isinstance(one, Internal)] == [3, 12]
@@ -1042,7 +1042,7 @@ async def test_request_waiting_for_a_rerun_is_answered_if_no_engine_returns():
         await settle()
         batcher.resume()
         await wait_in_loop_until(lambda: batcher._again)
-        batcher.give_up("there is no engine")
+        batcher.fail_pending("there is no engine")
         answers = await asyncio.gather(*calls, return_exceptions=True)
 
     assert {type(answer) for answer in answers} == {Unavailable}
@@ -1083,10 +1083,10 @@ class Beside(Engine):
         super().__init__()
         self.running, self.seen, self.lock = [], [], threading.Lock()
 
-    def __call__(self, pass_, rows, half=None):
+    def __call__(self, pass_, rows, partition=None):
         with self.lock:
             self.running.append(pass_.kind)
-            self.seen.append((half, *self.running))
+            self.seen.append((partition, *self.running))
         time.sleep(0.002)  # so that another may begin
         try:
             return super().__call__(pass_, rows)
@@ -1098,7 +1098,7 @@ class Beside(Engine):
 async def test_input_that_takes_more_than_half_of_the_memory_has_the_engine_alone():
     engine = Beside()
     passes = [Pass("net", "bias", (8, 8)), Pass("net", "cam", (8, 8), ("layer16",))]
-    async with Batcher(engine, halves=True) as batcher:
+    async with Batcher(engine, partitioned=True) as batcher:
         batcher.allow(300 * 2**10)
         batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
         batcher.pause()
@@ -1108,7 +1108,7 @@ async def test_input_that_takes_more_than_half_of_the_memory_has_the_engine_alon
         answers = await asyncio.gather(*asked)
 
     assert answers == [[float(i)] for i in range(40)]
-    assert {(half, len(running)) for half, *running in engine.seen if "bias" in running} == {(None, 1)}
+    assert {(partition, len(running)) for partition, *running in engine.seen if "bias" in running} == {(None, 1)}
     assert sum(running == ["bias"] for _, *running in engine.seen) == 20
 
 

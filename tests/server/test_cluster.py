@@ -23,7 +23,7 @@ from camserve_server.cli.commands import program
 from camserve_server.cluster import application, commands, job, proxy
 from camserve_server.cluster.calls import RowsInFlight
 from camserve_server.cluster.engine import Engine
-from camserve_server.cluster.ingress import UNARY, Door
+from camserve_server.cluster.ingress import UNARY, Ingress
 from camserve_server.core import config, devices
 from camserve_server.core.errors import ConfigError
 from support import PHOTOS
@@ -89,7 +89,7 @@ async def opened(losses=0, **options):
     engine = Engine.__new__(Engine)
     await engine.__init__(SETTINGS)
     try:
-        yield Door(Handle(engine, losses), {Lost: "UNAVAILABLE"}, **options), engine
+        yield Ingress(Handle(engine, losses), {Lost: "UNAVAILABLE"}, **options), engine
     finally:
         await engine.close()
 
@@ -111,13 +111,13 @@ async def test_every_call_of_one_message_is_passed_to_an_engine_and_answered_by_
         context = Context()
         reply = await door.Explain(request(), grpc_context=context)
         listed = await door.ListModels(models_pb2.ListModelsRequest(), Context())
-        judged = await door.ListMetrics(evaluate_pb2.ListMetricsRequest(), Context())
+        evaluated = await door.ListMetrics(evaluate_pb2.ListMetricsRequest(), Context())
 
     assert (reply.model, reply.request_id, len(reply.explanations)) == ("small", "mine", 1)
     assert context.trailers["x-request-id"] == "mine"
     assert context.trailers["x-camserve-engine"]
     assert [model.name for model in listed.models] == ["small"]
-    assert judged.metrics
+    assert evaluated.metrics
 
 
 async def test_an_error_keeps_its_status_its_words_and_its_details():
@@ -177,7 +177,7 @@ async def test_of_a_stream_so_many_requests_are_under_way_and_no_more():
             under_way -= 1
             return explain_pb2.ExplainStreamResponse(request_id=item.request_id)
 
-    door = Door(Handle(Slow()), {}, in_flight=3)
+    door = Ingress(Handle(Slow()), {}, in_flight=3)
     replies = [
         r async for r in door.ExplainStream(items(*(explain_pb2.ExplainRequest() for _ in range(20))), Context())
     ]
@@ -198,7 +198,7 @@ async def test_a_caller_that_takes_no_answers_is_not_read_on_and_on():
             sent += 1
             yield explain_pb2.ExplainStreamRequest(request_id=str(sent))
 
-    answers = Door(Handle(Quick()), {}, in_flight=3).ExplainStream(endless(), Context())
+    answers = Ingress(Handle(Quick()), {}, in_flight=3).ExplainStream(endless(), Context())
     await anext(answers)
     for _ in range(50):
         await asyncio.sleep(0)
@@ -220,13 +220,13 @@ async def test_health_is_that_of_the_engines_and_a_watch_hears_of_a_change(monke
             return self.well
 
     engine = One()
-    door, asked = Door(Handle(engine), {}), health_pb2.HealthCheckRequest()
+    door, asked = Ingress(Handle(engine), {}), health_pb2.HealthCheckRequest()
     watch = door.Watch(asked, Context())
     heard = [(await anext(watch)).status]
     engine.well = False
     heard.append((await anext(watch)).status)
     await watch.aclose()
-    gone = await Door(Handle(engine, losses=1), {}).Check(asked, Context())
+    gone = await Ingress(Handle(engine, losses=1), {}).Check(asked, Context())
 
     assert heard == [kinds.SERVING, kinds.NOT_SERVING]
     assert gone.status == kinds.NOT_SERVING

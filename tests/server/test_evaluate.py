@@ -45,8 +45,8 @@ def test_maps_are_judged_side_by_side(client):
     assert found.rows[0][0].parameters == {"steps": 3.0}
     assert all(math.isfinite(each.value) for each in found.readings)
     assert found.explained.request_id
-    for judged, alone in zip(found.explained.explanations, explained.explanations, strict=True):
-        check_same(judged.heatmap, alone.heatmap, SMALL, judged.method)
+    for evaluated, alone in zip(found.explained.explanations, explained.explanations, strict=True):
+        check_same(evaluated.heatmap, alone.heatmap, SMALL, evaluated.method)
     assert found.plot().width > 700
 
 

@@ -22,8 +22,8 @@ from camserve_server.models import parse
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import RankTarget
 from camserve_server.telemetry import State, prometheus
-from camserve_server.workers import Local, Setup, Worker
-from camserve_server.workers.messages import Reply
+from camserve_server.workers import InProcessWorker, Setup, Worker
+from camserve_server.workers.messages import Response
 from camserve_server.workers.replies import packed, unpacked
 from rounding import check_same
 from support import GPU, PHOTOS, serving, wait_until
@@ -131,7 +131,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def local(gpu, tiny):
-    one = Local(Setup("cpu", 1, streams=True))
+    one = InProcessWorker(Setup("cpu", 1, streams=True))
     one.load("tiny", parse(tiny))
     gpu.computed.clear()
     yield one
@@ -157,15 +157,15 @@ def test_two_batches_are_on_the_device_at_once_and_each_answers_as_alone(local, 
     alone = [numbers(local.run(*one)) for one in batches]
     gpu.meet = threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda half: numbers(local.run(*batches[half], half)), (0, 1)))
+        found = list(pool.map(lambda partition: numbers(local.run(*batches[partition], partition)), (0, 1)))
 
     assert found == alone
     assert set(gpu.streams) == {True}
 
 
 def test_batches_of_one_stream_run_in_one_thread_that_stays(local, gpu):
-    for half in (0, 1, 0, 1, None):
-        threading.Thread(target=local.run, args=(*batch(0), half)).start()
+    for partition in (0, 1, 0, 1, None):
+        threading.Thread(target=local.run, args=(*batch(0), partition)).start()
     wait_until(lambda: sum(gpu.computed.values()) == 5)
 
     assert sorted(gpu.computed.values()) == [2, 3]
@@ -174,12 +174,12 @@ def test_batches_of_one_stream_run_in_one_thread_that_stays(local, gpu):
 
 def test_model_is_warmed_up_in_the_threads_that_will_run_it(gpu, tiny):
     """cuDNN's plans belong to the thread that made them."""
-    local = Local(Setup("cpu", 1, streams=True))
+    local = InProcessWorker(Setup("cpu", 1, streams=True))
     local.load("tiny", parse(tiny))
     warm = set(gpu.computed)
     gpu.computed.clear()
-    for half in (0, 1, None):
-        local.run(*batch(0), half)
+    for partition in (0, 1, None):
+        local.run(*batch(0), partition)
     local.close()
 
     assert set(gpu.computed) == warm
@@ -188,7 +188,7 @@ def test_model_is_warmed_up_in_the_threads_that_will_run_it(gpu, tiny):
 
 
 def test_model_is_warmed_up_in_the_streams_that_will_run_it(gpu, tiny):
-    local = Local(Setup("cpu", 1, streams=True))
+    local = InProcessWorker(Setup("cpu", 1, streams=True))
     local.load("tiny", parse(tiny))
     local.close()
 
@@ -196,7 +196,7 @@ def test_model_is_warmed_up_in_the_streams_that_will_run_it(gpu, tiny):
 
 
 def test_batch_on_a_cpu_runs_in_the_thread_that_asks_for_it(tiny):
-    local, threads = Local(Setup("cpu", 1)), []
+    local, threads = InProcessWorker(Setup("cpu", 1)), []
     local.load("tiny", parse(tiny))
     local._models["tiny"].module.register_forward_pre_hook(lambda *_: threads.append(threading.get_ident()))
     local.run(*batch(0))
@@ -285,7 +285,7 @@ def test_free_memory_is_what_batches_have_after_what_they_left_was_given_back(lo
 def test_measured_memory_passes_from_a_workers_process_to_the_server():
     sizes = {"cam": 2**40, "saliency": 1}
 
-    assert unpacked(packed(Reply(1, sizes))) == Reply(1, sizes)
+    assert unpacked(packed(Response(1, sizes))) == Response(1, sizes)
 
 
 @pytest.mark.parametrize("answer", [None, [1], {"cam": "1"}, {"cam": True}, {"cam": -1}])
@@ -312,7 +312,7 @@ def test_sizes_that_are_none_are_not_taken_from_a_worker(answer, monkeypatch):
 @pytest.fixture
 def real(tiny):
     """A worker's engine on a GPU."""
-    one = Local(Setup("cuda:0", 1, streams=True))
+    one = InProcessWorker(Setup("cuda:0", 1, streams=True))
     one.load("tiny", parse(tiny))
     yield one
     one.close()
@@ -441,7 +441,7 @@ def test_rows_of_a_batch_follow_the_memory_as_models_come_and_go(gpu, tiny):
 def test_metrics_have_the_memory_of_each_engines_gpu(tiny):
     with serving(models=(tiny,), device="cpu,cpu") as served:
         engines = served.pipeline.lifecycle.engines
-        told = prometheus.Meters(lambda: State(ready=True, in_flight=0, engines=engines()))
+        told = prometheus.PrometheusMetrics(lambda: State(ready=True, in_flight=0, engines=engines()))
         _, text = told.written("text/plain")
     (family,) = [
         one for one in text_string_to_metric_families(text.decode()) if one.name == "camserve_engine_memory_bytes"

@@ -103,44 +103,44 @@ def test_feature_maps_that_a_method_starts_from_count_as_bytes(served, stub):
 
 
 def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_picture(served, stub):
-    shelf, call = served.pipeline.shelf, explaining(stub, rendering=DRAWN)
-    room, first = shelf.free, call().result()
+    photo_budget, call = served.pipeline.photo_budget, explaining(stub, rendering=DRAWN)
+    room, first = photo_budget.free, call().result()
     with held(served, call, call) as (calls, _):
-        assert shelf.free < room
-    shelf.free = 0
+        assert photo_budget.free < room
+    photo_budget.free = 0
     with held(served, call):
-        assert shelf.free == 0
+        assert photo_budget.free == 0
     second = call().result()
-    shelf.free = room
+    photo_budget.free = room
 
     assert second.explanations[0].overlay.data == first.explanations[0].overlay.data
     assert {one.code() for one in calls} == {grpc.StatusCode.OK}
 
 
 def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):
-    easel, most = served.pipeline.easel, []
-    monkeypatch.setattr(easel, "_places", 2_000_000)
-    take = easel._take
-    monkeypatch.setattr(easel, "_take", lambda *given: (take(*given), most.append(easel.taken)))
+    drawing_limit, most = served.pipeline.drawing_limit, []
+    monkeypatch.setattr(drawing_limit, "_places", 2_000_000)
+    take = drawing_limit._take
+    monkeypatch.setattr(drawing_limit, "_take", lambda *given: (take(*given), most.append(drawing_limit.taken)))
     calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(12)]
 
     assert {call.code() for call in calls} == {grpc.StatusCode.OK}
     assert len(most) == 2 * 12
     assert 0 < max(most) <= 2_000_000
-    assert easel.taken == 0
+    assert drawing_limit.taken == 0
 
 
 def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than_there_is(served, stub, monkeypatch):
-    monkeypatch.setattr("camserve_server.serving.explain.EASEL", 100_000)
-    monkeypatch.setattr(served.pipeline.easel, "_places", 100_000)
+    monkeypatch.setattr("camserve_server.serving.explain.DRAWING_LIMIT", 100_000)
+    monkeypatch.setattr(served.pipeline.drawing_limit, "_places", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
 
 
 def test_decoding_counts_as_what_it_takes(served, stub, monkeypatch):
-    easel, most = served.pipeline.easel, []
-    take = easel._take
-    monkeypatch.setattr(easel, "_take", lambda caller, places: (take(caller, places), most.append(places)))
+    drawing_limit, most = served.pipeline.drawing_limit, []
+    take = drawing_limit._take
+    monkeypatch.setattr(drawing_limit, "_take", lambda caller, places: (take(caller, places), most.append(places)))
     looking = [stub.InspectLayers.future(explain_pb2.InspectLayersRequest(image=PHOTO), timeout=60) for _ in range(4)]
     calls = [explaining(stub)() for _ in range(4)]
 

@@ -28,7 +28,7 @@ from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS
 from camserve_server.models import parse
 from camserve_server.telemetry import prometheus
-from camserve_server.workers import Local, Setup
+from camserve_server.workers import InProcessWorker, Setup
 from robustness.authority import Authority
 from support import GPU, jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 
@@ -191,7 +191,7 @@ def test_what_is_shed_is_counted_by_why(start):
             served.do(batcher.resume)
             assert all(one.result(10) for one in waiting)
         samples = settled(scrape, "camserve_requests_shed_total", 3, reason="queue_full")
-        served.do(batcher.give_up, "none will come")
+        served.do(batcher.fail_pending, "none will come")
         with pytest.raises(camserve.Unavailable):
             client.explain(PHOTO)
         after = settled(scrape, "camserve_requests_shed_total", 1, reason="no_engine")
@@ -257,7 +257,7 @@ def test_models_that_come_and_go_are_counted(start, tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_an_engine_tells_how_much_memory_it_has_of_its_gpu_too(device, tiny):
-    engine = Local(Setup(device, 1))
+    engine = InProcessWorker(Setup(device, 1))
     before = engine.memory()
     engine.load("tiny@1", parse(tiny))
     after = engine.memory()
@@ -281,12 +281,12 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
     now = telemetry.State(
         ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.Engine("cuda:0", True, memory)]
     )
-    told = prometheus.Meters(lambda: now)
-    record = telemetry.Record(
+    told = prometheus.PrometheusMetrics(lambda: now)
+    record = telemetry.RequestTrace(
         "Explain", model="tiny", method="gradcam", seconds={"decode": 1.0}, explained=[("a", "OK")]
     )
     told.answered(record, "OK", 1.0)
-    told.answered(telemetry.Record("ExplainStream", stream=True), "OK", 1.0)
+    told.answered(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
     told.ran(telemetry.Ran("tiny@1", "cam", 1, 0.0, 1.0, []))
     told.loaded("tiny", 1.0, well=True)
     told.begun(0, "cpu")
@@ -342,7 +342,7 @@ def scraped(**given):
     port = free_port()
     now = telemetry.State(ready=True, in_flight=3)
     with metrics_endpoint.told(settings(metrics_address=str(port), **given), lambda: now) as told:
-        assert told.meters
+        assert told.prometheus_metrics
         yield f"127.0.0.1:{port}"
 
 

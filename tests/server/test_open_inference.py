@@ -21,7 +21,7 @@ from camserve_server.api.rpc import ServerState
 from camserve_server.core.errors import InvalidArgument, NotFound, ServiceError
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from camserve_server.models.values import Absent
+from camserve_server.models.values import UnavailableModel
 from robustness import hygiene, nets
 from support import PHOTOS, jpeg, serving
 
@@ -624,7 +624,7 @@ def test_statistics_without_a_name_are_of_all_models(line):
     ],
 )
 def test_the_index_says_of_a_model_that_does_not_answer_why(state, said):
-    index = replies.index_of(Absent("net", "timm:net", state))
+    index = replies.index_of(UnavailableModel("net", "timm:net", state))
 
     assert (index.name, index.version, index.state, index.reason) == ("net", "", *said)
 

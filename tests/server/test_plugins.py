@@ -12,7 +12,7 @@ import camserve_server
 from camserve_server import methods, models
 from camserve_server.core import plugins
 from camserve_server.core.errors import ConfigError
-from camserve_server.workers.in_process import Local
+from camserve_server.workers.in_process import InProcessWorker
 from camserve_server.workers.messages import Setup
 from support import PHOTOS, serving
 
@@ -78,7 +78,9 @@ def test_an_engine_knows_the_plugins_methods_wherever_it_lives(installed, monkey
     monkeypatch.syspath_prepend(str(installed))
     assert "signed_layercam" not in table
 
-    Local(Setup(device="cpu", threads=1, beside=False, log_level="error", log_format="text", path=())).close()
+    InProcessWorker(
+        Setup(device="cpu", threads=1, shares_device=False, log_level="error", log_format="text", path=())
+    ).close()
 
     assert "signed_layercam" in table
 

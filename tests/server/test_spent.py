@@ -66,7 +66,7 @@ def test_waiting_beside_a_batch_that_runs_counts_as_compute_once():
 
 async def test_two_half_batches_of_one_request_count_their_common_time_once(clock):
     engine = HeldEngine()
-    async with Batcher(engine, max_batch_rows=4, halves=True) as batcher:
+    async with Batcher(engine, max_batch_rows=4, partitioned=True) as batcher:
         call = asyncio.create_task(batcher.submit(CAM, rows(8), lambda *_: None))
         await engine.wait_until_begun(2)
         clock[0] += 3.0

@@ -205,7 +205,7 @@ def test_a_span_is_an_error_where_the_server_is_at_fault_and_says_why_it_was_tur
     with start() as (served, spans), camserve.Client(served.address, retries=0) as client:
         with pytest.raises(camserve.NotFound):
             client.explain(PHOTO, model="nope")
-        served.do(served.pipeline.batcher.give_up, "none will come")
+        served.do(served.pipeline.batcher.fail_pending, "none will come")
         with pytest.raises(camserve.Unavailable):
             client.explain(PHOTO)
 

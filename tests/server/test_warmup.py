@@ -15,9 +15,9 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, parse
 from camserve_server.models.values import Pass
-from camserve_server.serving.worker_pool import CPU_BATCH, Fleet
+from camserve_server.serving.worker_pool import CPU_BATCH, WorkerPool
 from camserve_server.targets import anything
-from camserve_server.workers import Local, Setup, Worker, in_process
+from camserve_server.workers import InProcessWorker, Setup, Worker, in_process
 from fake_gpu import fake_gpu
 
 KINDS = ("cam", "saliency", "score")
@@ -73,7 +73,7 @@ def small_memory(monkeypatch):
 
 
 def loaded(max_rows=8, precision="float32", **setup):
-    engine = Local(Setup("cpu", 1, max_rows=max_rows, **setup))
+    engine = InProcessWorker(Setup("cpu", 1, max_rows=max_rows, **setup))
     info = engine.load("tiny@1", parse(f"tiny=warm_nets:tiny?size=32&precision={precision}"))
     return engine, info
 
@@ -100,7 +100,7 @@ def test_each_stream_of_a_gpu_is_warmed_up(batches):
     """Each has a thread of its own, and that its plans of convolutions."""
     engine, _ = loaded(2, streams=True)
 
-    assert engine._twins.keys() == {"tiny@1"}
+    assert engine._replicas.keys() == {"tiny@1"}
     assert batches == [(kind, size) for kind in KINDS for size in (1, 2)] * 2
 
 
@@ -132,7 +132,7 @@ def test_model_that_memory_is_too_small_for_one_row_of_is_refused(small_memory):
 
 @pytest.mark.parametrize(("setting", "rows"), [(0, CPU_BATCH), (3, 3)])
 async def test_engines_know_the_size_of_the_largest_batch(setting, rows):
-    fleet = Fleet(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
+    fleet = WorkerPool(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
 
     assert [engine._setup.max_rows for engine in fleet._engines] == [rows]
 
@@ -278,7 +278,7 @@ def test_model_whose_accelerated_copy_fails_is_served_without_it(device, precisi
 
 @pytest.mark.usefixtures("failing_copy")
 def test_model_that_fails_without_its_accelerated_copy_too_is_refused(monkeypatch, caplog):
-    engine = Local(Setup("cpu", 1))
+    engine = InProcessWorker(Setup("cpu", 1))
     monkeypatch.setattr(Engine, "run", lambda *_: fail(None))
     with pytest.raises(RuntimeError, match="planted"):
         engine.load("tiny@1", parse("tiny=warm_nets:tiny?size=32"))
@@ -289,24 +289,24 @@ def test_model_that_fails_without_its_accelerated_copy_too_is_refused(monkeypatc
 
 
 def test_twin_that_fails_is_not_used(monkeypatch, caplog):
-    make = LoadedModel.twin
+    make = LoadedModel.replica
 
-    def twin(model):
+    def replica(model):
         made = make(model)
         made.accelerated.module.forward = fail
         return made
 
-    monkeypatch.setattr(LoadedModel, "twin", twin)
-    engine, info = loaded(halves=True)
+    monkeypatch.setattr(LoadedModel, "replica", replica)
+    engine, info = loaded(partitioned=True)
 
-    assert engine._twins == {}
+    assert engine._replicas == {}
     assert explained(engine, info).shape == (13, 13)
     words = "model tiny runs one batch at a time: its twin failed to warm up (RuntimeError: planted)"
     assert [one.message for one in caplog.records if "twin" in one.message] == [words]
 
 
 def test_twin_is_warmed_up_too(batches):
-    engine, _ = loaded(halves=True)
+    engine, _ = loaded(partitioned=True)
 
-    assert engine._twins.keys() == {"tiny@1"}
+    assert engine._replicas.keys() == {"tiny@1"}
     assert batches == [("cam", 1), ("saliency", 1)] * 2

@@ -15,6 +15,7 @@
 from camserve._access import AccessOptions
 from camserve._aio import AsyncClient
 from camserve._client import Client
+from camserve._codec import ExplainOptions, ImageLike, MethodLike
 from camserve._errors import (
     CamserveError,
     Cancelled,
@@ -29,6 +30,8 @@ from camserve._errors import (
     Unavailable,
 )
 from camserve._evaluation import Curve, Evaluation, Metric, MetricInfo, Reading
+from camserve._inspection import Channel, Features, Inspection, LayerReading, Statistics
+from camserve._inspection_codec import FeaturesOptions, InspectOptions
 from camserve._metrics import MetricLike
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt
@@ -53,9 +56,6 @@ from camserve._targets import (
     similarity,
 )
 from camserve._values import Health, Layer, Method, MethodInfo, Model, ModelState, ParameterInfo
-from camserve._wire import ExplainOptions, ImageLike, MethodLike
-from camserve._xray import Channel, Features, Inspection, LayerReading, Statistics
-from camserve._xray_wire import FeaturesOptions, InspectOptions
 
 __all__ = [
     "AccessOptions",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc.aio
 
-from camserve import _metrics, _replay, _stream, _wire, _xray_wire
+from camserve import _codec, _inspection_codec, _metrics, _replay, _stream
 from camserve._errors import CamserveError, Cancelled, FailedPrecondition, Internal, StatusLost, border
-from camserve._progress import Told, progress_bar
+from camserve._progress import CallbackProgress, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
     HEALTH_CHECK,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from camserve._access import AccessOptions
     from camserve._evaluation import Evaluation, MetricInfo
+    from camserve._inspection import Features, Inspection
     from camserve._progress import Meter, OnProgress
     from camserve._receipts import Receipt
     from camserve._replay import Replay
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from camserve._settings import Settings
     from camserve._targets import BoxLike
     from camserve._values import Health, Layer, MethodInfo, Model
-    from camserve._xray import Features, Inspection
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -114,19 +114,19 @@ class AsyncClient:
 
     async def explain(
         self,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         *,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> Result:
         """Explain what the model saw in one image: see ``Client.explain``."""
-        return await self._asked(_wire.Question(**options).request(), image, on_progress, timeout)
+        return await self._asked(_codec.Question(**options).request(), image, on_progress, timeout)
 
     async def replay(
         self,
         receipt: Receipt,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         *,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
@@ -138,34 +138,34 @@ class AsyncClient:
     @overload
     def explain_many(
         self,
-        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
         *,
         progress: bool = ...,
         in_flight: int = ...,
         on_error: Literal["raise"] = ...,
         timeout: float | None = ...,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> AsyncGenerator[Result, None]: ...
     @overload
     def explain_many(
         self,
-        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
         *,
         progress: bool = ...,
         in_flight: int = ...,
         on_error: Literal["return"],
         timeout: float | None = ...,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> AsyncGenerator[Result | CamserveError, None]: ...
     def explain_many(
         self,
-        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
         *,
         progress: bool = False,
         in_flight: int = IN_FLIGHT,
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> AsyncGenerator[Any, None]:
         """Explain many images over one stream: see ``Client.explain_many``.
 
@@ -173,37 +173,45 @@ class AsyncClient:
         ``contextlib.aclosing``, or the stream ends only when Python notices.
         """
         patience = self._settings.patience(timeout)
-        window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
-        question = _wire.Question(**options).request()
+        window = _stream.InFlightWindow(in_flight, self._settings.retry, patience, on_error)
+        question = _codec.Question(**options).request()
         question.progress = progress
         bar = progress_bar(images, shown=progress)
         return self._explained(_stream.many(images), question, window, bar)
 
     async def inspect(
-        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.InspectOptions]
+        self,
+        image: _codec.ImageLike,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[_inspection_codec.InspectOptions],
     ) -> Inspection:
         """Measure every layer of a model while it looks at one image: see ``Client.inspect``."""
-        request = await asyncio.to_thread(_xray_wire.inspection_request, image, options)
-        return _xray_wire.inspection(await self._call(self._stubs.explain.InspectLayers, request, timeout))
+        request = await asyncio.to_thread(_inspection_codec.inspection_request, image, options)
+        return _inspection_codec.inspection(await self._call(self._stubs.explain.InspectLayers, request, timeout))
 
     async def features(
-        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.FeaturesOptions]
+        self,
+        image: _codec.ImageLike,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[_inspection_codec.FeaturesOptions],
     ) -> Features:
         """Return channels of a layer: see ``Client.features``."""
-        request = await asyncio.to_thread(_xray_wire.features_request, image, options)
-        return _xray_wire.features(await self._call(self._stubs.explain.ExtractFeatures, request, timeout))
+        request = await asyncio.to_thread(_inspection_codec.features_request, image, options)
+        return _inspection_codec.features(await self._call(self._stubs.explain.ExtractFeatures, request, timeout))
 
     async def evaluate(
         self,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         *,
         metrics: _metrics.MetricLike | Sequence[_metrics.MetricLike] = (),
         box: BoxLike | None = None,
         timeout: float | None = None,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> Evaluation:
         """Explain one image, and judge every map by every metric: see ``Client.evaluate``."""
-        question = await asyncio.to_thread(_wire.with_image, _wire.Question(**options).request(), image)
+        question = await asyncio.to_thread(_codec.with_image, _codec.Question(**options).request(), image)
         request = _metrics.request(question, metrics, box)
         return _metrics.evaluation(await self._call(self._stubs.evaluate.Evaluate, request, timeout))
 
@@ -216,12 +224,12 @@ class AsyncClient:
     async def models(self) -> tuple[Model, ...]:
         """List the models that the server is there for; the first one is its default."""
         reply = await self._call(self._stubs.models.ListModels, models_pb2.ListModelsRequest())
-        return tuple(map(_wire.model, reply.models))
+        return tuple(map(_codec.model, reply.models))
 
     async def model(self, name: str = "") -> Model:
         """Describe one model, with its labels; the server's first where no name is given."""
         reply = await self._call(self._stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
-        return _wire.model(reply.model, reply.labels)
+        return _codec.model(reply.model, reply.labels)
 
     async def load_model(
         self, name: str, *, weights: str = "", sha256: str = "", timeout: float | None = None
@@ -238,7 +246,7 @@ class AsyncClient:
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
         """
         request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
-        return _wire.model((await self._call(self._stubs.models.LoadModel, request, timeout)).model)
+        return _codec.model((await self._call(self._stubs.models.LoadModel, request, timeout)).model)
 
     async def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
         """Have the server unload a model; it returns when the last request for it is answered.
@@ -251,18 +259,18 @@ class AsyncClient:
             FailedPrecondition: The server does not allow it.
         """
         request = models_pb2.UnloadModelRequest(name=name)
-        return _wire.model((await self._call(self._stubs.models.UnloadModel, request, timeout)).model)
+        return _codec.model((await self._call(self._stubs.models.UnloadModel, request, timeout)).model)
 
     async def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run."""
         request = models_pb2.ListLayersRequest(model=model)
         reply = await self._call(self._stubs.models.ListLayers, request)
-        return tuple(map(_wire.layer, reply.layers))
+        return tuple(map(_codec.layer, reply.layers))
 
     async def methods(self) -> tuple[MethodInfo, ...]:
         """List the methods that the server knows, and their parameters."""
         reply = await self._call(self._stubs.models.ListMethods, models_pb2.ListMethodsRequest())
-        return tuple(map(_wire.method, reply.methods))
+        return tuple(map(_codec.method, reply.methods))
 
     async def health(self, service: str = "") -> Health:
         """Ask once whether the server, or a service, takes requests: see ``Client.health``."""
@@ -302,9 +310,9 @@ class AsyncClient:
 
     async def _explained(
         self,
-        images: Iterable[_wire.ImageLike] | AsyncIterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
         question: explain_pb2.ExplainRequest,
-        window: _stream.Window,
+        window: _stream.InFlightWindow,
         measured: AbstractContextManager[Meter],
     ) -> AsyncGenerator[_stream.Outcome, None]:
         source = _each(images)
@@ -326,31 +334,31 @@ class AsyncClient:
     async def _asked(
         self,
         question: explain_pb2.ExplainRequest,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         on_progress: OnProgress | None,
         timeout: float | None,
     ) -> Result:
         if on_progress is not None:
             return await self._watched(image, question, on_progress, timeout)
         # Reading and encoding an image would hold up the loop.
-        request = await asyncio.to_thread(_wire.with_image, question, image)
-        return _wire.result(await self._call(self._stubs.explain.Explain, request, timeout), request.targets)
+        request = await asyncio.to_thread(_codec.with_image, question, image)
+        return _codec.result(await self._call(self._stubs.explain.Explain, request, timeout), request.targets)
 
     async def _watched(
         self,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         question: explain_pb2.ExplainRequest,
         on_progress: OnProgress,
         timeout: float | None,
     ) -> Result:
-        window = _stream.Window(1, self._settings.retry, self._settings.patience(timeout), "raise")
+        window = _stream.InFlightWindow(1, self._settings.retry, self._settings.patience(timeout), "raise")
         question.progress = True
-        explained = self._explained((image,), question, window, nullcontext(Told(on_progress)))
+        explained = self._explained((image,), question, window, nullcontext(CallbackProgress(on_progress)))
         (result,) = [each async for each in explained]
         return cast("Result", result)
 
-    def _line(self) -> _Line:
-        return _Line(self._stubs.explain, self._settings)
+    def _line(self) -> StreamConnection:
+        return StreamConnection(self._stubs.explain, self._settings)
 
 
 def _opened(settings: Settings) -> grpc.aio.Channel:
@@ -402,7 +410,7 @@ gRPC loses what the server says meanwhile, and one that refuses streams shall be
 """
 
 
-class _Line:
+class StreamConnection:
     """One stream at a time, opened when there is something to send and none is open.
 
     Both directions go through queues, so that waiting for an answer has an end.

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from camserve._xray import LayerReading
+    from camserve._inspection import LayerReading
 
 WIDTH = 1000
 TALLEST = 3000  # pixels that the rows of all layers take at most

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overlo
 
 import grpc
 
-from camserve import _metrics, _replay, _stream, _wire, _xray_wire
+from camserve import _codec, _inspection_codec, _metrics, _replay, _stream
 from camserve._errors import CamserveError, FailedPrecondition, border
-from camserve._progress import Told, progress_bar
+from camserve._progress import CallbackProgress, progress_bar
 from camserve._retry import Retry, Tries
 from camserve._settings import (
     HEALTH_CHECK,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from camserve._access import AccessOptions
     from camserve._evaluation import Evaluation, MetricInfo
+    from camserve._inspection import Features, Inspection
     from camserve._progress import Meter, OnProgress
     from camserve._receipts import Receipt
     from camserve._replay import Replay
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from camserve._settings import Settings
     from camserve._targets import BoxLike
     from camserve._values import Health, Layer, MethodInfo, Model
-    from camserve._xray import Features, Inspection
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -116,21 +116,21 @@ class Client:
         self._closed = True
         self._channel.close()
 
-    def file_of(self, image: _wire.ImageLike) -> bytes:
+    def file_of(self, image: _codec.ImageLike) -> bytes:
         """Return the file of an image, which is what is sent.
 
         Raises:
             InvalidArgument: The image cannot be read, or is no image.
         """
-        return _wire.image_bytes(image)
+        return _codec.image_bytes(image)
 
     def explain(
         self,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         *,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> Result:
         """Explain what the model saw in one image.
 
@@ -147,12 +147,12 @@ class Client:
             CamserveError: The class below it says why; what can be seen to be wrong here is not
                 sent.
         """
-        return self._asked(_wire.Question(**options).request(), image, on_progress, timeout)
+        return self._asked(_codec.Question(**options).request(), image, on_progress, timeout)
 
     def replay(
         self,
         receipt: Receipt,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         *,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
@@ -175,34 +175,34 @@ class Client:
     @overload
     def explain_many(
         self,
-        images: Iterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike],
         *,
         progress: bool = ...,
         in_flight: int = ...,
         on_error: Literal["raise"] = ...,
         timeout: float | None = ...,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> Generator[Result, None, None]: ...
     @overload
     def explain_many(
         self,
-        images: Iterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike],
         *,
         progress: bool = ...,
         in_flight: int = ...,
         on_error: Literal["return"],
         timeout: float | None = ...,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> Generator[Result | CamserveError, None, None]: ...
     def explain_many(
         self,
-        images: Iterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike],
         *,
         progress: bool = False,
         in_flight: int = IN_FLIGHT,
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> Generator[Any, None, None]:
         """Explain many images over one stream; yields one result for each, in their order.
 
@@ -224,14 +224,18 @@ class Client:
             CamserveError: The class below it says why.
         """
         patience = self._settings.patience(timeout)
-        window = _stream.Window(in_flight, self._settings.retry, patience, on_error)
-        question = _wire.Question(**options).request()
+        window = _stream.InFlightWindow(in_flight, self._settings.retry, patience, on_error)
+        question = _codec.Question(**options).request()
         question.progress = progress
         bar = progress_bar(images, shown=progress)
         return self._explained(_stream.many(images), question, window, bar)
 
     def inspect(
-        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.InspectOptions]
+        self,
+        image: _codec.ImageLike,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[_inspection_codec.InspectOptions],
     ) -> Inspection:
         """Measure every layer of a model while it looks at one image.
 
@@ -243,11 +247,15 @@ class Client:
         Raises:
             CamserveError: The class below it says why.
         """
-        request = _xray_wire.inspection_request(self.file_of(image), options)
-        return _xray_wire.inspection(self._call(self._explain.InspectLayers, request, timeout))
+        request = _inspection_codec.inspection_request(self.file_of(image), options)
+        return _inspection_codec.inspection(self._call(self._explain.InspectLayers, request, timeout))
 
     def features(
-        self, image: _wire.ImageLike, *, timeout: float | None = None, **options: Unpack[_xray_wire.FeaturesOptions]
+        self,
+        image: _codec.ImageLike,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[_inspection_codec.FeaturesOptions],
     ) -> Features:
         """Return channels of a layer: the most active ones, or those that matter most for the score.
 
@@ -259,17 +267,17 @@ class Client:
         Raises:
             CamserveError: The class below it says why.
         """
-        request = _xray_wire.features_request(self.file_of(image), options)
-        return _xray_wire.features(self._call(self._explain.ExtractFeatures, request, timeout))
+        request = _inspection_codec.features_request(self.file_of(image), options)
+        return _inspection_codec.features(self._call(self._explain.ExtractFeatures, request, timeout))
 
     def evaluate(
         self,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         *,
         metrics: _metrics.MetricLike | Sequence[_metrics.MetricLike] = (),
         box: BoxLike | None = None,
         timeout: float | None = None,
-        **options: Unpack[_wire.ExplainOptions],
+        **options: Unpack[_codec.ExplainOptions],
     ) -> Evaluation:
         """Explain one image, and judge every map by every metric.
 
@@ -285,7 +293,7 @@ class Client:
         Raises:
             CamserveError: The class below it says why.
         """
-        question = _wire.with_image(_wire.Question(**options).request(), self.file_of(image))
+        question = _codec.with_image(_codec.Question(**options).request(), self.file_of(image))
         request = _metrics.request(question, metrics, box)
         return _metrics.evaluation(self._call(self._evaluate.Evaluate, request, timeout))
 
@@ -297,12 +305,12 @@ class Client:
     def models(self) -> tuple[Model, ...]:
         """List the models that the server is there for; the first one is its default."""
         reply = self._call(self._models.ListModels, models_pb2.ListModelsRequest())
-        return tuple(map(_wire.model, reply.models))
+        return tuple(map(_codec.model, reply.models))
 
     def model(self, name: str = "") -> Model:
         """Describe one model, with its labels; the server's first where no name is given."""
         reply = self._call(self._models.GetModel, models_pb2.GetModelRequest(name=name))
-        return _wire.model(reply.model, reply.labels)
+        return _codec.model(reply.model, reply.labels)
 
     def load_model(self, name: str, *, weights: str = "", sha256: str = "", timeout: float | None = None) -> Model:
         """Have the server load a model, or load it again; the version before answers meanwhile.
@@ -317,7 +325,7 @@ class Client:
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
         """
         request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
-        return _wire.model(self._call(self._models.LoadModel, request, timeout).model)
+        return _codec.model(self._call(self._models.LoadModel, request, timeout).model)
 
     def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
         """Have the server unload a model; it returns when the last request for it is answered.
@@ -330,17 +338,17 @@ class Client:
             FailedPrecondition: The server does not allow it.
         """
         request = models_pb2.UnloadModelRequest(name=name)
-        return _wire.model(self._call(self._models.UnloadModel, request, timeout).model)
+        return _codec.model(self._call(self._models.UnloadModel, request, timeout).model)
 
     def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run."""
         reply = self._call(self._models.ListLayers, models_pb2.ListLayersRequest(model=model))
-        return tuple(map(_wire.layer, reply.layers))
+        return tuple(map(_codec.layer, reply.layers))
 
     def methods(self) -> tuple[MethodInfo, ...]:
         """List the methods that the server knows, and their parameters."""
         reply = self._call(self._models.ListMethods, models_pb2.ListMethodsRequest())
-        return tuple(map(_wire.method, reply.methods))
+        return tuple(map(_codec.method, reply.methods))
 
     def health(self, service: str = "") -> Health:
         """Ask once, without retries, whether the server, or one of its services, takes requests.
@@ -376,25 +384,25 @@ class Client:
     def _asked(
         self,
         question: explain_pb2.ExplainRequest,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         on_progress: OnProgress | None,
         timeout: float | None,
     ) -> Result:
         if on_progress is not None:
             return self._watched(image, question, on_progress, timeout)
-        request = _wire.with_image(question, self.file_of(image))
-        return _wire.result(self._call(self._explain.Explain, request, timeout), request.targets)
+        request = _codec.with_image(question, self.file_of(image))
+        return _codec.result(self._call(self._explain.Explain, request, timeout), request.targets)
 
     def _watched(
         self,
-        image: _wire.ImageLike,
+        image: _codec.ImageLike,
         question: explain_pb2.ExplainRequest,
         on_progress: OnProgress,
         timeout: float | None,
     ) -> Result:
-        window = _stream.Window(1, self._settings.retry, self._settings.patience(timeout), "raise")
+        window = _stream.InFlightWindow(1, self._settings.retry, self._settings.patience(timeout), "raise")
         question.progress = True
-        (result,) = self._explained((image,), question, window, nullcontext(Told(on_progress)))
+        (result,) = self._explained((image,), question, window, nullcontext(CallbackProgress(on_progress)))
         return cast("Result", result)
 
     def _check_open(self) -> None:
@@ -402,15 +410,15 @@ class Client:
         if self._closed:
             raise FailedPrecondition("the client is closed")
 
-    def _line(self) -> _Line:
+    def _line(self) -> StreamConnection:
         self._check_open()
-        return _Line(self._explain, self._settings)
+        return StreamConnection(self._explain, self._settings)
 
     def _explained(
         self,
-        images: Iterable[_wire.ImageLike],
+        images: Iterable[_codec.ImageLike],
         question: explain_pb2.ExplainRequest,
-        window: _stream.Window,
+        window: _stream.InFlightWindow,
         measured: AbstractContextManager[Meter],
     ) -> Generator[_stream.Outcome, None, None]:
         source = iter(images)
@@ -433,7 +441,7 @@ def _opened(settings: Settings) -> grpc.Channel:
     return grpc.secure_channel(address, secure, options) if secure else grpc.insecure_channel(address, options)
 
 
-class _Line:
+class StreamConnection:
     """One stream at a time, opened when there is something to send and none is open.
 
     Both directions go through queues: gRPC takes requests in a thread of its own, and a thread here

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from camserve import _wire
+from camserve import _codec
 from camserve._errors import Internal, InvalidArgument
 from camserve._evaluation import Curve, Evaluation, Metric, MetricInfo, Reading
 from camserve._picture import Box
@@ -50,7 +50,7 @@ def _metric(given: MetricLike) -> evaluate_pb2.Metric:
     if isinstance(given, str):
         return evaluate_pb2.Metric(name=given)
     metric = given if isinstance(given, Metric) else Metric(*given)
-    parameters = {name: _wire.parameter(name, each, "metrics") for name, each in metric.parameters.items()}
+    parameters = {name: _codec.parameter(name, each, "metrics") for name, each in metric.parameters.items()}
     return evaluate_pb2.Metric(name=metric.name, parameters=parameters)
 
 
@@ -69,7 +69,7 @@ def evaluation(response: evaluate_pb2.EvaluateResponse) -> Evaluation:
     Raises:
         Internal: It judges an explanation that it does not have, or a reading is invalid.
     """
-    explained = _wire.result(response.explained)
+    explained = _codec.result(response.explained)
     if len(response.readings) % max(1, len(explained.explanations)):
         raise Internal("the server did not judge every explanation by the same metrics")
     return Evaluation(explained, tuple(_reading(each, explained) for each in response.readings))
@@ -87,7 +87,7 @@ def _reading(said: evaluate_pb2.Reading, explained: Result) -> Reading:
         higher_is_better=said.higher_is_better,
         message=said.message,
         curves=tuple(Curve(each.name, tuple(each.x), tuple(each.y)) for each in said.curves),
-        parameters={name: _wire.value(each) for name, each in said.parameters.items()},
+        parameters={name: _codec.value(each) for name, each in said.parameters.items()},
     )
 
 
@@ -98,7 +98,7 @@ def metric(said: evaluate_pb2.MetricInfo) -> MetricInfo:
         summary=said.summary,
         formula=said.formula,
         paper=said.paper,
-        parameters=tuple(map(_wire.parameter_info, said.parameters)),
+        parameters=tuple(map(_codec.parameter_info, said.parameters)),
         rows=said.rows,
         higher_is_better=said.higher_is_better,
         needs_box=said.needs_box,

@@ -30,7 +30,7 @@ class Meter(Protocol):
         """Take in how far each of the images under way has come, as far as that is known."""
 
 
-class Unread:
+class NullProgress:
     """A meter that nobody looks at."""
 
     def image(self) -> None:
@@ -40,7 +40,7 @@ class Unread:
         """Do nothing."""
 
 
-class Told(Unread):
+class CallbackProgress(NullProgress):
     """Tells a caller how far its one image has come."""
 
     def __init__(self, on_progress: OnProgress) -> None:
@@ -81,7 +81,7 @@ def progress_bar(images: object, *, shown: bool) -> Generator[Meter, None, None]
         shown: Whether to draw at all.
     """
     if not shown:
-        yield Unread()
+        yield NullProgress()
         return
     from rich import progress  # noqa: PLC0415 -- only who draws a bar waits for rich
     from rich.console import Console  # noqa: PLC0415 -- the same

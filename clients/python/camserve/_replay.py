@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from camserve import _wire
+from camserve import _codec
 from camserve._errors import Internal
 from camserve._receipts import packed, target_message
 from camserve._values import Method
@@ -84,7 +84,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
         InvalidArgument: The receipt says what cannot be asked for.
     """
     smoothing = receipt.augmentation_smoothing, receipt.eigen_smoothing
-    question = _wire.Question(
+    question = _codec.Question(
         model=receipt.model,
         methods=Method(receipt.method, receipt.parameters, *smoothing),
         layers=receipt.layers,

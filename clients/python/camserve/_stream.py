@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 import grpc
 from PIL import Image
 
-from camserve import _wire
+from camserve import _codec
 from camserve._errors import (
     CamserveError,
     DeadlineExceeded,
@@ -79,7 +79,7 @@ class _Slot:
         return self.due is None and self.outcome is None
 
 
-class Window:
+class InFlightWindow:
     """The images between the reader and the consumer, at most so many, in their order.
 
     A stream that breaks is opened again and what was under way is sent again. Where the status
@@ -212,7 +212,7 @@ class Window:
         if reply.WhichOneof("outcome") == "progress":
             slot.rows, self._news = (reply.progress.rows_done, reply.progress.rows_total), True
             return
-        outcome = _wire.outcome(reply, slot.request.targets if slot.request else ())
+        outcome = _codec.outcome(reply, slot.request.targets if slot.request else ())
         if outcome is None:
             return
         # Not by progress: a request that brings the server down half way would be sent for ever.
@@ -263,13 +263,13 @@ class Window:
 
 
 def asked(
-    question: explain_pb2.ExplainRequest, image: object, file_of: Callable[[Any], bytes] = _wire.image_bytes
+    question: explain_pb2.ExplainRequest, image: object, file_of: Callable[[Any], bytes] = _codec.image_bytes
 ) -> Asked:
     """Build the request for an image; for one that cannot be read, say why; None for END."""
     if image is END:
         return None
     try:
-        return _wire.with_image(question, file_of(image))
+        return _codec.with_image(question, file_of(image))
     except CamserveError as error:
         return error
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from camserve import _xray
+from camserve import _inspection
 from camserve._result import Verdict
 from camserve._values import ModelState
 from camserve.terminal import printable_json
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from camserve._evaluation import Evaluation, MetricInfo
+    from camserve._inspection import LayerReading
     from camserve._replay import Check, Replay
     from camserve._result import Explanation, Result
     from camserve._values import Layer, MethodInfo, Model, ParameterInfo
-    from camserve._xray import LayerReading
 
 MODEL_HEADINGS = ("model", "source", "weights", "task", "classes", "input", "default layer", "parameters", "", "state")
 RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
@@ -87,7 +87,7 @@ def layer_rows(layers: Iterable[Layer]) -> list[tuple[str, ...]]:
 
 def reading_rows(readings: Iterable[LayerReading]) -> list[tuple[str | Text, ...]]:
     """Describe what layers gave, one a row; what is wrong is red."""
-    rows = [(each, _xray.row(each)) for each in readings]
+    rows = [(each, _inspection.row(each)) for each in readings]
     return [tuple(Text(cell, style="red") for cell in cells) if each.trouble else cells for each, cells in rows]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 import click
 
 import camserve
-from camserve import _files, _local, _tables, _xray, dataset
+from camserve import _files, _inspection, _local, _tables, dataset
 from camserve._settings import LOCAL, TIMEOUT
 from camserve.terminal import brief, echo, print_table
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from camserve._xray_wire import InspectOptions
+    from camserve._inspection_codec import InspectOptions
 
 Connect: TypeAlias = "Callable[[], camserve.Client]"
 """Returns the client of a command, which uses it as a context manager and so closes it at the end.
@@ -476,7 +476,7 @@ def _rectangle(text: str) -> camserve.Box:
     return camserve.Box(left, top, right, bottom)
 
 
-class Judged(TypedDict):
+class _EvaluateOptions(TypedDict):
     """What `evaluate` was asked for, beside the photo and the plot."""
 
     model: str | None
@@ -528,7 +528,9 @@ class Judged(TypedDict):
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it too.")
 @_connected
 @_json
-def evaluate(photo: Path, plot: Path | None, connect: Connect, *, as_json: bool, **wishes: Unpack[Judged]) -> None:
+def evaluate(
+    photo: Path, plot: Path | None, connect: Connect, *, as_json: bool, **wishes: Unpack[_EvaluateOptions]
+) -> None:
     """Explain a photo by several methods, and judge their maps side by side."""
     with connect() as client, _checked():
         found = client.evaluate(photo, heatmap=False, overlay="jpeg" if plot else None, max_side=640, **wishes)
@@ -681,7 +683,7 @@ def inspect(
     """Measure what every layer gives for PHOTO, and the score's gradient there."""
     with connect() as client:
         found = client.inspect(photo, **wishes)
-    _show(found.layers, _xray.HEADINGS, _tables.reading_rows(found.layers), as_json=as_json)
+    _show(found.layers, _inspection.HEADINGS, _tables.reading_rows(found.layers), as_json=as_json)
     if plot:
         found.save(plot)
 

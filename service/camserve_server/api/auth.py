@@ -108,7 +108,7 @@ def credentials(settings: Settings) -> grpc.ServerCredentials | None:
         raise ConfigError("TLS needs both tls_cert and tls_key")
     _warn_of_open_key(settings.tls_key)
     paths = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if path]
-    current = reloading_file.Kept("certificates", paths, functools.partial(_certificates, paths))
+    current = reloading_file.ReloadingFile("certificates", paths, functools.partial(_certificates, paths))
     handed = [current.current()]
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -151,7 +151,7 @@ def _certificates(paths: Sequence[str], contents: reloading_file.Contents) -> gr
     return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Lets those calls through whose token is for them.
 
     Args:
@@ -194,7 +194,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(answer, *ends)
 
     def _admitted(self, method: str, metadata: Any) -> Token:
-        token = tokens.admit(self._current(), [value for key, value in metadata or () if key == "authorization"])
+        token = tokens.authenticate(self._current(), [value for key, value in metadata or () if key == "authorization"])
         role = NEEDED.get(method, "admin")
         if role not in token.roles:
             raise PermissionDenied(
@@ -209,13 +209,13 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._tokens
 
 
-def known(path: str) -> reloading_file.Kept[Tokens]:
+def known(path: str) -> reloading_file.ReloadingFile[Tokens]:
     """Return the tokens of a file, which are read again when it changes.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    return reloading_file.Kept("tokens", (path,), lambda contents: _tokens(path, contents))
+    return reloading_file.ReloadingFile("tokens", (path,), lambda contents: _tokens(path, contents))
 
 
 def _tokens(path: str, contents: reloading_file.Contents) -> Tokens:

@@ -13,12 +13,12 @@ import grpc
 
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import DeadlineExceeded, InvalidArgument
-from camserve_server.scheduling.admission import Turns
+from camserve_server.scheduling.admission import TurnOrder
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 HANDSHAKE = 10.0  # seconds that a new connection may take for TLS and the first frames of HTTP/2
-SILENCE = 60.0  # seconds without a sign of life after which a caller is asked for one
+KEEPALIVE_INTERVAL = 60.0  # seconds without a sign of life after which a caller is asked for one
 ANSWER = 20.0  # seconds that it has for it
 LAPSE = 1.0  # seconds that a message may take while others of its caller wait to be received
 MOMENT = 0.1  # seconds after which gRPC, which first says that no message will come, has told that a call is taken back
@@ -34,7 +34,7 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         ("grpc.max_connection_idle_ms", _ms(settings.connection_idle_seconds)),
         ("grpc.max_connection_age_ms", _ms(settings.connection_age_seconds)),
         ("grpc.max_connection_age_grace_ms", _ms(settings.connection_grace_seconds)),
-        ("grpc.keepalive_time_ms", _ms(SILENCE)),
+        ("grpc.keepalive_time_ms", _ms(KEEPALIVE_INTERVAL)),
         ("grpc.keepalive_timeout_ms", _ms(ANSWER)),
         # gRPC would end a connection of too many pings, and note at each ping that came with them why: 200,000 in one
         # write took a thread 19 s. Answered, they take no more than other bytes do.
@@ -87,7 +87,7 @@ class Receiving:
         self._most = most
         self._gates: dict[str, _Gate] = {}
 
-    def turn(self, caller: str, connection: str) -> "Turn":
+    def turn(self, caller: str, connection: str) -> "FirstMessageTimeout":
         """Hold the right to receive a message of a caller inside a block.
 
         Args:
@@ -95,7 +95,7 @@ class Receiving:
             connection: that the message comes through.
         """
         gate = self._gates.setdefault(caller, _Gate(self._most))
-        return Turn(connection, gate, partial(self._left, caller, gate))
+        return FirstMessageTimeout(connection, gate, partial(self._left, caller, gate))
 
     def _left(self, caller: str, gate: "_Gate") -> None:
         if not (gate.held or gate.lines) and self._gates.get(caller) is gate:
@@ -103,7 +103,7 @@ class Receiving:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class FirstMessageTimeout:
     """The right to receive a message, held inside a block; see `Receiving.turn`.
 
     Attributes:
@@ -143,12 +143,12 @@ class _Gate:
     """The calls of one caller: those that receive, the longest first, and by connection those that wait to."""
 
     most: int
-    held: dict[Turn, None] = field(default_factory=dict)
-    lines: dict[str, dict[Turn, None]] = field(default_factory=dict)
-    turns: Turns = field(default_factory=Turns)  # of the connections
+    held: dict[FirstMessageTimeout, None] = field(default_factory=dict)
+    lines: dict[str, dict[FirstMessageTimeout, None]] = field(default_factory=dict)
+    turns: TurnOrder = field(default_factory=TurnOrder)  # of the connections
     timer: asyncio.TimerHandle | None = None  # one for all who wait: there may be many of them
 
-    async def enter(self, turn: Turn) -> None:
+    async def enter(self, turn: FirstMessageTimeout) -> None:
         """Take a turn, or wait for one."""
         if len(self.held) < self.most and not self.lines:
             self._begin(turn)
@@ -157,7 +157,7 @@ class _Gate:
         self._watch()
         await turn.come.wait()
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, turn: FirstMessageTimeout) -> None:
         """Give a turn back, or stop waiting for one; then let those in who wait."""
         self.held.pop(turn, None)
         self._out_of_line(turn)
@@ -166,13 +166,13 @@ class _Gate:
             self._out_of_line(following)
             self._begin(following)
 
-    def _out_of_line(self, turn: Turn) -> None:
+    def _out_of_line(self, turn: FirstMessageTimeout) -> None:
         line = self.lines.get(turn.connection, {})
         line.pop(turn, None)
         if not line:
             self.lines.pop(turn.connection, None)
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self, turn: FirstMessageTimeout) -> None:
         turn.since = asyncio.get_running_loop().time()
         self.held[turn] = None
         self.turns.took(turn.connection)

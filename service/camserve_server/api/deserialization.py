@@ -38,7 +38,7 @@ MESSAGES = 64 * 2**20  # bytes of memory for all messages that are not answered 
 GROWTH = 4  # times the largest message that may be sent: memory of one once it is parsed
 
 
-class Parser(Interceptor):
+class DeserializationInterceptor(Interceptor):
     """Parses the messages of every RPC, health's and reflection's too.
 
     Args:
@@ -53,7 +53,7 @@ class Parser(Interceptor):
 
     def wrapped(self, method: str, handler: Any) -> Handler:
         """Return the RPC's own handler, which refuses what is no message of its."""
-        return _Parsing(self._house, *self._receiving, self._intake, method, handler).handler()
+        return _Deserialization(self._house, *self._receiving, self._intake, method, handler).handler()
 
 
 class Intake:
@@ -118,7 +118,7 @@ class Intake:
         return unpacked(data, self._largest) if is_compressed(data) else data
 
 
-class _Parsing:
+class _Deserialization:
     """One RPC, whose messages are parsed here."""
 
     def __init__(

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from camserve.v1 import evaluate_pb2, evaluate_pb2_grpc, explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server.api import auth, connection_limits, oip, reflection
-from camserve_server.api.deserialization import Parser
+from camserve_server.api.deserialization import DeserializationInterceptor
 from camserve_server.api.health import HealthServicer
 from camserve_server.api.rpc import ServerState
 from camserve_server.api.servicers import EvaluateServicer, ExplainServicer, ModelServicer
@@ -174,8 +174,8 @@ def build(
 
 
 def _at_the_door(settings: Settings, house: ServerState) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    parser = Parser(settings, house)
-    return (auth.Guard(settings.tokens_file, house), parser) if settings.tokens_file else (parser,)
+    parser = DeserializationInterceptor(settings, house)
+    return (auth.AuthInterceptor(settings.tokens_file, house), parser) if settings.tokens_file else (parser,)
 
 
 def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

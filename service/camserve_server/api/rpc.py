@@ -20,7 +20,7 @@ from camserve_server.methods import METHODS
 from camserve_server.models.values import KnownModel
 from camserve_server.scheduling.admission import address_of
 from camserve_server.serving.explain import Pipeline
-from camserve_server.telemetry import Record, Telemetry
+from camserve_server.telemetry import RequestTrace, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +120,8 @@ class Call:
     unsent: ExitStack = field(default_factory=ExitStack)
     fields: dict[str, object] = field(default_factory=dict)
     telemetry: Telemetry | None = None
-    record: Record | None = None
-    stream: Record | None = None
+    record: RequestTrace | None = None
+    stream: RequestTrace | None = None
 
     def item(self, request_id: str) -> "Call":
         """Return the call of one item of this stream."""
@@ -136,7 +136,7 @@ class Call:
         if state.telemetry:
             name = state.names.get(rpc, rpc) if context else f"{rpc} item"
             stream = context is not None and rpc in STREAMS
-            record = Record(rpc, self.request_id if _is_id(self.request_id) else "", stream)
+            record = RequestTrace(rpc, self.request_id if _is_id(self.request_id) else "", stream)
             state.telemetry.begin(record, name, _metadata(context), self.stream)
             self.telemetry, self.record = state.telemetry, record
             logs.TRACE_ID.set(record.trace_id)

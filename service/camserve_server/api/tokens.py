@@ -95,7 +95,7 @@ def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
-def admit(tokens: Tokens, shown: list[object], today: date | None = None) -> Token:
+def authenticate(tokens: Tokens, shown: list[object], today: date | None = None) -> Token:
     """Return whose token a call shows.
 
     Args:

@@ -19,7 +19,7 @@ from camserve_server.core.errors import ConfigError, ServiceError, Unauthenticat
 from camserve_server.telemetry import State, Telemetry, telemetry
 
 if TYPE_CHECKING:
-    from camserve_server.telemetry.prometheus import Meters
+    from camserve_server.telemetry.prometheus import PrometheusMetrics
 
 log = logging.getLogger(__name__)
 clock = time.monotonic
@@ -47,10 +47,10 @@ def told(settings: Settings, state: Callable[[], State]) -> Iterator[Telemetry |
         yield None
         return
     try:
-        if found.meters is None:
+        if found.prometheus_metrics is None:
             yield found
         else:
-            with _served(settings, found.meters):
+            with _served(settings, found.prometheus_metrics):
                 yield found
     finally:
         if found.traces:
@@ -58,8 +58,8 @@ def told(settings: Settings, state: Callable[[], State]) -> Iterator[Telemetry |
 
 
 @contextmanager
-def _served(settings: Settings, meters: "Meters") -> Iterator[None]:
-    server = _listening(settings, meters)
+def _served(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> Iterator[None]:
+    server = _listening(settings, prometheus_metrics)
     log.info("metrics", extra=logs.fields(address=settings.metrics_address, port=server.server_address[1]))
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="metrics", daemon=True)
     thread.start()
@@ -71,9 +71,9 @@ def _served(settings: Settings, meters: "Meters") -> Iterator[None]:
         thread.join()
 
 
-def _listening(settings: Settings, meters: "Meters") -> "_Server":
+def _listening(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> "_Server":
     try:
-        return _Server(settings, meters)
+        return _Server(settings, prometheus_metrics)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"cannot listen on {settings.metrics_address}: is the port taken, or the host unknown?"
@@ -91,10 +91,10 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, settings: Settings, meters: "Meters") -> None:
+    def __init__(self, settings: Settings, prometheus_metrics: "PrometheusMetrics") -> None:
         host, _, port = settings.metrics_address.rpartition(":")
         self.address_family = AF_INET6 if host.startswith("[") else AF_INET
-        self.metrics = meters.written
+        self.metrics = prometheus_metrics.written
         self._settings = settings
         self._tokens = auth.known(settings.tokens_file) if settings.tokens_file else None
         self._open: dict[Any, tuple[float, socket]] = {}  # opening time, a handle that TLS leaves alone; oldest first
@@ -162,7 +162,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         """
         if self._tokens is None:
             return
-        token = tokens.admit(self._tokens.current(), list(shown))
+        token = tokens.authenticate(self._tokens.current(), list(shown))
         if "observe" not in token.roles:
             raise ServiceError("this needs a token with the role observe")
 

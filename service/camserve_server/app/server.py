@@ -28,8 +28,8 @@ from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import FairThreads
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.repository import Lifecycle
-from camserve_server.serving.worker_pool import LOADING, Fleet, Well
-from camserve_server.telemetry import State, Told
+from camserve_server.serving.worker_pool import LOADING, Well, WorkerPool
+from camserve_server.telemetry import State, TelemetrySink
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 async def opened(
     settings: Settings,
     well: Well = lambda _well: None,
-    told: Told | None = None,
+    told: TelemetrySink | None = None,
     specs: Mapping[str, ModelSpec] | None = None,
     *,
     watch: bool = True,
@@ -63,7 +63,7 @@ async def opened(
     settings = settings.model_copy(update={"device": ",".join(found)})
     _warn_of_precisions(specs.values(), found)
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
-        async with Fleet(settings, well, told, watch=watch) as fleet:
+        async with WorkerPool(settings, well, told, watch=watch) as fleet:
             lifecycle = Lifecycle(fleet, specs, settings)
             try:
                 await lifecycle.start()

@@ -85,7 +85,7 @@ def serve(path: str | None, **flags: Any) -> int:
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
         if settings.isolation == "process":
-            workers.open_nursery()
+            workers.open_fork_server()
         return asyncio.run(server.serve_until_signal(settings))
 
 

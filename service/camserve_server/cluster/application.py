@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from camserve_server.cluster.calls import RowsInFlight
-from camserve_server.cluster.ingress import Door
+from camserve_server.cluster.ingress import Ingress
 from camserve_server.core.config import Settings
 from camserve_server.core.config import load as load_settings
 from camserve_server.core.errors import ConfigError
@@ -17,7 +17,7 @@ ONGOING = (
 )
 LOOK_BACK, PATIENCE = 20.0, 10.0  # seconds over which rows in flight are averaged, and before engines are added
 
-DOORS = 2  # where there may be more than one engine: if one dies, the other goes on
+INGRESS_REPLICAS = 2  # where there may be more than one engine: if one dies, the other goes on
 
 SERVICERS = ("camserve_server.cluster.proxy.add_services_to_server",)
 """What Ray's gRPC proxy is told of our services: `grpc_servicer_functions`."""
@@ -94,9 +94,9 @@ def application(settings: Settings, engines: Engines) -> Any:
     }
     # A program that is run from elsewhere has its modules where it was begun.
     engine = serve.deployment(_engine_class()).options(**_options(settings, engines))
-    door = serve.deployment(Door).options(
+    door = serve.deployment(Ingress).options(
         name="door",
-        num_replicas=min(DOORS, engines.most),
+        num_replicas=min(INGRESS_REPLICAS, engines.most),
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=settings.drain_seconds,
         ray_actor_options={"num_cpus": 0},

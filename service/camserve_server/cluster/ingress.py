@@ -31,7 +31,7 @@ _News = asyncio.Queue[explain_pb2.ExplainStreamResponse | asyncio.Semaphore | No
 LOOK = 2.0  # seconds that an engine may take to say that it is well, and between two looks
 
 
-class Door:
+class Ingress:
     """Passes calls on.
 
     Args:
@@ -161,7 +161,7 @@ class Door:
 
 def _passing(rpc: str) -> Callable[..., Awaitable[Any]]:
     # Ray looks for an argument of this name.
-    async def passed(self: Door, request: Any, grpc_context: Any) -> Any:
+    async def passed(self: Ingress, request: Any, grpc_context: Any) -> Any:
         return await self.pass_on(rpc, request, grpc_context)
 
     passed.__name__ = rpc
@@ -169,7 +169,7 @@ def _passing(rpc: str) -> Callable[..., Awaitable[Any]]:
 
 
 for _rpc in UNARY:
-    setattr(Door, _rpc, _passing(_rpc))
+    setattr(Ingress, _rpc, _passing(_rpc))
 
 
 def _caller(context: Any) -> Caller:

@@ -30,7 +30,7 @@ def _read(path: str) -> bytes:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
-class Kept(Generic[T]):
+class ReloadingFile(Generic[T]):
     """A value made of files; files that are broken or gone leave the last good one.
 
     What is in the files is compared, not when they were written: clocks are coarse, and the files are small.

@@ -39,13 +39,13 @@ class Engine:
     Args:
         models: by name, all on one device; no other engine may have the same. More may come, and some go, meanwhile.
         device: that they are on; if not given, that of the first.
-        beside: whether other engines may work on that device at the same time: it then has a stream of its own.
+        shares_device: whether other engines may work on that device at the same time: it then has a stream of its own.
     """
 
-    def __init__(self, models: Mapping[str, LoadedModel], *, device: str = "", beside: bool = False) -> None:
+    def __init__(self, models: Mapping[str, LoadedModel], *, device: str = "", shares_device: bool = False) -> None:
         self._models = models
         self._device = device_of(device or next(iter(models.values())).info.device)
-        self._context = self._device.context(own_stream=beside)
+        self._context = self._device.context(own_stream=shares_device)
 
     def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
         """Run one batch.

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.batch import (
     BackwardPass,
-    aimed,
     differentiated,
     forward,
     in_order,
     inputs_of,
+    resolve_targets,
     scored,
     units_of,
 )
@@ -142,7 +142,7 @@ class _Own:
         batch = len(self.means[0])
         aims = [replace(rows[index], target=target) for index, target in zip(turn.rows, turn.targets, strict=True)]
         blocks = [_shifted(turn.at, block * batch) for block in range(len(self.means))]
-        score = torch.stack([aimed(self.outputs[at], aims)[1] for at in blocks]).sum()
+        score = torch.stack([resolve_targets(self.outputs[at], aims)[1] for at in blocks]).sum()
         return list(_gradient(score, self.given).chunk(len(self.means)))
 
 

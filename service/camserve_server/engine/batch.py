@@ -178,12 +178,12 @@ def scored(outputs: Outputs, units: UniqueInputs, rows: Sequence[Row]) -> Iterat
     for indices in units.turns:
         at = units.index_of(indices, outputs.values.device)
         mine = outputs[at]
-        fixed, scores = aimed(mine, [rows[index] for index in indices])
+        fixed, scores = resolve_targets(mine, [rows[index] for index in indices])
         turn_units = [units.of_row[index] for index in indices]
         yield BackwardPass(indices, turn_units, at, fixed, scores.detach(), targets.summary(mine)), scores
 
 
-def aimed(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
+def resolve_targets(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
     """Return each row's target, fixed, and its score [b], of the outputs for the row's input."""
     fixed = targets.resolve(outputs, [row.target for row in rows])
     size = outputs.info.preprocess.size

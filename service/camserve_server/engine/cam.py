@@ -29,7 +29,7 @@ from camserve_server.methods.kinds import as_it_is
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel
 from camserve_server.models.grid import to_grid
-from camserve_server.models.hooks import Capture, watching
+from camserve_server.models.hooks import Capture, capture_layers
 from camserve_server.models.values import Layout, ModelInfo, Pass
 
 
@@ -69,7 +69,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     units = units_of(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    with torch.enable_grad(), watching(layers) as captures:
+    with torch.enable_grad(), capture_layers(layers) as captures:
         outputs = forward(model, inputs_of(model.info, units.rows))
         turns = differentiated(outputs, units, rows)
         seen = ((turn, [see(model.info, captures, name, turn.at) for name in pass_.layers]) for turn in turns)
@@ -88,7 +88,7 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     # Fused attention can be differentiated only once.
-    with torch.enable_grad(), PlainAttention(), watching(layers) as captures:
+    with torch.enable_grad(), PlainAttention(), capture_layers(layers) as captures:
         outputs = forward(model, inputs_of(model.info, units.rows))
         for turn, scores in scored(outputs, units, rows):
             grids = [_see_twice(model.info, captures, name, turn.at, scores) for name in pass_.layers]

@@ -12,7 +12,7 @@ from camserve_server.engine.batch import differentiated, forward, in_order, inpu
 from camserve_server.engine.cam import see
 from camserve_server.engine.values import Reading, Row, RowResult, Statistics
 from camserve_server.models import LoadedModel
-from camserve_server.models.hooks import glancing, watching
+from camserve_server.models.hooks import capture_layers, observe_layers
 from camserve_server.models.values import Pass
 
 NOTHING = Statistics(mean=0.0, std=0.0, minimum=0.0, maximum=0.0, zeros=1.0, norm=0.0, non_finite=0)
@@ -47,7 +47,7 @@ class _Record:
 def _look(model: LoadedModel, names: tuple[str, ...], row: Row) -> RowResult:
     record = _Record()
     layers = {name: model.module.get_submodule(name) for name in names}
-    with torch.enable_grad(), glancing(layers, record.glance):
+    with torch.enable_grad(), observe_layers(layers, record.glance):
         outputs = forward(model, inputs_of(model.info, [row]))
         (turn,) = differentiated(outputs, units_of([row]), [row])
     answers, _ = turn.read([])
@@ -110,7 +110,7 @@ def run_features(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[R
     units = units_of(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    with torch.enable_grad(), watching(layers) as captures:
+    with torch.enable_grad(), capture_layers(layers) as captures:
         outputs = forward(model, inputs_of(model.info, units.rows))
         for turn in differentiated(outputs, units, rows):
             grids = [see(model.info, captures, name, turn.at) for name in pass_.layers]

@@ -8,7 +8,7 @@ import torch
 from camserve_server import targets
 from camserve_server.core.devices import fetched
 from camserve_server.core.errors import FailedPrecondition
-from camserve_server.engine.batch import aimed, forward, inputs_of, units_of
+from camserve_server.engine.batch import forward, inputs_of, resolve_targets, units_of
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
 from camserve_server.models.hooks import silencing
@@ -22,7 +22,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     with torch.no_grad(), _silenced(model, pass_, units.rows):
         outputs = forward(model, inputs_of(model.info, units.rows))
         outputs = outputs[units.index_of(range(len(rows)), outputs.values.device)]
-        fixed, scores = aimed(outputs, rows)
+        fixed, scores = resolve_targets(outputs, rows)
         found, *summaries = fetched([scores, *targets.summary(outputs)])
     return [RowResult(*one) for one in zip(summaries, fixed, found.tolist(), strict=True)]
 

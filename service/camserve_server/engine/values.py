@@ -13,7 +13,7 @@ from camserve_server.imaging.values import View
 from camserve_server.methods.values import Edit, MethodCall
 from camserve_server.targets.values import FixedTarget, Target
 
-Half: TypeAlias = Literal[0, 1]
+Partition: TypeAlias = Literal[0, 1]
 """Which of two batches that an engine runs at once: each has half of a CPU's cores, or one of two streams of a GPU."""
 
 

@@ -43,7 +43,7 @@ _Numbers: TypeAlias = dict[tuple[int, int], float]
 _Place: TypeAlias = tuple[MethodCall, int, int]
 """The method, layer and target of one map."""
 
-JUDGED = (Verdict.OK, Verdict.ALL_NEGATIVE)
+EVALUATED = (Verdict.OK, Verdict.ALL_NEGATIVE)
 """Verdicts on maps that rank pixels."""
 
 
@@ -141,7 +141,7 @@ class _MetricRunner:
 
     async def evaluated(self, finding: Explanation, call: MethodCall, layer: int, target: int) -> list[Reading]:
         """Take every metric's reading of one map."""
-        if finding.verdict not in JUDGED:
+        if finding.verdict not in EVALUATED:
             return [Reading(math.nan, words=finding.verdict.value)] * len(self.asked.metrics)
         row_runner, place = self.explanation.row_runner, (call, layer, target)
         metric_input = await row_runner.execute(self._input, finding, target)
@@ -183,7 +183,7 @@ class _MetricRunner:
         for layer, layer_maps in enumerate(by_layer):
             for target, raw_map in enumerate(layer_maps.maps):
                 finding = self.explanations[(*call.key, layer, target)]
-                if finding.verdict in JUDGED:
+                if finding.verdict in EVALUATED:
                     numbers[layer, target] = kind.compare(finding.heatmap, raw_map.heatmap)
         return numbers
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
-from camserve_server.models.pickles import STORAGES, Damaged, Pickle, Storage, View, read, root, shown
+from camserve_server.models.pickles import STORAGES, CorruptFileError, Pickle, Storage, View, read, root, shown
 
 MIB = 2**20
 PIECE = 2**17  # read at once; no more than any model's room for words
@@ -34,7 +34,7 @@ SAFETENSORS = frozenset(STORAGES.values()) - {torch.complex64, torch.complex128}
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SizeBudget:
     """What a file of weights may take, in bytes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Room:
         return self.words // 4
 
     @classmethod
-    def of(cls, module: nn.Module) -> "Room":
+    def of(cls, module: nn.Module) -> "SizeBudget":
         """Measure a model: its weights as float64, and two kilobytes of words for each, ten times what is usual."""
         state = module.state_dict()
         numbers = sum(tensor.numel() * 8 for tensor in state.values()) + MIB
@@ -64,7 +64,7 @@ Filling = Callable[[Storage, memoryview], None]
 """Reads a storage's numbers into memory of its length."""
 
 
-def load(path: Path, room: Room, sha256: str = "", folder: str = "") -> dict[str, Tensor]:
+def load(path: Path, room: SizeBudget, sha256: str = "", folder: str = "") -> dict[str, Tensor]:
     """Read a model's weights.
 
     Args:
@@ -78,15 +78,15 @@ def load(path: Path, room: Room, sha256: str = "", folder: str = "") -> dict[str
         Tensors by name. Whether they are the model's is for the model to say.
 
     Raises:
-        Damaged: it is no such file, is damaged, or holds more than there is room for.
+        CorruptFileError: it is no such file, is damaged, or holds more than there is room for.
     """
     try:
         with _opened(path, folder) as file:
             return _read(file, room, sha256, safely=path.suffix == ".safetensors")
-    except Damaged:
+    except CorruptFileError:
         raise
     except Exception as error:  # what parsers raise when they trip over bytes that make no sense
-        raise Damaged(f"the file is cut short or damaged ({type(error).__name__})") from error
+        raise CorruptFileError(f"the file is cut short or damaged ({type(error).__name__})") from error
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _opened(path: Path, folder: str) -> Iterator[BinaryIO]:
             _check_regular(path.stat())
             descriptor = os.open(path, flags)
     except OSError as error:
-        raise Damaged(f"the file cannot be opened: {error.strerror}") from error
+        raise CorruptFileError(f"the file cannot be opened: {error.strerror}") from error
     with open(descriptor, "rb") as file:  # noqa: PTH123 -- a descriptor has no path
         _check_regular(os.fstat(descriptor))
         yield file
@@ -124,18 +124,18 @@ def _opened_inside(folder: str, parts: Sequence[str], flags: int) -> int:
 
 def _check_regular(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise Damaged("it is no regular file")
+        raise CorruptFileError("it is no regular file")
 
 
-def _read(file: BinaryIO, room: Room, sha256: str, *, safely: bool) -> dict[str, Tensor]:
+def _read(file: BinaryIO, room: SizeBudget, sha256: str, *, safely: bool) -> dict[str, Tensor]:
     # A .safetensors file holds nothing beside a model's weights.
     size, most = file.seek(0, os.SEEK_END), room.words + room.numbers if safely else room.file
     if size > most:
-        raise Damaged(f"the file is larger than {most / MIB:,.0f} MiB, which is more than this model's can be")
+        raise CorruptFileError(f"the file is larger than {most / MIB:,.0f} MiB, which is more than this model's can be")
     file.seek(0)
     data = file.read(size) if safely or sha256 else b""
     if sha256 and hashlib.sha256(data).hexdigest() != sha256:
-        raise Damaged("it does not have the SHA-256 that was given")
+        raise CorruptFileError("it does not have the SHA-256 that was given")
     if safely:
         return _safetensors(data, room)
     return _tensors(*_torch(io.BytesIO(data) if sha256 else file, room), room)
@@ -144,10 +144,10 @@ def _read(file: BinaryIO, room: Room, sha256: str, *, safely: bool) -> dict[str,
 _Contents = tuple[Mapping[str, View], Filling]
 
 
-def _tensors(views: Mapping[str, View], fill: Filling, room: Room) -> dict[str, Tensor]:
+def _tensors(views: Mapping[str, View], fill: Filling, room: SizeBudget) -> dict[str, Tensor]:
     storages = {view.storage for view in views.values()}
     if sum(storage.nbytes for storage in storages) > room.numbers:
-        raise Damaged("it holds more numbers than the model")
+        raise CorruptFileError("it holds more numbers than the model")
     numbers = {storage: _filled(storage, fill) for storage in storages}
     return {
         name: torch.as_strided(numbers[view.storage], view.shape, view.stride, view.offset)
@@ -168,37 +168,37 @@ def _read_into(stream: BinaryIO, room: memoryview) -> None:
         piece = room[start : start + PIECE]
         data = stream.read(len(piece))
         if len(data) < len(piece):
-            raise Damaged("the file is cut short")
+            raise CorruptFileError("the file is cut short")
         piece[:] = data
 
 
 # --- safetensors: a length, a table in JSON, the numbers ---
 
 
-def _safetensors(data: bytes, room: Room) -> dict[str, Tensor]:
+def _safetensors(data: bytes, room: SizeBudget) -> dict[str, Tensor]:
     """Read a file with the library, which checks its table: that each byte is one tensor's, as long as its shape says.
 
     It is read from memory: `safe_open` maps the file, and whoever then cuts it short ends the process with SIGBUS.
     """
     (length,) = struct.unpack_from("<Q", data)
     if length > room.words:  # it takes up to 100 MB, and 44 times as much memory for them
-        raise Damaged(f"its header is {length:,} bytes long: {room.words:,} are enough for this model")
+        raise CorruptFileError(f"its header is {length:,} bytes long: {room.words:,} are enough for this model")
     try:
         tensors = load_safetensors(data)
     except SafetensorError as error:
-        raise Damaged(f"it is no sound .safetensors file: {shown(str(error), 200)}") from error
+        raise CorruptFileError(f"it is no sound .safetensors file: {shown(str(error), 200)}") from error
     except KeyError as error:  # of a kind that its torch side has no name for
-        raise Damaged(f"numbers of the kind {shown(error.args[0])} are not read") from error
+        raise CorruptFileError(f"numbers of the kind {shown(error.args[0])} are not read") from error
     for tensor in tensors.values():
         if tensor.dtype not in SAFETENSORS:
-            raise Damaged(f"numbers of the kind {tensor.dtype} are not read")
+            raise CorruptFileError(f"numbers of the kind {tensor.dtype} are not read")
     return dict(sorted(tensors.items()))  # the library's order changes from run to run
 
 
 # --- torch.save: a ZIP archive, or, before torch 1.6, pickles one after the other ---
 
 
-def _torch(file: BinaryIO, room: Room) -> _Contents:
+def _torch(file: BinaryIO, room: SizeBudget) -> _Contents:
     magic = file.read(4)
     file.seek(0)
     return (_zipped if magic == b"PK\3\4" else _legacy)(file, room)
@@ -214,7 +214,7 @@ class _Careful:
     def read(self, length: int = -1) -> bytes:
         data = self.file.read(self.most + 1) if length < 0 else b"" if length > self.most else self.file.read(length)
         if max(length, len(data)) > self.most:
-            raise Damaged("its table of contents is longer than this model's can be")
+            raise CorruptFileError("its table of contents is longer than this model's can be")
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -227,20 +227,20 @@ class _Careful:
         return True
 
 
-def _zipped(file: BinaryIO, room: Room) -> _Contents:
+def _zipped(file: BinaryIO, room: SizeBudget) -> _Contents:
     archive = zipfile.ZipFile(_Careful(file, room.words))
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "constants.pkl" in members:
-        raise Damaged("it is a TorchScript archive, which is a program: save the model's state_dict() instead")
+        raise CorruptFileError("it is a TorchScript archive, which is a program: save the model's state_dict() instead")
     if "data.pkl" not in members:
-        raise Damaged("it is a ZIP archive, but not one that torch.save wrote")
+        raise CorruptFileError("it is a ZIP archive, but not one that torch.save wrote")
     if "byteorder" in members and _member(archive, members["byteorder"], 16) != b"little":
-        raise Damaged("it was written on a big-endian machine")
+        raise CorruptFileError("it was written on a big-endian machine")
 
     def fill(storage: Storage, into: memoryview) -> None:
         info = members[f"data/{storage.key}"]
         if info.file_size != len(into):
-            raise Damaged("a tensor in it is not as long as its description says")
+            raise CorruptFileError("a tensor in it is not as long as its description says")
         with _plain(archive, info) as stream:
             _read_into(stream, into)
 
@@ -249,32 +249,32 @@ def _zipped(file: BinaryIO, room: Room) -> _Contents:
 
 def _plain(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise Damaged("it is packed in a way that torch.save does not pack")
+        raise CorruptFileError("it is packed in a way that torch.save does not pack")
     return archive.open(info)
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
     if info.file_size > most:
-        raise Damaged(f"its description is {info.file_size:,} bytes long: {most:,} are enough for this model")
+        raise CorruptFileError(f"its description is {info.file_size:,} bytes long: {most:,} are enough for this model")
     with _plain(archive, info) as stream:
         data: bytes = stream.read(info.file_size)  # a length, as else all is inflated that there is
         return data
 
 
-def _legacy(file: BinaryIO, room: Room) -> _Contents:
+def _legacy(file: BinaryIO, room: SizeBudget) -> _Contents:
     words = io.BytesIO(file.read(room.words))
     magic, version, system = (read(words, room.steps).value for _ in range(3))
     if (magic, version) != (LEGACY_MAGIC, LEGACY_VERSION):
-        raise Damaged("torch.save did not write it")
+        raise CorruptFileError("torch.save did not write it")
     if not isinstance(system, dict) or not system.get("little_endian"):
-        raise Damaged("it was written on a big-endian machine")
+        raise CorruptFileError("it was written on a big-endian machine")
     contents, keys = read(words, room.steps), read(words, room.steps).value
     starts = _starts(keys, contents.storages, words.tell())
 
     def fill(storage: Storage, into: memoryview) -> None:
         file.seek(starts[storage.key])
         if struct.unpack("<q", file.read(8)) != (storage.numel,):
-            raise Damaged("a tensor in it is not as long as its description says")
+            raise CorruptFileError("a tensor in it is not as long as its description says")
         _read_into(file, into)
 
     return _weights(contents), fill
@@ -282,7 +282,7 @@ def _legacy(file: BinaryIO, room: Room) -> _Contents:
 
 def _starts(keys: Any, storages: Mapping[str, Storage], at: int) -> dict[str, int]:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise Damaged("its numbers have keys that are not text")
+        raise CorruptFileError("its numbers have keys that are not text")
     starts = {}
     for key in keys:
         starts[key] = at
@@ -294,5 +294,5 @@ def _weights(pickle: Pickle) -> Mapping[str, View]:
     table = root(pickle.value)
     for name, value in table.items():
         if not isinstance(name, str) or not isinstance(value, View):
-            raise Damaged(f"{shown(name)} in it is no tensor of plain numbers")
+            raise CorruptFileError(f"{shown(name)} in it is no tensor of plain numbers")
     return table

@@ -62,7 +62,7 @@ class Capture:
 
 
 @contextmanager
-def watching(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Capture]]:
+def capture_layers(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Capture]]:
     """Capture what the layers return, and the gradients that come back to them.
 
     Leaves no hook behind, however the block ends. Where one pass calls a layer several times, the last call counts.
@@ -81,7 +81,7 @@ def watching(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Capture]]:
 
 
 @contextmanager
-def glancing(layers: Mapping[str, nn.Module], glance: Glance) -> Iterator[None]:
+def observe_layers(layers: Mapping[str, nn.Module], glance: Glance) -> Iterator[None]:
     """Show what the layers return, and the gradients that come back to them, without keeping any of it.
 
     Leaves no hook behind, however the block ends. A layer that one pass calls several times is shown each time; one

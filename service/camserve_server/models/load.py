@@ -18,7 +18,7 @@ from camserve_server.imaging.values import Preprocess
 from camserve_server.models import checkpoint, detectors, live, probe, tasks
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.hooks import has_forward_hooks, output_of
-from camserve_server.models.pickles import Damaged, shown
+from camserve_server.models.pickles import CorruptFileError, shown
 from camserve_server.models.sources import Source, build
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import ModelInfo, Pass
@@ -65,7 +65,7 @@ class LoadedModel:
             return self
         return replace(self, module=copied.module, dtype=copied.dtype)
 
-    def twin(self) -> "LoadedModel | None":
+    def replica(self) -> "LoadedModel | None":
         """Return the same model once more: other modules, which hooks of their own can hang on, with the same weights.
 
         Returns:
@@ -79,22 +79,22 @@ class LoadedModel:
         try:
             module, *copied = copy.deepcopy(modules, memo)
             accelerated = replace(self.accelerated, module=copied[0]) if self.accelerated else None
-            twin = replace(self, module=module, accelerated=accelerated)
-            if self._says_what(twin):
-                return twin
+            replica = replace(self, module=module, accelerated=accelerated)
+            if self._says_what(replica):
+                return replica
             reason = "its copy says something else"
         except Exception as error:  # noqa: BLE001 -- whatever a user's module does: one batch after the other, then
             reason = f"{type(error).__name__}: {error}"
         log.info("model %s runs one batch at a time: %s", self.info.name, reason)
         return None
 
-    def _says_what(self, twin: "LoadedModel") -> bool:
+    def _says_what(self, replica: "LoadedModel") -> bool:
         """Return whether a twin and its accelerated copy answer as this model does, to the bit."""
         noise = torch.randn((1, 3, *self.info.preprocess.size), generator=torch.Generator().manual_seed(0))
         images, layer = noise.to(self.info.device), self.info.default_layer
-        pairs = [(self.module, twin.module, images)]
-        if (ours := self.accelerated) and twin.accelerated:
-            pairs.append((ours.module, twin.accelerated.module, images.to(ours.dtype)))
+        pairs = [(self.module, replica.module, images)]
+        if (ours := self.accelerated) and replica.accelerated:
+            pairs.append((ours.module, replica.accelerated.module, images.to(ours.dtype)))
         for mine, its, image in pairs:
             (first, expected), (second, found) = _done(mine, layer, image), _done(its, layer, image)
             if first != second or not torch.equal(expected, found):
@@ -205,7 +205,7 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
     if not path.exists():
         raise ConfigError(f"model {spec.name}: there is no weights file {path.name}")
     log.info("model %s: its weights are read from %s", spec.name, path)
-    outer, room = "", checkpoint.Room.of(module)
+    outer, room = "", checkpoint.SizeBudget.of(module)
     try:
         state, outer = _without_wrapper(checkpoint.load(path, room, spec.sha256, spec.model_folder), module)
         module.load_state_dict(state)
@@ -236,7 +236,7 @@ def _without_wrapper(state: Mapping[str, Tensor], module: nn.Module) -> tuple[Ma
 def _check_saved(spec: ModelSpec, module: nn.Module) -> None:
     try:
         _check_finite(module)
-    except Damaged as error:
+    except CorruptFileError as error:
         raise ConfigError(f"the weights of {spec.origin} cannot be used: {error}") from error
 
 
@@ -247,13 +247,15 @@ def _check_finite(module: nn.Module) -> None:
         least, most = torch.aminmax(tensor.detach())  # one pass, without a tensor of answers; both are NaN if one is
         # A mask may be minus infinity, a weight may not.
         if least.isnan() or (isinstance(tensor, nn.Parameter) and (least.isinf() or most.isinf())):
-            raise Damaged(f"{name} is not finite")
+            raise CorruptFileError(f"{name} is not finite")
 
 
 def _shorten(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     more = f" (and {len(lines) - 3} lines more)" if len(lines) > 3 else ""  # noqa: PLR2004 -- enough to see
-    return "; ".join(lines[:3] if isinstance(error, Damaged) else (shown(line, 120) for line in lines[:3])) + more
+    return (
+        "; ".join(lines[:3] if isinstance(error, CorruptFileError) else (shown(line, 120) for line in lines[:3])) + more
+    )
 
 
 def _revive(module: nn.Module) -> None:

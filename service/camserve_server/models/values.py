@@ -124,7 +124,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class UnavailableModel:
     """A model that the configuration names and that does not answer.
 
     Attributes:
@@ -140,7 +140,7 @@ class Absent:
     version: int = 0
 
 
-KnownModel: TypeAlias = ModelInfo | Absent
+KnownModel: TypeAlias = ModelInfo | UnavailableModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ PRESENT = 10.0  # seconds for which a caller counts after it last asked; longer 
 LINE = 1024  # places waited for at most by those who have no right to them: what waits is in memory already
 
 
-class Turns:
+class TurnOrder:
     """Turns of callers: the next turn goes to the waiting caller whose last turn was longest ago."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class FairThreads:
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
         self._lines: dict[str, deque[Callable[[], object]]] = {}
-        self._turns = Turns()
+        self._turns = TurnOrder()
         self._lock = threading.Lock()
 
     def of(self, caller: str) -> "CallerThreads":
@@ -97,7 +97,7 @@ class CallerThreads:
         self.threads.submit(self.caller, step)
 
 
-class Shelf:
+class MemoryBudget:
     """Room for what it would be good to keep, if there is room.
 
     Args:

@@ -38,13 +38,13 @@ from camserve_server.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from camserve_server.engine.values import Half, Row, RowResult
+from camserve_server.engine.values import Partition, Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling.admission import Admission, Stay
 from camserve_server.scheduling.capacity import Capacity, RowKind
-from camserve_server.scheduling.queue import Collect, Place, Queue, Stats, Ticket
+from camserve_server.scheduling.queue import Collect, PendingRequest, Queue, RowRef, Stats
 from camserve_server.scheduling.threads import in_thread
-from camserve_server.telemetry import IN_PROCESS, Origin, Ran, Spent, Told
+from camserve_server.telemetry import IN_PROCESS, Origin, Ran, Spent, TelemetrySink
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +99,9 @@ class _Engine:
         self.running += batches
         return self.work
 
-    async def ask(self, pass_: Pass, rows: Sequence[Row], half: Half | None) -> list[RowResult]:
+    async def ask(self, pass_: Pass, rows: Sequence[Row], partition: Partition | None) -> list[RowResult]:
         """Run a batch on all of it, or on a half."""
-        more = () if half is None else (half,)
+        more = () if partition is None else (partition,)
         return await in_thread(self.threads, _contained, self.run, pass_, rows, *more)
 
 
@@ -114,7 +114,7 @@ class _Again:
         crowded: whether it is such a batch, and another one ran beside it.
     """
 
-    batch: list[Place]
+    batch: list[RowRef]
     crowded: bool = False
 
 
@@ -135,7 +135,7 @@ class Batcher:
         limit: rows accepted and not yet answered at most.
     """
 
-    told: Told | None = None
+    told: TelemetrySink | None = None
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Batcher:
         max_batch_rows: int = 8,
         max_queue_rows: int = 1024,
         max_delay: float = 0.0,
-        halves: bool = False,
+        partitioned: bool = False,
         streams: bool = False,
         max_batch_seconds: float = 60.0,
     ) -> None:
@@ -151,14 +151,14 @@ class Batcher:
         self._capacity = Capacity(max_batch_rows, max_batch_seconds)
         self.learn, self.allow = self._capacity.learn, self._capacity.allow
         self._queue = Queue(self._capacity, self.stats)
-        at_once = 2 if halves or streams else 1
+        at_once = 2 if partitioned or streams else 1
         self._engines = [_Engine(run, ThreadPoolExecutor(at_once, thread_name_prefix="engine")) for run in runs]
         self._max_batch = max_batch_rows
         self.limit = max_queue_rows
         # Two batches, one that runs and one that gathers, are what keeps an engine busy.
         self._door = Admission(max_queue_rows, 2 * max_batch_rows, self._refused)
         self._max_delay = max_delay
-        self._halves, self._streams = halves, streams
+        self._partitioned, self._streams = partitioned, streams
         self._again: deque[_Again] = deque()
         self._row_seconds = 0.01
         self._arrived = asyncio.Event()
@@ -168,7 +168,7 @@ class Batcher:
 
     async def __aenter__(self) -> Self:
         """Begin to pull batches."""
-        serving = (self._serve, self._serve_second) if self._halves or self._streams else (self._serve,)
+        serving = (self._serve, self._serve_second) if self._partitioned or self._streams else (self._serve,)
         self._loops = [asyncio.create_task(serve(engine)) for engine in self._engines for serve in serving]
         return self
 
@@ -192,7 +192,7 @@ class Batcher:
         for engine in self._engines if place is None else self._engines[place : place + 1]:
             engine.resumed.set()
 
-    def give_up(self, why: str) -> None:
+    def fail_pending(self, why: str) -> None:
         """Answer all that waits, and whatever comes, with Unavailable until `resume`: no engine will be there soon."""
         self._gone = why
         self._fail_waiting(self._no_engine())
@@ -205,9 +205,9 @@ class Batcher:
         return Unavailable(self._gone, retry_after=LONGEST_RETRY, shed="no_engine")
 
     def _fail_waiting(self, error: Unavailable) -> None:
-        again = (ticket for one in self._again for ticket, _ in one.batch)
-        for ticket in itertools.chain(self._queue, again):
-            ticket.fail(error)
+        again = (request for one in self._again for request, _ in one.batch)
+        for request in itertools.chain(self._queue, again):
+            request.fail(error)
         self._again.clear()
         self._door.turn_away(error)
 
@@ -223,7 +223,7 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Rows that wait for a batch."""
-        return sum(ticket.waiting for ticket in self._queue)
+        return sum(request.waiting for request in self._queue)
 
     def admit(self, rows: int, *, size: int = 0, caller: str = "", wait: bool = False) -> Stay:
         """Hold room for so many rows inside the block.
@@ -279,14 +279,14 @@ class Batcher:
         """
         self._check_there()
         loop, spent = asyncio.get_running_loop(), spent or Spent()
-        ticket = Ticket(pass_, rows, collect, deadline, loop.time(), loop.create_future(), spent, origin)
-        spent.change(ticket.arrived, submitted=1)
-        self._queue.add(ticket)
+        request = PendingRequest(pass_, rows, collect, deadline, loop.time(), loop.create_future(), spent, origin)
+        spent.change(request.arrived, submitted=1)
+        self._queue.add(request)
         self._arrived.set()
         try:
-            await ticket.done  # a cancelled caller cancels the future, and with it the rows not yet run
+            await request.done  # a cancelled caller cancels the future, and with it the rows not yet run
         except BaseException:
-            self._queue.drop(ticket)  # now, and not when the next batch is formed: its rows hold images
+            self._queue.drop(request)  # now, and not when the next batch is formed: its rows hold images
             raise
         finally:
             spent.change(loop.time(), submitted=-1)
@@ -304,7 +304,7 @@ class Batcher:
             elif self._streams:
                 engine.halved.set()
                 await self._execute(engine, batch, 0)
-            elif self._halves and (engine.inputs[1] or not self._is_alone(batch)):
+            elif self._partitioned and (engine.inputs[1] or not self._is_alone(batch)):
                 engine.halved.set()
                 await self._execute(engine, batch, 0)
                 engine.halved.clear()
@@ -320,30 +320,30 @@ class Batcher:
             engine.inputs[1] = 0
             engine.second_idle.set()
 
-    async def _pulled(self, engine: _Engine, half: Half, *may: asyncio.Event) -> list[Place]:
+    async def _pulled(self, engine: _Engine, partition: Partition, *may: asyncio.Event) -> list[RowRef]:
         """Wait until an engine, or half of it, may run a batch, and there is one; none where rows are run again."""
         needed = (*may, engine.resumed)
         while True:
             for event in (*needed, self._arrived):
                 await event.wait()
-            if self._again and half == 0:
+            if self._again and partition == 0:
                 return []
-            await self._company()
+            await self._wait_for_batch()
             if not all(event.is_set() for event in needed):
                 self._arrived.set()  # which waiting for company has cleared, and another engine waits for
                 continue
-            most = self._share(engine.inputs[1 - half]) if self._halves else self._max_batch
-            if batch := self._formed(most, beside=half == 1):
-                engine.inputs[half] = _inputs(batch)
-                if half:
+            most = self._share(engine.inputs[1 - partition]) if self._partitioned else self._max_batch
+            if batch := self._formed(most, in_parallel=partition == 1):
+                engine.inputs[partition] = _inputs(batch)
+                if partition:
                     engine.second_idle.clear()
                 self._arrived.set()  # there may be more, for whichever engine is free next
                 return batch
-            self._wait_for_more(engine, half)
+            self._wait_for_more(engine, partition)
 
-    def _wait_for_more(self, engine: _Engine, half: Half) -> None:
+    def _wait_for_more(self, engine: _Engine, partition: Partition) -> None:
         """Have an engine, or half of it, wait, as nothing is there that it may run."""
-        if half and (self._queue or self._again):
+        if partition and (self._queue or self._again):
             engine.halved.clear()  # what is next may not run beside another batch: the first half takes it
         elif not self._again:
             self._arrived.clear()
@@ -365,7 +365,7 @@ class Batcher:
         if again.crowded and self.stats.failed == failed:
             self._capacity.cut(again.batch[0][0].pass_, _inputs(again.batch))
 
-    def _is_alone(self, batch: list[Place]) -> bool:
+    def _is_alone(self, batch: list[RowRef]) -> bool:
         """Tell whether a batch may have all of an engine, as nothing else waits that may have a half."""
         return self._queue.inputs < (self._max_batch if self._halves_are_full(list(dict(batch))) else 1)
 
@@ -374,16 +374,16 @@ class Batcher:
         share = self._max_batch if self._halves_are_full() else -(-(self._queue.inputs + other) // 2)
         return min(self._max_batch, share)
 
-    def _halves_are_full(self, more: Sequence[Ticket] = ()) -> bool:
+    def _halves_are_full(self, more: Sequence[PendingRequest] = ()) -> bool:
         """Tell whether only full batches share an engine.
 
         Rows are held back until a batch is full; or short requests come while long ones wait, and these shall not take
         a half that a short one would wait for.
         """
         has_long = self._queue.has_long or any(map(self._queue.is_long, more))
-        return self._max_delay > 0 or (has_long and self._queue.is_brisk)
+        return self._max_delay > 0 or (has_long and self._queue.short_requests_recent)
 
-    async def _company(self) -> None:
+    async def _wait_for_batch(self) -> None:
         """Wait for more rows, no longer than the oldest may be held back, and not for a full batch."""
         while self._max_delay and (held := self._queue.held_back()):
             since, rows = held
@@ -397,113 +397,115 @@ class Batcher:
             except TimeoutError:
                 return
 
-    def _formed(self, most: int, *, beside: bool) -> list[Place]:
+    def _formed(self, most: int, *, in_parallel: bool) -> list[RowRef]:
         """Form the next batch, of at most `most` inputs; return an empty one if no row may run now."""
-        batch = self._queue.form(most, beside=beside)
+        batch = self._queue.form(most, in_parallel=in_parallel)
         if batch:
             self._account(batch)
         return batch
 
-    def _account(self, batch: list[Place]) -> None:
+    def _account(self, batch: list[RowRef]) -> None:
         now = asyncio.get_running_loop().time()
         self.stats.batches += 1
         self.stats.rows += len(batch)
-        for ticket in dict(batch):
-            if ticket.record:
-                ticket.record.stage("queue", ticket.since, now)
-            ticket.spent.batch_rows = max(ticket.spent.batch_rows, len(batch))
-            ticket.since = now
+        for request in dict(batch):
+            if request.record:
+                request.record.stage("queue", request.since, now)
+            request.spent.batch_rows = max(request.spent.batch_rows, len(batch))
+            request.since = now
 
-    async def _execute(self, engine: _Engine, batch: list[Place], half: Half | None) -> None:
+    async def _execute(self, engine: _Engine, batch: list[RowRef], partition: Partition | None) -> None:
         """Run a batch; one that fails is split until the row at fault is alone."""
-        batch = [(ticket, index) for ticket, index in batch if not ticket.done.done()]
+        batch = [(request, index) for request, index in batch if not request.done.done()]
         if not batch:
             return
         pass_ = batch[0][0].pass_
         try:
-            results = await self._timed(engine, batch, half)
+            results = await self._timed(engine, batch, partition)
         except WorkerLost as error:
             engine.halved.clear()  # what is run again goes before all others
             self._suspect(batch, error)
             return
         except Exception as error:  # noqa: BLE001 -- whatever a row raises, its neighbours are answered
-            if isinstance(error, OutOfMemory) and self._streams and half is not None:
+            if isinstance(error, OutOfMemory) and self._streams and partition is not None:
                 self._run_alone_later(engine, batch)
             else:
-                await self._isolate(engine, batch, half, error)
+                await self._isolate(engine, batch, partition, error)
             return
         self.stats.answered += len(batch)
         self._capacity.went_well(pass_, _inputs(batch))
-        for (ticket, index), result in zip(batch, results, strict=True):
-            ticket.deliver(index, result)
+        for (request, index), result in zip(batch, results, strict=True):
+            request.deliver(index, result)
 
-    def _run_alone_later(self, engine: _Engine, batch: list[Place]) -> None:
+    def _run_alone_later(self, engine: _Engine, batch: list[RowRef]) -> None:
         """Have a batch that found no memory beside another one run again alone, before others fill the memory."""
         engine.halved.clear()
         self._again.append(_Again(batch, crowded=True))
         self._arrived.set()
 
-    def _suspect(self, batch: list[Place], error: WorkerLost) -> None:
+    def _suspect(self, batch: list[RowRef], error: WorkerLost) -> None:
         """Have the requests of a batch whose worker ended run again, each alone, unless it is known which was why."""
         alone = len(dict(batch)) == 1 and not error.others
-        for ticket in dict(batch):
-            places = [place for place in batch if place[0] is ticket]
+        for request in dict(batch):
+            places = [place for place in batch if place[0] is request]
             if error.process_id:
-                ticket.lost.add(error.process_id)
-            if len(ticket.lost) > 1 or (ticket.lost and alone):
+                request.lost.add(error.process_id)
+            if len(request.lost) > 1 or (request.lost and alone):
                 self.stats.failed += len(places)
-                ticket.fail(Internal(f"{error.message}; the request is not run again", shed=error.shed))
+                request.fail(Internal(f"{error.message}; the request is not run again", shed=error.shed))
             else:
                 self._again.append(_Again(places))
         log.warning("a batch was lost: %s", error.message, extra=logs.fields(rows=len(batch), again=len(self._again)))
         self._arrived.set()
 
-    async def _timed(self, engine: _Engine, batch: list[Place], half: Half | None) -> list[RowResult]:
+    async def _timed(self, engine: _Engine, batch: list[RowRef], partition: Partition | None) -> list[RowResult]:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rows, tickets = [ticket.rows[index] for ticket, index in batch], dict(batch)
-        for ticket in tickets:
-            ticket.spent.change(began, running=1)
+        rows, requests = [request.rows[index] for request, index in batch], dict(batch)
+        for request in requests:
+            request.spent.change(began, running=1)
         work = engine.count(began, 1)
         try:
-            results = await engine.ask(batch[0][0].pass_, rows, half)
+            results = await engine.ask(batch[0][0].pass_, rows, partition)
         except asyncio.CancelledError:
-            for ticket, _ in batch:
-                ticket.fail(Unavailable("the server is shutting down"))
+            for request, _ in batch:
+                request.fail(Unavailable("the server is shutting down"))
             raise
         finally:
             ended = loop.time()
-            for ticket in tickets:
-                ticket.spent.change(ended, running=-1)
+            for request in requests:
+                request.spent.change(ended, running=-1)
             work = engine.count(ended, -1) - work
-            whole = work if self._streams else (ended - began) * (1 if half is None else 0.5)
+            whole = work if self._streams else (ended - began) * (1 if partition is None else 0.5)
             self._tell(batch, (began, ended), whole)
         if len(results) != len(rows):
             raise Internal(f"the engine answered {len(rows)} rows with {len(results)}")
         self._row_seconds += 0.2 * (whole / len(rows) - self._row_seconds)
         self._capacity.measured(_kinds(batch), whole)
-        for ticket in tickets:
-            ticket.since = ended
+        for request in requests:
+            request.since = ended
         return results
 
-    def _tell(self, batch: list[Place], times: tuple[float, float], work: float) -> None:
+    def _tell(self, batch: list[RowRef], times: tuple[float, float], work: float) -> None:
         if self.told:
             pass_, (began, ended) = batch[0][0].pass_, times
-            records = [ticket.record for ticket in dict(batch) if ticket.record]
+            records = [request.record for request in dict(batch) if request.record]
             try:
                 self.told.ran(Ran(pass_.model, pass_.kind, len(batch), began, ended, records, work))
             except Exception:  # whoever listens, the rows are computed
                 log.exception("nobody could be told of a batch")
 
-    async def _isolate(self, engine: _Engine, batch: list[Place], half: Half | None, error: Exception) -> None:
+    async def _isolate(
+        self, engine: _Engine, batch: list[RowRef], partition: Partition | None, error: Exception
+    ) -> None:
         if len(batch) == 1:
             self.stats.failed += 1
             batch[0][0].fail(error)
             return
         middle = len(batch) // 2
         before = self.stats.failed
-        await self._execute(engine, batch[:middle], half)
-        await self._execute(engine, batch[middle:], half)
+        await self._execute(engine, batch[:middle], partition)
+        await self._execute(engine, batch[middle:], partition)
         if isinstance(error, OutOfMemory) and self.stats.failed == before:
             # Both halves went well: it was the size, and not one row that takes all there is.
             self._capacity.cut(batch[0][0].pass_, _inputs(batch))
@@ -513,17 +515,17 @@ class Batcher:
         return min(max(seconds / 2, SHORTEST_RETRY), LONGEST_RETRY)
 
 
-def _kinds(batch: Sequence[Place]) -> Counter[RowKind]:
+def _kinds(batch: Sequence[RowRef]) -> Counter[RowKind]:
     """Count the rows of each kind in a batch."""
     kinds = Counter[RowKind]()
-    for ticket, rows in Counter(ticket for ticket, _ in batch).items():
-        kinds[ticket.kind] += rows
+    for request, rows in Counter(request for request, _ in batch).items():
+        kinds[request.kind] += rows
     return kinds
 
 
-def _inputs(batch: Sequence[Place]) -> int:
+def _inputs(batch: Sequence[RowRef]) -> int:
     """Count the distinct inputs of a batch."""
-    return len({ticket.rows[index].input for ticket, index in batch})
+    return len({request.rows[index].input for request, index in batch})
 
 
 def _contained(run: Run, *arguments: object) -> list[RowResult]:

@@ -33,7 +33,7 @@ def kind_of(pass_: Pass, row: Row) -> RowKind:
 
 
 @dataclass(slots=True, eq=False)
-class Room:
+class BatchBudget:
     """What one batch has room for.
 
     Attributes:
@@ -96,9 +96,9 @@ class Capacity:
         self._caps: dict[tuple[str, Kind], _Cap] = {}
         self._costs: dict[RowKind, float] = {}  # seconds a row on a whole engine; the latest measured last
 
-    def room(self, pass_: Pass, most: int) -> Room:
+    def room(self, pass_: Pass, most: int) -> BatchBudget:
         """Return the room of a batch that should have at most so many inputs."""
-        return Room(min(most, max(1, self._fitting(pass_))), self.seconds)
+        return BatchBudget(min(most, max(1, self._fitting(pass_))), self.seconds)
 
     def learn(self, key: str, model: ModelInfo, measured: Mapping[Kind, int] | None = None) -> None:
         """Note how much memory a model takes; rows mean it by this key.

@@ -22,14 +22,14 @@ from typing import TypeAlias
 from camserve_server.core.errors import DeadlineExceeded
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
-from camserve_server.scheduling.admission import Turns
-from camserve_server.scheduling.capacity import Capacity, Room, RowKind, kind_of
-from camserve_server.telemetry import Origin, Record, Spent
+from camserve_server.scheduling.admission import TurnOrder
+from camserve_server.scheduling.capacity import BatchBudget, Capacity, RowKind, kind_of
+from camserve_server.telemetry import Origin, RequestTrace, Spent
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
 
 PATIENCE = 1.0  # seconds: a deadline nearer than this is urgent
-BRISK = 10.0  # seconds: while a short request came so lately, another may come
+RECENT_SECONDS = 10.0  # seconds: while a short request came so lately, another may come
 LONG = 32  # rows: a request of more is a long one, even if a batch has room for all of them
 OLDEST_SHARE = 4  # one row in so many of a batch is the oldest request's
 
@@ -47,7 +47,7 @@ class Stats:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class PendingRequest:
     """Rows of one request that wait, and how far they have come."""
 
     pass_: Pass
@@ -75,7 +75,7 @@ class Ticket:
         return self.origin.caller
 
     @property
-    def record(self) -> Record | None:
+    def record(self) -> RequestTrace | None:
         """Its record; None where there is no telemetry."""
         return self.origin.record
 
@@ -89,7 +89,7 @@ class Ticket:
         """How many inputs its rows that wait have between them."""
         return len({row.input for row in self.rows[self.taken : self.taken + self.waiting]})
 
-    def take(self, room: Room, seconds: float, most: int) -> "list[Place]":
+    def take(self, room: BatchBudget, seconds: float, most: int) -> "list[RowRef]":
         """Give rows into a batch, until it is full or has so many inputs; rows that share one take one place."""
         first, last = self.taken, self.taken + self.waiting
         while self.taken < last and room.takes(self.rows[self.taken], seconds, most):
@@ -118,15 +118,15 @@ class Ticket:
             self.done.set_exception(error)
 
 
-Place: TypeAlias = tuple[Ticket, int]
+RowRef: TypeAlias = tuple[PendingRequest, int]
 """A row: its request, and its index there."""
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class PassQueue:
     """Requests of one caller that wait for one pass, the oldest first, and when it last had a turn."""
 
-    tickets: dict[Ticket, None] = field(default_factory=dict)
+    requests: dict[PendingRequest, None] = field(default_factory=dict)
     served: float = 0.0
 
 
@@ -140,42 +140,42 @@ class Queue:
 
     def __init__(self, capacity: Capacity, stats: Stats) -> None:
         self._capacity, self._stats = capacity, stats
-        self._turns = Turns()
-        self._lines: dict[str, dict[Pass, Line]] = {}
+        self._turns = TurnOrder()
+        self._lines: dict[str, dict[Pass, PassQueue]] = {}
         self._long = 0
         self._short_came = -math.inf
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[PendingRequest]:
         for line in self._all_lines():
-            yield from line.tickets
+            yield from line.requests
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, request: PendingRequest) -> None:
         """Let a request wait."""
-        self._lines.setdefault(ticket.caller, {}).setdefault(ticket.pass_, Line()).tickets[ticket] = None
-        if self.is_long(ticket):
+        self._lines.setdefault(request.caller, {}).setdefault(request.pass_, PassQueue()).requests[request] = None
+        if self.is_long(request):
             self._long += 1
         else:
-            self._short_came = ticket.arrived
+            self._short_came = request.arrived
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, request: PendingRequest) -> None:
         """Let a request go, with the images of its rows: it is answered or cancelled, or all its rows were taken."""
-        lines = self._lines.get(ticket.caller, {})
-        line = lines.get(ticket.pass_)
-        if line is None or ticket not in line.tickets:
+        lines = self._lines.get(request.caller, {})
+        line = lines.get(request.pass_)
+        if line is None or request not in line.requests:
             return
-        del line.tickets[ticket]
-        self._long -= self.is_long(ticket)
-        if not line.tickets:
-            del lines[ticket.pass_]
+        del line.requests[request]
+        self._long -= self.is_long(request)
+        if not line.requests:
+            del lines[request.pass_]
         if not lines:
-            del self._lines[ticket.caller]
+            del self._lines[request.caller]
 
-    def is_long(self, ticket: Ticket) -> bool:
+    def is_long(self, request: PendingRequest) -> bool:
         """Tell whether a request is a long one."""
-        return len(ticket.rows) > min(self._capacity.inputs, LONG)
+        return len(request.rows) > min(self._capacity.inputs, LONG)
 
     @property
     def has_long(self) -> bool:
@@ -183,14 +183,14 @@ class Queue:
         return self._long > 0
 
     @property
-    def is_brisk(self) -> bool:
+    def short_requests_recent(self) -> bool:
         """Whether another short request may come soon."""
-        return _now() - self._short_came < BRISK
+        return _now() - self._short_came < RECENT_SECONDS
 
     @property
     def inputs(self) -> int:
         """How many inputs wait, as far as two batches; of long requests where no short one would wait longer."""
-        brisk, found = self.is_brisk, 0
+        brisk, found = self.short_requests_recent, 0
         for one in self:
             found += 0 if brisk and self.is_long(one) else one.inputs
             if found >= 2 * self._capacity.inputs:  # a queue may be long, and this is asked for every batch
@@ -203,39 +203,39 @@ class Queue:
             return None
         caller, pass_ = chosen
         same = [line for lines in self._lines.values() if (line := lines.get(pass_))]
-        oldest = next(iter(self._lines[caller][pass_].tickets))
-        return oldest.since, sum(ticket.waiting for line in same for ticket in line.tickets)
+        oldest = next(iter(self._lines[caller][pass_].requests))
+        return oldest.since, sum(request.waiting for line in same for request in line.requests)
 
-    def form(self, most: int, *, beside: bool = False) -> list[Place]:
+    def form(self, most: int, *, in_parallel: bool = False) -> list[RowRef]:
         """Take the next batch from the rows that wait.
 
         Args:
             most: the largest number of inputs in it.
-            beside: whether it will run beside another batch. If the next batch may not, none is taken.
+            in_parallel: whether it will run beside another batch. If the next batch may not, none is taken.
         """
         if (chosen := self._next()) is None:
             return []
         caller, pass_ = chosen
-        if beside and not self._capacity.may_share(pass_):
+        if in_parallel and not self._capacity.may_share(pass_):
             return []
         room = self._capacity.room(pass_, most)
         line = self._lines[caller][pass_]
         # A batch too small to be shared goes to the oldest whole, every fourth time.
         reserved = room.inputs // OLDEST_SHARE or int(self._stats.batches % OLDEST_SHARE == 1)
-        batch = self._taken(next(iter(line.tickets)), room, reserved)
-        brisk, share = self.is_brisk, max(1, room.inputs // OLDEST_SHARE)
-        for ticket in self._in_turn(caller, pass_):
+        batch = self._taken(next(iter(line.requests)), room, reserved)
+        brisk, share = self.short_requests_recent, max(1, room.inputs // OLDEST_SHARE)
+        for request in self._in_turn(caller, pass_):
             if room.full:
                 break
-            batch += self._taken(ticket, room, share if brisk and self.is_long(ticket) else room.inputs)
+            batch += self._taken(request, room, share if brisk and self.is_long(request) else room.inputs)
         line.served = _now()
         self._turns.took(caller)
         return batch
 
-    def _taken(self, ticket: Ticket, room: Room, most: int) -> list[Place]:
-        places = ticket.take(room, self._capacity.seconds_of(ticket.kind), most)
-        if not ticket.waiting:
-            self.drop(ticket)
+    def _taken(self, request: PendingRequest, room: BatchBudget, most: int) -> list[RowRef]:
+        places = request.take(room, self._capacity.seconds_of(request.kind), most)
+        if not request.waiting:
+            self.drop(request)
         return places
 
     def _next(self) -> tuple[str, Pass] | None:
@@ -251,35 +251,35 @@ class Queue:
     def _expire(self, caller: str) -> None:
         """Answer a caller's requests whose deadline has passed."""
         now = _now()
-        late = [one for line in self._lines[caller].values() for one in line.tickets if one.deadline <= now]
-        for ticket in late:
-            self._stats.expired += not ticket.done.done()
-            ticket.fail(DeadlineExceeded("the deadline passed while the request was waiting"))
-        gone = [one for line in self._lines[caller].values() for one in line.tickets if one.done.done()]
-        for ticket in gone:
-            self.drop(ticket)
+        late = [one for line in self._lines[caller].values() for one in line.requests if one.deadline <= now]
+        for request in late:
+            self._stats.expired += not request.done.done()
+            request.fail(DeadlineExceeded("the deadline passed while the request was waiting"))
+        gone = [one for line in self._lines[caller].values() for one in line.requests if one.done.done()]
+        for request in gone:
+            self.drop(request)
 
-    def _due(self, line: Line, now: float) -> tuple[bool, float]:
+    def _due(self, line: PassQueue, now: float) -> tuple[bool, float]:
         """Return whether a pass can be put off, and when it should be served.
 
         It should a second after its last turn, or after its oldest request came, or by its nearest deadline; if that is
         not yet so and only long requests wait, it can be put off.
         """
-        turn = max(next(iter(line.tickets)).arrived, line.served) + PATIENCE
-        nearest = min(ticket.deadline for ticket in line.tickets)
+        turn = max(next(iter(line.requests)).arrived, line.served) + PATIENCE
+        nearest = min(request.deadline for request in line.requests)
         if turn <= now or nearest <= now + PATIENCE:
             return False, min(turn, nearest)
-        return all(map(self.is_long, line.tickets)), min(turn, nearest)
+        return all(map(self.is_long, line.requests)), min(turn, nearest)
 
-    def _in_turn(self, caller: str, pass_: Pass) -> Iterator[Ticket]:
+    def _in_turn(self, caller: str, pass_: Pass) -> Iterator[PendingRequest]:
         """Yield the requests for a pass: the first of each caller, then the second of each; this caller's before."""
         now = _now()
         others = sorted((one for one in self._lines if one != caller), key=self._turns.last)
         lines = [line for one in (caller, *others) if (line := self._lines.get(one, {}).get(pass_))]
-        orders = [sorted(line.tickets, key=lambda one: (one.deadline > now + PATIENCE, one.waiting)) for line in lines]
+        orders = [sorted(line.requests, key=lambda one: (one.deadline > now + PATIENCE, one.waiting)) for line in lines]
         yield from (one for turn in itertools.zip_longest(*orders) for one in turn if one)
 
-    def _all_lines(self) -> list[Line]:
+    def _all_lines(self) -> list[PassQueue]:
         return [line for lines in self._lines.values() for line in lines.values()]
 
 

@@ -21,7 +21,7 @@ from camserve_server.imaging.values import Box, Rendering
 from camserve_server.methods import METHODS
 from camserve_server.models.values import KnownModel, ModelInfo, Pass
 from camserve_server.scheduling import Batcher, Collect
-from camserve_server.scheduling.admission import Admission, FairThreads, Shelf, Stay
+from camserve_server.scheduling.admission import Admission, FairThreads, MemoryBudget, Stay
 from camserve_server.scheduling.threads import in_thread
 from camserve_server.serving import receipts
 from camserve_server.serving.receipts import Receipt
@@ -30,15 +30,15 @@ from camserve_server.serving.requests import EvaluateRequest, ExplainRequest
 from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
 from camserve_server.targets import carried, kind_of, whole, with_box
 from camserve_server.targets.values import SimilarityTarget, Target
-from camserve_server.telemetry import IN_PROCESS, Origin, Record, Spent
+from camserve_server.telemetry import IN_PROCESS, Origin, RequestTrace, Spent
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 HELD = 3_000_000  # bytes of a decoded photo that are held while its request waits; larger ones are decoded again
-SHELF = 32 * 2**20  # bytes of decoded photos held together; where there is no room for one it is decoded again
-EASEL = 160 * 2**20  # bytes of all photos that are being decoded, and pictures being drawn; others wait
-SHARE_OF_EASEL = 8 * 2**20  # bytes of it that each caller may have, however many there are
+PHOTO_BUDGET = 32 * 2**20  # bytes of decoded photos held together; where there is no room for one it is decoded again
+DRAWING_LIMIT = 160 * 2**20  # bytes of all photos that are being decoded, and pictures being drawn; others wait
+DRAWING_SHARE = 8 * 2**20  # bytes of it that each caller may have, however many there are
 DRAWN_AT_ONCE = 1_000_000  # pixels of pictures drawn before others have a turn: some 5 ms
 PICTURES = 32 * 2**20  # bytes of the pictures in a reply at most
 REPLIES = 96 * 2**20  # bytes of all replies that are not sent yet, with their copies; others wait before they are drawn
@@ -98,14 +98,14 @@ class Pipeline:
     batcher: Batcher
     threads: FairThreads
     limits: Limits
-    shelf: Shelf = field(default_factory=lambda: Shelf(SHELF))
-    easel: Admission = field(default_factory=lambda: Admission(EASEL, SHARE_OF_EASEL, line=math.inf))
+    photo_budget: MemoryBudget = field(default_factory=lambda: MemoryBudget(PHOTO_BUDGET))
+    drawing_limit: Admission = field(default_factory=lambda: Admission(DRAWING_LIMIT, DRAWING_SHARE, line=math.inf))
     replies: Admission = field(
-        default_factory=lambda: Admission(REPLIES, SHARE_OF_EASEL, line=math.inf, most=CALLERS_REPLIES)
+        default_factory=lambda: Admission(REPLIES, DRAWING_SHARE, line=math.inf, most=CALLERS_REPLIES)
     )
     origin: Origin = IN_PROCESS
 
-    def called_by(self, caller: str, record: Record | None) -> "Pipeline":
+    def called_by(self, caller: str, record: RequestTrace | None) -> "Pipeline":
         """Return the same pipeline, for the requests of one caller.
 
         Args:
@@ -287,7 +287,7 @@ class Pipeline:
         decoded = clock()
         if record:
             record.stage("decode", began, decoded)
-        with self.shelf.kept(0 if view.photo is None else view.photo.nbytes) as fits:
+        with self.photo_budget.kept(0 if view.photo is None else view.photo.nbytes) as fits:
             view = view if fits else replace(view, photo=None)
             outcome = await work(view, submit)
             computed = clock()
@@ -314,7 +314,7 @@ class Pipeline:
         return self._drawing(images.memory_to_decode(data))
 
     def _drawing(self, size: int) -> Stay:
-        return self.easel.admit(min(size, EASEL), caller=self.origin.caller, wait=True)
+        return self.drawing_limit.admit(min(size, DRAWING_LIMIT), caller=self.origin.caller, wait=True)
 
     async def _in_steps(self, steps: Generator[None, None, T]) -> T:
         """Run what pauses now and then in a thread: others have their turn then, and it ends if its caller gave up."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from camserve_server.models.values import Absent, KnownModel, ModelInfo
+from camserve_server.models.values import KnownModel, ModelInfo, UnavailableModel
 
 
 class Registry:
@@ -40,14 +40,14 @@ class Registry:
 
     def is_bereft(self) -> bool:
         """Tell whether every model has failed, so that nothing will be answered until one is loaded again."""
-        states = [one.state if isinstance(one, Absent) else "" for one in self.models.values()]
+        states = [one.state if isinstance(one, UnavailableModel) else "" for one in self.models.values()]
         return bool(states) and set(states) == {"failed"}
 
     def lose(self, key: str) -> ModelInfo | None:
         """Take a version for failed; return it, or None where it is not among the models any more."""
         found = next((one for one in self.models.values() if isinstance(one, ModelInfo) and one.key == key), None)
         if found:
-            self.models[found.name] = Absent(found.name, found.source, "failed", found.version)
+            self.models[found.name] = UnavailableModel(found.name, found.source, "failed", found.version)
         return found
 
     async def let_go(self, model: ModelInfo) -> None:

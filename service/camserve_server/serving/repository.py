@@ -15,9 +15,9 @@ from camserve_server.core import logs
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from camserve_server.models import ModelSpec
-from camserve_server.models.values import Absent, KnownModel, ModelInfo
+from camserve_server.models.values import KnownModel, ModelInfo, UnavailableModel
 from camserve_server.serving.requests import LoadRequest
-from camserve_server.serving.worker_pool import Fleet
+from camserve_server.serving.worker_pool import WorkerPool
 from camserve_server.telemetry import Engine
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,14 @@ class Lifecycle:
         ConfigError: the model folder is none.
     """
 
-    def __init__(self, fleet: Fleet, specs: Mapping[str, ModelSpec], settings: Settings) -> None:
+    def __init__(self, fleet: WorkerPool, specs: Mapping[str, ModelSpec], settings: Settings) -> None:
         self._fleet, self._registry, self._specs = fleet, fleet.registry, specs
         self._admin, self._folder = settings.admin, settings.model_folder
         if self._folder and not Path(self._folder).is_dir():
             raise ConfigError(f"model_folder = {self._folder}: there is no such folder")
-        self._registry.models.update({name: Absent(name, spec.origin, "loading") for name, spec in specs.items()})
+        self._registry.models.update(
+            {name: UnavailableModel(name, spec.origin, "loading") for name, spec in specs.items()}
+        )
         self._versions = dict.fromkeys(specs, 0)
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -124,7 +126,7 @@ class Lifecycle:
         self._check_allowed()
         async with self._turn:
             model = self._registry.models[name]
-            if isinstance(model, Absent) and model.state == "unloading":
+            if isinstance(model, UnavailableModel) and model.state == "unloading":
                 return model
             going = self._mark(name, "unloading" if isinstance(model, ModelInfo) else "unloaded")
         if isinstance(model, ModelInfo):
@@ -165,13 +167,13 @@ class Lifecycle:
     async def _replace(self, spec: ModelSpec) -> ModelInfo:
         """Load the next version of a model, and let the one before go."""
         name, old = spec.name, self._registry.models[spec.name]
-        if isinstance(old, Absent):
+        if isinstance(old, UnavailableModel):
             self._mark(name, "loading")
         version = self._versions[name] + 1
         try:
             info = replace(await self._fleet.load(f"{name}@{version}", spec), version=version)
         except Exception as error:
-            if isinstance(old, Absent):
+            if isinstance(old, UnavailableModel):
                 self._mark(name, "failed")
             raise _ours(spec, error) from error
         self._versions[name], self._registry.models[name] = version, info
@@ -184,13 +186,13 @@ class Lifecycle:
         await self._fleet.drop(model.key)
         log.info("model %s: a version is gone", model.name, extra=logs.fields(version=model.version))
 
-    async def _unloaded(self, model: ModelInfo, going: Absent) -> None:
+    async def _unloaded(self, model: ModelInfo, going: UnavailableModel) -> None:
         await self._dropped(model)
         if self._registry.models[model.name] is going:  # and it was not loaded again meanwhile
             self._mark(model.name, "unloaded")
 
-    def _mark(self, name: str, state: Any) -> Absent:
-        now = Absent(name, self._specs[name].origin, state, self._versions[name])
+    def _mark(self, name: str, state: Any) -> UnavailableModel:
+        now = UnavailableModel(name, self._specs[name].origin, state, self._versions[name])
         self._registry.models[name] = now
         return now
 

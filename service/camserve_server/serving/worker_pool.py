@@ -32,8 +32,8 @@ from camserve_server.scheduling import Batcher
 from camserve_server.scheduling.threads import contained
 from camserve_server.serving.model_registry import Registry
 from camserve_server.targets import anything
-from camserve_server.telemetry import Engine, Told
-from camserve_server.workers import Local, Port, Setup, Worker
+from camserve_server.telemetry import Engine, TelemetrySink
+from camserve_server.workers import InProcessWorker, Setup, Worker, WorkerProtocol
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ CPU_BATCH = 8
 GPU_BATCH = 64  # as many as one request may have under way (`Limits.chunk`)
 GPU_SHARE = 0.8  # of a GPU's free memory, batches get so much; the rest is lost between the blocks of torch's allocator
 LIMIT_SHARE = 6  # batches get 1 / LIMIT_SHARE of all memory; the libraries and the model take more than half of it
-BORNE = 30.0  # seconds that callers wait for an engine to come back, before they are refused at once
+RECOVERY_TIMEOUT = 30.0  # seconds that callers wait for an engine to come back, before they are refused at once
 CANARY = 10.0  # seconds between two looks whether an explanation comes out
-DOUBTS = 2  # canaries that fail, one after the other, before the server is not well
+FAILURE_THRESHOLD = 2  # canaries that fail, one after the other, before the server is not well
 
 LOADING = "loading"  # name of the threads in which models are loaded
 
@@ -53,7 +53,7 @@ Well = Callable[[bool], object]
 """Told on the event loop whether explanations can be had."""
 
 
-class Fleet:
+class WorkerPool:
     """Engines behind one batcher.
 
     Args:
@@ -64,7 +64,12 @@ class Fleet:
     """
 
     def __init__(
-        self, settings: Settings, well: Well = lambda _well: None, told: Told | None = None, *, watch: bool = True
+        self,
+        settings: Settings,
+        well: Well = lambda _well: None,
+        told: TelemetrySink | None = None,
+        *,
+        watch: bool = True,
     ) -> None:
         self._devices = devices = devices_named(settings.device)
         self._hears, self._watches = told, watch
@@ -84,23 +89,23 @@ class Fleet:
             max_batch_rows=self._max_rows(devices),
             max_queue_rows=settings.max_queue_rows,
             max_delay=settings.max_queue_delay_ms / 1e3,
-            halves=self._halves(devices),
+            partitioned=self._partitioned(devices),
             streams=self._streams(devices),
             max_batch_seconds=settings.max_batch_seconds,
         )
         self.batcher.allow(self._batch_bytes(devices))
         self.batcher.told = told
 
-    def _made(self, place: int, devices: Sequence[str]) -> Port:
+    def _made(self, place: int, devices: Sequence[str]) -> WorkerProtocol:
         settings = self._settings
         setup = Setup(
             device=devices[place],
             threads=self._threads(devices),
-            beside=len(devices) > 1,
+            shares_device=len(devices) > 1,
             log_level=settings.log_level,
             log_format=settings.log_format,
             path=tuple(sys.path),
-            halves=self._halves(devices),
+            partitioned=self._partitioned(devices),
             streams=self._streams(devices),
             measure=bool(settings.metrics_address),
             max_rows=self._max_rows(devices),
@@ -109,7 +114,7 @@ class Fleet:
             self._hears.begun(place, setup.device)
         if settings.isolation == "thread":
             self._up.add(place)
-            return Local(setup)
+            return InProcessWorker(setup)
         come, go = (partial(self._loop.call_soon_threadsafe, told, place) for told in (self._came, self._went))
         return Worker(setup, batch_seconds=settings.max_batch_seconds, up=come, down=go, lost=self._hear_of_loss)
 
@@ -126,9 +131,9 @@ class Fleet:
         if not _any_cpu(devices):
             return 0
         room = min(self._settings.max_batch_mib * 2**20, memory_limit() // LIMIT_SHARE)
-        return room // (len(devices) * (2 if self._halves(devices) else 1))
+        return room // (len(devices) * (2 if self._partitioned(devices) else 1))
 
-    def _halves(self, devices: Sequence[str]) -> bool:
+    def _partitioned(self, devices: Sequence[str]) -> bool:
         """Tell whether an engine can run two batches at once: in a process of its own it knows its threads."""
         return self._settings.isolation == "process" and _all_cpus(devices) and self._threads(devices) > 1
 
@@ -197,7 +202,7 @@ class Fleet:
             log.info("a batch may take %d MiB", batch_bytes // 2**20)
             self.batcher.allow(batch_bytes)
 
-    async def _measured(self, measure: Callable[[Port], T]) -> list[T | None]:
+    async def _measured(self, measure: Callable[[WorkerProtocol], T]) -> list[T | None]:
         """Have each engine measure its GPU; None of one that cannot. On a CPU nothing is measured."""
         if _any_cpu(self._devices):
             return []
@@ -253,7 +258,7 @@ class Fleet:
             self._hears.lost(place, self._devices[place])
         if not self._up:
             why = "there is no engine: it was lost, and could not be started again yet"
-            self._giving_up = self._loop.call_later(BORNE, self.batcher.give_up, why)
+            self._giving_up = self._loop.call_later(RECOVERY_TIMEOUT, self.batcher.fail_pending, why)
         self._tell()
 
     def _hear_of_loss(self, key: str) -> None:
@@ -274,7 +279,7 @@ class Fleet:
         await self.drop(model.key)
 
     def _tell(self) -> None:
-        well = bool(self._up) and self._failures < DOUBTS and not self.registry.is_bereft()
+        well = bool(self._up) and self._failures < FAILURE_THRESHOLD and not self.registry.is_bereft()
         if well != self._told:
             self._told = well
             self._well(well)
@@ -285,11 +290,11 @@ class Fleet:
         while True:
             await asyncio.sleep(CANARY)
             if self._watches and self.registry.first() and self._up and self.batcher.stats.answered == answered:
-                self._failures = 0 if await self._sings() else self._failures + 1
+                self._failures = 0 if await self._canary_succeeds() else self._failures + 1
             self._tell()
             answered = self.batcher.stats.answered
 
-    async def _sings(self) -> bool:
+    async def _canary_succeeds(self) -> bool:
         """Return whether an explanation comes out of the first model that answers."""
         info, found = self.registry.first(), list[RowResult]()
         if info is None:

@@ -3,7 +3,7 @@
 It may import `core`.
 """
 
-from camserve_server.telemetry.record import IN_PROCESS, Engine, Memory, Origin, Ran, Record, State, Told
+from camserve_server.telemetry.record import IN_PROCESS, Engine, Memory, Origin, Ran, RequestTrace, State, TelemetrySink
 from camserve_server.telemetry.sink import Telemetry, telemetry
 from camserve_server.telemetry.spent import Spent
 
@@ -13,10 +13,10 @@ __all__ = [
     "Memory",
     "Origin",
     "Ran",
-    "Record",
+    "RequestTrace",
     "Spent",
     "State",
     "Telemetry",
-    "Told",
+    "TelemetrySink",
     "telemetry",
 ]

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from camserve_server.telemetry.record import Engine, Ran, Record, State
+from camserve_server.telemetry.record import Engine, Ran, RequestTrace, State
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -33,7 +33,7 @@ SHED = (
 GONE = {"CANCELLED": "caller", "DEADLINE_EXCEEDED": "deadline"}
 
 
-class Meters:
+class PrometheusMetrics:
     """The metrics of one server.
 
     Args:
@@ -116,7 +116,7 @@ class Meters:
             registry=into,
         )
 
-    def answered(self, record: Record, code: str, seconds: float) -> None:
+    def answered(self, record: RequestTrace, code: str, seconds: float) -> None:
         """Count a request, or a stream.
 
         Args:

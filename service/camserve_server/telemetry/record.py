@@ -10,7 +10,7 @@ SEVERAL = "several"
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class RequestTrace:
     """One request. Times are on the clock of the event loop.
 
     Attributes:
@@ -70,7 +70,7 @@ class Origin:
     """
 
     caller: str = ""
-    record: Record | None = None
+    record: RequestTrace | None = None
 
 
 IN_PROCESS = Origin()
@@ -96,7 +96,7 @@ class Ran:
     rows: int
     began: float
     ended: float
-    records: Sequence[Record]
+    records: Sequence[RequestTrace]
     work: float = 0.0
 
 
@@ -153,7 +153,7 @@ class State:
     engines: Sequence[Engine] = ()
 
 
-class Told(Protocol):
+class TelemetrySink(Protocol):
     """Who is told of what is no request."""
 
     def ran(self, batch: Ran) -> None:

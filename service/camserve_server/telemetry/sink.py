@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from camserve_server.telemetry.record import Ran, Record, State
+from camserve_server.telemetry.record import Ran, RequestTrace, State
 
 if TYPE_CHECKING:
-    from camserve_server.telemetry.prometheus import Meters
+    from camserve_server.telemetry.prometheus import PrometheusMetrics
     from camserve_server.telemetry.traces import Traces
 
 
@@ -19,12 +19,16 @@ class Telemetry:
         traces: what OpenTelemetry is told, or None.
     """
 
-    def __init__(self, meters: "Meters | None", traces: "Traces | None") -> None:
-        self.meters, self.traces = meters, traces
+    def __init__(self, prometheus_metrics: "PrometheusMetrics | None", traces: "Traces | None") -> None:
+        self.prometheus_metrics, self.traces = prometheus_metrics, traces
 
     def begin(
-        self, record: Record, name: str, metadata: Mapping[str, Any] | None = None, parent: Record | None = None
-    ) -> Record:
+        self,
+        record: RequestTrace,
+        name: str,
+        metadata: Mapping[str, Any] | None = None,
+        parent: RequestTrace | None = None,
+    ) -> RequestTrace:
         """Begin to record a request.
 
         Args:
@@ -37,11 +41,11 @@ class Telemetry:
             self.traces.begin(record, name, metadata or {}, parent)
         return record
 
-    def end(self, record: Record, code: str) -> None:
+    def end(self, record: RequestTrace, code: str) -> None:
         """Count a request, and end its span."""
         ended = time.monotonic()
-        if self.meters:
-            self.meters.answered(record, code, ended - record.began)
+        if self.prometheus_metrics:
+            self.prometheus_metrics.answered(record, code, ended - record.began)
         if self.traces:
             self.traces.end(record, code, ended)
 
@@ -50,23 +54,23 @@ class Telemetry:
         span = self.traces.ran(batch) if self.traces else None
         for record in batch.records:
             record.stage("compute", batch.began, batch.ended, span)
-        if self.meters:
-            self.meters.ran(batch)
+        if self.prometheus_metrics:
+            self.prometheus_metrics.ran(batch)
 
     def loaded(self, model: str, seconds: float, *, well: bool) -> None:
         """Hear that a model was loaded, or could not be."""
-        if self.meters:
-            self.meters.loaded(model, seconds, well=well)
+        if self.prometheus_metrics:
+            self.prometheus_metrics.loaded(model, seconds, well=well)
 
     def begun(self, engine: int, device: str) -> None:
         """Hear that there is an engine."""
-        if self.meters:
-            self.meters.begun(engine, device)
+        if self.prometheus_metrics:
+            self.prometheus_metrics.begun(engine, device)
 
     def lost(self, engine: int, device: str) -> None:
         """Hear that an engine's process ended, and another is started in its place."""
-        if self.meters:
-            self.meters.lost(engine, device)
+        if self.prometheus_metrics:
+            self.prometheus_metrics.lost(engine, device)
 
 
 def telemetry(state: Callable[[], State], *, metrics: bool, traces: bool) -> Telemetry | None:
@@ -82,13 +86,13 @@ def telemetry(state: Callable[[], State], *, metrics: bool, traces: bool) -> Tel
     """
     if not (metrics or traces):
         return None
-    meters, spans = None, None
+    prometheus_metrics, spans = None, None
     if metrics:
-        from camserve_server.telemetry.prometheus import Meters  # noqa: PLC0415 -- as above
+        from camserve_server.telemetry.prometheus import PrometheusMetrics  # noqa: PLC0415 -- as above
 
-        meters = Meters(state)
+        prometheus_metrics = PrometheusMetrics(state)
     if traces:
         from camserve_server.telemetry.traces import opened  # noqa: PLC0415 -- as above
 
         spans = opened()
-    return Telemetry(meters, spans)
+    return Telemetry(prometheus_metrics, spans)

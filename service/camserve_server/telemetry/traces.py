@@ -14,7 +14,7 @@ from importlib.metadata import entry_points, version
 from typing import Any
 
 from camserve_server.core.errors import ConfigError
-from camserve_server.telemetry.record import Ran, Record
+from camserve_server.telemetry.record import Ran, RequestTrace
 
 try:
     from opentelemetry import propagate, trace
@@ -53,7 +53,7 @@ class Traces:
                 provider.add_span_processor(processor)
         self._requests, self._batches = requests.get_tracer("camserve"), batches.get_tracer("camserve")
 
-    def begin(self, record: Record, name: str, metadata: Mapping[str, Any], parent: Record | None) -> None:
+    def begin(self, record: RequestTrace, name: str, metadata: Mapping[str, Any], parent: RequestTrace | None) -> None:
         """Begin the span of a request; its parent is the span of its stream, or what its caller says."""
         record.wall = time.time_ns() - time.monotonic_ns()
         if parent and parent.span:
@@ -68,7 +68,7 @@ class Traces:
         if span.is_recording():
             record.stages = []
 
-    def end(self, record: Record, code: str, ended: float) -> None:
+    def end(self, record: RequestTrace, code: str, ended: float) -> None:
         """End the span of a request, after those of its stages."""
         span = record.span
         if span.is_recording():
@@ -78,7 +78,7 @@ class Traces:
                 span.set_status(trace.StatusCode.ERROR, record.reason)
         span.end(_ns(record, ended))
 
-    def _tell_stages(self, record: Record) -> None:
+    def _tell_stages(self, record: RequestTrace) -> None:
         context = trace.set_span_in_context(record.span)
         for name, began, ended, batch in record.stages or ():
             links = [trace.Link(batch)] if batch else []
@@ -163,12 +163,12 @@ def _texts(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {key: value for key, value in metadata.items() if isinstance(value, str)}
 
 
-def _ns(record: Record, clock: float) -> int:
+def _ns(record: RequestTrace, clock: float) -> int:
     """Return a time of the event loop's clock as nanoseconds since 1970."""
     return record.wall + int(clock * 1e9)
 
 
-def _attributes(record: Record, code: str) -> Iterator[tuple[str, str | int]]:
+def _attributes(record: RequestTrace, code: str) -> Iterator[tuple[str, str | int]]:
     yield "rpc.response.status_code", code
     if code != "OK":
         yield "error.type", code

@@ -3,10 +3,10 @@
 It may import `jobs` and the rooms below.
 """
 
-from camserve_server.workers.fork_server import open_nursery
-from camserve_server.workers.in_process import Local
+from camserve_server.workers.fork_server import open_fork_server
+from camserve_server.workers.in_process import InProcessWorker
 from camserve_server.workers.messages import Setup
-from camserve_server.workers.protocol import Port
+from camserve_server.workers.protocol import WorkerProtocol
 from camserve_server.workers.worker import Worker
 
-__all__ = ["Local", "Port", "Setup", "Worker", "open_nursery"]
+__all__ = ["InProcessWorker", "Setup", "Worker", "WorkerProtocol", "open_fork_server"]

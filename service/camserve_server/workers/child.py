@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from camserve_server.core import logs, process
 from camserve_server.core.errors import ConfigError, Internal, ServiceError
-from camserve_server.workers.messages import BEAT, DEVICE_LOST, Ask, Beat, Reply, Setup
+from camserve_server.workers.messages import DEVICE_LOST, HEARTBEAT_INTERVAL, Heartbeat, Request, Response, Setup
 from camserve_server.workers.replies import packed
 
 if TYPE_CHECKING:
-    from camserve_server.workers.in_process import Local
+    from camserve_server.workers.in_process import InProcessWorker
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ class _Child:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._batches: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._ready = False
         self._under_way: set[int] = set()  # numbers of requests
         self._worked = 0.0  # when the last request ended; 0 once its memory was given back
-        self._measured: Local | None = None
+        self._measured: InProcessWorker | None = None
         self._device = "cpu"
         self._heap = process.Heap(process.MOST_KEPT + process.PIECES)
 
@@ -53,12 +53,12 @@ class _Child:
         logs.configure(setup.log_level, setup.log_format)
         import torch  # noqa: PLC0415 -- it takes seconds, in which the server shall hear that there is life
 
-        from camserve_server.workers.in_process import Local  # noqa: PLC0415 -- the same
+        from camserve_server.workers.in_process import InProcessWorker  # noqa: PLC0415 -- the same
 
         torch.set_num_threads(setup.threads)
         self._device = setup.device
         try:
-            engine = Local(setup)  # which starts the device's driver: nothing later does
+            engine = InProcessWorker(setup)  # which starts the device's driver: nothing later does
         except RuntimeError as error:
             _give_up(setup.device, error)
         process.keep_objects()  # libraries only: models may go again
@@ -68,10 +68,10 @@ class _Child:
         while True:
             self._answer(engine, self._batches.get())
 
-    def _read(self, engine: "Local") -> None:
+    def _read(self, engine: "InProcessWorker") -> None:
         try:
             while True:
-                ask: Ask = self._connection.recv()
+                ask: Request = self._connection.recv()
                 if ask.what == "run" and ask.arguments[-1] != 1:  # the second half's is another thread's
                     self._batches.put(ask)
                 else:
@@ -79,13 +79,13 @@ class _Child:
         except (EOFError, OSError):
             os._exit(0)  # the server is gone, or wants no more
 
-    def _answer(self, engine: "Local", ask: Ask) -> None:
+    def _answer(self, engine: "InProcessWorker", ask: Request) -> None:
         """Do what is asked, and say what came of it."""
         message = b""
         failure: Exception | None = None
         self._under_way.add(ask.number)
         try:
-            message = packed(Reply(ask.number, getattr(engine, ask.what)(*ask.arguments)))
+            message = packed(Response(ask.number, getattr(engine, ask.what)(*ask.arguments)))
         except (ServiceError, ConfigError) as error:
             failure = error
         except Exception:  # noqa: BLE001 -- of classes that the server may not have
@@ -94,7 +94,7 @@ class _Child:
             failure = Internal("the model tried to end the server")
         if failure:
             _check(self._device)  # first: a request that failed for want of a device is no failure of its own
-        self._send(packed(Reply(ask.number, error=failure)) if failure else message)
+        self._send(packed(Response(ask.number, error=failure)) if failure else message)
         size = len(message)
         del message
         if ask.what == "load":
@@ -108,11 +108,11 @@ class _Child:
 
     def _beat(self) -> None:
         while True:
-            self._send(packed(Beat(self._ready, self._measured.memory() if self._measured else None)))
+            self._send(packed(Heartbeat(self._ready, self._measured.memory() if self._measured else None)))
             if self._worked and not self._under_way and time.monotonic() - self._worked > process.IDLE:
                 self._worked = 0.0
                 self._heap.rest()
-            time.sleep(BEAT)
+            time.sleep(HEARTBEAT_INTERVAL)
 
     def _send(self, message: bytes) -> None:
         try:

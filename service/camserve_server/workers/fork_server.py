@@ -39,7 +39,7 @@ class Process(Protocol):
         """Kill it, if it still lives, and return its exit code, or the signal that ended it, negative."""
 
 
-class _Spawned:
+class _SpawnedProcess:
     """A process that imports everything itself."""
 
     def __init__(self, number: int) -> None:
@@ -52,10 +52,10 @@ class _Spawned:
         return self._process.wait()
 
 
-class _Born:
+class _ForkedProcess:
     """A process that the nursery forked."""
 
-    def __init__(self, nursery: "_Nursery", pid: int) -> None:
+    def __init__(self, nursery: "ForkServer", pid: int) -> None:
         self._nursery = nursery
         self.pid = pid
 
@@ -66,7 +66,7 @@ class _Born:
             return -signal.SIGKILL
 
 
-class _Nursery:
+class ForkServer:
     """The server's end."""
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class _Nursery:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not _fork():
             self._line.close()
-            _nurse(theirs)
+            _serve_forks(theirs)
         theirs.close()
 
-    def born(self, number: int) -> _Born:
+    def born(self, number: int) -> _ForkedProcess:
         """Fork a process that talks over a socket.
 
         Raises:
@@ -86,7 +86,7 @@ class _Nursery:
         pid = self.ask(0, number)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
-        return _Born(self, pid)
+        return _ForkedProcess(self, pid)
 
     def ask(self, pid: int, *numbers: int) -> int:
         """Have a process ended, or, of none, a new one begin with these descriptors; return what is answered."""
@@ -99,13 +99,13 @@ class _Nursery:
         return found
 
 
-_here: list[_Nursery] = []
+_here: list[ForkServer] = []
 
 
-def open_nursery() -> None:
+def open_fork_server() -> None:
     """Fork one from this process, which must have imported everything by now, and not have started a thread."""
     if sys.platform == "linux":
-        _here[:] = [_Nursery()]
+        _here[:] = [ForkServer()]
 
 
 def begin(number: int) -> Process:
@@ -117,10 +117,10 @@ def begin(number: int) -> Process:
     for nursery in _here:
         with suppress(BrokenPipeError):
             return nursery.born(number)
-    return _Spawned(number)
+    return _SpawnedProcess(number)
 
 
-def _nurse(line: socket.socket) -> NoReturn:
+def _serve_forks(line: socket.socket) -> NoReturn:
     """Fork, and end, as the server says; never return."""
     child.follow()
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 -- a descriptor is wanted, for what is the server's input

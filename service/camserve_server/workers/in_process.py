@@ -15,7 +15,7 @@ from camserve_server.core import logs, process
 from camserve_server.core.devices import Device, device_of
 from camserve_server.core.errors import OutOfMemory, Unavailable
 from camserve_server.engine import Engine
-from camserve_server.engine.values import Half, Row, RowResult
+from camserve_server.engine.values import Partition, Row, RowResult
 from camserve_server.methods import add_plugins
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
@@ -65,7 +65,7 @@ class _Lane:
             self._thread.shutdown(wait=False)
 
 
-class Local:
+class InProcessWorker:
     """An engine in this process.
 
     Each thread makes the engine's device its current one before it computes. Otherwise torch would also take memory of
@@ -83,22 +83,22 @@ class Local:
         self._setup, self._device = setup, device_of(setup.device)
         self._device.initialize()
         self._models: dict[str, LoadedModel] = {}
-        self._twins: dict[str, LoadedModel] = {}
-        self._lanes = self._lane_of(self._models), self._lane_of(self._twins)
+        self._replicas: dict[str, LoadedModel] = {}
+        self._lanes = self._lane_of(self._models), self._lane_of(self._replicas)
 
     def _lane_of(self, models: dict[str, LoadedModel]) -> _Lane:
         setup = self._setup
-        engine = Engine(models, device=setup.device, beside=setup.beside or setup.streams)
+        engine = Engine(models, device=setup.device, shares_device=setup.shares_device or setup.streams)
         return _Lane(engine, self._device)
 
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
-        """Load a model and warm it up; see `Port.load`."""
+        """Load a model and warm it up; see `WorkerProtocol.load`."""
         self._device.make_current()
         with _LOADING:
             torch.set_num_threads(self._setup.threads)
             model = self._warmed(name, load(spec, self._setup.device, rows=self._setup.max_rows))
-            if (self._setup.halves or self._setup.streams) and (twin := model.twin()):
-                self._add_twin(name, twin)
+            if (self._setup.partitioned or self._setup.streams) and (replica := model.replica()):
+                self._add_replica(name, replica)
         fields = logs.fields(source=model.info.source, layer=model.info.default_layer, device=self._setup.device)
         log.info("model %s is warm", name, extra=fields)
         return model.info
@@ -123,17 +123,17 @@ class Local:
         log.warning(words, model.info.name, reason)
         return model
 
-    def _add_twin(self, name: str, twin: LoadedModel) -> None:
+    def _add_replica(self, name: str, replica: LoadedModel) -> None:
         """Add a model's twin, if it can be warmed up."""
         try:
-            self._add(1, name, twin)
+            self._add(1, name, replica)
         except Exception as error:  # noqa: BLE001 -- whatever a user's module raises: one batch after the other, then
             reason = f"{type(error).__name__}: {error}"
-            log.warning("model %s runs one batch at a time: its twin failed to warm up (%s)", twin.info.name, reason)
+            log.warning("model %s runs one batch at a time: its twin failed to warm up (%s)", replica.info.name, reason)
 
     def _add(self, place: int, name: str, model: LoadedModel) -> None:
         """Add a model, or its twin, and warm it up where it will run; rows name it only once it is loaded."""
-        known, run = (self._models, self._twins)[place], partial(self._run_in, self._lanes[place])
+        known, run = (self._models, self._replicas)[place], partial(self._run_in, self._lanes[place])
         known[name] = model
         self._device.synchronize()  # the weights come in another stream than the lanes'
         try:
@@ -146,9 +146,9 @@ class Local:
             raise
 
     def drop(self, name: str) -> None:
-        """Forget a model; see `Port.drop`."""
+        """Forget a model; see `WorkerProtocol.drop`."""
         self._device.make_current()
-        models = [known.pop(name, None) for known in (self._twins, self._models)]
+        models = [known.pop(name, None) for known in (self._replicas, self._models)]
         gone = [weakref.ref(model.module) for model in models if model]
         del models
         gc.collect()
@@ -159,16 +159,20 @@ class Local:
         self._device.release_memory()
         process.give_back()
 
-    def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
-        """Run one batch; see `Port.run`."""
+    def run(self, pass_: Pass, rows: Sequence[Row], partition: Partition | None = None) -> list[RowResult]:
+        """Run one batch; see `WorkerProtocol.run`."""
         self._device.make_current()
         if pass_.model not in self._models:
             words = f"the model {pass_.model} was lost: it could not be loaded again"
             raise Unavailable(words, retry_after=5.0, shed="model_failed")
-        twin = pass_.model in self._twins
+        replica = pass_.model in self._replicas
         # What is oneDNN's or compiled in the twin computes with the model's own parameters: those stay as they are.
-        place = 1 if twin and (half or pass_.randomised) else 0
-        threads = max(1, (self._setup.threads + 1 - half) // 2) if twin and half is not None else self._setup.threads
+        place = 1 if replica and (partition or pass_.randomised) else 0
+        threads = (
+            max(1, (self._setup.threads + 1 - partition) // 2)
+            if replica and partition is not None
+            else self._setup.threads
+        )
         lane = self._lanes[place]
         with lane.turn:
             if self._device.is_cpu and pass_.kind in LARGE:
@@ -185,7 +189,7 @@ class Local:
 
     def _take(self, threads: int) -> None:
         """Have torch compute with so many threads in this one."""
-        if self._setup.halves and torch.get_num_threads() != threads:
+        if self._setup.partitioned and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
 
     def _release_memory(self) -> None:
@@ -194,7 +198,7 @@ class Local:
         self._device.release_memory()
 
     def row_bytes(self, name: str) -> Mapping[Kind, int]:
-        """Measure how much memory one input of a model takes; see `Port.row_bytes`."""
+        """Measure how much memory one input of a model takes; see `WorkerProtocol.row_bytes`."""
         self._device.make_current()
         if not self._device.free_memory():
             return {}  # neither does it tell what a batch takes
@@ -206,7 +210,7 @@ class Local:
             return self._device.peak_of(lambda: first.run(pass_, rows))
 
     def free_bytes(self) -> int:
-        """Return how much memory batches can take together; see `Port.free_bytes`."""
+        """Return how much memory batches can take together; see `WorkerProtocol.free_bytes`."""
         self._device.make_current()
         first, second = self._lanes
         with first.turn, second.turn:
@@ -214,12 +218,12 @@ class Local:
             return self._device.free_memory()
 
     def memory(self) -> Memory:
-        """Return how much memory it has; see `Port.memory`."""
+        """Return how much memory it has; see `WorkerProtocol.memory`."""
         return Memory(process.resident(), *(self._device.memory() or ()))
 
     def close(self) -> None:
         """Let the models go."""
         self._models.clear()
-        self._twins.clear()
+        self._replicas.clear()
         for lane in self._lanes:
             lane.close()

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from camserve_server.engine.values import Half, Row, RowResult
+from camserve_server.engine.values import Partition, Row, RowResult
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import Kind, ModelInfo, Pass
 from camserve_server.telemetry import Memory
 
 
-class Port(Protocol):
+class WorkerProtocol(Protocol):
     """An engine with the models that it was given; plain values go in and come out. Each call blocks its thread."""
 
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
@@ -26,14 +26,14 @@ class Port(Protocol):
     def drop(self, name: str) -> None:
         """Forget a model, and give its memory back."""
 
-    def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
+    def run(self, pass_: Pass, rows: Sequence[Row], partition: Partition | None = None) -> list[RowResult]:
         """Run one batch; see `engine.Engine.run`.
 
         Args:
             pass_: what the rows have in common.
             rows: at least one.
-            half: of the engine's cores, or which of its streams, that it may take, while the other one runs another
-                batch; None for all.
+            partition: of the engine's cores, or of its streams, while the other partition runs another batch; None for
+                all.
 
         Raises:
             WorkerLost: the process that ran it is gone.

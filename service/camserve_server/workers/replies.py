@@ -31,12 +31,12 @@ from camserve_server.targets.values import (
     SimilarityTarget,
 )
 from camserve_server.telemetry import Memory
-from camserve_server.workers.messages import Beat, Reply
+from camserve_server.workers.messages import Heartbeat, Response
 
 CLASSES: tuple[type[Any], ...] = (
-    Beat,
+    Heartbeat,
     Memory,
-    Reply,
+    Response,
     ClassTarget,
     ContrastTarget,
     ProbabilityTarget,
@@ -81,7 +81,7 @@ def _allowed(hint: Any) -> tuple[type, ...]:
 
 # Only for the results of batches: the description of a model comes in part from a user's own code.
 _FIELDS = MappingProxyType(
-    {kind: tuple(map(_allowed, get_type_hints(kind).values())) for kind in (Beat, Memory, Reply, RowResult)}
+    {kind: tuple(map(_allowed, get_type_hints(kind).values())) for kind in (Heartbeat, Memory, Response, RowResult)}
 )
 
 
@@ -93,7 +93,7 @@ def _values_of(kind: type[Any]) -> Any:
 _VALUES = MappingProxyType({kind: _values_of(kind) for kind in CLASSES})
 
 
-def packed(message: Reply | Beat) -> bytes:
+def packed(message: Response | Heartbeat) -> bytes:
     """Return a message as bytes; an array that occurs in it several times is sent once.
 
     Raises:
@@ -135,7 +135,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"a worker process cannot send a {type(value).__name__}")
 
 
-def unpacked(data: bytes) -> Reply | Beat:
+def unpacked(data: bytes) -> Response | Heartbeat:
     """Read a message.
 
     Raises:
@@ -148,7 +148,7 @@ def unpacked(data: bytes) -> Reply | Beat:
         message = json.loads(data[_HEAD.size : begin], object_hook=lambda entry: _made(entry, arrays))
     except Exception as error:  # any error of a parser or a constructor
         raise BadMessageError(f"sent bytes that are not a message ({type(error).__name__})") from error
-    if not isinstance(message, Reply | Beat):
+    if not isinstance(message, Response | Heartbeat):
         raise BadMessageError("sent a message that is neither a reply nor a sign of life")
     return message
 

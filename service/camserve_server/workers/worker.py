@@ -21,12 +21,21 @@ from typing import cast
 
 from camserve_server.core import logs
 from camserve_server.core.errors import ConfigError, Internal, WorkerLost
-from camserve_server.engine.values import Half, Row, RowResult
+from camserve_server.engine.values import Partition, Row, RowResult
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import Kind, ModelInfo, Pass
 from camserve_server.telemetry import Memory
 from camserve_server.workers import fork_server
-from camserve_server.workers.messages import DEVICE_LOST, SILENCE, Ask, Beat, Reply, Setup, What, packed
+from camserve_server.workers.messages import (
+    DEVICE_LOST,
+    HEARTBEAT_TIMEOUT,
+    Heartbeat,
+    Operation,
+    Request,
+    Response,
+    Setup,
+    packed,
+)
 from camserve_server.workers.replies import BadMessageError, unpacked
 
 log = logging.getLogger(__name__)
@@ -45,12 +54,12 @@ Told = Callable[[], object]
 class _Waiting:
     """Something that was asked, and when it must be answered, on the clock of `time.monotonic`."""
 
-    what: What
+    what: Operation
     late: float
     answer: Future[object] = field(default_factory=Future)
 
 
-class _Life:
+class _WorkerProcess:
     """One process, from its start to its end.
 
     Args:
@@ -84,13 +93,13 @@ class _Life:
                 self._take(unpacked(self._connection.recv_bytes(MOST_BYTES)))
                 self._check()
         except BlockingIOError:  # how a socket says that its patience is over
-            self._bury(f"gave no sign of life for {SILENCE:g} s")
+            self._terminate(f"gave no sign of life for {HEARTBEAT_TIMEOUT:g} s")
         except (TimeoutError, BadMessageError) as error:
-            self._bury(str(error))
+            self._terminate(str(error))
         except (EOFError, OSError):
-            self._bury()
+            self._terminate()
 
-    def ask(self, what: What, *arguments: object, seconds: float) -> Future[object]:
+    def ask(self, what: Operation, *arguments: object, seconds: float) -> Future[object]:
         """Ask for something; the answer raises WorkerLost if the process ends before."""
         waiting = _Waiting(what, time.monotonic() + seconds)
         with self._lock:
@@ -99,7 +108,7 @@ class _Life:
             self._count += 1
             number, self._asked[self._count] = self._count, waiting
         with suppress(OSError), self._sending:  # the reading thread sees the same, and tells all who wait
-            self._connection.send_bytes(packed(Ask(number, what, arguments)))
+            self._connection.send_bytes(packed(Request(number, what, arguments)))
         return waiting.answer
 
     def end(self) -> None:
@@ -108,11 +117,11 @@ class _Life:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _take(self, message: Reply | Beat) -> None:
-        if isinstance(message, Beat):
+    def _take(self, message: Response | Heartbeat) -> None:
+        if isinstance(message, Heartbeat):
             self.memory = message.memory
             if message.ready and not self.ready.done():
-                self._patience(SILENCE)
+                self._patience(HEARTBEAT_TIMEOUT)
                 self.ready.set_result(None)
             return
         with self._lock:
@@ -134,7 +143,7 @@ class _Life:
             limit = "longer than max_batch_seconds" if late.what == "run" else "too long"
             raise TimeoutError(f"took {limit} to {late.what}")
 
-    def _bury(self, why: str = "") -> None:
+    def _terminate(self, why: str = "") -> None:
         """Make sure that the process has ended, log why, and fail all requests that wait for it."""
         code = self.process.end()
         why = f"the worker {why or _cause(code)}"
@@ -218,9 +227,9 @@ class Worker:
         self._deadly = Counter[str]()
         self._changing = threading.Lock()
         self._turning = threading.Lock()
-        self._newest: _Life
+        self._newest: _WorkerProcess
         self._born = threading.Event()
-        self._up: _Life | None = None
+        self._up: _WorkerProcess | None = None
         self._closing = threading.Event()
         # A process is told to die with the thread that started it: this one stays.
         self._keeper = threading.Thread(target=self._keep, name="worker", daemon=True)
@@ -233,7 +242,7 @@ class Worker:
         return self._up.process.pid if self._up else None
 
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
-        """Load a model; see `Port.load`."""
+        """Load a model; see `WorkerProtocol.load`."""
         life = self._filled()
         with self._changing:
             try:
@@ -244,34 +253,36 @@ class Worker:
         return info
 
     def drop(self, name: str) -> None:
-        """Forget a model; see `Port.drop`."""
+        """Forget a model; see `WorkerProtocol.drop`."""
         with self._changing:
             self._models.pop(name, None)
             with suppress(WorkerLost):
                 self._living().ask("drop", name, seconds=self._batch_seconds).result()
 
-    def run(self, pass_: Pass, rows: Sequence[Row], half: Half | None = None) -> list[RowResult]:
-        """Run one batch; see `Port.run`."""
-        seconds = self._batch_seconds * (1 if half is None else 2)  # with half of the cores, or beside another batch
-        answer = self._living().ask("run", pass_, rows, half, seconds=seconds)
+    def run(self, pass_: Pass, rows: Sequence[Row], partition: Partition | None = None) -> list[RowResult]:
+        """Run one batch; see `WorkerProtocol.run`."""
+        seconds = self._batch_seconds * (
+            1 if partition is None else 2
+        )  # with half of the cores, or beside another batch
+        answer = self._living().ask("run", pass_, rows, partition, seconds=seconds)
         return _results(answer.result(), len(rows))
 
     def row_bytes(self, name: str) -> Mapping[Kind, int]:
-        """Measure how much memory one input of a model takes; see `Port.row_bytes`."""
+        """Measure how much memory one input of a model takes; see `WorkerProtocol.row_bytes`."""
         found = self._living().ask("row_bytes", name, seconds=LOADING).result()
         if not isinstance(found, Mapping) or not all(type(size) is int and size > 0 for size in found.values()):
             raise Internal("the worker did not return the memory of a row")
         return cast("Mapping[Kind, int]", found)
 
     def free_bytes(self) -> int:
-        """Return how much memory batches can take together; see `Port.free_bytes`."""
+        """Return how much memory batches can take together; see `WorkerProtocol.free_bytes`."""
         found = self._living().ask("free_bytes", seconds=LOADING).result()
         if type(found) is not int:
             raise Internal("the worker did not return its free memory")
         return found
 
     def memory(self) -> Memory | None:
-        """Return what its last sign of life said of its memory; see `Port.memory`."""
+        """Return what its last sign of life said of its memory; see `WorkerProtocol.memory`."""
         life = self._up
         return life.memory if life else None
 
@@ -282,7 +293,7 @@ class Worker:
         self._newest.end()
         self._keeper.join()
 
-    def _filled(self) -> _Life:
+    def _filled(self) -> _WorkerProcess:
         """Return the process, once it has every model that the one before it had."""
         while True:
             self._born.wait()
@@ -291,7 +302,7 @@ class Worker:
             if not life.over or self._closing.is_set():
                 return life
 
-    def _living(self) -> _Life:
+    def _living(self) -> _WorkerProcess:
         if self._up is None:
             raise _lost()
         return self._up
@@ -301,7 +312,7 @@ class Worker:
         pause = 0.0
         while not self._closing.wait(pause):
             try:
-                self._newest = _Life(self._setup, self._down)
+                self._newest = _WorkerProcess(self._setup, self._down)
             except OSError as error:
                 log.error("an engine's process could not be started: %s", error)  # noqa: TRY400 -- no fault of the code
                 pause = LONGEST_PAUSE
@@ -313,7 +324,7 @@ class Worker:
             pause = 0.0 if worked else min(2 * pause + FIRST_PAUSE, LONGEST_PAUSE)
         self._born.set()
 
-    def _fill(self, life: _Life) -> None:
+    def _fill(self, life: _WorkerProcess) -> None:
         """Give a process the models that were given to the one before, and then let rows come."""
         with self._changing, suppress(WorkerLost):
             life.ready.result()
@@ -327,7 +338,7 @@ class Worker:
                     self._tell_up()
         life.filled.set()  # whatever a model raises is caught above: else nobody could load one any more
 
-    def _loaded_again(self, life: _Life, name: str) -> bool:
+    def _loaded_again(self, life: _WorkerProcess, name: str) -> bool:
         """Give a process a model that the one before had; return whether it has it now.
 
         Raises:

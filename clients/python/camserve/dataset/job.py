@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 from google.protobuf import json_format
 
-from camserve import _files, _wire
+from camserve import _codec, _files
 from camserve._errors import CamserveError, FailedPrecondition
 from camserve._retry import RETRYABLE, too_large
 from camserve._settings import IN_FLIGHT
@@ -80,12 +80,12 @@ class JobSpec:
         outputs: The files.
     """
 
-    options: _wire.ExplainOptions
+    options: _codec.ExplainOptions
     outputs: rows.Outputs
 
     def plain(self) -> dict[str, Any]:
         """Return it as values for JSON, to compare it with the job that a folder already has."""
-        message = _wire.Question(**self.options).request()
+        message = _codec.Question(**self.options).request()
         message.ClearField("model")
         asked: dict[str, Any] = json_format.MessageToDict(message)
         return asked | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}

@@ -18,7 +18,7 @@ from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Method, Parameter
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.methods.values import MethodCall, ParameterValue
-from camserve_server.models.values import Absent, KnownModel, LayerInfo
+from camserve_server.models.values import KnownModel, LayerInfo, UnavailableModel
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
@@ -139,7 +139,7 @@ _STATES: dict[str, "models_pb2.ModelState.ValueType"] = {
 
 def describe_model(info: KnownModel) -> models_pb2.Model:
     """Describe a model, or that it does not answer."""
-    if isinstance(info, Absent):
+    if isinstance(info, UnavailableModel):
         return models_pb2.Model(name=info.name, source=info.source, version=info.version, state=_STATES[info.state])
     height, width = info.preprocess.size
     return models_pb2.Model(

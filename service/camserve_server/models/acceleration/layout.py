@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
 from camserve_server.core.devices import Device, device_of
-from camserve_server.models.hooks import watching
+from camserve_server.models.hooks import capture_layers
 from camserve_server.models.values import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _compute_gradcam(module: nn.Module, info: ModelInfo, batch: Tensor) -> None:
     precision: torch.dtype = getattr(torch, info.precision)
     half = precision != torch.float32 and batch.dtype == torch.float32  # else the weights are in that precision
     autocast = torch.autocast(batch.device.type, precision if half else torch.bfloat16, enabled=half)
-    with torch.enable_grad(), watching({info.default_layer: module.get_submodule(info.default_layer)}), autocast:
+    with torch.enable_grad(), capture_layers({info.default_layer: module.get_submodule(info.default_layer)}), autocast:
         output = module(batch.clone())  # a model may change its input in place
         sums = [part.sum() for part in pytree.tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]
     if sums:

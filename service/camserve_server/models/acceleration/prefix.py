@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
 
-from camserve_server.models.hooks import first_tensor, has_forward_hooks, watching
+from camserve_server.models.hooks import capture_layers, first_tensor, has_forward_hooks
 from camserve_server.models.values import ModelInfo
 
 Forward: TypeAlias = Callable[..., Any]
@@ -79,7 +79,7 @@ def pad_tokens(tokens: Tensor, length: int) -> Tensor:
 
 def _outputs_and_gradient(module: nn.Module, layer: str, image: Tensor) -> tuple[Tensor, Tensor]:
     """Return all outputs of a model, flat, and the gradient of a random score of them at a layer."""
-    with torch.enable_grad(), watching({layer: module.get_submodule(layer)}) as captures:
+    with torch.enable_grad(), capture_layers({layer: module.get_submodule(layer)}) as captures:
         outputs = _outputs(module, image)
         weights = torch.randn(len(outputs), generator=torch.Generator().manual_seed(0))
         (outputs * weights.to(outputs)).sum().backward()  # type: ignore[no-untyped-call]  # torch's

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
 
-from camserve import _targets, _wire
+from camserve import _codec, _targets
 from camserve._errors import Internal, InvalidArgument
+from camserve._inspection import Channel, Features, Inspection, LayerReading, Statistics
 from camserve._picture import Picture
-from camserve._xray import Channel, Features, Inspection, LayerReading, Statistics
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def inspection_request(image: object, options: InspectOptions) -> explain_pb2.In
     try:
         return explain_pb2.InspectLayersRequest(
             model=options.get("model") or "",
-            image=_wire.image_bytes(image),
+            image=_codec.image_bytes(image),
             target=_target(options.get("target")),
             layers=[layers] if isinstance(layers, str) else layers,
         )
@@ -104,7 +104,7 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
             raise _bad("top", f"{top} is not between 1 and {_MOST}")
         return explain_pb2.ExtractFeaturesRequest(
             model=options.get("model") or "",
-            image=_wire.image_bytes(image),
+            image=_codec.image_bytes(image),
             layer=options.get("layer") or "",
             target=_target(options.get("target")),
             rank=_RANKS[_known("rank", options.get("rank", "activation"), _RANKS)],
@@ -118,7 +118,7 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
 
 
 def _target(given: _targets.TargetLike | None) -> explain_pb2.Target | None:
-    return None if given is None else _targets.message(given, "target", _wire.image_bytes)
+    return None if given is None else _targets.message(given, "target", _codec.image_bytes)
 
 
 def _known(field: str, name: T, known: Mapping[T, object]) -> T:
@@ -149,7 +149,7 @@ def _common(said: explain_pb2.InspectLayersResponse | explain_pb2.ExtractFeature
     """Read what it has in common with an explanation, as one."""
     photo = said.photo if isinstance(said, explain_pb2.ExtractFeaturesResponse) else None
     both = [said.target, said.contrast]
-    return _wire.result(explain_pb2.ExplainResponse(predictions=both, photo=photo, timing=said.timing))
+    return _codec.result(explain_pb2.ExplainResponse(predictions=both, photo=photo, timing=said.timing))
 
 
 def _reading(said: explain_pb2.LayerReading) -> LayerReading:

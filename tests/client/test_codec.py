@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from PIL import Image
 
 import camserve
-from camserve import _wire
+from camserve import _codec
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ RED = (200, 30, 10)
 
 def asked(**options: Any) -> dict[str, Any]:
     """Say a question as JSON, with the names of the fields in the proto."""
-    request = _wire.Question(**options).request()
+    request = _codec.Question(**options).request()
     return json_format.MessageToDict(request, preserving_proto_field_name=True)
 
 
@@ -88,7 +88,7 @@ def test_every_option_reaches_the_request() -> None:
 def test_the_typed_options_are_those_there_are() -> None:
     typed = camserve.ExplainOptions.__annotations__
 
-    assert list(typed) == list(_wire.Question.__dataclass_fields__)
+    assert list(typed) == list(_codec.Question.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -208,14 +208,14 @@ def test_files_and_bytes_are_sent_untouched(tmp_path: pathlib.Path) -> None:
     path.write_bytes(data)
 
     for image in (path, str(path), data, bytearray(data), memoryview(data)):
-        assert _wire.image_bytes(image) == data
+        assert _codec.image_bytes(image) == data
 
 
 def test_an_array_is_sent_as_it_is() -> None:
     array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
 
     for view in (array, array[:, ::-1]):
-        sent = pixels(_wire.image_bytes(view))
+        sent = pixels(_codec.image_bytes(view))
         np.testing.assert_array_equal(np.asarray(sent), view)
 
 
@@ -223,7 +223,7 @@ def test_an_array_is_sent_as_it_is() -> None:
 def test_pil_images_keep_their_mode(mode: str) -> None:
     image = Image.new(mode, (3, 2))
 
-    sent = pixels(_wire.image_bytes(image))
+    sent = pixels(_codec.image_bytes(image))
 
     assert sent.mode == mode
     assert sent.size == (3, 2)
@@ -233,7 +233,7 @@ def test_pil_images_keep_their_mode(mode: str) -> None:
 def test_pil_images_that_png_cannot_hold_become_rgb(mode: str) -> None:
     image = Image.new("RGB", (3, 2), RED).convert(mode)
 
-    sent = pixels(_wire.image_bytes(image))
+    sent = pixels(_codec.image_bytes(image))
 
     assert sent.mode == "RGB"
     np.testing.assert_allclose(np.asarray(sent)[0, 0], RED, atol=4)
@@ -245,7 +245,7 @@ def test_a_pil_image_is_turned_upright() -> None:
     turned = io.BytesIO()
     image.save(turned, "JPEG", exif=image.getexif())
 
-    sent = pixels(_wire.image_bytes(pixels(turned.getvalue())))
+    sent = pixels(_codec.image_bytes(pixels(turned.getvalue())))
 
     assert sent.size == (2, 4)
     assert 0x0112 not in sent.getexif()
@@ -269,14 +269,14 @@ def test_a_pil_image_is_turned_upright() -> None:
 )
 def test_what_is_no_image_is_refused(image: Any, words: str) -> None:
     with pytest.raises(camserve.InvalidArgument, match=words) as caught:
-        _wire.image_bytes(image)
+        _codec.image_bytes(image)
 
     assert list(caught.value.fields) == ["image"]
 
 
 def explanation(**fields: Any) -> camserve.Explanation:
     response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation(**fields)])
-    return _wire.result(response).explanations[0]
+    return _codec.result(response).explanations[0]
 
 
 def test_a_heatmap_is_read_row_by_row() -> None:
@@ -338,13 +338,13 @@ def test_where_a_prediction_is_is_read() -> None:
     ],
 )
 def test_the_target_that_is_answered_can_be_asked_for_again(target: Any) -> None:
-    (sent,) = _wire.Question(targets=target).request().targets
+    (sent,) = _codec.Question(targets=target).request().targets
 
     assert explanation(resolved_target=sent).resolved == target
 
 
 def test_neither_an_old_servers_answer_nor_a_likeness_names_a_target() -> None:
-    (sent,) = _wire.Question(targets=camserve.similarity(b"photo")).request().targets
+    (sent,) = _codec.Question(targets=camserve.similarity(b"photo")).request().targets
 
     assert explanation().resolved is None
     assert explanation(resolved_target=sent).resolved is None
@@ -352,7 +352,7 @@ def test_neither_an_old_servers_answer_nor_a_likeness_names_a_target() -> None:
 
 @pytest.mark.parametrize("option", ["fusion", "profile"])
 def test_every_fusion_and_profile_of_the_proto_has_a_name(option: str) -> None:
-    known = {"fusion": _wire._FUSIONS, "profile": {None: 0, **_wire._PROFILES}}[option]
+    known = {"fusion": _codec._FUSIONS, "profile": {None: 0, **_codec._PROFILES}}[option]
     kind = {"fusion": explain_pb2.Fusion, "profile": explain_pb2.Profile}[option]
 
     names = {kind.Name(number).lower().replace("_", "-") for number in known.values()}
@@ -392,11 +392,11 @@ def test_a_verdict_of_a_newer_server_is_unspecified() -> None:
 def test_a_kind_of_method_of_a_newer_server_is_its_number() -> None:
     from camserve.v1 import models_pb2  # noqa: PLC0415 -- used here only
 
-    assert _wire.method(models_pb2.MethodInfo(kind=99)).kind == "99"
+    assert _codec.method(models_pb2.MethodInfo(kind=99)).kind == "99"
 
 
 def test_without_a_box_the_whole_photo_was_seen() -> None:
-    photo = _wire.result(explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=4, height=3))).photo
+    photo = _codec.result(explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=4, height=3))).photo
 
     assert photo.seen == camserve.Box(0, 0, 4, 3)
 
@@ -415,11 +415,11 @@ def test_without_a_box_the_whole_photo_was_seen() -> None:
 )
 def test_an_option_of_a_wrong_kind_is_an_error_of_ours(option):
     with pytest.raises(camserve.InvalidArgument):
-        _wire.Question(**option).request()
+        _codec.Question(**option).request()
 
 
 def test_no_methods_leave_the_choice_to_the_server():
-    assert list(_wire.Question(methods=()).request().methods) == []
+    assert list(_codec.Question(methods=()).request().methods) == []
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

@@ -12,7 +12,7 @@ from torch import nn
 from camserve_server import models
 from camserve_server.engine import batch, inspection
 from camserve_server.engine.values import Row
-from camserve_server.models.hooks import glancing, hook_count
+from camserve_server.models.hooks import hook_count, observe_layers
 from camserve_server.targets.values import ClassTarget, ContrastTarget
 from methods.tools import FACTOR, FLOOR, Toy, doubled, error_ratio, inputs, noise, run
 
@@ -199,9 +199,9 @@ def test_the_count_above_sees_what_is_kept(plant, living, monkeypatch):
     model, kept = plant(Chain), []
 
     def hoard(layers, glance):
-        return glancing(layers, lambda name, output: kept.append(output) or glance(name, output))
+        return observe_layers(layers, lambda name, output: kept.append(output) or glance(name, output))
 
-    monkeypatch.setattr(inspection, "glancing", hoard)
+    monkeypatch.setattr(inspection, "observe_layers", hoard)
     run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
 
     assert max(living) >= 40
@@ -300,7 +300,10 @@ def test_half_precision_is_measured_in_full():
 
 
 def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
-    with pytest.raises(RuntimeError, match="channels"), glancing({"layer1": resnet.module.layer1}, lambda *_: print):
+    with (
+        pytest.raises(RuntimeError, match="channels"),
+        observe_layers({"layer1": resnet.module.layer1}, lambda *_: print),
+    ):
         resnet.module(torch.zeros(1, 5, 64, 64))
 
     assert hook_count(resnet.module) == 0

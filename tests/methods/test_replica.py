@@ -13,7 +13,7 @@ from camserve_server.engine.values import Row
 from camserve_server.models import parse, randomise
 from camserve_server.models.values import Pass, Randomised
 from camserve_server.targets.values import ClassTarget
-from camserve_server.workers import Local, Setup
+from camserve_server.workers import InProcessWorker, Setup
 from methods.tools import CAMS, Toy, call, noise, run
 
 MODELS = (
@@ -34,9 +34,9 @@ WAYS = {
 def both(request):
     form = request.param if "size" in request.param else f"{request.param}&size=64"
     model = models.load(parse(form))
-    twin = model.twin()
-    assert twin is not None
-    return model, twin
+    replica = model.replica()
+    assert replica is not None
+    return model, replica
 
 
 def answers(model, kind, seed=0, randomised=None):
@@ -54,17 +54,17 @@ def modules(model):
 
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_twin_answers_as_the_model_does_to_the_bit(both, kind):
-    model, twin = both
+    model, replica = both
 
-    assert np.array_equal(answers(model, kind), answers(twin, kind), equal_nan=True)
+    assert np.array_equal(answers(model, kind), answers(replica, kind), equal_nan=True)
 
 
 def test_a_twin_has_the_weights_of_the_model_and_none_of_its_modules(both):
-    model, twin = both
+    model, replica = both
     weights = [{one.data_ptr() for one in each.module.parameters()} for each in both]
 
     assert weights[0] == weights[1]
-    assert not modules(model) & modules(twin)
+    assert not modules(model) & modules(replica)
 
 
 def test_batches_of_both_at_once_are_answered_as_one_after_the_other(both):
@@ -83,7 +83,7 @@ def test_batches_of_both_at_once_are_answered_as_one_after_the_other(both):
 
 
 def test_weights_that_are_random_in_one_are_not_in_the_other(both):
-    model, twin = both
+    model, replica = both
     expected, during = answers(model, "cam"), []
     begun, over = threading.Event(), threading.Event()
 
@@ -91,27 +91,27 @@ def test_weights_that_are_random_in_one_are_not_in_the_other(both):
         begun.set()
         assert over.wait(10)
 
-    watched = twin.module.register_forward_pre_hook(hold)
+    watched = replica.module.register_forward_pre_hook(hold)
     with ThreadPoolExecutor(1) as pool, watched:
-        changed = pool.submit(answers, twin, "cam", 0, Randomised(100))
+        changed = pool.submit(answers, replica, "cam", 0, Randomised(100))
         assert begun.wait(10)
         during.append(answers(model, "cam"))
         over.set()
 
     assert np.array_equal(during[0], expected, equal_nan=True)
     assert not np.array_equal(changed.result(), expected, equal_nan=True)
-    assert np.array_equal(answers(twin, "cam"), expected, equal_nan=True)
+    assert np.array_equal(answers(replica, "cam"), expected, equal_nan=True)
 
 
 def test_random_weights_of_the_twin_leave_the_models_accelerated_copy_alone(both):
     """What oneDNN is given in both copies are the model's own parameters: so these must not be exchanged."""
-    model, twin = both
-    expected = answers(model, "cam"), answers(twin, "cam")
-    with randomise.randomised(twin, Randomised(100)):
+    model, replica = both
+    expected = answers(model, "cam"), answers(replica, "cam")
+    with randomise.randomised(replica, Randomised(100)):
         assert np.array_equal(answers(model, "cam"), expected[0], equal_nan=True)
 
-    local = Local(Setup("cpu", 2, halves=True))
-    local._models["it"], local._twins["it"] = model, twin
+    local = InProcessWorker(Setup("cpu", 2, partitioned=True))
+    local._models["it"], local._replicas["it"] = model, replica
     seen = []
     for place, lane in enumerate(local._lanes):
         lane.run = lambda _pass, _rows, place=place: seen.append(place)
@@ -151,6 +151,6 @@ def listened():
 )
 def test_a_model_that_cannot_have_a_twin_has_none_and_the_log_says_why(make, reason, plant, caplog):
     with caplog.at_level(logging.INFO):
-        assert plant(make).twin() is None
+        assert plant(make).replica() is None
 
     assert f"model planted runs one batch at a time: {reason}" in caplog.text
