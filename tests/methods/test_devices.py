@@ -208,7 +208,7 @@ def test_a_convolution_in_float32_has_its_precision(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_engines_on_one_device_do_not_disturb_each_other(resnets, device):
-    both = [Engine({"resnet18": resnets(device).copied(device)}, beside=True) for _ in range(2)]
+    both = [Engine({"resnet18": resnets(device).copied(device)}, shares_device=True) for _ in range(2)]
     pass_ = Pass("resnet18", "cam", (64, 64), ("layer4",))
     batches = [[Row(noise(10 * i + j, 64), ClassTarget(i), (MethodCall("gradcam"),)) for j in range(3)] for i in (1, 2)]
     alone = [both[0].run(pass_, rows) for rows in batches]
