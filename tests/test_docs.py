@@ -19,9 +19,13 @@ from methods.parity.catalogue import CASES
 from support import PHOTOS, serving
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+
+
+def page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def shown(value):
@@ -49,35 +53,79 @@ def code(document, opening):
     pytest.fail(f"no code begins with {opening!r}")
 
 
-def test_the_readme_lists_every_setting():
-    table = re.search(r"<!-- settings:.*?-->\n(.*?)\n<!-- /settings -->", README, re.DOTALL).group(1)
+def test_server_page_lists_every_setting():
+    table = re.search(r"<!-- settings:.*?-->\n(.*?)\n<!-- /settings -->", page("server"), re.DOTALL).group(1)
 
     assert table == settings_table()
 
 
-def test_the_readme_lists_every_method():
-    listed = re.findall(r"^\| `(\w+)` \| (?:a layer|the input|the attention)", README, re.MULTILINE)
+def test_readme_lists_every_method_once():
+    rows = re.findall(
+        r"^\| (?:class activation maps|gradients|perturbations|attention|baselines), [^|]* \| (.*) \|$",
+        README,
+        re.MULTILINE,
+    )
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
 
-    assert listed == list(methods.METHODS)
+    assert sorted(listed) == sorted(methods.METHODS)
 
 
-def test_the_readme_lists_every_metric_and_which_way_is_better():
-    listed = re.findall(r"^\| `(\w+)` \| (lower|higher) ", README, re.MULTILINE)
+def test_readme_counts_methods_metrics_and_colour_maps():
+    assert f"{len(methods.METHODS)} explanation methods" in README
+    assert f"{len(metrics.METRICS)} metrics" in README
+    assert f"{len(render.COLORMAPS)} colour maps" in README
+
+
+def test_evaluation_page_lists_every_metric_and_which_way_is_better():
+    listed = re.findall(r"^\| `(\w+)` \| (lower|higher) ", page("evaluation"), re.MULTILINE)
 
     assert listed == [(name, "higher" if one.higher_is_better else "lower") for name, one in metrics.METRICS.items()]
 
 
-def test_the_readme_lists_every_colour_map():
-    listed = re.search(r"Colour maps: (.*?)\.\n", README, re.DOTALL).group(1)
+def test_client_page_lists_every_colour_map():
+    listed = re.search(r"Colour maps: (.*?)\.\n", page("client"), re.DOTALL).group(1)
 
     assert re.findall(r"`(\w+)`", listed) == sorted(render.COLORMAPS)
 
 
-def test_the_readme_lists_every_error_class():
-    classes = re.findall(r"^\| [A-Z_]+ \| `(\w+)`", README, re.MULTILINE)
+def test_errors_page_lists_every_error_class():
+    listed = set(re.findall(r"^\| [A-Z_]+ \| `(\w+)`", page("errors"), re.MULTILINE))
+    classes = {
+        name
+        for name, value in vars(camserve).items()
+        if isinstance(value, type) and issubclass(value, camserve.CamserveError) and value is not camserve.CamserveError
+    }
 
-    assert all(issubclass(getattr(camserve, name), camserve.CamserveError) for name in classes)
-    assert {"InvalidArgument", "NotFound", "ResourceExhausted", "Unavailable", "Internal"} <= set(classes)
+    assert listed == classes
+
+
+def links():
+    """Every link of the documents to a file of the project, with its heading if it names one."""
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+        *ROOT.glob("clients/*/*.md"),
+    ):
+        if "node_modules" in path.parts:
+            continue
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            if "://" not in target:
+                yield pytest.param(path, target, id=f"{path.relative_to(ROOT)}: {target}")
+
+
+def anchors(path):
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(("path", "target"), list(links()))
+def test_link_leads_to_a_file_and_a_heading(path, target):
+    name, _, heading = target.partition("#")
+    linked = path.parent / name if name else path
+
+    assert linked.exists()
+    assert not heading or heading in anchors(linked)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +134,7 @@ def embedded():
         yield served.address
 
 
-def test_the_readmes_python_works_when_pasted(embedded, tmp_path, monkeypatch, capsys):
+def test_readme_client_example_runs_as_printed(embedded, tmp_path, monkeypatch, capsys):
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     text = code(README, "import camserve")
@@ -98,7 +146,7 @@ def test_the_readmes_python_works_when_pasted(embedded, tmp_path, monkeypatch, c
     assert (tmp_path / "why.jpg").stat().st_size > 10_000
 
 
-def test_the_readmes_three_lines_explain_a_network_of_this_process(tmp_path, monkeypatch):
+def test_readme_three_lines_explain_a_network_of_this_process(tmp_path, monkeypatch):
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     names = {"network": resnet18(num_classes=5), "labels": list("abcde")}
@@ -112,11 +160,10 @@ def test_the_readmes_three_lines_explain_a_network_of_this_process(tmp_path, mon
     assert names["network"].training
 
 
-def test_the_page_of_the_explainer_works_when_pasted(tmp_path, monkeypatch):
+def test_explainer_page_examples_run_as_printed(tmp_path, monkeypatch):
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/explainer.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page("explainer"), re.DOTALL)
     names = {
         "network": resnet18(num_classes=5),
         "labels": ["tabby", *"bcde"],
@@ -132,11 +179,11 @@ def test_the_page_of_the_explainer_works_when_pasted(tmp_path, monkeypatch):
     assert len(names["result"].explanations) == 1
 
 
-def test_the_readmes_network_of_ones_own_process_works_when_pasted(tmp_path, monkeypatch):
+def test_server_page_example_serves_a_network_of_this_process(tmp_path, monkeypatch):
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     names = {"camserve": camserve, "network": resnet18(num_classes=5)}
-    exec(code(README, "from camserve_server import running"), names)  # noqa: S102 -- that is the promise
+    exec(code(page("server"), "from camserve_server import running"), names)  # noqa: S102 -- that is the promise
 
     assert (names["why"].method, names["why"].layer) == ("gradcam", "layer4")
     assert names["network"].training
@@ -144,22 +191,47 @@ def test_the_readmes_network_of_ones_own_process_works_when_pasted(tmp_path, mon
 
 @pytest.fixture
 def paste(embedded, tmp_path, monkeypatch):
-    """Run code of the README beside a photo of a cat; return its names."""
+    """Run code of a document in a folder with a photo of a cat; return the names that it defines."""
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
 
-    def run(opening):
+    def run(document, opening):
         names = {"camserve": camserve, "client": client}
-        exec(code(README, opening), names)  # noqa: S102 -- that is the promise
+        exec(code(document, opening), names)  # noqa: S102 -- that is the promise
         return names
 
     with camserve.Client(embedded) as client:
         yield run
 
 
+@pytest.mark.slow  # it asks for a hundred rows
+def test_readme_options_example_runs_as_printed(paste, tmp_path):
+    paste(README, "result = client.explain(")
+
+    assert (tmp_path / "why.jpg").stat().st_size > 10_000
+
+
+def test_inspection_page_example_runs_as_printed(paste, tmp_path, capsys):
+    names = paste(page("inspection"), "inspection = client.inspect(")
+
+    assert (tmp_path / "depth.png").stat().st_size > 1000
+    assert len(capsys.readouterr().out.splitlines()) == len(names["inspection"].layers)
+    assert names["features"].maps.shape[0] == 16
+
+
 @pytest.mark.slow  # it asks for hundreds of rows
-def test_the_readmes_smoothing_fusion_and_progress_work_when_pasted(paste, capsys):
-    smooth, long = paste("result = client.explain(")["result"].explanations
+def test_evaluation_page_example_runs_as_printed(paste, tmp_path):
+    names = paste(page("evaluation"), "evaluation = client.evaluate(")
+
+    assert (tmp_path / "evaluation.png").stat().st_size > 10_000
+    assert len(names["evaluation"].rows) == 4
+
+
+@pytest.mark.slow  # it asks for hundreds of rows
+def test_client_page_smoothing_fusion_and_progress_run_as_printed(paste, capsys):
+    smooth, long = paste(page("client"), 'result = client.explain(\n    "cat.jpg",\n    methods=[\n')[
+        "result"
+    ].explanations
 
     assert smooth.how == "gradcam, augmentation smoothing, eigen smoothing"
     assert (smooth.layer, smooth.fusion) == ("blocks.4 + blocks.6", "mean")
@@ -168,8 +240,8 @@ def test_the_readmes_smoothing_fusion_and_progress_work_when_pasted(paste, capsy
     assert capsys.readouterr().out.splitlines()[-1] == f"{total:.0f} of {total:.0f} rows"
 
 
-def test_the_readmes_receipts_work_when_pasted(paste, capsys):
-    names = paste("from camserve import Receipt")
+def test_receipts_page_example_runs_as_printed(paste, capsys):
+    names = paste(page("receipts"), "from camserve import Receipt")
 
     assert names["replay"].same
     assert capsys.readouterr().out.split() == ["True", "0.0"]
@@ -216,9 +288,9 @@ def generator(name):
 
 
 def test_the_page_of_methods_is_what_the_servers_own_table_says():
-    page = generator("methods_page")
+    script = generator("methods_page")
 
-    assert page.PAGE.read_text(encoding="utf-8") == page.text(), "run 'make gallery'"
+    assert script.PAGE.read_text(encoding="utf-8") == script.text(), "run 'make gallery'"
 
 
 def test_every_method_is_in_the_gallery_by_its_picture_or_by_the_reason_why_it_has_none():
@@ -246,14 +318,14 @@ def test_every_method_of_attention_is_pictured_and_judged_on_a_transformer():
 
 
 def test_a_photo_of_the_gallerys_collages_is_in_the_quarter_that_is_said_to_be_its():
-    page = generator("transformer")
-    photos = {name: np.full((40 + 9 * i, 80 - 9 * i, 3), 60 * i, np.uint8) for i, name in enumerate(page.SHOWN)}
-    whole = np.asarray(page.collage(page.SHOWN, photos))
-    for place, name in enumerate(page.SHOWN):
-        left, top, right, bottom = page.quarter(place)
+    script = generator("transformer")
+    photos = {name: np.full((40 + 9 * i, 80 - 9 * i, 3), 60 * i, np.uint8) for i, name in enumerate(script.SHOWN)}
+    whole = np.asarray(script.collage(script.SHOWN, photos))
+    for place, name in enumerate(script.SHOWN):
+        left, top, right, bottom = script.quarter(place)
         assert (whole[top:bottom, left:right] == photos[name][0, 0]).all()
 
-    taught = page.put_together(torch.arange(8).view(2, 4, 1, 1, 1).expand(2, 4, 3, 1, 1))
+    taught = script.put_together(torch.arange(8).view(2, 4, 1, 1, 1).expand(2, 4, 3, 1, 1))
     assert taught.tolist() == [[[[0, 1], [2, 3]]] * 3, [[[4, 5], [6, 7]]] * 3]
 
 
@@ -264,9 +336,10 @@ def test_every_case_of_parity_is_in_its_table():
 
 
 def test_the_licences_are_those_of_all_that_is_pinned():
-    page = (ROOT / "docs" / "supply-chain.md").read_text()
     listed = re.findall(
-        r"^\| ([\w.-]+) \| ([\w.]+) \| (?:client, server|server|development) \| [^|]+ \|$", page, re.MULTILINE
+        r"^\| ([\w.-]+) \| ([\w.]+) \| (?:client, server|server|development) \| [^|]+ \|$",
+        page("supply-chain"),
+        re.MULTILINE,
     )
     pinned = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
 
@@ -278,13 +351,13 @@ DRIVERS = {"13": "580"}
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason=needs.CUDA_BUILD)
-@pytest.mark.parametrize("name", ["README.md", "docs/kubernetes.md"])
+@pytest.mark.parametrize("name", ["docs/container.md", "docs/kubernetes.md"])
 def test_a_page_says_which_driver_and_gpu_the_image_needs(name):
-    page = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     pinned = re.search(r"^cuda-toolkit==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     oldest = min(int(one.removeprefix("sm_")) for one in torch.cuda.get_arch_list())
 
     assert pinned.groups() == tuple(torch.version.cuda.split(".")[:2])
-    assert f"CUDA {torch.version.cuda}" in page
-    assert f"driver {DRIVERS[pinned[1]]} or newer" in page
-    assert f"compute capability {oldest // 10}.{oldest % 10} " in page
+    assert f"CUDA {torch.version.cuda}" in text
+    assert f"driver {DRIVERS[pinned[1]]} or newer" in text
+    assert f"compute capability {oldest // 10}.{oldest % 10} " in text

@@ -14,12 +14,12 @@ from camserve_server import models
 from camserve_server.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+PAGE = (EXAMPLES.parent / "docs/models.md").read_text(encoding="utf-8")
 FILE = (EXAMPLES / "my_network.py").read_text(encoding="utf-8")
 
 
-def test_the_readme_shows_the_file_as_it_is_and_it_has_no_more_than_20_lines():
-    shown = re.search(r"```python\n(\"\"\"A network of one's own.*?)```", README, re.DOTALL).group(1)
+def test_models_page_shows_the_example_as_it_is_in_at_most_20_lines():
+    shown = re.search(r"```python\n(\"\"\"A network of one's own.*?)```", PAGE, re.DOTALL).group(1)
 
     assert shown == FILE
     assert len(FILE.splitlines()) <= 20
