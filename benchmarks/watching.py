@@ -130,7 +130,7 @@ def _collecting() -> Iterator[None]:
 
 def table(alone: Mapping[str, float], served: Mapping[str, float]) -> str:
     """Return what was found in Markdown."""
-    lines = ["| on | telling of a request | a whole request |", "|---|---|---|"]
+    lines = ["| on | recording a request | a whole request |", "|---|---|---|"]
     for name in (ALONE, *alone):
         told, whole = (f"{one[name]:.{digits}f} {unit}" if name in one else "" for one, digits, unit in (
             (alone, 0, "µs"), (served, 2, "ms")
