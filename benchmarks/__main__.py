@@ -14,7 +14,7 @@ def main() -> None:
     """Measure the parts that are asked for, or all of them."""
     import torch  # noqa: PLC0415 -- after the restart
 
-    from benchmarks import company, cost, engine, memory, neighbours, results, served, stages  # noqa: PLC0415 -- after the restart
+    from benchmarks import cost, engine, long_requests, memory, neighbours, results, served, stages  # noqa: PLC0415 -- after the restart
     from benchmarks.scale import SCALES  # noqa: PLC0415
 
     parts = {
@@ -23,7 +23,7 @@ def main() -> None:
         "stages": stages.measure,
         "memory": memory.measure,
         "cost": cost.measure,
-        "company": company.measure,
+        "long_requests": long_requests.measure,
         "neighbours": neighbours.measure,
     }
     asked = _arguments(list(parts), list(SCALES))
@@ -36,10 +36,10 @@ def main() -> None:
     scale = replace(scale, compiled=asked.compiled)
     if asked.batches:
         scale = replace(scale, batches=tuple(asked.batches))
-    for name in asked.parts or [one for one in parts if scale.photos or one != "company"]:
+    for name in asked.parts or [one for one in parts if scale.photos or one != "long_requests"]:
         load = os.getloadavg()[0]
         part = parts[name](scale)
-        print(f"\n## {name}\n\n{results.told(part)}", flush=True)
+        print(f"\n## {name}\n\n{results.as_text(part)}", flush=True)
         if asked.write:
             results.write(part, _said(asked.folder), load, asked.folder)
 

@@ -1,4 +1,4 @@
-"""What more of everything costs: targets, methods, rows, layers and pixels, against one Grad-CAM of one target."""
+"""Measure what more targets, methods, rows, layers and pixels cost, relative to one Grad-CAM of one target."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What an explanation costs beside a prediction: camserve's engine and three libraries, by plain forward passes."""
+"""Measure explanations relative to plain forward passes: camserve's engine and three libraries."""
 
 import statistics
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class Ours:
         return cls(loaded, layer or loaded.info.default_layer)
 
     def batch(self, rows: int, seed: int = 0) -> Run:
-        """Return a function that explains so many images by Grad-CAM, from uint8 to maps."""
+        """Return a function that explains a number of images by Grad-CAM, from uint8 to maps."""
         info, engine = self.model.info, Engine({self.model.info.name: self.model})
         images = np.random.default_rng(seed).integers(0, 256, (rows, *info.preprocess.size, 3), np.uint8)
         asked = [Row(image, ClassTarget(CLASS), (MethodCall("gradcam"),)) for image in images]
@@ -199,7 +199,7 @@ def _speeds(rows: list[Cells], failed: list[str], scale: Scale) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Bars:
-    """What one model was promised: speed over others, in float32 and in bfloat16."""
+    """Target speeds of one model relative to others, in float32 and in bfloat16."""
 
     plain: float = 1.0
     grad_cam: float = 4.0

@@ -1,6 +1,6 @@
-"""A cheap client: bytes made before, sent again and again; what comes back is counted, and hardly looked at.
+"""A client that costs little processor time: it sends prepared bytes again and again, and counts the answers.
 
-Closed loops have so many requests under way at all times; open ones send by the clock, whatever comes back.
+A closed loop keeps a fixed number of requests in flight. An open loop sends by the clock, whatever is answered.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ CHANNELS = 4  # a connection carries 100 calls at once
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 _EXPLAIN, _STREAM = "/camserve.v1.ExplainService/Explain", "/camserve.v1.ExplainService/ExplainStream"
 
-Ask = Callable[[], Awaitable[bytes]]
+Send = Callable[[], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether it is an explanation."""
+        """True for an explanation, False for an error."""
         return self.code is grpc.StatusCode.OK
 
     @property
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Stretch:
-    """What a stretch of load was answered with.
+    """Answers to a stretch of load.
 
     Attributes:
         began: when its first request went out.
@@ -78,7 +78,7 @@ class Stretch:
         return (len(ends) - under_way) / (ends[-1] - ends[under_way - 1])
 
     def good(self, warm: float) -> float:
-        """Return the explanations a second that came after so many seconds, while it was still sending."""
+        """Return the explanations a second after the warm-up, while requests were still sent."""
         since = self.began + warm
         return sum(one.ok and since < one.ended <= self.until for one in self.answers) / (self.until - since)
 
@@ -89,7 +89,7 @@ class Stretch:
 
     @property
     def count(self) -> int:
-        """How many were explained."""
+        """Number of explanations."""
         return sum(one.ok for one in self.answers)
 
     @property
@@ -99,19 +99,19 @@ class Stretch:
 
 
 def closed(address: str, under_way: int, seconds: float) -> Stretch:
-    """Keep so many requests under way for so long."""
+    """Keep a number of requests in flight for some seconds."""
     return _measured(_closed(address, under_way, seconds))
 
 
 def opened(address: str, rate: float, seconds: float, *, burst: int = 0, seed: int = 0) -> Stretch:
-    """Send so many requests a second at random (as a Poisson process) after a burst, whatever becomes of them."""
+    """Send requests as a Poisson process of a given rate after a burst, whether or not they are answered."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, int(2 * rate * seconds) + 10)
     times = [float(one) for one in np.cumsum(gaps) if one < seconds]
     return _measured(_opened(address, [0.0] * burst + times, seconds))
 
 
 def streamed(address: str, under_way: int, seconds: float) -> Stretch:
-    """Keep so many requests of one stream under way for so long."""
+    """Keep a number of requests of one stream in flight for some seconds."""
     return _measured(_streamed(address, under_way, seconds))
 
 
@@ -126,7 +126,7 @@ def _measured(work: Awaitable[Stretch]) -> Stretch:
 
 
 @contextlib.asynccontextmanager
-async def caller(address: str) -> AsyncIterator[Ask]:
+async def caller(address: str) -> AsyncIterator[Send]:
     """Open some connections, and yield a function that sends the next request over the next of them."""
     async with contextlib.AsyncExitStack() as stack:
         channels = [

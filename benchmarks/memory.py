@@ -1,4 +1,4 @@
-"""What memory explanations take: a batch beside a plain forward pass, and a server before, under and after load."""
+"""Measure memory: a batch relative to a plain forward pass, and a server before, during and after load."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""What was found: tables and bars, on the terminal and in RESULTS.md; a part that is measured replaces only itself."""
+"""Results as tables and targets, on the terminal and in RESULTS.md. A measured part replaces only itself there."""
 
 import datetime as dt
 import importlib.metadata
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-PARTS = ("engine", "served", "stages", "memory", "cost", "company")
+PARTS = ("engine", "served", "stages", "memory", "cost", "long_requests")
 _VERSIONS = ("torch", "torchvision", "grad-cam", "torchcam", "captum", "grpcio", "opencv-python-headless")
 _FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What was promised, and what was found."""
+    """Target and result."""
 
     what: str
     bar: str
@@ -94,7 +94,7 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def told(part: Part) -> str:
+def as_text(part: Part) -> str:
     """Return a part as text."""
     return "\n\n".join(_body(part.tables, part.bars)) + "\n"
 

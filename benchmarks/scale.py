@@ -1,4 +1,4 @@
-"""How much is measured: everything, what fits in some minutes, or just enough to see that it runs."""
+"""Amount of measurements: everything, what fits into some minutes, or just enough to see that it runs."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ def spec(model: str, precision: str = "float32", size: int = SIZE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured.
+    """Amount of measurements.
 
     Attributes:
         name: that it is called by.

@@ -1,4 +1,4 @@
-"""What is left of the engine's speed behind gRPC, JPEG photos in and overlays out; and what is beyond capacity."""
+"""Measure a server over gRPC relative to its engine, JPEG in and overlay out, also beyond its capacity."""
 
 import asyncio
 import statistics
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class _Rounds:
-    """What the rounds of one model found.
+    """Results of the rounds of one model.
 
     Attributes:
         engine: images a second of the engine alone, a round.
@@ -145,7 +145,7 @@ def _closed_rows(name: str, found: _Rounds) -> Iterator[tuple[str, ...]]:
 
 def _closed_table(rows: list[tuple[str, ...]], scale: Scale) -> Table:
     return Table(
-        f"Closed loop: so many requests under way, median of {scale.rounds} rounds of {scale.stretch:g} s",
+        f"Closed loop: a fixed number of requests in flight, median of {scale.rounds} rounds of {scale.stretch:g} s",
         (
             "model",
             "under way",

@@ -20,7 +20,7 @@ SERVE = ("-c", "from camserve_server.cli import main; main()", "serve", "--log-l
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE") / 2**20
 HERE = Path(__file__).parent
-PATIENCE = 300.0  # seconds until the models are warm
+START_TIMEOUT = 300.0  # seconds until the models are warm
 OURS_ALONE = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")  # that this process has, and a user's has not
 
 
@@ -121,7 +121,7 @@ def _free_port() -> int:
 
 
 def _wait(process: "subprocess.Popen[str]", address: str) -> None:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + START_TIMEOUT
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < until and process.poll() is None:

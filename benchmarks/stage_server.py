@@ -46,7 +46,7 @@ PLACE = "STAGES_OF_ENGINES"  # in the environment: the folder of the sockets at 
 
 
 class Clocks:
-    """What has been counted since the server began."""
+    """Counts since the server started."""
 
     def __init__(self, threads: Mapping[str, tuple[str, ...]]) -> None:
         self._threads = threads
@@ -166,7 +166,7 @@ def _listen(clocks: Clocks) -> None:
         print(json.dumps(books), flush=True)
 
 
-def _tell(clocks: Clocks) -> None:
+def _report(clocks: Clocks) -> None:
     with Listener(f"{os.environ[PLACE]}/{os.getpid()}") as listener:
         while True:
             with listener.accept() as asking:
@@ -193,7 +193,7 @@ def main() -> None:
         run = child.run
 
         def clocked(number: int) -> None:
-            _clocks(ENGINE, _tell, engine=True)
+            _clocks(ENGINE, _report, engine=True)
             run(number)
 
         child.run = clocked

@@ -1,4 +1,4 @@
-"""Where a request's time goes: the processor time of every stage, and how long it waited for each."""
+"""Measure where a request's time goes: the processor time of every stage, and how long the request waited for each."""
 
 import json
 import statistics

@@ -10,7 +10,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class TurnOrder:
-    """What each thing took, round by round: seconds, and seconds of processor time of this whole process."""
+    """Durations of each candidate, round by round: seconds, and seconds of processor time of this whole process."""
 
     wall: dict[str, list[float]]
     cpu: dict[str, list[float]]

@@ -96,7 +96,7 @@ def test_ratios_are_medians_over_rounds_of_windows_next_to_each_other():
         ("camserve float32", 8): [load.Window(rate, 0.1, 0.02) for rate in (30, 15, 30)],
         ("TorchServe, hooks", 8): [load.Window(rate, 0.4, 0.06) for rate in (10, 5, 10)],
     }
-    seen = report.Seen(windows, {}, {}, 2, (0.0, 0.0), "by hand")
+    seen = report.Observation(windows, {}, {}, 2, (0.0, 0.0), "by hand")
     assert report.ratios(seen).splitlines()[-1] == "| camserve float32 / TorchServe, hooks | 3.00 (3.00) |"
 
 
@@ -108,6 +108,6 @@ def test_a_bar_is_held_to_the_worst_of_eight_callers_and_more():
         for name, some in rates.items()
         for callers, rate in zip((1, 8, 16), some, strict=True)
     }
-    seen = report.Seen(windows, {}, {}, 2, (0.0, 0.0), "by hand")
+    seen = report.Observation(windows, {}, {}, 2, (0.0, 0.0), "by hand")
     found = [line.split("|")[3:5] for line in report.bars(seen).splitlines()[2:]]
     assert found == [[" 2.55 ", " yes "], [" 2.80 ", " yes "], [" 6.27 ", " **no** "], [" 6.90 ", " **no** "]]

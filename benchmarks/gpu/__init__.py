@@ -1,1 +1,1 @@
-"""What camserve does on a GPU: `python -m benchmarks.gpu`, one run of some minutes that needs no network."""
+"""Benchmarks on a GPU: `python -m benchmarks.gpu`, one run of some minutes that needs no network."""

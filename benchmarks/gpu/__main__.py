@@ -46,7 +46,7 @@ def main() -> None:
     found = []
     for name in asked.parts or PARTS:
         found.append(_measured(name, scale, clock))
-        print(f"\n## {name}\n\n{results.told(found[-1])}", flush=True)
+        print(f"\n## {name}\n\n{results.as_text(found[-1])}", flush=True)
         if asked.out:
             write(asked.out, about, found)
 
@@ -70,7 +70,7 @@ def machine(scale: Scale) -> str:
 
 def write(path: Path, about: str, found: list[Part]) -> None:
     """Write what has been found so far: a page, and the same as JSON beside it."""
-    page = "\n\n".join([f"# On a GPU\n\n{about}", *(f"## {part.name}\n\n{results.told(part)}" for part in found)])
+    page = "\n\n".join([f"# On a GPU\n\n{about}", *(f"## {part.name}\n\n{results.as_text(part)}" for part in found)])
     path.with_suffix(".md").write_text(page, encoding="utf-8")
     kept = {"about": about} | {part.name: asdict(part) for part in found}
     path.with_suffix(".json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

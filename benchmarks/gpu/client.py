@@ -10,7 +10,7 @@ from benchmarks import load
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a client was answered with.
+    """Answers that a client received.
 
     Attributes:
         rate: explanations a second.
@@ -28,7 +28,7 @@ class Answers:
 
 
 def sent(address: str, under_way: int, seconds: float) -> Answers:
-    """Keep so many requests under way for so long."""
+    """Keep a number of requests in flight for some seconds."""
     stretch = load.closed(address, under_way, seconds)
     p50, p99 = stretch.latency(50), stretch.latency(99)
     return Answers(stretch.rate(under_way), stretch.count, p50, p99, stretch.client)

@@ -52,7 +52,7 @@ def pictures(size: tuple[int, int], count: int) -> list[Pixels]:
 
 
 def asked(model: LoadedModel, rows: int, name: str = "gradcam", target: Target | None = None) -> list[Row]:
-    """Ask for a method for so many images."""
+    """Build the rows of one method for a number of images."""
     call = MethodCall(name, {one.name: one.default for one in METHODS[name].parameters})
     return [Row(image, target or ClassTarget(CLASS), (call,)) for image in pictures(model.info.preprocess.size, rows)]
 
@@ -64,7 +64,7 @@ def pass_of(model: LoadedModel, kind: Kind = "cam") -> Pass:
 
 
 def ours(model: LoadedModel, rows: int, target: Target | None = None, *, beside: bool = False) -> Run:
-    """Return a function that explains so many images by Grad-CAM, from uint8 on the host to maps on the host."""
+    """Return a function that explains a number of images by Grad-CAM, from uint8 on the host to maps on the host."""
     engine, pass_, mine = (
         Engine({model.info.name: model}, shares_device=beside),
         pass_of(model),
@@ -236,7 +236,7 @@ def _call(run: Run) -> object:
 
 
 def kernels(run: Run, scale: Scale) -> float:
-    """Return the seconds that a GPU is busy with one run; NaN where there is none, or nothing that counts them."""
+    """Return the seconds that a GPU is busy with one run; NaN without a GPU or without a profiler."""
     if not scale.gpu:
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""What a GPU would take over from the processor: decoding photos and drawing overlays; and what uploads cost."""
+"""Measure decoding and drawing on a GPU instead of the processor, and the cost of uploads."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How much is measured on a GPU, and how long it may take."""
+"""Amount of measurements on a GPU, and their time limit."""
 
 import time
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ Cells: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Deployment:
     """Servers that are loaded together.
 
     Attributes:
@@ -35,7 +35,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured.
+    """Amount of measurements.
 
     Attributes:
         device: of everything.
@@ -61,20 +61,20 @@ class Scale:
     stretch: float = 4.0
     under_way: tuple[int, ...] = (64, 128, 256)
     clients: int = 4
-    fleets: tuple[Fleet, ...] = (
-        Fleet(),
-        Fleet(rows=64),
-        Fleet(engines=2),
-        Fleet(servers=2),
-        Fleet(servers=4),
-        Fleet(precision="float32"),
+    deployments: tuple[Deployment, ...] = (
+        Deployment(),
+        Deployment(rows=64),
+        Deployment(engines=2),
+        Deployment(servers=2),
+        Deployment(servers=4),
+        Deployment(precision="float32"),
     )
     size: int = SIZE
     threads: int = 0
 
     @property
     def gpu(self) -> bool:
-        """Whether the device is one."""
+        """True if the device is a GPU."""
         return self.device != "cpu"
 
     def spec(self, model: str, precision: str = "float32") -> str:
@@ -97,7 +97,7 @@ QUICK = Scale(
     stretch=0.3,
     under_way=(4,),
     clients=2,
-    fleets=(Fleet(rows=2, precision="float32"), Fleet(engines=2, rows=2, precision="float32")),
+    deployments=(Deployment(rows=2, precision="float32"), Deployment(engines=2, rows=2, precision="float32")),
     size=64,
     threads=1,
 )
@@ -110,7 +110,7 @@ def scale_of(device: str, *, quick: bool) -> Scale:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How long everything may take: what would not be done in time is left out, and said so."""
+    """Time limit of all measurements: those that would exceed it are skipped, and the report says so."""
 
     seconds: float
     began: float

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import stages
 from benchmarks.gpu.client import Answers
 from benchmarks.gpu.model import kernels, ours
-from benchmarks.gpu.scale import Cells, Clock, Fleet, Scale
+from benchmarks.gpu.scale import Cells, Clock, Deployment, Scale
 from benchmarks.results import Part, Table
 from benchmarks.scale import RESNET
 from benchmarks.serving import HERE, Process, serving
@@ -43,7 +43,7 @@ Books = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one stretch of load found.
+    """Result of one stretch of load.
 
     Attributes:
         answers: of each client.
@@ -70,15 +70,15 @@ class Found:
         servers = sum(one["process"] for one in self.books)
         return servers / self.seconds, sum(one.cpu for one in self.answers) / self.seconds
 
-    def shares(self, fleet: Fleet, kernel: float) -> dict[str, float]:
+    def shares(self, deployment: Deployment, kernel: float) -> dict[str, float]:
         """Return the share of the time that each part of the way is busy.
 
         Args:
-            fleet: of servers.
+            deployment: the servers.
             kernel: seconds that the GPU takes for one explanation.
         """
         threads = [one["threads"] for one in self.books]
-        engines, cores = fleet.servers * fleet.engines, os.cpu_count() or 1
+        engines, cores = deployment.servers * deployment.engines, os.cpu_count() or 1
         return {
             "event loop": max(one.get("loop", 0.0) for one in threads) / self.seconds,
             "engine's CPU": sum(one.get("engine", 0.0) for one in threads) / self.seconds / engines,
@@ -90,21 +90,21 @@ class Found:
 
 
 def measure(scale: Scale, clock: Clock) -> Part:
-    """Load one fleet of servers after another."""
+    """Load one deployment of servers after another."""
     part, rows, notes, name = Part("served"), list[Cells](), [_NOTE], scale.models[0]
-    for fleet in scale.fleets:
+    for deployment in scale.deployments:
         if not clock.allows(NEEDS if scale.gpu else 1):
-            notes.append(f"Left out for want of time: {fleet.name}.")
+            notes.append(f"Left out for want of time: {deployment.name}.")
             continue
         try:
-            kernel, found = _kernel(fleet, scale), _loaded(fleet, scale)
+            kernel, found = _kernel(deployment, scale), _loaded(deployment, scale)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the others are measured
-            notes.append(f"{fleet.name}: {type(error).__name__}: {str(error)[:150]}")
+            notes.append(f"{deployment.name}: {type(error).__name__}: {str(error)[:150]}")
             continue
-        rows += [_row(fleet, under_way, one, kernel) for under_way, one in found.items()]
+        rows += [_row(deployment, under_way, one, kernel) for under_way, one in found.items()]
         if not part.tables:
             most = max(found)
-            title = f"{name}, {fleet.name}, {most} under way"
+            title = f"{name}, {deployment.name}, {most} under way"
             part.tables.append(stages.stage_table(title, [_together(found[most])], kernel))
     best = max((float(row[2].replace(",", "")) for row in rows), default=0.0)
     if scale.gpu and name == RESNET:
@@ -113,27 +113,28 @@ def measure(scale: Scale, clock: Clock) -> Part:
     return part
 
 
-def _loaded(fleet: Fleet, scale: Scale) -> dict[int, Found]:
+def _loaded(deployment: Deployment, scale: Scale) -> dict[int, Found]:
     """Load a fleet; return what each number of requests under way found."""
-    with _started(fleet, scale) as servers, _crew(servers, scale) as clients:
+    with _started(deployment, scale) as servers, _crew(servers, scale) as clients:
         _stretch(servers, clients, scale.under_way[0], scale.stretch / 4)
         return {under_way: _stretch(servers, clients, under_way, scale.stretch) for under_way in scale.under_way}
 
 
-def _kernel(fleet: Fleet, scale: Scale) -> float:
+def _kernel(deployment: Deployment, scale: Scale) -> float:
     """Return the seconds of a GPU's time for one image of a full batch."""
-    model = models.load(models.parse(scale.spec(scale.models[0], fleet.precision)), scale.device)
-    return kernels(ours(model, fleet.rows), scale) / fleet.rows
+    model = models.load(models.parse(scale.spec(scale.models[0], deployment.precision)), scale.device)
+    return kernels(ours(model, deployment.rows), scale) / deployment.rows
 
 
 @contextlib.contextmanager
-def _started(fleet: Fleet, scale: Scale) -> Iterator[list[Process]]:
-    spec = scale.spec(scale.models[0], fleet.precision)
-    flags = ("--device", ",".join([scale.device] * fleet.engines), "--max-batch-rows", str(fleet.rows))
-    threads = scale.threads or max(1, (os.cpu_count() or 1) // fleet.servers)
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(fleet.servers) as pool:
+def _started(deployment: Deployment, scale: Scale) -> Iterator[list[Process]]:
+    spec = scale.spec(scale.models[0], deployment.precision)
+    flags = ("--device", ",".join([scale.device] * deployment.engines), "--max-batch-rows", str(deployment.rows))
+    threads = scale.threads or max(1, (os.cpu_count() or 1) // deployment.servers)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(deployment.servers) as pool:
         starting = [
-            serving((spec,), *flags, "--threads", str(threads), program=stages.PROGRAM) for _ in range(fleet.servers)
+            serving((spec,), *flags, "--threads", str(threads), program=stages.PROGRAM)
+            for _ in range(deployment.servers)
         ]
         yield list(pool.map(stack.enter_context, starting))  # all at once
 
@@ -188,11 +189,11 @@ def _answer(client: "subprocess.Popen[str]") -> str:
     return line
 
 
-def _row(fleet: Fleet, under_way: int, found: Found, kernel: float) -> Cells:
-    shares = found.shares(fleet, kernel)
+def _row(deployment: Deployment, under_way: int, found: Found, kernel: float) -> Cells:
+    shares = found.shares(deployment, kernel)
     servers, clients = found.cores()
     return (
-        fleet.name,
+        deployment.name,
         str(under_way),
         f"{found.rate:,.0f}",
         f"{1e3 * statistics.median(one.p50 for one in found.answers):.1f}",

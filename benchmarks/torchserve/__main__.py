@@ -113,7 +113,7 @@ def main(*, quick: bool, venv: Path, threads: int, keep: Path | None, out: Path)
     how = (
         f"`{' '.join(('python -m benchmarks.torchserve', *words))}`; {ROUNDS} windows of {seconds:.0f} s each, in turn"
     )
-    text = report.page(report.Seen(windows, apart, sizes, threads, (load, os.getloadavg()[0]), how), venv)
+    text = report.page(report.Observation(windows, apart, sizes, threads, (load, os.getloadavg()[0]), how), venv)
     out.write_text(text, encoding="utf-8")
     print(text)
 

@@ -1,4 +1,4 @@
-"""Whether two servers drew the same on the photos."""
+"""Compare the overlays that two servers drew on the photos."""
 
 import io
 from collections.abc import Mapping, Sequence

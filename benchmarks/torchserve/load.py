@@ -1,4 +1,4 @@
-"""A closed loop: so many callers, each asking for one photo after another as soon as it has its answer."""
+"""A closed loop of a number of callers, each asking for the next photo as soon as it has its answer."""
 
 import concurrent.futures
 import contextlib
@@ -22,23 +22,23 @@ LEAD_SECONDS = 1.5  # a window begins when the callers have been at it so long
 TIMEOUT_SECONDS = 300
 MOST_BYTES = 64 * 2**20
 
-Ask = Callable[[bytes], bytes]
+Send = Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of what is compared.
+    """One of the servers that are compared.
 
     Attributes:
-        name: of it.
+        name: name in the report.
         ask: sends a request and returns the reply; from any thread.
         requests: one for each photo, packed.
         group: the server's processes.
-        picture: takes the picture out of a reply, or is None where there is none in it.
+        picture: takes the picture out of a reply, or None if replies have no picture.
     """
 
     name: str
-    ask: Ask
+    ask: Send
     requests: Sequence[bytes]
     group: Group
     picture: Callable[[bytes], bytes] | None
@@ -46,7 +46,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a window of time saw.
+    """Answers within a window of time.
 
     Attributes:
         rate: replies a second.
@@ -105,7 +105,7 @@ def rate(times: Sequence[float], began: float, start: float, end: float) -> floa
 
 
 @contextlib.contextmanager
-def over_grpc(address: str, method: str) -> Iterator[Ask]:
+def over_grpc(address: str, method: str) -> Iterator[Send]:
     """Open a channel inside the block; yield a call of bytes for bytes, so that both servers' replies cost as much."""
     options = (("grpc.max_receive_message_length", MOST_BYTES), ("grpc.enable_http_proxy", 0))
     with grpc.insecure_channel(address, options) as channel:
@@ -115,7 +115,7 @@ def over_grpc(address: str, method: str) -> Iterator[Ask]:
         yield lambda request: bytes(call(request, timeout=TIMEOUT_SECONDS, wait_for_ready=True))
 
 
-def over_rest(address: str, path: str) -> Ask:
+def over_rest(address: str, path: str) -> Send:
     """Return a call by POST, over a connection that each thread keeps open."""
     kept = threading.local()
 
@@ -135,7 +135,7 @@ def over_rest(address: str, path: str) -> Ask:
 CAMSERVE_EXPLAIN = "/camserve.v1.ExplainService/Explain"
 
 
-def camserve_side(ask: Ask, model: str, group: Group) -> Side:
+def camserve_side(ask: Send, model: str, group: Group) -> Side:
     """Ask camserve for Grad-CAM of the most probable class, as a JPEG overlay."""
     asked = [request.SerializeToString() for request in requests(model)]
 
@@ -148,7 +148,7 @@ def camserve_side(ask: Ask, model: str, group: Group) -> Side:
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 
 
-def torchserve_side(ask: Ask, model: str, group: Group) -> Side:
+def torchserve_side(ask: Send, model: str, group: Group) -> Side:
     """Ask the handler in TorchServe the same, through its gRPC Predictions."""
     request, response = _messages()
     asked = [request(model_name=model, input={"data": photo}).SerializeToString() for photo in photos()]

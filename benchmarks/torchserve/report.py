@@ -21,7 +21,7 @@ Windows = Mapping[tuple[str, int], Sequence[Window]]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """All that a run found out.
 
     Attributes:
@@ -47,16 +47,16 @@ class Seen:
 
     @property
     def callers(self) -> list[int]:
-        """How many asked at once, in turn."""
+        """Numbers of concurrent callers, in order."""
         return list(dict.fromkeys(number for _, number in self.windows))
 
 
-def answers(seen: Seen) -> str:
+def answers(seen: Observation) -> str:
     """Return replies a second, and the median of their milliseconds, for each side and number of callers."""
     return _table(seen, _answers, {name: (_size(count),) for name, count in seen.bytes.items()}, ("a reply",))
 
 
-def processor(seen: Seen) -> str:
+def processor(seen: Observation) -> str:
     """Return the milliseconds of processor time that a reply took the server, for each side and number of callers."""
     return _table(seen, lambda windows: f"{1e3 * statistics.median(window.cpu for window in windows):.0f}")
 
@@ -65,7 +65,10 @@ Cell = Callable[[Sequence[Window]], str]
 
 
 def _table(
-    seen: Seen, cell: Cell, more: Mapping[str, tuple[str, ...]] = MappingProxyType({}), heads: tuple[str, ...] = ()
+    seen: Observation,
+    cell: Cell,
+    more: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    heads: tuple[str, ...] = (),
 ) -> str:
     rows = [("", *(f"{number} at once" for number in seen.callers), *heads)]
     for name in seen.names:
@@ -85,7 +88,7 @@ def _size(count: float) -> str:
     return f"{count / 1e6:.1f} MB" if count > 1e6 else f"{count / 1e3:.0f} kB"  # noqa: PLR2004 -- a million
 
 
-def ratios(seen: Seen) -> str:
+def ratios(seen: Observation) -> str:
     """Return how many times as fast camserve is as each of the others, and how many times its processor time they take.
 
     Both are medians of the rounds' own ratios.
@@ -99,7 +102,7 @@ def ratios(seen: Seen) -> str:
     return _markdown(rows)
 
 
-def bars(seen: Seen) -> str:
+def bars(seen: Observation) -> str:
     """Return what was promised beside a handler of Grad-CAM, and what was found: the worst of 8 callers and more."""
     rows = [("", "promised", "found", "met")]
     for mine, least in BARS.items():
@@ -205,7 +208,7 @@ That the pictures show the same was looked at before: mean difference from camse
 """
 
 
-def page(seen: Seen, venv: Path) -> str:
+def page(seen: Observation, venv: Path) -> str:
     """Return the whole page: the tables, and what was compared with what."""
     return PAGE.format(
         machine=machine(),

@@ -56,7 +56,7 @@ def _books(path: Path) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class TorchServe:
-    """Where a TorchServe listens, HOST:PORT each, and its processes."""
+    """Addresses of a TorchServe, HOST:PORT each, and its processes."""
 
     rest: str
     grpc: str

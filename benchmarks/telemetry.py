@@ -1,6 +1,6 @@
 """Measure what it costs a server to be watched: to count its requests, and to trace them.
 
-python -m benchmarks.watching [--write]
+python -m benchmarks.telemetry [--write]
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from camserve_server.telemetry.traces import Traces
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
-MODEL = "small=benchmarks.watching:small?size=32"
+MODEL = "small=benchmarks.telemetry:small?size=32"
 ONE = ("--threads", "1")  # of torch: threads that wait for one another cost time too
 PHOTO = np.zeros((32, 32, 3), np.uint8)
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
@@ -132,10 +132,10 @@ def table(alone: Mapping[str, float], served: Mapping[str, float]) -> str:
     """Return what was found in Markdown."""
     lines = ["| on | recording a request | a whole request |", "|---|---|---|"]
     for name in (ALONE, *alone):
-        told, whole = (f"{one[name]:.{digits}f} {unit}" if name in one else "" for one, digits, unit in (
+        recording, whole = (f"{one[name]:.{digits}f} {unit}" if name in one else "" for one, digits, unit in (
             (alone, 0, "µs"), (served, 2, "ms")
         ))  # fmt: skip
-        lines.append(f"| {name} | {told} | {whole} |")
+        lines.append(f"| {name} | {recording} | {whole} |")
     return "\n".join(lines)
 
 
@@ -149,7 +149,7 @@ def main(rounds: int, requests: int, *, write: bool) -> None:
     text = f"{machine()}:\n\n{found}"
     print(text)
     if write:
-        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), "watching", text), encoding="utf-8")
+        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), "telemetry", text), encoding="utf-8")
 
 
 if __name__ == "__main__":

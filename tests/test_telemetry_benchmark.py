@@ -1,22 +1,22 @@
-"""What `python -m benchmarks.watching` makes of what it finds; it starts three servers only there."""
+"""What `python -m benchmarks.telemetry` makes of what it finds; it starts three servers only there."""
 
 import pytest
-from benchmarks import perf_analyzer, watching
+from benchmarks import perf_analyzer, telemetry
 from benchmarks.results import page_with
 
-ALONE = {watching.COUNTED: 19.6, watching.UNKEPT: 33.0, watching.TRACED: 150.4}
-SERVED = {watching.ALONE: 2.0, watching.COUNTED: 2.031, watching.TRACED: 2.5}
+ALONE = {telemetry.COUNTED: 19.6, telemetry.UNKEPT: 33.0, telemetry.TRACED: 150.4}
+SERVED = {telemetry.ALONE: 2.0, telemetry.COUNTED: 2.031, telemetry.TRACED: 2.5}
 
 
 def test_counting_costs_less_than_tracing_what_is_kept():
-    found = watching.by_itself(rounds=3, times=50)
+    found = telemetry.by_itself(rounds=3, times=50)
 
-    assert 0 < found[watching.COUNTED] < found[watching.TRACED]
-    assert 0 < found[watching.UNKEPT] < found[watching.TRACED]
+    assert 0 < found[telemetry.COUNTED] < found[telemetry.TRACED]
+    assert 0 < found[telemetry.UNKEPT] < found[telemetry.TRACED]
 
 
 def test_what_is_found_becomes_a_table_from_nothing_to_all():
-    assert watching.table(ALONE, SERVED).splitlines()[2:] == [
+    assert telemetry.table(ALONE, SERVED).splitlines()[2:] == [
         "| neither |  | 2.00 ms |",
         "| metrics | 20 µs | 2.03 ms |",
         "| metrics, and traces that are not kept | 33 µs |  |",
@@ -24,7 +24,7 @@ def test_what_is_found_becomes_a_table_from_nothing_to_all():
     ]
 
 
-@pytest.mark.parametrize(("mark", "page"), [("watching", watching.PAGE), ("perf_analyzer", perf_analyzer.PAGE)])
+@pytest.mark.parametrize(("mark", "page"), [("telemetry", telemetry.PAGE), ("perf_analyzer", perf_analyzer.PAGE)])
 def test_a_page_is_written_between_its_marks_again_and_again(mark, page):
     before = page.read_text(encoding="utf-8")
     once = page_with(before, mark, "| 1 |")

@@ -1,4 +1,4 @@
-"""What a long request costs those beside it: Grad-CAM of one photo after another, alone and beside RISE of 4,096 masks.
+"""Measure how a long request delays short ones: Grad-CAM of single photos, alone and during a RISE of 4,096 masks.
 
 Idle and busy stretches take turns, so that a noisy machine is noisy for both.
 """
@@ -50,7 +50,7 @@ def latencies(client: camserve.Client, image: bytes, count: int) -> list[float]:
 def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
     """Measure both percentiles, and their ratio."""
     if not scale.photos:
-        say("company: left to --full, for its percentiles want hundreds of requests")
+        say("long_requests: left to --full, for its percentiles want hundreds of requests")
     image = photos()[0]
     alone: list[float] = []
     busy: list[float] = []
@@ -64,6 +64,6 @@ def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
     for share in (50, 99) if alone else ():
         idle, beside = np.percentile(alone, share), np.percentile(busy, share)
         rows.append((f"p{share}", f"{idle:.1f}", f"{beside:.1f}", f"{beside / idle:.2f}"))
-        say(f"company: {', '.join(rows[-1])}")
+        say(f"long_requests: {', '.join(rows[-1])}")
     title = f"{MODEL}: Grad-CAM of one photo, {STRETCHES * scale.photos} requests each"
-    return Part("company", [Table(title, ("", "alone ms", "beside RISE of 4,096 masks ms", "ratio"), rows)])
+    return Part("long_requests", [Table(title, ("", "alone ms", "beside RISE of 4,096 masks ms", "ratio"), rows)])
