@@ -122,7 +122,7 @@ test-ray: $(RAY_VENV)/.done  ## the tests on a Ray cluster of this machine, whic
 	$(RAY_VENV)/bin/python -m pytest tests/e2e/test_ray.py -s
 
 soak: setup  ## a server at saturation for MINUTES=10: what it answers, and what it has left when it is over
-	cd tests && PYTHONPATH=.. ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
+	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
 check: lint types contracts proto-check  ## everything that can be checked without running it
 

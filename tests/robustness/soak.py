@@ -24,11 +24,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from benchmarks.serving import Process, serving
 from PIL import Image
 
 from camserve.v1 import explain_pb2
 from robustness import crowd, soaked, tree
+from server_process import ServerProcess, server_process
 
 HERE = Path(__file__).parents[1]
 MODEL = "efficientnet_lite0"
@@ -65,7 +65,7 @@ class Report:
 class Served:
     """A server, and the file in which its engine writes what it holds."""
 
-    process: Process
+    process: ServerProcess
     counted: Path
 
 
@@ -79,7 +79,7 @@ def served(*models):
         flags = ("--threads", threads, "--max-queue-rows", str(QUEUE))
         with (
             patch.dict(os.environ, {"PYTHONPATH": path, soaked.COUNTED: str(counted)}),
-            serving(models, *flags) as process,
+            server_process(models, *flags) as process,
         ):
             yield Served(process, counted)
 
@@ -134,7 +134,7 @@ def _round(server, seconds):
 
 def _others(server):
     """Return the seconds of processor time that others than the server and this process have used."""
-    return tree.busy() - server.cpu() - time.process_time()
+    return tree.busy() - tree.cpu(server.pid) - time.process_time()
 
 
 def _goodput(server, callers, seconds):
@@ -162,7 +162,7 @@ class Sample:
 
 def taken(server):
     held = tree.memory(server.pid), tree.files(server.pid), tree.threads(server.pid)
-    return Sample(time.monotonic(), *held, server.cpu(), time.process_time())
+    return Sample(time.monotonic(), *held, tree.cpu(server.pid), time.process_time())
 
 
 def slope(samples):

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import grpc
 import pytest
-from benchmarks.serving import serving as process
 from google.protobuf.message import DecodeError
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
@@ -18,6 +17,7 @@ from camserve_server.api import deserialization
 from camserve_server.api.codec.footprint import footprint, shape_of
 from camserve_server.api.oip.v2 import inference_pb2
 from robustness import hygiene, nets
+from server_process import server_process
 from support import PHOTOS, give_back_memory, serving, wait_until
 
 MIB = 2**20
@@ -109,7 +109,7 @@ def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypa
 def test_many_such_messages_at_once_leave_the_servers_memory_unchanged():
     """Sixteen of each took 7 GiB and 3 GiB."""
     model = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
-    with process((model,), "--threads", "1") as server, grpc.insecure_channel(server.address) as line:
+    with server_process((model,), "--threads", "1") as server, grpc.insecure_channel(server.address) as line:
         bombs = (EXPLAIN, methods()), (INFER, numbers(3 * MIB))
         refused(line, *bombs[0])
         before = peak(server)

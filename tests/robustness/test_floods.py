@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.serving import serving
 
 import camserve
 from robustness import tree
+from server_process import server_process
 from support import wait_until
 
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -47,7 +47,7 @@ def neighbour(client):
 @pytest.mark.slow
 def test_callers_are_answered_during_a_flood_and_its_connections_end():
     flags = ("--threads", "1", "--idle-seconds", "4", "--connection-idle-seconds", "6")
-    with serving((MODEL,), *flags) as server, camserve.Client(server.address, retries=0) as client:
+    with server_process((MODEL,), *flags) as server, camserve.Client(server.address, retries=0) as client:
         neighbour(client)
         before = tree.files(server.pid)
         with flood(server.address, "stuck", STUCK) as stuck, flood(server.address, "silent", SILENT) as silent:
@@ -69,7 +69,7 @@ def test_callers_are_answered_during_a_flood_and_its_connections_end():
 def test_without_the_limits_stuck_calls_are_detected():
     """Show the detectors above a server that waits for ever."""
     flags = ("--threads", "1", "--idle-seconds", "3600")
-    with serving((MODEL,), *flags) as server, camserve.Client(server.address, retries=0) as client:
+    with server_process((MODEL,), *flags) as server, camserve.Client(server.address, retries=0) as client:
         neighbour(client)
         before = tree.files(server.pid)
         with flood(server.address, "stuck", STUCK) as stuck:

@@ -3,11 +3,11 @@
 import time
 
 import pytest
-from benchmarks.serving import serving
 
 from camserve_server.core.process import IDLE
 from robustness import memory_loads, tree
 from robustness.memory_loads import LOADS, MIB, Caller, Meter, explaining
+from server_process import server_process
 
 MOST = 400 * MIB
 SLOW = {"forward passes", "layers measured", "64 maps of 3 megapixels", "large messages"}
@@ -23,7 +23,7 @@ def used(process):
 
 @pytest.fixture
 def server():
-    with serving(()) as process:
+    with server_process(()) as process:
         used(process)
         yield process
 
@@ -47,7 +47,7 @@ def test_heavy_load_of_one_caller_takes_at_most_400_mib(server, load):
 
 @pytest.mark.slow
 def test_server_whose_batches_are_not_limited_is_seen_to_take_more():
-    with serving((), "--max-batch-mib", "4096", "--max-batch-rows", "64") as process:
+    with server_process((), "--max-batch-mib", "4096", "--max-batch-rows", "64") as process:
         used(process)
         meter = Meter(process.pid)
         meter.start()

@@ -53,3 +53,13 @@ def busy():
     """Seconds of processor time that the whole machine has used."""
     user, nice, system, _, _, *interrupts = map(int, (PROC / "stat").read_text().splitlines()[0].split()[1:9])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu(root):
+    """Seconds of processor time that the process and all that it started have used."""
+
+    def seconds(folder):
+        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime of proc(5)
+
+    return _sum(root, seconds)

@@ -1,0 +1,63 @@
+"""A server in a process of its own, started as its users start it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+import camserve
+from support import wait_until
+
+COMMAND = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
+STOP_TIMEOUT = 60  # seconds until a server that was told to stop is killed
+OF_THE_TESTS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")  # set by an in-process server; users have neither
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    pid: int
+    address: str
+
+
+@contextlib.contextmanager
+def server_process(models, *flags):
+    """Serve models in a new process inside the block, from when it is ready.
+
+    Raises:
+        ChildProcessError: it ended before it was ready; its log is in the message.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    named = [word for model in models for word in ("--model", model)]
+    environment = {key: value for key, value in os.environ.items() if key not in OF_THE_TESTS}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*COMMAND, *named, "--address", address, *flags], stderr=log, env=environment)
+
+        def ready():
+            if process.poll() is not None:
+                log.seek(0)
+                raise ChildProcessError(log.read().decode(errors="replace"))
+            with contextlib.suppress(camserve.CamserveError):
+                return client.health() is camserve.Health.SERVING
+            return False
+
+        try:
+            with camserve.Client(address, retries=0, timeout=5) as client:
+                wait_until(ready)
+            yield ServerProcess(process.pid, address)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
