@@ -93,10 +93,10 @@ def test_what_is_not_changed_is_not_copied(zoo):
 
 def test_layers_before_the_default_one_are_those_of_the_model(zoo):
     before = next(iter(zoo.info.layers))
-    assert zoo.serving(Pass(zoo.info.name, "cam", (64, 64), (before,))) is zoo
-    assert zoo.serving(Pass(zoo.info.name, "cam", (64, 64), (before, zoo.info.default_layer))) is zoo
-    assert zoo.serving(Pass(zoo.info.name, "saliency", (64, 64))) is zoo
-    assert zoo.serving(Pass(zoo.info.name, "score", (64, 64))).module is zoo.accelerated.module
+    assert zoo.for_pass(Pass(zoo.info.name, "cam", (64, 64), (before,))) is zoo
+    assert zoo.for_pass(Pass(zoo.info.name, "cam", (64, 64), (before, zoo.info.default_layer))) is zoo
+    assert zoo.for_pass(Pass(zoo.info.name, "saliency", (64, 64))) is zoo
+    assert zoo.for_pass(Pass(zoo.info.name, "score", (64, 64))).module is zoo.accelerated.module
 
 
 def test_a_model_made_random_is_not_served_by_a_copy_that_is_not(resnet):
@@ -338,7 +338,7 @@ def test_without_acceleration_the_loaded_module_runs_as_it_was_made(unaccelerate
         run(model, rows, layers, kind)
 
     assert model.accelerated is None
-    assert model.serving(Pass(model.info.name, kind, (64, 64), tuple(layers))).module is model.module is module
+    assert model.for_pass(Pass(model.info.name, kind, (64, 64), tuple(layers))).module is model.module is module
     assert not any("forward" in vars(child) for child in module.modules())
     own = {id(parameter) for parameter in module.parameters()}
     assert seen.given
@@ -412,7 +412,7 @@ def test_without_acceleration_no_memory_layout_is_timed(monkeypatch, caplog):
 
 def test_copies_of_a_model_without_acceleration_have_none():
     model = models.load(parse("torchvision:resnet18?weights=none&size=64&accelerate=false"))
-    for other in (model.copied("cpu"), model.replica()):
+    for other in (model.copy_to("cpu"), model.replica()):
         assert other.accelerated is None
         assert not other.info.channels_last
         assert all(map(np.array_equal, answers(other), answers(model)))

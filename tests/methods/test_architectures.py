@@ -13,14 +13,14 @@ from torch import nn
 from camserve_server import models
 from camserve_server.engine.values import Row
 from camserve_server.models import layout_probe, parse, probe
-from camserve_server.models.load import _revive as revive
+from camserve_server.models.load import _randomise_zeros as randomise_zeros
 from camserve_server.models.probe import (
-    NO_CERTAINTY,
-    NO_GRADIENT,
+    NO_BATCH_AXIS,
     NO_GRID,
-    NO_IMAGES,
-    NO_ORDER,
     NO_TENSOR,
+    OTHER_ORDER,
+    UNKNOWN_GRID,
+    ZERO_GRADIENT,
     LayerObservation,
 )
 from camserve_server.models.values import Layout
@@ -116,22 +116,25 @@ def test_which_axes_are_rows_and_columns_is_found(size, channels):
 @pytest.mark.parametrize("order", [z_order, columns_first, shuffled])
 def test_tokens_that_are_not_in_the_images_order_are_refused(order):
     """Their number is a square: by the shape alone every map would be wrong."""
-    assert place(tokens(1, order)) == NO_ORDER
+    assert place(tokens(1, order)) == OTHER_ORDER
     assert place(tokens(1)) == Layout("tokens", 8, 8, 1)
 
 
 REFUSED = {
-    "windows": (lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 4, 5, 1).reshape(-1, 16, 8), NO_IMAGES),
+    "windows": (
+        lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 4, 5, 1).reshape(-1, 16, 8),
+        NO_BATCH_AXIS,
+    ),
     "windows of maps": (
         lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(-1, 8, 4, 4),
-        NO_IMAGES,
+        NO_BATCH_AXIS,
     ),
-    "heads before images": (lambda x: x.flatten(2).repeat(2, 1, 1), NO_IMAGES),
-    "a table": (lambda x: x[:1].flatten(2).transpose(1, 2), NO_IMAGES),
+    "heads before images": (lambda x: x.flatten(2).repeat(2, 1, 1), NO_BATCH_AXIS),
+    "a table": (lambda x: x[:1].flatten(2).transpose(1, 2), NO_BATCH_AXIS),
     "heads": (lambda x: x.reshape(len(x), 2, 4, 64).transpose(2, 3), NO_GRID),
-    "square heads": (lambda x: torch.cat([x] * 8, 1).flatten(2).transpose(1, 2)[:, None], NO_ORDER),
-    "attention": (lambda x: (x.flatten(2).transpose(1, 2) @ x.flatten(2)).softmax(2)[:, None], NO_ORDER),
-    "transposed tokens": (lambda x: x.flatten(2), NO_CERTAINTY),
+    "square heads": (lambda x: torch.cat([x] * 8, 1).flatten(2).transpose(1, 2)[:, None], OTHER_ORDER),
+    "attention": (lambda x: (x.flatten(2).transpose(1, 2) @ x.flatten(2)).softmax(2)[:, None], OTHER_ORDER),
+    "transposed tokens": (lambda x: x.flatten(2), UNKNOWN_GRID),
     "one value a channel": (lambda x: x.mean((2, 3)), NO_GRID),
     "one cell": (lambda x: x.mean((2, 3), keepdim=True), NO_GRID),
     "one token": (lambda x: x.mean((2, 3))[:, None], NO_GRID),
@@ -148,7 +151,7 @@ def test_what_has_no_grid_is_refused_in_words_that_say_why(kind):
 def test_a_layer_in_which_no_place_shows_is_read_as_its_shape_says_if_that_says_one_thing():
     """Each place is the mean of all: in which order they are does not show, and tokens might have any."""
     assert place(lambda x: x.mean((2, 3), keepdim=True).expand_as(x)) == Layout("nchw", 8, 8)
-    assert place(lambda x: tokens()(x.mean((2, 3), keepdim=True).expand_as(x))) == NO_CERTAINTY
+    assert place(lambda x: tokens()(x.mean((2, 3), keepdim=True).expand_as(x))) == UNKNOWN_GRID
 
 
 def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_shape_or_prefix():
@@ -166,8 +169,8 @@ def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_s
         "shows": sure.layout,
         "hides": sure.layout,
         "smaller": Layout("tokens", 4, 4, 1),
-        "not alike": NO_CERTAINTY,
-        "other prefix": NO_CERTAINTY,
+        "not alike": UNKNOWN_GRID,
+        "other prefix": UNKNOWN_GRID,
     }
 
 
@@ -175,7 +178,7 @@ def test_an_attention_matrix_in_which_no_place_shows_is_refused():
     """It has as many rows and columns as there are tokens."""
     sure = layout_probe.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
     seen = {"block": LayerObservation((1, 49, 8), (sure,)), "attention": LayerObservation((1, 3, 49, 49), ())}
-    assert probe.find(seen, (224, 224))["attention"] == NO_ORDER
+    assert probe.find(seen, (224, 224))["attention"] == OTHER_ORDER
     assert probe.find({"map": LayerObservation((1, 3, 49, 49), ())}, (224, 224)) == {"map": Layout("nchw", 49, 49)}
 
 
@@ -185,9 +188,9 @@ def test_an_attention_matrix_in_which_no_place_shows_is_refused():
         ((1, 512, 7, 7), Layout("nchw", 7, 7)),
         ((1, 7, 7, 512), Layout("nhwc", 7, 7)),
         ((1, 64, 7, 9), NO_GRID),  # not square, as the image is
-        ((1, 7, 7, 7), NO_CERTAINTY),
+        ((1, 7, 7, 7), UNKNOWN_GRID),
         ((1, 512, 1, 1), NO_GRID),
-        ((1, 197, 64), NO_CERTAINTY),
+        ((1, 197, 64), UNKNOWN_GRID),
         ((1, 100), NO_GRID),
         (None, NO_TENSOR),
     ],
@@ -200,7 +203,7 @@ def test_a_model_that_takes_one_image_at_a_time_is_read_by_its_shapes():
     def one_only(seen):
         return seen.reshape(1, 8, 8, 8) if len(seen) == 1 else seen.reshape(1, 8, 8, 8, 8)
 
-    assert place(one_only) == NO_CERTAINTY
+    assert place(one_only) == UNKNOWN_GRID
     assert place(lambda x: x.reshape(1, 4, 8, 8), channels=4) == Layout("nchw", 8, 8)
 
 
@@ -211,7 +214,7 @@ def test_a_layer_that_returns_what_it_got_has_no_part_in_what_else_is_done_with_
     net.after = nn.Identity()
     net(torch.zeros(1, 3, 32, 32))
     layers, _classes = probe.probe(net.requires_grad_(requires_grad=False), (32, 32), "cpu")
-    assert layers["shortcut"].reason == NO_GRADIENT
+    assert layers["shortcut"].reason == ZERO_GRADIENT
     assert layers["stem"].layout == layers["layer"].layout == Layout("nchw", 8, 8)
 
 
@@ -257,7 +260,7 @@ def test_an_image_that_is_not_square_has_its_grid(arch):
     options = {} if arch == "resnet10t" else {"img_size": (96, 64)}
     torch.manual_seed(0)
     model = timm.create_model(arch, **options).eval().requires_grad_(requires_grad=False)
-    revive(model)
+    randomise_zeros(model)
     layers, _classes = probe.probe(model, (96, 64), "cpu")
     layout = layers[probe.default_layer(model, layers)].layout
     assert layout == Layout(axes, *grid, model.num_prefix_tokens if prefix is None else prefix)
@@ -324,7 +327,7 @@ def script():
 
 
 architectures = script()
-ROWS = architectures.known()
+ROWS = architectures.existing_rows()
 
 
 FAMILIES = """

@@ -162,7 +162,7 @@ def test_the_model_itself_is_not_compiled_and_keeps_its_weights(pair):
     assert digest(model.module) == model.info.digest
     assert not any("forward" in vars(one) for one in model.module.modules())
     for pass_ in (Pass("planted", "cam", (SIDE, SIDE), ("two",)), Pass("planted", "saliency", (SIDE, SIDE))):
-        assert model.serving(pass_) is model
+        assert model.for_pass(pass_) is model
     assert hook_count(model.module) == 0
 
 
@@ -263,7 +263,7 @@ def test_a_compiler_that_fails_costs_a_warning(said, reason, monkeypatch, caplog
     model = load(compile=True)
     assert model.accelerated.compiled_modules == ()
     assert f"one of model planted runs without being compiled: RuntimeError: {reason}" in caplog.text
-    assert "model planted runs without being compiled: there is nothing that can be" in caplog.text
+    assert "model planted runs without being compiled: no module can be compiled" in caplog.text
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
 
 
@@ -301,7 +301,7 @@ def test_compiled_code_that_is_slower_is_thrown_away(monkeypatch, caplog):
     monkeypatch.setattr(compilation, "_seconds", lambda *_: next(times))
     model = load(compile=True)
     assert model.accelerated.compiled_modules == ()
-    assert "runs without being compiled: it would be slower, a batch taking 1.25 times as long" in caplog.text
+    assert "runs without being compiled: it would be slower: a batch takes 1.25 times as long" in caplog.text
     assert calls_of_compiled_code(model, 2, "cam") == 0
     assert load(compile=True).accelerated.compiled_modules == ("one", "two", "three")
     assert "s: 0.90 of the time" in caplog.text

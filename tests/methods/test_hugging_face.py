@@ -368,7 +368,7 @@ def test_timms_own_models_are_loaded_from_their_folders(timm_folder, offline):
 def test_an_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, architecture, options):
     changed(timm_folder, architecture=architecture)
 
-    assert f"its architecture is '{architecture}', from elsewhere" in complaint(timm_folder, options)
+    assert f"its architecture is '{architecture}', which is not in timm" in complaint(timm_folder, options)
     with pytest.raises(ConfigError, match=r"timm:NAME\?weights=FILE"):
         huggingface.check(parse(f"hf:{timm_folder}{options}"))
     assert not offline
@@ -520,12 +520,12 @@ def other_shapes(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "no config.json that can be read"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
+        (lambda folder: (folder / "config.json").unlink(), "no readable config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
         (
             lambda folder: changed(folder, model_type="bert"),
-            'is a "bert", of which transformers has no image classifier',
+            'is a "bert", for which transformers has no image classifier',
         ),
         (
             lambda folder: changed(folder, architectures=["SegformerForSemanticSegmentation"]),
@@ -534,7 +534,7 @@ def other_shapes(folder):
         (lambda folder: changed(folder, architectures=["ViTModel"]), "your.module:factory"),
         (lambda folder: changed(folder, model_type="nonsense"), "cannot read its config.json"),
         (lambda folder: changed(folder, quantization_config={"quant_method": "bitsandbytes"}), "is quantised"),
-        (lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json is not there"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json does not exist"),
         (
             lambda folder: (folder / "preprocessor_config.json").write_text("?"),
             "preprocessor_config.json cannot be used",

@@ -185,7 +185,7 @@ def test_a_file_is_read_only_with_the_sha256_that_was_given(tmp_path, trained):
     safetensors.torch.save_file(trained.state_dict(), path)
     right = hashlib.sha256(path.read_bytes()).hexdigest()
     assert models.load(parse(f"{TINY.format(path)}&sha256={right.upper()}")).info.weights == "file"
-    with pytest.raises(ConfigError, match="does not have the SHA-256 that was given"):
+    with pytest.raises(ConfigError, match="does not have the given SHA-256"):
         models.load(parse(f"{TINY.format(path)}&sha256={right[:-1]}{'0' if right[-1] != '0' else '1'}"))
 
 
@@ -314,7 +314,7 @@ def test_timms_ways_to_crop_are_followed(monkeypatch, input_size, crop_mode, res
 
 def test_a_model_of_timm_whose_photos_have_borders_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(timm.data, "resolve_model_data_config", lambda _model: USUAL_OF_TIMM | {"crop_mode": "border"})
-    with pytest.raises(ConfigError, match=r"test_vit wants photos with a border around them, .* your\.module:factory"):
+    with pytest.raises(ConfigError, match=r"test_vit needs photos with a border around them, .* your\.module:factory"):
         models.load(parse("timm:test_vit?weights=none"))
 
 
@@ -500,7 +500,7 @@ def test_an_answer_that_is_not_batch_by_classes_is_refused_in_words(plant, answe
         def forward(self, image):
             return answer(self.conv(image))
 
-    with pytest.raises(ConfigError, match=r"no classifier: it answers with .*, not \[batch, classes\]"):
+    with pytest.raises(ConfigError, match=r"not a classifier: it answers with .*, not \[batch, classes\]"):
         plant(Answers)
 
 

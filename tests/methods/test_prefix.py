@@ -168,7 +168,7 @@ def test_a_module_with_a_hook_of_its_own_is_called_as_it_was(plant):
 def test_a_layer_that_would_be_seen_in_part_is_that_of_the_model(plant):
     model = plant(vision_transformer, size=64, weights="none")
     block = "encoder.layers.encoder_layer_2"
-    served = {name: model.serving(Pass(model.info.name, "cam", (64, 64), (name,))) for name in model.info.layers}
+    served = {name: model.for_pass(Pass(model.info.name, "cam", (64, 64), (name,))) for name in model.info.layers}
     assert served[f"{block}.ln_1"].module is model.accelerated.module
     for name in ("self_attention", "ln_2", "mlp", "mlp.0"):
         assert served[f"{block}.{name}"] is model

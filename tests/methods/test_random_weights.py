@@ -95,7 +95,7 @@ def test_next_stage_of_a_cascade_draws_what_it_adds(draws):
 
 
 def kept(model):
-    return [weakref.ref(one) for known in model.drawn.values() for one in known.values()]
+    return [weakref.ref(one) for known in model.random_weights.values() for one in known.values()]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -141,4 +141,4 @@ def test_cpu_draws_in_every_batch_and_keeps_nothing(draws):
         weights(model, Randomised(1))
 
     assert len(draws) == 2 * len(list(model.module.fc.parameters()))
-    assert model.drawn == {}
+    assert model.random_weights == {}

@@ -144,9 +144,9 @@ def listened():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (closed, "its copy says something else"),
+        (closed, "its copy gives other outputs"),
         (locked, "TypeError: cannot pickle"),
-        (listened, "hooks of its own may not be ready for two"),
+        (listened, "its own hooks may not support two batches at once"),
     ],
 )
 def test_a_model_that_cannot_have_a_twin_has_none_and_the_log_says_why(make, reason, plant, caplog):

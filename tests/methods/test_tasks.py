@@ -488,8 +488,11 @@ def test_a_classs_own_probability_is_explained(plant):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("task=detect", r"it is no detector: it answers with a tensor \[1, 5\], not boxes, labels and scores"),
-        ("task=segment", r"it is no segmentation: it answers with a tensor \[1, 5\], not \[batch, classes, h, w\]"),
+        ("task=detect", r"it is not a detector: it answers with a tensor \[1, 5\], not boxes, labels and scores"),
+        (
+            "task=segment",
+            r"it is not a segmentation model: it answers with a tensor \[1, 5\], not \[batch, classes, h, w",
+        ),
     ],
 )
 def test_a_model_that_does_not_answer_as_it_is_said_to_is_refused(plant, option, words):
@@ -509,7 +512,7 @@ def test_an_answer_without_any_number_fails_that_row_alone_in_words(plant):
 
 @pytest.mark.parametrize(("factory", "task"), [(Colours, "classify"), (Finder, "multilabel")])
 def test_a_model_said_to_know_classes_must_answer_with_them(plant, factory, task):
-    with pytest.raises(ConfigError, match=r"it is no classifier: it answers with a tensor .*, not \[batch, classes\]"):
+    with pytest.raises(ConfigError, match=r"it is not a classifier: it answers with a tensor .*, not \[batch, class"):
         plant(factory, size=64, task=task)
 
 
@@ -539,9 +542,9 @@ def test_a_detector_that_finds_nothing_in_noise_is_refused(plant):
         ("timm:resnet18?task=multi", 'task is one of .*did you mean "multilabel"'),
         (
             "torchvision:resnet18?weights=none&classes=0",
-            "classes=0 leaves the head out for an embedding, of a timm model only",
+            "classes=0 replaces the head by an embedding, for timm models only",
         ),
-        ("timm:resnet18?weights=none&classes=0&task=segment", "classes=0 leaves the head out"),
+        ("timm:resnet18?weights=none&classes=0&task=segment", "classes=0 replaces the head"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(text, words):
