@@ -1,4 +1,4 @@
-"""Image classifiers of Hugging Face, from folders: as transformers itself has them, and nothing else."""
+"""Hugging Face image classifiers from folders: the same results as transformers, and no code from the folder."""
 
 import io
 import json
@@ -70,7 +70,7 @@ REFUSED = {
     "vit": NO_RELU, "dino": NO_RELU, "resnet": NO_ATTENTION, "convnext": NO_RELU | NO_ATTENTION,
     "swin": NO_RELU | NO_ATTENTION,
 }  # fmt: skip
-"""Methods that a network has nothing for, as those of timm have not: all others explain it."""
+"""Methods that do not fit a network, as with timm's networks. All others explain it."""
 
 
 def processor(kind):
@@ -83,7 +83,7 @@ def processor(kind):
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
-    """A folder for each kind of network, as save_pretrained makes it; no seed of ours gives its weights."""
+    """Return a folder per kind of network, from save_pretrained; camserve's random weights are others."""
     hf.utils.logging.disable_progress_bar()
     hf.utils.logging.set_verbosity_error()
     root = tmp_path_factory.mktemp("zoo")
@@ -100,7 +100,7 @@ def zoo(tmp_path_factory):
 
 @pytest.fixture
 def folder(zoo, tmp_path):
-    """A copy of a ViT's folder, to be changed."""
+    """Return a copy of a ViT's folder, for tests that change it."""
     return shutil.copytree(zoo / "vit", tmp_path / "vit")
 
 
@@ -123,7 +123,7 @@ def complaint(folder, options=""):
     return str(caught.value)
 
 
-# --- as transformers has them ---
+# --- the same results as transformers ---
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def served(zoo):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("photo", ["chelsea", "rocket"])
-def test_predictions_are_those_of_transformers_own_pipeline(kind, photo, zoo, served):
+def test_predictions_equal_those_of_transformers_pipeline(kind, photo, zoo, served):
     pipeline = hf.pipeline("image-classification", model=str(zoo / kind), device="cpu", top_k=5)
     expected = {one["label"]: one["score"] for one in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
     with camserve.Client(served) as client:
@@ -147,7 +147,7 @@ def test_predictions_are_those_of_transformers_own_pipeline(kind, photo, zoo, se
 
 
 def by_hand(net, layer, image):
-    """A layer's feature maps and the gradients of the logit of class 1 there, by autograd alone."""
+    """Compute a layer's feature maps and the gradients of the logit of class 1, by autograd alone."""
     kept = []
 
     def keep(_module, _args, output):
@@ -162,7 +162,7 @@ def by_hand(net, layer, image):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_maps_are_those_of_gradients_by_hand(kind, zoo):
+def test_maps_equal_those_from_autograd(kind, zoo):
     model, image = loaded(zoo / kind), noise(1, 64)
     layer = model.info.default_layer
     found = maps(model, image, layer)
@@ -177,7 +177,7 @@ PRECISIONS = (torch.float32, torch.float64)
 
 
 def maps_by_hand(net, layer, image):
-    """Maps by their formulas."""
+    """Compute maps by their formulas."""
     activations, gradients, at_input = by_hand(net, layer, image)
     if activations.dim() == 3:  # tokens, the patches last
         activations, gradients = (one[:, -64:].transpose(1, 2).reshape(1, -1, 8, 8) for one in (activations, gradients))
@@ -189,7 +189,7 @@ def maps_by_hand(net, layer, image):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_method_explains_it_or_says_in_words_what_it_lacks(kind, zoo):
+def test_every_method_explains_it_or_says_what_is_missing(kind, zoo):
     model, refused = loaded(zoo / kind), {}
     for name, method in METHODS.items():
         asked = call(name, **{one.name: FEW[one.name] for one in method.parameters if one.name in FEW})
@@ -207,8 +207,8 @@ def test_every_method_explains_it_or_says_in_words_what_it_lacks(kind, zoo):
     )
 
 
-def test_a_module_whose_other_outputs_are_made_from_its_first_is_no_layer_to_explain(zoo):
-    """ResNetModel pools its own feature maps: what is behind it has them only pooled, and no gradient for them."""
+def test_module_whose_first_output_is_unused_is_not_explainable(zoo):
+    """ResNetModel pools its own feature maps: later layers use only the pooled ones, so the maps have no gradient."""
     layers = loaded(zoo / "resnet").info.layers
 
     assert layers["resnet"].reason.startswith("the score does not depend on its grid")
@@ -230,7 +230,7 @@ def test_a_module_whose_other_outputs_are_made_from_its_first_is_no_layer_to_exp
     ],
 )
 @pytest.mark.parametrize("photo", ["chelsea", "coffee"])
-def test_the_model_gets_what_the_processor_would_give_it(make, resize, photo):
+def test_preprocessing_equals_the_processors(make, resize, photo):
     theirs, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
     preprocess = huggingface.preprocess_of(theirs, "hf:net")
     expected = theirs(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0].float().numpy()
@@ -249,16 +249,16 @@ def test_the_model_gets_what_the_processor_would_give_it(make, resize, photo):
         lambda: hf.ViTImageProcessor(do_resize=False),
     ],
 )
-def test_a_processor_that_does_something_else_is_refused_not_guessed_at(make):
-    """The first swaps red and blue, the second keeps a photo's proportions, the third its size."""
+def test_unsupported_processor_is_refused(make):
+    """The first swaps red and blue, the second keeps a photo's proportions, the third keeps its size."""
     with pytest.raises(ConfigError, match="does more than resize, crop to the middle and normalise"):
         huggingface.preprocess_of(make(), "hf:net")
 
 
-# --- what the folder says ---
+# --- labels, task, weights ---
 
 
-def test_labels_are_those_of_the_config_and_numbers_are_none(folder):
+def test_labels_are_those_of_the_config_without_placeholders(folder):
     assert loaded(folder).info.labels == tuple(LABELS.values())
 
     changed(folder, id2label={str(index): f"LABEL_{index}" for index in range(5)}, label2id={})
@@ -270,21 +270,21 @@ def test_labels_are_those_of_the_config_and_numbers_are_none(folder):
     ("problem", "task"),
     [("multi_label_classification", "multilabel"), ("regression", "regress"), (None, "classify")],
 )
-def test_the_task_is_what_the_config_says_unless_the_operator_does(folder, problem, task):
+def test_operators_task_overrides_that_of_the_config(folder, problem, task):
     changed(folder, problem_type=problem)
 
     assert loaded(folder).info.task == task
     assert loaded(folder, "?task=embed").info.task == "embed"
 
 
-def test_weights_that_were_saved_in_half_precision_run_in_float32(folder):
+def test_weights_saved_in_half_precision_run_in_float32(folder):
     vit().half().save_pretrained(folder)
 
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
     assert {weight.dtype for weight in loaded(folder).module.parameters()} == {torch.float32}
 
 
-def test_weights_in_several_files_are_read(folder, zoo):
+def test_weights_in_several_files_are_loaded(folder, zoo):
     net = theirs(folder)
     (folder / "model.safetensors").unlink()
     net.save_pretrained(folder, max_shard_size="20KB")
@@ -293,7 +293,7 @@ def test_weights_in_several_files_are_read(folder, zoo):
     assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
 
 
-def test_its_network_can_have_random_weights_or_those_of_another_file(folder, tmp_path):
+def test_network_can_have_random_weights_or_those_of_another_file(folder, tmp_path):
     random = loaded(folder, "?weights=none&size=32")
     assert (random.info.weights, random.info.preprocess.size) == ("none", (32, 32))
     assert random.info.digest == loaded(folder, "?weights=none&size=32").info.digest
@@ -305,7 +305,7 @@ def test_its_network_can_have_random_weights_or_those_of_another_file(folder, tm
     assert other.module.classifier.bias.tolist() == [1] * 5
 
 
-def test_a_folder_is_named_by_its_last_part_and_its_path_stays_with_the_operator(zoo):
+def test_last_part_of_the_folder_is_the_only_public_name(zoo):
     spec = parse(f"hf:{zoo}/vit?precision=bfloat16")
     assert (spec.name, spec.origin, spec.folder, spec.precision) == ("vit", "hf:vit", f"{zoo}/vit", "bfloat16")
     assert parse("birds=hf:./models/a b/vit-1.0/").name == "birds"
@@ -313,12 +313,12 @@ def test_a_folder_is_named_by_its_last_part_and_its_path_stays_with_the_operator
         parse("hf:models/..")
 
 
-# --- nothing is fetched, nothing is run ---
+# --- nothing is fetched, no code is run ---
 
 
 @pytest.fixture
 def offline(monkeypatch):
-    """A machine that reaches nothing; whoever tries is found out."""
+    """Refuse and record all network connections."""
     tried = []
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, lambda _socket, address: tried.append(address) or 1 / 0)
@@ -326,7 +326,7 @@ def offline(monkeypatch):
     return tried
 
 
-def test_no_connection_is_tried_whatever_the_folder_holds(folder, offline):
+def test_no_folder_causes_a_connection(folder, offline):
     with pytest.raises(ZeroDivisionError):
         socket.create_connection(("192.0.2.1", 80))  # planted
     assert offline.pop()
@@ -342,7 +342,7 @@ def test_no_connection_is_tried_whatever_the_folder_holds(folder, offline):
 
 @pytest.fixture
 def timm_folder(tmp_path):
-    """A folder as timm's own models on the Hub are, which say how they want their input in config.json."""
+    """Return a folder like timm's own models on the Hub, with the preprocessing in config.json."""
     wants = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"}
     config = hf.TimmWrapperConfig(
         architecture="test_vit", num_labels=5, pretrained_cfg={"input_size": [3, 64, 64], **wants},
@@ -352,7 +352,7 @@ def timm_folder(tmp_path):
     return tmp_path / "net"
 
 
-def test_timms_own_models_are_loaded_from_their_folders(timm_folder, offline):
+def test_timms_own_models_are_loaded_from_folders(timm_folder, offline):
     found = loaded(timm_folder)
 
     assert found.info.preprocess.size == (64, 64)
@@ -365,7 +365,7 @@ def test_timms_own_models_are_loaded_from_their_folders(timm_folder, offline):
 @pytest.mark.parametrize(
     "architecture", ["hf-hub:owner/name", "hf_hub:owner/name", "local-dir:/elsewhere", "owner/name", 7]
 )
-def test_an_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, architecture, options):
+def test_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, architecture, options):
     changed(timm_folder, architecture=architecture)
 
     assert f"its architecture is '{architecture}', which is not in timm" in complaint(timm_folder, options)
@@ -374,17 +374,17 @@ def test_an_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, 
     assert not offline
 
 
-def test_what_is_refused_would_have_been_fetched(timm_folder, offline, monkeypatch):
-    """What the refusal is for: without it, timm asks the Hub."""
+def test_timm_would_fetch_the_refused_architecture(timm_folder, offline, monkeypatch):
+    """Without the refusal, timm connects to the Hub."""
     monkeypatch.setattr(huggingface, "_check_timm", lambda *_: None)
     changed(timm_folder, architecture="hf-hub:owner/name")
-    with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever a client makes of a machine without a network
+    with pytest.raises(Exception):  # noqa: B017, PT011 -- clients raise many errors without a network
         loaded(timm_folder, "?weights=none")
     assert offline
 
 
 @pytest.mark.parametrize("name", ["checkpoint_path", "pretrained", "pretrained_cfg", "cache_dir"])
-def test_arguments_of_timm_that_are_not_known_are_refused(timm_folder, offline, name):
+def test_unknown_arguments_of_timm_are_refused(timm_folder, offline, name):
     changed(timm_folder, model_args={"img_size": 64, name: "/elsewhere/net.pth"})
 
     assert f"its model_args has '{name}'" in complaint(timm_folder)
@@ -421,7 +421,7 @@ def test_code_in_the_folder_is_never_run(folder, tmp_path, kind, monkeypatch):
     assert not mark.exists()
 
 
-def test_a_pickle_is_not_read(folder, tmp_path):
+def test_pickle_is_not_read(folder, tmp_path):
     class Planted:
         def __reduce__(self):
             return (tmp_path / "it ran").touch, ()
@@ -434,7 +434,7 @@ def test_a_pickle_is_not_read(folder, tmp_path):
 
 
 def indexed(name, **more):
-    """Return a function that writes an index which places all weights in one file."""
+    """Return a function that writes an index with all weights in one file."""
 
     def write(folder):
         names = dict.fromkeys(safetensors.torch.load_file(folder / "model.safetensors"), name)
@@ -486,14 +486,14 @@ def test_no_file_in_a_folder_makes_transformers_read_a_pickle(folder, way, monke
     assert not mark.exists()
 
 
-def test_weights_that_the_config_names_are_read(folder, zoo):
+def test_weights_named_in_the_config_are_loaded(folder, zoo):
     (folder / "model.safetensors").rename(folder / "best.safetensors")
     changed(folder, transformers_weights="best.safetensors")
 
     assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
 
 
-# --- words ---
+# --- errors ---
 
 
 def no_head(folder):
@@ -550,22 +550,22 @@ def other_shapes(folder):
         (lambda folder: changed(folder, "preprocessor_config.json", size={"height": 32, "width": 32}), "32"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_refused_in_words(folder, spoil, words):
+def test_unusable_folder_is_refused_with_a_reason(folder, spoil, words):
     spoil(folder)
-    told = complaint(folder)
+    message = complaint(folder)
 
-    assert words in told
-    assert "Traceback" not in told
-    assert len(told) < 600
+    assert words in message
+    assert "Traceback" not in message
+    assert len(message) < 600
 
 
-def test_without_the_extra_it_says_which_one_is_missing(folder, monkeypatch):
+def test_error_without_transformers_names_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     assert 'pip install "camserve[hf]"' in complaint(folder)
 
 
 @pytest.mark.parametrize("name", ["net.pt", "folder/net.torchscript", "it=net.onnx", "net.pt?size=64"])
-def test_a_file_in_a_models_place_is_refused_with_what_to_write_instead(name):
+def test_file_instead_of_a_model_is_refused_with_a_suggestion(name):
     with pytest.raises(ConfigError, match=r"is a file, .*SOURCE:ARCH\?weights=.*TorchScript and ONNX"):
         parse(name)

@@ -52,7 +52,7 @@ def disable_preprocessing(model: nn.Module, size: tuple[int, int]) -> None:
     if not isinstance(transform, GeneralizedRCNNTransform):
         return
     if any(side % transform.size_divisible for side in size):
-        raise ConfigError(f"size= is a multiple of {transform.size_divisible} for it, not {size[0]}")
+        raise ConfigError(f"size= must be a multiple of {transform.size_divisible} for this model, not {size[0]}")
     transform.image_mean, transform.image_std = [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]
     transform.min_size, transform.max_size = (min(size),), max(size)
     transform.fixed_size = (size[1], size[0]) if transform.fixed_size else None
@@ -71,7 +71,7 @@ def classes_of(model: nn.Module, labels: Collection[str]) -> int:
                     return classes
     if labels:
         return len(labels)
-    raise ConfigError("it does not say how many classes it knows: name them with labels=PATH, or set its num_classes")
+    raise ConfigError("its number of classes is unknown: name them with labels=PATH, or set num_classes on the model")
 
 
 @contextmanager

@@ -173,6 +173,7 @@ def probed(output: Tensor) -> tuple[Capture, Tensor]:
 
 
 def _on_graph(output: Tensor) -> Tensor:
+    """Return the output if it is on a graph already; else start a graph at it."""
     return output if output.requires_grad else output.detach().requires_grad_()
 
 

@@ -99,8 +99,8 @@ class LoadedModel:
         if (accelerated := self.accelerated) and replica.accelerated:
             comparisons.append((accelerated.module, replica.accelerated.module, images.to(accelerated.dtype)))
         for original, copied, image in comparisons:
-            names, expected = _run_to_layer(original, layer, image)
-            copied_names, output = _run_to_layer(copied, layer, image)
+            names, expected = _record_run(original, layer, image)
+            copied_names, output = _record_run(copied, layer, image)
             if names != copied_names or not torch.equal(expected, output):
                 return False
         return True
@@ -119,7 +119,7 @@ class LoadedModel:
         return _accelerate(module, info, AccelerationOptions(enabled=self.accelerate))
 
 
-def _run_to_layer(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tensor]:
+def _record_run(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tensor]:
     """Run a model; return the names of its modules in the order in which they finished, and the output of a layer."""
     finished: list[str] = []
     with ExitStack() as stack, torch.no_grad():
@@ -202,7 +202,7 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
             raise ConfigError(f"model {spec.name}: sha256= needs a weights file, not weights={spec.weights}")
         if spec.source == "hf":
             _check_folder_weights(spec, module)
-        # A user's own factory has set its weights itself.
+        # The default weights of a factory are those that it returned.
         return spec.weights
     path = Path(spec.weights)
     if not path.exists():

@@ -277,7 +277,7 @@ def check(spec: ModelSpec) -> None:
         top = spec.source.partition(".")[0]  # searching inside a package would import it
         if importlib.util.find_spec(top) is None:
             hint = did_you_mean(spec.source, ("torchvision", "timm", "hf", *plugins.found(plugins.SOURCES)))
-            raise ConfigError(f'"{spec.source}" is no source{hint}, and there is no module {top} either')
+            raise ConfigError(f'"{spec.source}" is not a source{hint}, and there is no module {top} either')
     for option, path in (("weights", spec.weights), ("labels", spec.labels)):
         if path not in ("", "default", "none") and not Path(path).is_file():
             raise ConfigError(f"{option}={path}: there is no such file")

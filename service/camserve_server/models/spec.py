@@ -91,10 +91,10 @@ def parse(text: str) -> ModelSpec:
     if not form or not form["folder"]:
         _refuse_files(text)
     if not form:
-        raise ConfigError(f'cannot read the model "{text}": write [NAME=]SOURCE:ARCH[?option=value]')
-    source, arch = _source(form)
-    options = _options(text, form["options"] or "")
-    classes = _number(text, "classes", options, least=0)
+        raise ConfigError(f'cannot parse the model "{text}": write [NAME=]SOURCE:ARCH[?option=value]')
+    source, arch = _parse_source(form)
+    options = _parse_options(text, form["options"] or "")
+    classes = _parse_number(text, "classes", options, least=0)
     if classes and options.get("weights", "default") == "default":
         raise ConfigError(f'model "{text}": classes= needs weights=PATH or weights=none; the default has its own')
     return ModelSpec(
@@ -103,18 +103,18 @@ def parse(text: str) -> ModelSpec:
         source=source,
         arch=arch,
         weights=options.get("weights", "default"),
-        precision=_precision(text, options.get("precision", "float32")),
+        precision=_parse_precision(text, options.get("precision", "float32")),
         labels=options.get("labels", ""),
         classes=classes,
-        size=_number(text, "size", options),
+        size=_parse_number(text, "size", options),
         sha256=options.get("sha256", "").lower(),
-        task=_task(text, options.get("task"), source, classes),
-        compile=_switch(text, "compile", options),
-        accelerate=_switch(text, "accelerate", options, default="true"),
+        task=_parse_task(text, options.get("task"), source, classes),
+        compile=_parse_bool(text, "compile", options),
+        accelerate=_parse_bool(text, "accelerate", options, default="true"),
     )
 
 
-def _source(form: re.Match[str]) -> tuple[str, str]:
+def _parse_source(form: re.Match[str]) -> tuple[str, str]:
     """Return the source, and the model's name in it."""
     if form["folder"]:
         arch = Path(form["folder"]).name
@@ -137,7 +137,7 @@ def _refuse_files(text: str) -> None:
         )
 
 
-def _options(text: str, query: str) -> dict[str, str]:
+def _parse_options(text: str, query: str) -> dict[str, str]:
     # Not decoded like a URL, because a path may contain a "+" or a "%".
     options = {key: value for key, _, value in (part.partition("=") for part in query.split("&") if part)}
     for key in options:
@@ -147,16 +147,16 @@ def _options(text: str, query: str) -> dict[str, str]:
     return options
 
 
-def _precision(text: str, value: str) -> Precision:
+def _parse_precision(text: str, value: str) -> Precision:
     if value not in get_args(Precision):
-        raise ConfigError(f'model "{text}": precision is one of {", ".join(get_args(Precision))}')
+        raise ConfigError(f'model "{text}": precision must be one of {", ".join(get_args(Precision))}')
     return cast("Precision", value)
 
 
-def _task(text: str, value: str | None, source: str, classes: int | None) -> Task | None:
+def _parse_task(text: str, value: str | None, source: str, classes: int | None) -> Task | None:
     if value is not None and value not in get_args(Task):
         hint = did_you_mean(value, get_args(Task))
-        raise ConfigError(f'model "{text}": task is one of {", ".join(get_args(Task))}{hint}')
+        raise ConfigError(f'model "{text}": task must be one of {", ".join(get_args(Task))}{hint}')
     if classes != 0:
         return cast("Task | None", value)
     if source != "timm" or value not in (None, "embed"):
@@ -164,17 +164,17 @@ def _task(text: str, value: str | None, source: str, classes: int | None) -> Tas
     return "embed"
 
 
-def _number(text: str, key: str, options: dict[str, str], least: int = 1) -> int | None:
+def _parse_number(text: str, key: str, options: dict[str, str], least: int = 1) -> int | None:
     value = options.get(key)
     if value is None:
         return None
     if not value.isdecimal() or not least <= int(value) < 100_000:  # noqa: PLR2004 -- far beyond any useful value
-        raise ConfigError(f'model "{text}": {key} is a whole number from {least}, not "{value}"')
+        raise ConfigError(f'model "{text}": {key} must be a whole number from {least}, not "{value}"')
     return int(value)
 
 
-def _switch(text: str, key: str, options: dict[str, str], default: str = "false") -> bool:
+def _parse_bool(text: str, key: str, options: dict[str, str], default: str = "false") -> bool:
     value = options.get(key, default)
     if value not in ("true", "false"):
-        raise ConfigError(f'model "{text}": {key} is true or false, not "{value}"')
+        raise ConfigError(f'model "{text}": {key} must be true or false, not "{value}"')
     return value == "true"

@@ -43,7 +43,7 @@ def values_of(output: Any, task: Task) -> Tensor:
         return pad_sequence([_objects(item) for item in output], batch_first=True, padding_value=-1.0)
     tensor = _main_tensor(output)
     if tensor is None:
-        raise FailedPrecondition("the model answers with no tensor of numbers")
+        raise FailedPrecondition("the model returns no tensor of numbers")
     return tensor
 
 
@@ -138,18 +138,16 @@ def _checked_values(output: Any, task: Task) -> Tensor:
     """Return the output for one image as a tensor, if it fits the task."""
     if task == "detect":
         if task_of(output) != "detect":
-            raise ConfigError(
-                f"it is not a detector: it answers with {_description(output)}, not boxes, labels and scores"
-            )
+            raise ConfigError(f"it is not a detector: it returns {_description(output)}, not boxes, labels and scores")
         if not len(output[0]["scores"]):
             raise ConfigError("it finds no object in an image of noise, at any score, so its layers cannot be probed")
     elif task == "segment":
         if _dims(output) != 4:  # noqa: PLR2004 -- [batch, classes, height, width]
             raise ConfigError(
-                f"it is not a segmentation model: it answers with {_description(output)}, not [batch, classes, h, w]"
+                f"it is not a segmentation model: it returns {_description(output)}, not [batch, classes, h, w]"
             )
     elif _has_several_parts(output) or _dims(output) != 2:  # noqa: PLR2004 -- [batch, classes]
-        raise ConfigError(f"it is not a classifier: it answers with {_description(output)}, not [batch, classes]")
+        raise ConfigError(f"it is not a classifier: it returns {_description(output)}, not [batch, classes]")
     return values_of(output, task)
 
 
