@@ -48,6 +48,7 @@ def share_parameters(module: nn.Module) -> nn.Module:
     Returns:
         The copy; or the network itself if it cannot be copied. Run that inside `frozen`.
     """
+    # deepcopy takes the tensors in `memo` instead of copying the originals.
     memo: dict[int, Any] = {id(tensor): alias(tensor) for tensor in (*module.parameters(), *module.buffers())}
     try:
         copied = copy.deepcopy(module, memo)

@@ -78,6 +78,7 @@ class LoadedModel:
             return None
         modules = nn.ModuleList([self.module, *([self.accelerated.module] if self.accelerated else [])])
         tensors = (*modules.parameters(), *modules.buffers())
+        # deepcopy takes the tensors in `memo` instead of copying the originals.
         memo: dict[int, Any] = {id(tensor): live.alias(tensor) for tensor in tensors}
         try:
             module, *copied = copy.deepcopy(modules, memo)

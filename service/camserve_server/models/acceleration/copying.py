@@ -36,7 +36,7 @@ def copy_model(
         converted: names of modules after the default layer whose parameters are converted too.
         dtype: the type to convert to.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # deepcopy takes the tensors in it instead of copying the originals
     for tensor in (*module.parameters(), *module.buffers()):
         convert = usage.only_before(tensor) and tensor.is_floating_point()
         memo[id(tensor)] = _converted(tensor, dtype) if convert else tensor
