@@ -29,8 +29,8 @@ from camserve_server.models.values import Layout, Pass
 from camserve_server.targets.values import ClassTarget
 
 PAGE = Path(__file__).parent.parent / "architectures.md"
-EXACT = 1e-5
-INDEX = 7
+MAX_DEVIATION = 1e-5
+CLASS_INDEX = 7
 
 # At least one architecture of every module of timm 1.0 with image classifiers; the smallest, if they differ only in
 # size. A question mark precedes an option, for architectures that are slow at their own size.
@@ -158,13 +158,13 @@ def examine(name: str) -> Explanation:
     image = np.random.default_rng(0).integers(0, 256, (*info.preprocess.size, 3), np.uint8)
     (result,) = Engine({info.name: model}).run(
         Pass(info.name, "cam", info.preprocess.size, (layer.name,)),
-        [Row(image, ClassTarget(INDEX), (MethodCall("gradcam"),))],
+        [Row(image, ClassTarget(CLASS_INDEX), (MethodCall("gradcam"),))],
     )
     heatmap, expected = result.maps[0][0].astype(np.float64), oracle(model, image, layer.layout)
     if not np.abs(expected).max() > 0:
         raise ArithmeticError(f"{name}: the map at {layer.name} is zero")
     deviation = float(np.abs(heatmap - expected).max() / np.abs(expected).max())
-    if not deviation <= EXACT:
+    if not deviation <= MAX_DEVIATION:
         raise ArithmeticError(f"{name}: the map at {layer.name} deviates by {deviation:.1e}")
     explainable = sum(other.layout is not None for other in info.layers.values())
     return Explanation(name, layer.name, layer.layout, explainable, deviation)
@@ -182,7 +182,7 @@ def oracle(model: LoadedModel, image: np.ndarray, layout: Layout) -> np.ndarray:
 
     handle = model.module.get_submodule(model.info.default_layer).register_forward_hook(make_leaf)
     logits = model.module(normalise(torch.from_numpy(image)[None], model.info.preprocess))
-    (gradient,) = torch.autograd.grad(logits[0, INDEX], leaves)
+    (gradient,) = torch.autograd.grad(logits[0, CLASS_INDEX], leaves)
     handle.remove()
     return formula(leaves[0].detach(), gradient, layout)
 

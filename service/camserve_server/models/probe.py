@@ -70,7 +70,7 @@ def probe(
         last = {name: outputs[-1] for name, outputs in calls.items()}
         trial.find_trunk(model, last)
         gradients = _gradients(scores, last)
-    grids = find(_observe(model, images) or _observe_shapes(calls), size)
+    grids = find_grids(_observe(model, images) or _observe_shapes(calls), size)
     modules = dict(model.named_modules())
     layers = {
         name: _describe(name, modules[name], outputs, grids.get(name, NO_BATCH_AXIS), gradients[name])
@@ -205,7 +205,7 @@ def _observe_shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, Layer
     }
 
 
-def find(observations: Mapping[str, LayerObservation], size: tuple[int, int]) -> dict[str, GridOrReason]:
+def find_grids(observations: Mapping[str, LayerObservation], size: tuple[int, int]) -> dict[str, GridOrReason]:
     """Find each layer's grid: from the probe, else from other layers of the same shape, else from its own shape.
 
     Args:
