@@ -44,7 +44,7 @@ def answers(model, layer=None, kind="cam"):
     rows = [Row(noise(seed, model.info.preprocess.size[0]), ClassTarget(3), METHODS) for seed in range(2)]
     if kind == "score":
         return [result.logits for result in run(model, rows, kind=kind)]
-    return [one for result in run(model, rows, [layer or model.info.default_layer]) for one in result.maps[0]]
+    return [heatmap for result in run(model, rows, [layer or model.info.default_layer]) for heatmap in result.maps[0]]
 
 
 METHODS = tuple(map(call, CAMS))
@@ -52,29 +52,29 @@ METHODS = tuple(map(call, CAMS))
 
 def weights(model):
     """Return the weights that oneDNN receives instead of those of the copy."""
-    return [one for both in model.accelerated.onednn.weights.values() for one in both]
+    return [weight for both in model.accelerated.onednn.weights.values() for weight in both]
 
 
-def cosine(ours, theirs):
-    return (ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs)
+def cosine(actual, expected):
+    return (actual * expected).sum() / np.linalg.norm(actual) / np.linalg.norm(expected)
 
 
 # --- float32 ---
 
 
 def test_copy_gives_the_maps_and_logits_of_the_model(zoo):
-    models = zoo, plain(zoo), exact(zoo)
+    variants = zoo, plain(zoo), exact(zoo)
     for layer in sorted(zoo.accelerated.layers):
         if zoo.info.layers[layer].layout:
-            assert max(map(error_ratio, *(answers(one, layer) for one in models))) <= 1
-    assert max(map(error_ratio, *(answers(one, kind="score") for one in models))) <= 1
+            assert max(map(error_ratio, *(answers(variant, layer) for variant in variants))) <= 1
+    assert max(map(error_ratio, *(answers(variant, kind="score") for variant in variants))) <= 1
 
 
 def test_every_batch_norm_after_a_convolution_is_folded(zoo):
     arch = zoo.info.source.removeprefix("embedded:")
     assert zoo.accelerated.folded_norms == FOLDED[arch]
-    left = [one for one in zoo.accelerated.module.modules() if isinstance(one, nn.BatchNorm2d)]
-    norms = [one for one in zoo.module.modules() if isinstance(one, nn.BatchNorm2d)]
+    left = [module for module in zoo.accelerated.module.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms = [child for child in zoo.module.modules() if isinstance(child, nn.BatchNorm2d)]
     assert len(norms) - len(left) == FOLDED[arch]
 
 
@@ -85,10 +85,11 @@ def test_model_itself_is_not_changed(zoo):
 
 
 def test_unchanged_weights_are_shared(zoo):
-    own = {id(one) for one in zoo.module.parameters()}
-    copied = [one for one in (*zoo.accelerated.module.parameters(), *weights(zoo)) if id(one) not in own]
+    own = {id(parameter) for parameter in zoo.module.parameters()}
+    copied = [weight for weight in (*zoo.accelerated.module.parameters(), *weights(zoo)) if id(weight) not in own]
     singles = sum(single is not several for single, several in zoo.accelerated.onednn.weights.values())
-    assert len({id(one) for one in copied}) - singles == 2 * FOLDED[zoo.info.source.removeprefix("embedded:")]
+    folded = FOLDED[zoo.info.source.removeprefix("embedded:")]
+    assert len({id(weight) for weight in copied}) - singles == 2 * folded
 
 
 def test_earlier_layers_are_captured_in_the_model(zoo):
@@ -102,9 +103,9 @@ def test_earlier_layers_are_captured_in_the_model(zoo):
 def test_pass_with_random_weights_runs_in_the_model(resnet):
     rows = [Row(noise(0, 64), ClassTarget(1), METHODS)]
     pass_ = Pass(resnet.info.name, "cam", (64, 64), ("layer4",), Randomised(99, 3))
-    ours, theirs = (Engine({resnet.info.name: one}).run(pass_, rows) for one in (resnet, plain(resnet)))
-    for mine, other in zip(ours[0].maps[0], theirs[0].maps[0], strict=True):
-        np.testing.assert_array_equal(mine, other)
+    actual, expected = (Engine({resnet.info.name: variant}).run(pass_, rows) for variant in (resnet, plain(resnet)))
+    for heatmap, reference in zip(actual[0].maps[0], expected[0].maps[0], strict=True):
+        np.testing.assert_array_equal(heatmap, reference)
 
 
 # --- batch norms that may not be folded ---
@@ -121,18 +122,18 @@ class Normed(nn.Module):
         self.head = nn.Linear(4, 5)
         self.way = way
         with torch.no_grad():
-            for one in (self.bn.weight, self.bn.running_var):
-                one.uniform_(0.5, 2)
-            for one in (self.bn.bias, self.bn.running_mean):
-                one.uniform_(-1, 1)
+            for tensor in (self.bn.weight, self.bn.running_var):
+                tensor.uniform_(0.5, 2)
+            for tensor in (self.bn.bias, self.bn.running_mean):
+                tensor.uniform_(-1, 1)
 
     def forward(self, image):
         return self.head(torch.tanh(self.last(self.way(self, image))).mean((2, 3)))
 
 
 def also_used(net, image):
-    seen = net.conv(image)
-    return net.bn(seen) + seen
+    features = net.conv(image)
+    return net.bn(features) + features
 
 
 def called_twice(net, image):
@@ -185,14 +186,14 @@ def small_convnext():
 )
 def test_half_precision_ends_at_the_default_layer(make, plant):
     """In a transformer, the linear maps over all tokens after the layer are in half precision too."""
-    half, full = (plant(make, size=64, weights="none", precision=one) for one in ("bfloat16", "float32"))
-    own = {id(one) for one in half.module.parameters()}
-    for one in half.accelerated.module.parameters():
-        assert (one.dtype == torch.float32) == (id(one) in own)
+    half, full = (plant(make, size=64, weights="none", precision=precision) for precision in ("bfloat16", "float32"))
+    own = {id(parameter) for parameter in half.module.parameters()}
+    for parameter in half.accelerated.module.parameters():
+        assert (parameter.dtype == torch.float32) == (id(parameter) in own)
     modules = list(half.accelerated.module.modules())
-    first = [one.weight for one in modules if isinstance(one, nn.Conv2d) and one.weight is not None]
-    assert {one.dtype for one in (*first, *weights(half))} == {torch.bfloat16}
-    assert [one for one in modules if isinstance(one, nn.Linear)][-1].weight.dtype == torch.float32
+    first = [module.weight for module in modules if isinstance(module, nn.Conv2d) and module.weight is not None]
+    assert {parameter.dtype for parameter in (*first, *weights(half))} == {torch.bfloat16}
+    assert [module for module in modules if isinstance(module, nn.Linear)][-1].weight.dtype == torch.float32
     full.module.load_state_dict(half.module.state_dict())
     assert min(map(cosine, answers(half), answers(plain(full)))) > 0.99
 
@@ -206,19 +207,19 @@ def test_float32_results_without_batch_norms_are_the_same(make, plant):
 
 def test_earlier_layers_run_under_autocast():
     half = models.load(parse("torchvision:resnet18?size=64&weights=none&precision=bfloat16"))
-    for ours, theirs in zip(answers(half, "layer3"), answers(plain(half), "layer3"), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, expected in zip(answers(half, "layer3"), answers(plain(half), "layer3"), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert max(map(gap, answers(half), answers(plain(half)))) > 0
 
 
-def inverse(net, seen):
+def inverse(net, features):
     """Compute an inverse, which torch does not have in half precision."""
-    return net.layer(seen * torch.linalg.inv(torch.eye(2, dtype=seen.dtype))[0, 0])
+    return net.layer(features * torch.linalg.inv(torch.eye(2, dtype=features.dtype))[0, 0])
 
 
-def enormous(net, seen):
+def enormous(net, features):
     """Exceed the range of float16."""
-    return net.layer(seen * 1e6)
+    return net.layer(features * 1e6)
 
 
 @pytest.mark.parametrize(("middle", "reason"), [(inverse, "RuntimeError: "), (enormous, "off by nan of its norm")])
@@ -235,9 +236,9 @@ def test_bfloat16_maps_of_photos_resemble_float32_maps(name, lite0, photos):
     """Measured for Grad-CAM, the smallest of three photos: 0.9986."""
     half = models.load(parse("efficientnet_lite0?precision=bfloat16"))
     rows = [Row(photos[name], RankTarget(0), METHODS)]
-    ((ours,), (theirs,)) = (run(one, rows, [lite0.info.default_layer]) for one in (half, lite0))
-    assert ours.target == theirs.target
-    assert min(map(cosine, ours.maps[0], theirs.maps[0])) > 0.997
+    ((actual,), (expected,)) = (run(variant, rows, [lite0.info.default_layer]) for variant in (half, lite0))
+    assert actual.target == expected.target
+    assert min(map(cosine, actual.maps[0], expected.maps[0])) > 0.997
 
 
 def test_token_linears_after_the_layer_are_half_and_return_float32(plant):
@@ -262,7 +263,7 @@ def attention():
     return module
 
 
-def gone_back(attend, tokens):
+def backward(attend, tokens):
     tokens = tokens.clone().requires_grad_()
     output, _ = attend(tokens, tokens, tokens, need_weights=False)
     (gradient,) = torch.autograd.grad((output**2).sum(), tokens)
@@ -271,41 +272,41 @@ def gone_back(attend, tokens):
 
 def test_self_attention_equals_that_of_the_module(attention):
     tokens = torch.randn(3, 17, 32)
-    ours = gone_back(partial(attend, attention, None), tokens)
-    plain, truth = gone_back(attention, tokens), gone_back(copy.deepcopy(attention).double(), tokens.double())
-    assert max(map(error_ratio, ours, plain, truth)) <= 1
+    actual = backward(partial(attend, attention, None), tokens)
+    plain, truth = backward(attention, tokens), backward(copy.deepcopy(attention).double(), tokens.double())
+    assert max(map(error_ratio, actual, plain, truth)) <= 1
 
 
 def test_attention_in_half_precision_is_close_to_float32(attention):
     tokens = torch.randn(3, 17, 32)
-    theirs = gone_back(attention, tokens)
+    expected = backward(attention, tokens)
     half = copy.deepcopy(attention).bfloat16()
-    for mine, other in zip(gone_back(partial(attend, half, None), tokens), theirs, strict=True):
-        assert mine.dtype == torch.float32
-        assert cosine(mine.numpy(), other.numpy()) > 0.999
+    for actual, other in zip(backward(partial(attend, half, None), tokens), expected, strict=True):
+        assert actual.dtype == torch.float32
+        assert cosine(actual.numpy(), other.numpy()) > 0.999
 
 
-@pytest.mark.parametrize("more", [{"need_weights": True}, {"attn_mask": torch.zeros(5, 5)}, {}])
-def test_other_calls_of_attention_run_the_module(attention, more):
+@pytest.mark.parametrize("options", [{"need_weights": True}, {"attn_mask": torch.zeros(5, 5)}, {}])
+def test_other_calls_of_attention_run_the_module(attention, options):
     tokens, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
-    asked = {"need_weights": False} | more
-    given = (tokens, tokens, tokens) if more else (tokens, other, other)
-    seen = []
+    keywords = {"need_weights": False} | options
+    arguments = (tokens, tokens, tokens) if options else (tokens, other, other)
+    calls = []
 
     def otherwise(*args, **kwargs):
-        seen.append(kwargs)
+        calls.append(kwargs)
         return attention(*args, **kwargs)
 
-    output, _ = attend(attention, otherwise, *given, **asked)
-    assert seen == [asked]
-    torch.testing.assert_close(output, attention(*given, **asked)[0], rtol=0, atol=0)
+    output, _ = attend(attention, otherwise, *arguments, **keywords)
+    assert calls == [keywords]
+    torch.testing.assert_close(output, attention(*arguments, **keywords)[0], rtol=0, atol=0)
 
 
 def test_only_attention_after_the_layer_is_replaced(plant):
     model = plant(small_vit, size=64, weights="none")
-    changed = {name for name, one in model.accelerated.module.named_modules() if "forward" in vars(one)}
+    changed = {name for name, module in model.accelerated.module.named_modules() if "forward" in vars(module)}
     assert {name for name in changed if "attention" in name} == {"encoder.layers.encoder_layer_2.self_attention"}
-    assert not any("forward" in vars(one) for one in model.module.modules())
+    assert not any("forward" in vars(child) for child in model.module.modules())
 
 
 # --- the switch ---
@@ -318,14 +319,14 @@ KINDS = {"cam": CAMS, "curvature": ("shapleycam",), "score": (), "saliency": ("s
 @pytest.fixture(params=[make for _, make in SWITCHED_OFF], ids=[name for name, _ in SWITCHED_OFF])
 def unaccelerated(request, plant):
     """Return a model that runs without acceleration, and the module that its factory returned."""
-    made = []
+    created = []
 
     def factory():
         torch.manual_seed(0)
-        made.append(request.param())
-        return made[0]
+        created.append(request.param())
+        return created[0]
 
-    return plant(factory, size=64, weights="none", accelerate=False), made[0]
+    return plant(factory, size=64, weights="none", accelerate=False), created[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -352,17 +353,17 @@ def test_without_acceleration_the_loaded_module_runs_unchanged(unaccelerated, ki
 
 def gradcam_oracle(model, module, dtype):
     """Compute the logits and the Grad-CAM map of the plain module by autograd."""
-    kept = []
+    captured = []
 
     def keep(_layer, _args, output):
-        kept.append(output.detach().requires_grad_())
-        return kept[0].clone()
+        captured.append(output.detach().requires_grad_())
+        return captured[0].clone()
 
     module, layer = copy.deepcopy(module).to(dtype), model.info.layers[model.info.default_layer].layout
     with module.get_submodule(model.info.default_layer).register_forward_hook(keep):
         logits = module(inputs(model, noise(0, 64)).contiguous().to(dtype))
-    (gradient,) = torch.autograd.grad(logits[0, 3], kept)
-    activation, gradient = (grid(part.detach(), layer) for part in (kept[0], gradient))
+    (gradient,) = torch.autograd.grad(logits[0, 3], captured)
+    activation, gradient = (grid(part.detach(), layer) for part in (captured[0], gradient))
     return logits.detach()[0].numpy(), (gradient.mean((1, 2), keepdim=True) * activation).sum(0).numpy()
 
 
@@ -387,16 +388,20 @@ def test_without_acceleration_results_equal_the_plain_module(unaccelerated):
 
 
 def test_without_acceleration_half_precision_is_autocast(plant):
-    made = []
+    created = []
     model = plant(
-        lambda: made.append(resnet18()) or made[0], size=64, weights="none", precision="bfloat16", accelerate=False
+        lambda: created.append(resnet18()) or created[0],
+        size=64,
+        weights="none",
+        precision="bfloat16",
+        accelerate=False,
     )
-    (found,) = run(model, [Row(noise(0, 64), ClassTarget(3), ())], kind="score")
+    (outputs,) = run(model, [Row(noise(0, 64), ClassTarget(3), ())], kind="score")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = made[0](inputs(model, noise(0, 64)).contiguous())
+        expected = created[0](inputs(model, noise(0, 64)).contiguous())
 
     assert {parameter.dtype for parameter in model.module.parameters()} == {torch.float32}
-    np.testing.assert_array_equal(found.logits, expected[0].float().numpy())
+    np.testing.assert_array_equal(outputs.logits, expected[0].float().numpy())
 
 
 def test_without_acceleration_no_memory_layout_is_timed(monkeypatch, caplog):

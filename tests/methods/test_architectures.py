@@ -37,8 +37,8 @@ class Passes(nn.Module):
         super().__init__()
         self.lay_out = lay_out
 
-    def forward(self, seen):
-        return self.lay_out(seen)
+    def forward(self, features):
+        return self.lay_out(features)
 
 
 class Net(nn.Module):
@@ -52,8 +52,8 @@ class Net(nn.Module):
         self.head = nn.LazyLinear(5)
 
     def forward(self, image):
-        seen = self.layer(self.stem(image))
-        whole = seen.expand(len(image), *seen.shape[1:]) if len(seen) == 1 else seen
+        features = self.layer(self.stem(image))
+        whole = features.expand(len(image), *features.shape[1:]) if len(features) == 1 else features
         return self.head(whole.reshape(len(image), -1).square())
 
 
@@ -69,9 +69,9 @@ def place(lay_out, size=(32, 32), channels=8):
 def tokens(prefix=0, order=None):
     """Return a function that converts to tokens, after prefix tokens that are the same for every place."""
 
-    def lay_out(seen):
-        rows = seen.flatten(2).transpose(1, 2)
-        rows = rows if order is None else rows[:, order(*seen.shape[2:])]
+    def lay_out(features):
+        rows = features.flatten(2).transpose(1, 2)
+        rows = rows if order is None else rows[:, order(*features.shape[2:])]
         return torch.cat([rows.mean(1, keepdim=True) * torch.arange(1, prefix + 1).view(1, -1, 1), rows], 1)
 
     return lay_out
@@ -157,15 +157,15 @@ def test_layer_without_visible_places_has_the_only_grid_of_its_shape():
 def test_layer_without_visible_places_has_the_grid_of_similar_layers():
     sure = layout_probe.Reading(Layout("tokens", 8, 8, 1), 1.0, 0.5, 1.0)
     blind = layout_probe.Reading(Layout("tokens", 8, 8, 1), 0.0, 0.0, 0.0)
-    some = layout_probe.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
-    seen = {
+    uncertain = layout_probe.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
+    observations = {
         "shows": LayerObservation((4, 65, 8), (sure,)),
         "hides": LayerObservation((4, 65, 8), (blind,)),
         "smaller": LayerObservation((4, 17, 8), (blind,)),
-        "not alike": LayerObservation((4, 17, 8), (some,)),
+        "not alike": LayerObservation((4, 17, 8), (uncertain,)),
         "other prefix": LayerObservation((4, 18, 8), (blind,)),
     }
-    assert probe.find_grids(seen, (32, 32)) == {
+    assert probe.find_grids(observations, (32, 32)) == {
         "shows": sure.layout,
         "hides": sure.layout,
         "smaller": Layout("tokens", 4, 4, 1),
@@ -177,14 +177,14 @@ def test_layer_without_visible_places_has_the_grid_of_similar_layers():
 def test_attention_matrix_without_visible_places_is_refused():
     """Its numbers of rows and columns are the number of tokens."""
     sure = layout_probe.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
-    seen = {"block": LayerObservation((1, 49, 8), (sure,)), "attention": LayerObservation((1, 3, 49, 49), ())}
-    assert probe.find_grids(seen, (224, 224))["attention"] == OTHER_ORDER
+    observations = {"block": LayerObservation((1, 49, 8), (sure,)), "attention": LayerObservation((1, 3, 49, 49), ())}
+    assert probe.find_grids(observations, (224, 224))["attention"] == OTHER_ORDER
     lone = {"map": LayerObservation((1, 3, 49, 49), ())}
     assert probe.find_grids(lone, (224, 224)) == {"map": Layout("nchw", 49, 49)}
 
 
 @pytest.mark.parametrize(
-    ("shape", "found"),
+    ("shape", "expected"),
     [
         ((1, 512, 7, 7), Layout("nchw", 7, 7)),
         ((1, 7, 7, 512), Layout("nhwc", 7, 7)),
@@ -196,13 +196,13 @@ def test_attention_matrix_without_visible_places_is_refused():
         (None, NO_TENSOR),
     ],
 )
-def test_without_a_trial_run_only_an_unambiguous_shape_is_a_grid(shape, found):
-    assert probe.find_grids({"layer": LayerObservation(shape)}, (224, 224)) == {"layer": found}
+def test_without_a_trial_run_only_an_unambiguous_shape_is_a_grid(shape, expected):
+    assert probe.find_grids({"layer": LayerObservation(shape)}, (224, 224)) == {"layer": expected}
 
 
 def test_model_that_takes_one_image_at_a_time_is_read_by_its_shapes():
-    def one_only(seen):
-        return seen.reshape(1, 8, 8, 8) if len(seen) == 1 else seen.reshape(1, 8, 8, 8, 8)
+    def one_only(features):
+        return features.reshape(1, 8, 8, 8) if len(features) == 1 else features.reshape(1, 8, 8, 8, 8)
 
     assert place(one_only) == UNKNOWN_GRID
     assert place(lambda x: x.reshape(1, 4, 8, 8), channels=4) == Layout("nchw", 8, 8)
@@ -237,7 +237,7 @@ def test_trial_run_finds_axes_of_equal_length():
     torch.manual_seed(0)
     swin = torchvision.models.SwinTransformer([4, 4], 24, [1, 1], [2, 2], [7, 7], num_classes=5)
     layers, _classes = probe.probe(swin.eval().requires_grad_(requires_grad=False), (96, 96), "cpu")
-    alike = {name: one.layout for name, one in layers.items() if one.shape == (1, 24, 24, 24)}
+    alike = {name: layer_info.layout for name, layer_info in layers.items() if layer_info.shape == (1, 24, 24, 24)}
     assert alike["features.0.0"] == Layout("nchw", 24, 24)
     assert alike["features.0.1"] == alike["features.1.0.norm1"] == Layout("nhwc", 24, 24)
     assert layers["features.3"].layout == Layout("nhwc", 12, 12)
@@ -312,9 +312,9 @@ def test_gradcam_at_every_explainable_layer_equals_autograd(arch, size):
     assert len(names) > 50
     picture = noise(0, size)
     (result,) = run(model, [Row(picture, ClassTarget(7), (call("gradcam"),))], names)
-    plain, truth = (everywhere(one, inputs(one, picture), names) for one in (model, exact(model)))
-    ours = (maps[0] for maps in result.maps)
-    errors = dict(zip(names, map(error_ratio, ours, plain, truth), strict=True))
+    plain, truth = (everywhere(variant, inputs(variant, picture), names) for variant in (model, exact(model)))
+    actual = (maps[0] for maps in result.maps)
+    errors = dict(zip(names, map(error_ratio, actual, plain, truth), strict=True))
     assert max(errors.values()) <= 1, max(errors, key=errors.get)
 
 
@@ -342,11 +342,11 @@ timm:starnet_s050 timm:vit_tiny_r_s16_p8_224 timm:vit_wee_patch16_reg1_gap_256 t
 """.split()  # noqa: SIM905 -- the same
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_FAMILIES)])
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(spec, marks=pytest.mark.slow) for spec in MORE_FAMILIES)])
 def test_default_explanation_equals_autograd_and_the_documented_row(name):
     """`examine` fails for a map that is zero or differs from autograd's."""
-    found = architectures.examine(name)
-    assert found.row().rsplit("|", 2)[0] == ROWS[name].rsplit("|", 2)[0]
+    explanation = architectures.examine(name)
+    assert explanation.row().rsplit("|", 2)[0] == ROWS[name].rsplit("|", 2)[0]
 
 
 def test_page_has_one_row_for_every_architecture():
@@ -364,9 +364,9 @@ def test_no_row_exceeds_the_allowed_deviation():
 def test_script_detects_a_wrong_map_and_a_zero_map(monkeypatch):
     """The script's own check detects a fault of each kind."""
     right = architectures.oracle
-    for fault, said in ((lambda *a: right(*a) * 1.00002, "deviates by 2"), (lambda *a: right(*a) * 0, "is zero")):
+    for fault, message in ((lambda *a: right(*a) * 1.00002, "deviates by 2"), (lambda *a: right(*a) * 0, "is zero")):
         monkeypatch.setattr(architectures, "oracle", fault)
-        with pytest.raises(ArithmeticError, match=said):
+        with pytest.raises(ArithmeticError, match=message):
             architectures.examine("timm:resnet10t")
 
 

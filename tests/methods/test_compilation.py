@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)  # compiling takes long on a busy machine
 
 SIDE = 32
 BATCHES = (1, 2, 3, 5, 8, 11)
-ASKED = {"cam": tuple(map(call, CAMS)), "curvature": (call("shapleycam"),), "score": ()}
+CALLS = {"cam": tuple(map(call, CAMS)), "curvature": (call("shapleycam"),), "score": ()}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,16 +52,16 @@ class Block(nn.Module):
         self.conv = nn.Conv2d(8, 8, 3, padding=1)
         self.bn = nn.BatchNorm2d(8)
 
-    def forward(self, seen):
-        return torch.relu(self.bn(self.conv(seen)) + seen)
+    def forward(self, features):
+        return torch.relu(self.bn(self.conv(features)) + features)
 
 
 class Unruly(Block):
     """A block that cannot be compiled as a single graph."""
 
-    def forward(self, seen):
+    def forward(self, features):
         torch._dynamo.graph_break()
-        return super().forward(seen)
+        return super().forward(features)
 
 
 class Tower(nn.Module):
@@ -94,23 +94,25 @@ def pair(request):
 
 def answers(model, rows, kind, layer=None):
     """Return all results of a batch of different images, from a thread of its own, as in a worker."""
-    asked = [Row(noise(seed, SIDE), ClassTarget(3), ASKED[kind]) for seed in range(rows)]
+    batch = [Row(noise(seed, SIDE), ClassTarget(3), CALLS[kind]) for seed in range(rows)]
     layers = [] if kind == "score" else [layer or model.info.default_layer]
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(run(model, asked, layers, kind)))
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(run(model, batch, layers, kind)))
     thread.start()
     thread.join()
-    return [one.logits for one in found] + [heatmap for one in found for layer in one.maps for heatmap in layer]
+    return [result.logits for result in results] + [
+        heatmap for result in results for layer in result.maps for heatmap in layer
+    ]
 
 
 def calls_of_compiled_code(model, rows, kind):
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        asked = [Row(noise(seed, SIDE), ClassTarget(3), ASKED[kind]) for seed in range(rows)]
-        run(model, asked, [] if kind == "score" else [model.info.default_layer], kind)
+        batch = [Row(noise(seed, SIDE), ClassTarget(3), CALLS[kind]) for seed in range(rows)]
+        run(model, batch, [] if kind == "score" else [model.info.default_layer], kind)
     return sum(event.name.startswith("Torch-Compiled Region") for event in seen.events())
 
 
-@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("rows", BATCHES)
 def test_results_equal_those_of_the_uncompiled_model(pair, rows, kind):
     """In bfloat16, fused operations do not round intermediate results."""
@@ -138,7 +140,7 @@ def test_loaded_model_compiles_nothing_more(pair):
     assert model.info.default_layer == "three"
     assert model.accelerated.compiled_modules == ("one", "two", "three")
     for rows in BATCHES:
-        for kind in ASKED:
+        for kind in CALLS:
             assert calls_of_compiled_code(model, rows, kind) == 3
     assert dict(counters["stats"]) == before
 
@@ -150,17 +152,17 @@ def test_counter_detects_later_compilation():
 
 
 def test_input_of_another_size_runs_uncompiled(pair):
-    ours, theirs = (model.accelerated.module for model in pair)
+    actual, expected = (model.accelerated.module for model in pair)
     before, image = dict(counters["stats"]), torch.randn(2, 3, 20, 20, dtype=pair[0].accelerated.dtype)
     with torch.no_grad():
-        torch.testing.assert_close(ours(image), theirs(image), rtol=0, atol=0)
+        torch.testing.assert_close(actual(image), expected(image), rtol=0, atol=0)
     assert dict(counters["stats"]) == before
 
 
 def test_model_itself_is_not_compiled_and_keeps_its_weights(pair):
     model, _ = pair
     assert digest(model.module) == model.info.digest
-    assert not any("forward" in vars(one) for one in model.module.modules())
+    assert not any("forward" in vars(module) for module in model.module.modules())
     for pass_ in (Pass("planted", "cam", (SIDE, SIDE), ("two",)), Pass("planted", "saliency", (SIDE, SIDE))):
         assert model.for_pass(pass_) is model
     assert hook_count(model.module) == 0
@@ -231,9 +233,9 @@ def test_missing_gpu_requirement_is_one_line(monkeypatch, tmp_path):
     assert toolchain.missing_for("cuda:0") == ""
     monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
     monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=8))
-    found = toolchain.missing_for("cuda:0")
-    assert f"compiled code cannot be loaded from {tmp_path}/new, which is mounted noexec" in found
-    assert "TRITON_CACHE_DIR names another folder" in found
+    reason = toolchain.missing_for("cuda:0")
+    assert f"compiled code cannot be loaded from {tmp_path}/new, which is mounted noexec" in reason
+    assert "TRITON_CACHE_DIR names another folder" in reason
     monkeypatch.setattr(toolchain, "find_spec", lambda _name: None)
     assert toolchain.missing_for("cuda:0") == "Triton is not installed"
 
@@ -245,19 +247,19 @@ def test_noexec_folder_is_logged_and_the_model_runs(noexec, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("message", "reason"),
     [
         ("backend='inductor' raised:\nNotImplementedError: no such kernel\n\nSet TORCHDYNAMO_VERBOSE=1", "NotImpl"),
         ("C++ compile error\n\nCommand:\ng++ ...\n\nOutput:\nfatal error: Python.h: No such file", "fatal error: Py"),
         ("", ""),
     ],
 )
-def test_failing_compiler_is_a_warning(said, reason, monkeypatch, caplog):
+def test_failing_compiler_is_a_warning(message, reason, monkeypatch, caplog):
     def failing(*_args, **_options):
         return broken
 
     def broken(_seen):
-        raise RuntimeError(said)
+        raise RuntimeError(message)
 
     monkeypatch.setattr(torch, "compile", failing)
     model = load(compile=True)

@@ -31,11 +31,11 @@ FEW = {"samples": 4, "steps": 4, "scales": 1, "top_channels": 4, "cells": 3, "k"
 SQUARE = {"size": {"height": 64, "width": 64}}
 
 
-def vit(**more):
+def vit(**options):
     return hf.ViTForImageClassification(
         hf.ViTConfig(
             hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=64,
-            patch_size=8, **{"id2label": LABELS, **more},
+            patch_size=8, **{"id2label": LABELS, **options},
         )
     )  # fmt: skip
 
@@ -89,11 +89,11 @@ def zoo(tmp_path_factory):
     root = tmp_path_factory.mktemp("zoo")
     torch.manual_seed(99)
     for kind, make in KINDS.items():
-        made = make()
+        network = make()
         with torch.no_grad():
-            for weight in made.parameters():
+            for weight in network.parameters():
                 weight.add_(torch.randn_like(weight) * 0.05)  # so that no bias and no class token is zero
-        made.save_pretrained(root / kind)
+        network.save_pretrained(root / kind)
         processor(kind).save_pretrained(root / kind)
     return root
 
@@ -108,7 +108,7 @@ def loaded(folder, options=""):
     return models.load(parse(f"hf:{folder}{options}"))
 
 
-def theirs(folder):
+def transformers_model(folder):
     return hf.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -136,41 +136,44 @@ def served(zoo):
 @pytest.mark.parametrize("photo", ["chelsea", "rocket"])
 def test_predictions_equal_those_of_transformers_pipeline(kind, photo, zoo, served):
     pipeline = hf.pipeline("image-classification", model=str(zoo / kind), device="cpu", top_k=5)
-    expected = {one["label"]: one["score"] for one in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
+    expected = {entry["label"]: entry["score"] for entry in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
     with camserve.Client(served) as client:
         result = client.explain(PHOTOS[photo], model=kind, top_k=5)
 
-    found = {one.label: one.probability for one in result.predictions}
-    assert found.keys() == set(LABELS.values())
-    assert max(abs(found[label] - expected[label]) for label in found) < 2e-6
-    assert all(one.verdict != "ZERO_GRADIENT" and one.overlay for one in result.explanations)
+    probabilities = {prediction.label: prediction.probability for prediction in result.predictions}
+    assert probabilities.keys() == set(LABELS.values())
+    assert max(abs(probabilities[label] - expected[label]) for label in probabilities) < 2e-6
+    assert all(explanation.verdict != "ZERO_GRADIENT" and explanation.overlay for explanation in result.explanations)
 
 
 def by_hand(net, layer, image):
     """Compute a layer's feature maps and the gradients of the logit of class 1, by autograd alone."""
-    kept = []
+    captured = []
 
     def keep(_module, _args, output):
         first = output[0] if isinstance(output, tuple | dict) else output
-        kept.append(first)
+        captured.append(first)
         first.retain_grad()
 
-    seen = image.clone().requires_grad_()
+    leaf = image.clone().requires_grad_()
     with net.get_submodule(layer).register_forward_hook(keep):
-        net(seen).logits[0, 1].backward()
-    return kept[-1].detach(), kept[-1].grad, seen.grad
+        net(leaf).logits[0, 1].backward()
+    return captured[-1].detach(), captured[-1].grad, leaf.grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_maps_equal_those_from_autograd(kind, zoo):
     model, image = loaded(zoo / kind), noise(1, 64)
     layer = model.info.default_layer
-    found = maps(model, image, layer)
-    found["saliency"] = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).explanations[0].heatmap
+    results = maps(model, image, layer)
+    results["saliency"] = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).explanations[0].heatmap
 
-    plain, truth = (maps_by_hand(theirs(zoo / kind).to(one), layer, inputs(model, image).to(one)) for one in PRECISIONS)
+    plain, truth = (
+        maps_by_hand(transformers_model(zoo / kind).to(precision), layer, inputs(model, image).to(precision))
+        for precision in PRECISIONS
+    )
     for name in plain:
-        assert error_ratio(found[name], plain[name], truth[name]) <= 1
+        assert error_ratio(results[name], plain[name], truth[name]) <= 1
 
 
 PRECISIONS = (torch.float32, torch.float64)
@@ -180,7 +183,9 @@ def maps_by_hand(net, layer, image):
     """Compute maps by their formulas."""
     activations, gradients, at_input = by_hand(net, layer, image)
     if activations.dim() == 3:  # tokens, the patches last
-        activations, gradients = (one[:, -64:].transpose(1, 2).reshape(1, -1, 8, 8) for one in (activations, gradients))
+        activations, gradients = (
+            tensor[:, -64:].transpose(1, 2).reshape(1, -1, 8, 8) for tensor in (activations, gradients)
+        )
     return {
         "gradcam": (gradients.mean((2, 3), keepdim=True) * activations).sum(1)[0],
         "hirescam": (gradients * activations).sum(1)[0],
@@ -192,14 +197,16 @@ def maps_by_hand(net, layer, image):
 def test_every_method_explains_it_or_says_what_is_missing(kind, zoo):
     model, refused = loaded(zoo / kind), {}
     for name, method in METHODS.items():
-        asked = call(name, **{one.name: FEW[one.name] for one in method.parameters if one.name in FEW})
+        method_call = call(
+            name, **{parameter.name: FEW[parameter.name] for parameter in method.parameters if parameter.name in FEW}
+        )
         try:
-            (found,) = explain(model, noise(2, 64), job(model, [asked], [ClassTarget(1)])).explanations
+            (explanation,) = explain(model, noise(2, 64), job(model, [method_call], [ClassTarget(1)])).explanations
         except FailedPrecondition as error:
             refused[name] = str(error)
         else:
-            assert np.isfinite(found.heatmap).all()
-            assert np.ptp(found.heatmap) > 0 or name == "lime"  # sparse: of a net this faint nothing may be left
+            assert np.isfinite(explanation.heatmap).all()
+            assert np.ptp(explanation.heatmap) > 0 or name == "lime"  # sparse: of a net this faint nothing may be left
 
     assert refused.keys() == REFUSED[kind]
     assert all(
@@ -231,9 +238,9 @@ def test_module_whose_first_output_is_unused_is_not_explainable(zoo):
 )
 @pytest.mark.parametrize("photo", ["chelsea", "coffee"])
 def test_preprocessing_equals_the_processors(make, resize, photo):
-    theirs, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
-    preprocess = huggingface.preprocess_of(theirs, "hf:net")
-    expected = theirs(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0].float().numpy()
+    reference, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
+    preprocess = huggingface.preprocess_of(reference, "hf:net")
+    expected = reference(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0].float().numpy()
     ready = images.fit(pixels, preprocess)[0].astype(np.float32) / 255
     mean, std = np.array(preprocess.mean, np.float32), np.array(preprocess.std, np.float32)
 
@@ -285,7 +292,7 @@ def test_weights_saved_in_half_precision_run_in_float32(folder):
 
 
 def test_weights_in_several_files_are_loaded(folder, zoo):
-    net = theirs(folder)
+    net = transformers_model(folder)
     (folder / "model.safetensors").unlink()
     net.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -298,7 +305,7 @@ def test_network_can_have_random_weights_or_those_of_another_file(folder, tmp_pa
     assert (random.info.weights, random.info.preprocess.size) == ("none", (32, 32))
     assert random.info.digest == loaded(folder, "?weights=none&size=32").info.digest
 
-    state = theirs(folder).state_dict()
+    state = transformers_model(folder).state_dict()
     safetensors.torch.save_file({**state, "classifier.bias": torch.ones(5)}, tmp_path / "next.safetensors")
     other = loaded(folder, f"?weights={tmp_path / 'next.safetensors'}")
     assert other.info.weights == "file"
@@ -353,11 +360,11 @@ def timm_folder(tmp_path):
 
 
 def test_timms_own_models_are_loaded_from_folders(timm_folder, offline):
-    found = loaded(timm_folder)
+    model = loaded(timm_folder)
 
-    assert found.info.preprocess.size == (64, 64)
+    assert model.info.preprocess.size == (64, 64)
     images = torch.rand(2, 3, 64, 64)
-    torch.testing.assert_close(found.module(images).logits, theirs(timm_folder)(images).logits)
+    torch.testing.assert_close(model.module(images).logits, transformers_model(timm_folder)(images).logits)
     assert not offline
 
 
@@ -433,14 +440,14 @@ def test_pickle_is_not_read(folder, tmp_path):
     assert not (tmp_path / "it ran").exists()
 
 
-def indexed(name, **more):
+def indexed(name, **options):
     """Return a function that writes an index with all weights in one file."""
 
     def write(folder):
         names = dict.fromkeys(safetensors.torch.load_file(folder / "model.safetensors"), name)
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-        changed(folder, **more)
+        changed(folder, **options)
 
     return write
 
@@ -498,7 +505,7 @@ def test_weights_named_in_the_config_are_loaded(folder, zoo):
 
 def no_head(folder):
     path = folder / "model.safetensors"
-    state = {name: one for name, one in safetensors.torch.load_file(path).items() if "classifier" not in name}
+    state = {name: tensor for name, tensor in safetensors.torch.load_file(path).items() if "classifier" not in name}
     safetensors.torch.save_file(state, path, {"format": "pt"})
 
 

@@ -53,7 +53,7 @@ def images(model):
 
 def heatmaps(model, **changes):
     rows = [replace(row, **changes) for row in images(model)]
-    return [one.maps[0][0] for one in run(model, rows, [model.info.default_layer])]
+    return [result.maps[0][0] for result in run(model, rows, [model.info.default_layer])]
 
 
 @pytest.mark.parametrize("spec", [NET, HALF, CONVNEXT])
@@ -95,10 +95,10 @@ def test_edited_images_have_the_layout_of_others(channels_last):
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_results_in_either_layout_equal_those_of_a_cpu(spec, channels_last):
     with fake_gpu(taking(1.0, 2.0 if channels_last else 0.5)):
-        found = heatmaps(load(spec))
+        maps = heatmaps(load(spec))
 
-    for mine, expected in zip(found, heatmaps(load(spec)), strict=True):
-        check_same(mine, expected, spec)
+    for actual, expected in zip(maps, heatmaps(load(spec)), strict=True):
+        check_same(actual, expected, spec)
 
 
 def test_one_disturbed_batch_does_not_change_the_choice(monkeypatch):

@@ -251,13 +251,13 @@ def test_labels_are_read_one_per_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [(b"one\ntwo\n", "2 labels for 7 classes"), (b"gr\xfc\xdfe\n" * 7, "cannot read the labels")],
     ids=["too few", "not UTF-8"],
 )
-def test_labels_that_do_not_fit_are_refused_with_a_reason(tmp_path, content, said):
+def test_labels_that_do_not_fit_are_refused_with_a_reason(tmp_path, content, message):
     (tmp_path / "l.txt").write_bytes(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         models.load(parse(f"{TINY.format('none')}&labels={tmp_path / 'l.txt'}"))
 
 
@@ -284,15 +284,15 @@ def test_option_size_reaches_torchvisions_transformers():
 
 
 @pytest.mark.parametrize(
-    ("arch", "size", "said"),
+    ("arch", "size", "message"),
     [
         ("squeezenet1_1", 8, "does not run on an image of 8x8 pixels: .*too small"),
         ("vit_b_16", 100, "cannot be made: Input shape indivisible by patch size"),
         ("maxvit_t", 100, "cannot be made: Input size .* not divisible by"),
     ],
 )
-def test_unsupported_size_is_refused_with_a_reason(arch, size, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_size_is_refused_with_a_reason(arch, size, message):
+    with pytest.raises(ConfigError, match=message):
         models.load(parse(f"torchvision:{arch}?weights=none&size={size}"))
 
 
@@ -331,8 +331,8 @@ USUAL_OF_TIMM = {
 def test_transformer_without_weights_has_the_size_it_is_built_for():
     """torchvision's weights for vit_h_14 are for 518 pixels; without weights it is built for 224."""
     transform = torchvision.models.ViT_H_14_Weights.DEFAULT.transforms()
-    ours = sources._torchvision_preprocess(transform, built_for=224)
-    assert (ours.size, ours.resize) == ((224, 224), 224)
+    actual = sources._torchvision_preprocess(transform, built_for=224)
+    assert (actual.size, actual.resize) == ((224, 224), 224)
     assert sources._torchvision_preprocess(transform, built_for=518).size == (518, 518)
 
 
@@ -367,7 +367,7 @@ def test_factory_in_a_users_module_is_called():
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("my_own_nets:words", "made a str, not a torch.nn.Module"),
         ("my_own_nets:breaks", "cannot be made: OSError: no disk"),
@@ -376,8 +376,8 @@ def test_factory_in_a_users_module_is_called():
         ("my_own_nets:make?weights=none&classes=7", "classes= is for torchvision and timm"),
     ],
 )
-def test_factory_that_returns_no_model_is_refused_with_a_reason(text, said):
-    with pytest.raises(ConfigError, match=said):
+def test_factory_that_returns_no_model_is_refused_with_a_reason(text, message):
+    with pytest.raises(ConfigError, match=message):
         models.load(parse(text))
 
 
@@ -386,7 +386,7 @@ def test_factory_that_returns_no_model_is_refused_with_a_reason(text, said):
 
 def test_loaded_model_is_frozen_and_in_evaluation_mode(tiny):
     assert not tiny.module.training
-    assert not any(one.requires_grad for one in tiny.module.parameters())
+    assert not any(parameter.requires_grad for parameter in tiny.module.parameters())
 
 
 def test_in_place_module_does_not_change_predictions_or_is_refused(plant):
@@ -411,8 +411,8 @@ def test_model_that_changes_its_input_in_place_can_be_explained(plant):
     plain = plant(type("Plain", (Toy,), {"forward": lambda net, image: Toy.forward(net, image - 0.1)}))
     for method in ("gradcam", "saliency"):
         answers = (
-            explain(one, noise(0, 16), job(one, [method], [ClassTarget(1)])).explanations[0].heatmap
-            for one in (model, plain, exact(plain))
+            explain(variant, noise(0, 16), job(variant, [method], [ClassTarget(1)])).explanations[0].heatmap
+            for variant in (model, plain, exact(plain))
         )
         assert error_ratio(*answers) <= 1
 
@@ -521,11 +521,11 @@ def test_failed_download_is_refused_with_a_reason(monkeypatch, tmp_path):
 def test_half_precision_predicts_what_float32_predicts(lite0, photos, precision):
     model = models.load(parse(f"efficientnet_lite0?precision={precision}"))
     rows = [Row(photos["chelsea"], RankTarget(0), tuple(map(call, CAMS)))]
-    ((half,), (full,)) = (run(one, rows, [lite0.info.default_layer]) for one in (model, lite0))
+    ((half,), (full,)) = (run(variant, rows, [lite0.info.default_layer]) for variant in (model, lite0))
     assert half.target == full.target == ClassTarget(285)
-    for ours, theirs in zip(half.maps[0], full.maps[0], strict=True):
-        assert ours.dtype == np.float32
-        assert (ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs) >= 0.99
+    for actual, expected in zip(half.maps[0], full.maps[0], strict=True):
+        assert actual.dtype == np.float32
+        assert (actual * expected).sum() / np.linalg.norm(actual) / np.linalg.norm(expected) >= 0.99
 
 
 def test_embedded_model_recognises_an_egyptian_cat(lite0, photos):
@@ -550,6 +550,6 @@ def test_layers_of_a_transformer_have_one_grid_with_any_random_weights(seed, gai
         return model
 
     layers = plant(make, size=64).info.layers.values()
-    found = {one.layout for one in layers if one.layout and one.layout.axes == "tokens"}
+    layouts = {layer_info.layout for layer_info in layers if layer_info.layout and layer_info.layout.axes == "tokens"}
 
-    assert found == {Layout("tokens", 4, 4, 1)}
+    assert layouts == {Layout("tokens", 4, 4, 1)}

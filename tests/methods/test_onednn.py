@@ -47,16 +47,16 @@ class Net(nn.Module):
         self.layer = nn.Conv2d(16, 8, 3, padding=2, dilation=2, groups=2)
         self.head = nn.Linear(8, 5)
         self.way = way
-        for name, one in self.named_parameters():
-            nn.init.normal_(one, std=0.2 if "weight" in name else 0.5)
+        for name, parameter in self.named_parameters():
+            nn.init.normal_(parameter, std=0.2 if "weight" in name else 0.5)
 
     def forward(self, image):
         return self.head(torch.tanh(self.layer(self.way(self, image))).mean((2, 3)))
 
 
 def straight(net, image):
-    seen = net.point(net.act(net.norm(net.conv(image))))
-    return net.act(net.map(seen.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+    features = net.point(net.act(net.norm(net.conv(image))))
+    return net.act(net.map(features.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
 
 def rows_of(number):
@@ -66,16 +66,16 @@ def rows_of(number):
 
 def answers(model, rows):
     """Return the logits and the maps."""
-    found = run(model, rows_of(rows), ["layer"])
-    return [one.logits for one in found] + [heatmap for one in found for heatmap in one.maps[0]]
+    results = run(model, rows_of(rows), ["layer"])
+    return [result.logits for result in results] + [heatmap for result in results for heatmap in result.maps[0]]
 
 
 def error(model, rows=3):
     """Return the largest error ratio of maps and logits; plain float32 is the model without the copy."""
-    ours, theirs = answers(model, rows), answers(plain(model), rows)
+    actual, expected = answers(model, rows), answers(plain(model), rows)
     truth = answers(LoadedModel(model.info, model.module.double(), None, torch.float64), rows)
     model.module.float()
-    return max(map(error_ratio, ours, theirs, truth))
+    return max(map(error_ratio, actual, expected, truth))
 
 
 def patched(model):
@@ -110,10 +110,12 @@ def test_activation_after_a_folded_batch_norm_is_applied_by_onednn(plant):
 
 
 def test_bfloat16_calls_onednn_too(plant):
-    half, full = (plant(lambda: Net(straight), precision=one) for one in ("bfloat16", "float32"))
+    half, full = (plant(lambda: Net(straight), precision=precision) for precision in ("bfloat16", "float32"))
     assert bool(patched(half)) == onednn.is_supported("cpu", torch.bfloat16)
-    for one, two in zip(run(half, rows_of(2), ["layer"]), run(full, rows_of(2), ["layer"]), strict=True):
-        assert all(gap(*pair) < 0.05 for pair in zip(*one.maps, *two.maps, strict=True))
+    for half_result, full_result in zip(
+        run(half, rows_of(2), ["layer"]), run(full, rows_of(2), ["layer"]), strict=True
+    ):
+        assert all(gap(*pair) < 0.05 for pair in zip(*half_result.maps, *full_result.maps, strict=True))
 
 
 # --- modules that are not patched ---
@@ -122,40 +124,40 @@ def test_bfloat16_calls_onednn_too(plant):
 @pytest.mark.parametrize("name", ["conv", "norm", "act"])
 def test_module_with_a_users_hook_is_not_changed(name, plant):
     """A folded or patched module would get another input, or none; and the hook may change its output."""
-    seen = []
+    records = []
 
     def made():
         net = Net(straight, norm=nn.BatchNorm2d)
-        net.get_submodule(name).register_forward_hook(lambda _module, _args, output: seen.append(name) or output * 2)
+        net.get_submodule(name).register_forward_hook(lambda _module, _args, output: records.append(name) or output * 2)
         return net
 
     model = plant(made)
-    seen.clear()
+    records.clear()
     assert error(model) <= 1
-    assert seen.count(name) >= 2
+    assert records.count(name) >= 2
 
 
 def shared(net, image):
     """As in a residual network: one activation, once after a convolution and once after a sum."""
-    seen = net.point(net.act(net.conv(image)))
-    seen += 1
-    return net.act(seen)
+    features = net.point(net.act(net.conv(image)))
+    features += 1
+    return net.act(features)
 
 
 def looked_at_before(net, image):
-    seen = net.conv(image)
-    return seen * 2 + net.act(seen)
+    features = net.conv(image)
+    return features * 2 + net.act(features)
 
 
 def looked_at_after(net, image):
-    seen = net.conv(image)
-    return seen + net.act(seen)
+    features = net.conv(image)
+    return features + net.act(features)
 
 
 def changed_before(net, image):
-    seen = net.conv(image)
-    seen -= 1
-    return net.act(seen)
+    features = net.conv(image)
+    features -= 1
+    return net.act(features)
 
 
 def negative(net, image):
@@ -224,8 +226,8 @@ def test_convolution_with_other_padding_runs_in_torch(mode, plant):
 
 def test_users_own_module_is_not_patched(plant):
     class Halved(nn.Conv2d):
-        def forward(self, given):
-            return super().forward(given) / 2
+        def forward(self, inputs):
+            return super().forward(inputs) / 2
 
     def make():
         net = Net(lambda net, image: net.act(net.conv(image)))
@@ -243,7 +245,7 @@ def test_modules_after_the_layer_are_not_patched(plant):
 
 def test_passes_that_differentiate_to_the_input_run_in_torch(plant):
     model = plant(lambda: Net(straight))
-    assert not any("forward" in vars(one) for one in model.module.modules())
+    assert not any("forward" in vars(module) for module in model.module.modules())
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(3), (call("saliency"),), copy=0)], kind="saliency")
     assert result.maps[0][0].any()
 
@@ -255,7 +257,7 @@ def test_no_weight_is_held_twice(plant):
     model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
     copied, weights = model.accelerated.module, model.accelerated.onednn.weights
     assert copied.conv.weight is None
-    assert all(one.is_mkldnn for one in weights["conv"])
+    assert all(weight.is_mkldnn for weight in weights["conv"])
     for name in ("point", "map", "layer"):
         assert set(map(id, weights[name])) == {id(model.module.get_submodule(name).weight)}
         assert copied.get_submodule(name).weight is model.module.get_submodule(name).weight
@@ -263,27 +265,27 @@ def test_no_weight_is_held_twice(plant):
 
 @pytest.mark.parametrize(("threads", "rows", "own"), [(2, 1, True), (2, 3, False), (1, 1, False), (1, 3, False)])
 def test_single_row_on_several_threads_has_its_own_weight_order(threads, rows, own, plant, monkeypatch):
-    given, before = [], torch.get_num_threads()
+    weight_ids, before = [], torch.get_num_threads()
 
-    def watched(name):
-        def asked(image, weight, *rest):
-            given.append(id(weight))
+    def recording(name):
+        def record(image, weight, *rest):
+            weight_ids.append(id(weight))
             return function(name)(image, weight, *rest)
 
-        return asked if name == "_convolution_pointwise" else function(name)
+        return record if name == "_convolution_pointwise" else function(name)
 
-    monkeypatch.setattr(onednn, "_function", watched)
+    monkeypatch.setattr(onednn, "_function", recording)
     model = plant(lambda: Net(straight, norm=nn.BatchNorm2d))
-    one, several = model.accelerated.onednn.weights["conv"]
+    single, several = model.accelerated.onednn.weights["conv"]
     try:
         torch.set_num_threads(threads)
-        given.clear()
+        weight_ids.clear()
         run(model, rows_of(rows), ["layer"])
         right = error(model, rows) <= 1
     finally:
         torch.set_num_threads(before)
     assert right
-    assert (id(one) in given, id(several) in given) == (own, not own)
+    assert (id(single) in weight_ids, id(several) in weight_ids) == (own, not own)
 
 
 # --- failures ---
@@ -311,13 +313,13 @@ def test_failing_onednn_is_replaced_by_torch_and_logged(broken, reason, plant, m
     assert reason in caplog.text
     assert patched(model) == {}
     assert model.accelerated.folded_norms == 1
-    assert not any("forward" in vars(one) for one in model.accelerated.module.modules())
+    assert not any("forward" in vars(module) for module in model.accelerated.module.modules())
     assert error(model) <= 1
 
 
-@pytest.mark.parametrize("given", [("cuda:0", torch.float32), ("cpu", torch.float64)])
-def test_other_devices_and_precisions_run_in_torch(given):
-    assert not onednn.is_supported(*given)
+@pytest.mark.parametrize("arguments", [("cuda:0", torch.float32), ("cpu", torch.float64)])
+def test_other_devices_and_precisions_run_in_torch(arguments):
+    assert not onednn.is_supported(*arguments)
 
 
 def test_torch_without_onednn_runs_without_it(plant, monkeypatch):

@@ -22,9 +22,9 @@ def vision_transformer():
     return VisionTransformer(64, 16, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
 
 
-def of_timm(name, **more):
+def of_timm(name, **options):
     torch.manual_seed(0)
-    return timm.create_model(name, img_size=64, **more)
+    return timm.create_model(name, img_size=64, **options)
 
 
 class Tokens(nn.Module):
@@ -45,8 +45,8 @@ class Tokens(nn.Module):
     def forward(self, image):
         tokens = self.embed(image).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1)
-        seen = self.norm(tokens)
-        tokens = seen + self.attention(seen, seen, seen, need_weights=False)[0]
+        features = self.norm(tokens)
+        tokens = features + self.attention(features, features, features, need_weights=False)[0]
         return self.head(self.answer(self.last(self, tokens)))
 
 
@@ -63,13 +63,13 @@ class Mixing(nn.Module):
 
 def divided_by_norm(net, tokens):
     """Divide by a norm that is 0 for zero tokens: no score depends on the NaN, but its gradient is 0 times NaN."""
-    found = net.mlp(tokens)
-    return tokens * (found / found.pow(2).sum(-1, keepdim=True).sqrt())
+    mapped = net.mlp(tokens)
+    return tokens * (mapped / mapped.pow(2).sum(-1, keepdim=True).sqrt())
 
 
 def prefix_modules(model):
     image = inputs(model, noise(0, 64))
-    attentions = [name for name, one in model.module.named_modules() if type(one) is nn.MultiheadAttention]
+    attentions = [name for name, module in model.module.named_modules() if type(module) is nn.MultiheadAttention]
     return find_prefix_modules(model.module, model.info, image, attentions[-1:])
 
 
@@ -77,21 +77,21 @@ def answers(model, kind="cam"):
     rows = [Row(noise(seed, 64), ClassTarget(3), tuple(map(call, CAMS))) for seed in range(3)]
     layers = [] if kind == "score" else [model.info.default_layer]
     results = run(model, rows, layers, kind)
-    return [one for result in results for one in (result.logits, *(result.maps[0] if layers else ()))]
+    return [heatmap for result in results for heatmap in (result.logits, *(result.maps[0] if layers else ()))]
 
 
 def token_counts(model):
     """Count the tokens that each linear map of the accelerated copy receives."""
-    seen = {}
+    counts = {}
 
     def record(name, args):
-        seen[name] = args[0].shape[1]
+        counts[name] = args[0].shape[1]
 
-    for name, one in model.accelerated.module.named_modules():
-        if isinstance(one, nn.Linear):
-            one.register_forward_pre_hook(lambda _module, args, name=name: record(name, args))
+    for name, module in model.accelerated.module.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _module, args, name=name: record(name, args))
     answers(model)
-    return seen
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_results_equal_those_of_the_model(make, names, plant):
 
 
 def test_only_the_class_token_goes_through_the_last_block(plant):
-    seen = token_counts(plant(vision_transformer, size=64, weights="none"))
-    last = {name: tokens for name, tokens in seen.items() if "encoder_layer_2.mlp" in name}
+    counts = token_counts(plant(vision_transformer, size=64, weights="none"))
+    last = {name: tokens for name, tokens in counts.items() if "encoder_layer_2.mlp" in name}
     assert len(last) == 2
     assert set(last.values()) == {1}
-    assert {tokens for name, tokens in seen.items() if "encoder_layer_1.mlp" in name} == {GRID + 1}
+    assert {tokens for name, tokens in counts.items() if "encoder_layer_1.mlp" in name} == {GRID + 1}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,6 @@ def test_copy_can_be_differentiated_twice(plant):
     rows = [Row(noise(seed, 64), ClassTarget(3), (call("shapleycam"),)) for seed in range(2)]
 
     def maps(model):
-        return [one.maps[0][0] for one in run(model, rows, [model.info.default_layer], "curvature")]
+        return [result.maps[0][0] for result in run(model, rows, [model.info.default_layer], "curvature")]
 
     assert worst_error_ratio(maps, model) <= 1

@@ -57,7 +57,7 @@ def loaded():
 
 def weights(model, how):
     with randomised(model, how):
-        return {name: one.detach().clone() for name, one in model.module.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in model.module.named_parameters()}
 
 
 def test_gpu_has_the_random_weights_of_a_cpu_in_every_batch():
@@ -65,9 +65,9 @@ def test_gpu_has_the_random_weights_of_a_cpu_in_every_batch():
     expected = weights(loaded(), how)
     with fake_gpu():
         model = loaded()
-        found = [weights(model, how) for _ in range(2)]
+        results = [weights(model, how) for _ in range(2)]
 
-    for drawn in found:
+    for drawn in results:
         assert drawn.keys() == expected.keys()
         assert all(torch.equal(drawn[name], weight) for name, weight in expected.items())
 
@@ -95,7 +95,7 @@ def test_next_stage_of_a_cascade_draws_only_new_weights(draws):
 
 
 def kept(model):
-    return [weakref.ref(one) for known in model.random_weights.values() for one in known.values()]
+    return [weakref.ref(weight) for known in model.random_weights.values() for weight in known.values()]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -103,11 +103,11 @@ def test_weights_of_the_previous_seed_are_released():
     model = loaded()
     weights(model, Randomised(ALL, seed=1))
     first = kept(model)
-    found = weights(model, Randomised(1, seed=2))
+    drawn = weights(model, Randomised(1, seed=2))
 
     assert first
-    assert all(one() is None for one in first)
-    assert torch.equal(found["fc.weight"], weights(loaded(), Randomised(1, seed=2))["fc.weight"])
+    assert all(weight() is None for weight in first)
+    assert torch.equal(drawn["fc.weight"], weights(loaded(), Randomised(1, seed=2))["fc.weight"])
 
 
 @pytest.mark.usefixtures("gpu")
@@ -119,7 +119,7 @@ def test_weights_are_released_with_their_model():
     gc.collect()
 
     assert drawn
-    assert all(one() is None for one in drawn)
+    assert all(weight() is None for weight in drawn)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -128,10 +128,10 @@ def test_models_own_weights_are_restored_and_cached_ones_unchanged():
     pass_ = Pass(model.info.name, "cam", (64, 64), (model.info.default_layer,), how)
     rows = [Row(noise(0, 64), ClassTarget(2), (MethodCall("gradcam"),))]
     engine = Engine({model.info.name: model})
-    found = [engine.run(pass_, rows)[0].maps[0][0] for _ in range(2)]
+    heatmaps = [engine.run(pass_, rows)[0].maps[0][0] for _ in range(2)]
 
     assert models.digest(model.module) == model.info.digest
-    assert (found[0] == found[1]).all()
+    assert (heatmaps[0] == heatmaps[1]).all()
 
 
 def test_cpu_draws_in_every_batch_and_keeps_nothing(draws):

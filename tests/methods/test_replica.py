@@ -63,7 +63,7 @@ def test_replica_gives_the_same_results_to_the_bit(both, kind):
 
 def test_replica_shares_weights_and_no_modules(both):
     model, replica = both
-    weights = [{parameter.data_ptr() for parameter in each.module.parameters()} for each in both]
+    weights = [{parameter.data_ptr() for parameter in loaded.module.parameters()} for loaded in both]
 
     assert weights[0] == weights[1]
     assert not modules(model) & modules(replica)
@@ -114,14 +114,14 @@ def test_random_weights_in_the_replica_leave_the_models_copy_alone(both):
 
     local = InProcessWorker(Setup("cpu", 2, partitioned=True))
     local._models["it"], local._replicas["it"] = model, replica
-    seen = []
+    lanes = []
     for place, lane in enumerate(local._lanes):
-        lane.run = lambda _pass, _rows, place=place: seen.append(place)
+        lane.run = lambda _pass, _rows, place=place: lanes.append(place)
     plain = Pass("it", "cam", (64, 64))
     for pass_ in (plain, replace(plain, randomised=Randomised(1))):
         for half in (None, 0, 1):
             local.run(pass_, [], half)
-    assert seen == [0, 0, 1, 1, 1, 1]
+    assert lanes == [0, 0, 1, 1, 1, 1]
 
 
 def with_closure():

@@ -245,8 +245,8 @@ def outcomes(tmp_path_factory):
     canary = folder / "canary"
     for name in ("hostile", "control"):
         (folder / name).mkdir()
-    for name, made in HOSTILE.items():
-        (folder / "hostile" / name).write_bytes(made(canary))
+    for name, make in HOSTILE.items():
+        (folder / "hostile" / name).write_bytes(make(canary))
     (folder / "hostile" / "a device.pth").symlink_to("/dev/zero")
     (folder / "hostile" / "nowhere.pth").symlink_to(folder / "gone.pth")
     (folder / "hostile" / "a folder.pth").mkdir()
@@ -319,8 +319,8 @@ def tensors():
     torch.manual_seed(0)
     table = torch.randn(6, 8)
     kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8)
-    made = {str(kind).partition(".")[2]: torch.randn(3, 5).abs().to(kind) for kind in kinds}
-    return made | {
+    plain = {str(kind).partition(".")[2]: torch.randn(3, 5).abs().to(kind) for kind in kinds}
+    return plain | {
         "complex": torch.randn(3, dtype=torch.complex64),
         "bool": torch.tensor([True, False]),
         "nothing": torch.empty(0, 4),
@@ -348,11 +348,11 @@ def test_torch_file_is_read_as_torch_reads_it(tmp_path, kind, old):
     torch.save(value, path, _use_new_zipfile_serialization=not old)
     expected = torch.load(path, weights_only=True)
     expected = expected.get("model", expected)
-    found = checkpoint.load(path, SizeBudget(16 * MIB, MIB, 64 * MIB))
-    assert list(found) == list(expected)
+    loaded_tensors = checkpoint.load(path, SizeBudget(16 * MIB, MIB, 64 * MIB))
+    assert list(loaded_tensors) == list(expected)
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name], tensor), name
+        assert (loaded_tensors[name].dtype, loaded_tensors[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(loaded_tensors[name], tensor), name
 
 
 PREFIXES = ("model.", "module.", "_orig_mod.", "model.module.", "module._orig_mod.")
@@ -368,7 +368,7 @@ def test_weights_with_a_training_tools_prefix_are_loaded(tmp_path, wrapper, pref
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixed_names_in_safetensors_are_loaded(tmp_path, prefix):
-    safetensors.torch.save_file({prefix + name: one for name, one in STATE.items()}, tmp_path / "w.safetensors")
+    safetensors.torch.save_file({prefix + name: tensor for name, tensor in STATE.items()}, tmp_path / "w.safetensors")
     assert_loaded(tmp_path / "w.safetensors")
 
 
@@ -378,7 +378,7 @@ def assert_loaded(path):
 
 
 def test_error_names_the_removed_prefix(tmp_path):
-    torch.save({f"module.{name}": one for name, one in list(STATE.items())[1:]}, tmp_path / "w.pth")
+    torch.save({f"module.{name}": tensor for name, tensor in list(STATE.items())[1:]}, tmp_path / "w.pth")
     with pytest.raises(ConfigError, match=r"also without the prefix 'module\.'.*Missing key.*features\.0\.weight"):
         assert_loaded(tmp_path / "w.pth")
 
@@ -389,18 +389,22 @@ def test_recompressed_archive_is_read(tmp_path):
         for name in given.namelist():
             again.writestr(name, given.read(name))
     (tmp_path / "w.pth").write_bytes(file.getvalue())
-    found = checkpoint.load(tmp_path / "w.pth", SizeBudget.of(trained()))
-    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+    loaded_tensors = checkpoint.load(tmp_path / "w.pth", SizeBudget.of(trained()))
+    assert all(torch.equal(loaded_tensors[name], tensor) for name, tensor in STATE.items())
 
 
 def test_safetensors_file_is_read_as_it_was_saved(tmp_path):
-    given = {name: one.contiguous().clone() for name, one in tensors().items() if one.dtype in checkpoint.SAFETENSORS}
-    safetensors.torch.save_file(given, tmp_path / "w.safetensors", metadata={"format": "pt"})
-    found = checkpoint.load(tmp_path / "w.safetensors", BUDGET)
-    assert len(found) >= 12
-    assert list(found) == sorted(given)
-    assert all(found[name].dtype == tensor.dtype for name, tensor in given.items())
-    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+    saved_tensors = {
+        name: tensor.contiguous().clone()
+        for name, tensor in tensors().items()
+        if tensor.dtype in checkpoint.SAFETENSORS
+    }
+    safetensors.torch.save_file(saved_tensors, tmp_path / "w.safetensors", metadata={"format": "pt"})
+    loaded_tensors = checkpoint.load(tmp_path / "w.safetensors", BUDGET)
+    assert len(loaded_tensors) >= 12
+    assert list(loaded_tensors) == sorted(saved_tensors)
+    assert all(loaded_tensors[name].dtype == tensor.dtype for name, tensor in saved_tensors.items())
+    assert all(torch.equal(loaded_tensors[name], tensor) for name, tensor in saved_tensors.items())
 
 
 @pytest.mark.parametrize("spaces", range(8))
@@ -408,9 +412,9 @@ def test_tensors_are_aligned_at_any_header_length(tmp_path, spaces):
     numbers, path = torch.randn(6, dtype=torch.float64), tmp_path / "w.safetensors"
     header = json.dumps({"w": declared([6], 0, 48, dtype="F64")}) + " " * spaces
     path.write_bytes(safe(header.encode(), numbers.numpy().tobytes()))
-    found = checkpoint.load(path, BUDGET)["w"]
-    assert found.data_ptr() % 8 == 0
-    assert torch.equal(found, numbers)
+    tensor = checkpoint.load(path, BUDGET)["w"]
+    assert tensor.data_ptr() % 8 == 0
+    assert torch.equal(tensor, numbers)
 
 
 @pytest.mark.parametrize("kind", ["C64", "F4", "F6_E2M3", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U16", "U32", "U64"])
@@ -447,9 +451,9 @@ def test_file_truncated_while_it_is_read_is_read_whole(tmp_path, monkeypatch):
         return reading(data)
 
     monkeypatch.setattr(checkpoint, "load_safetensors", cut_and_read)
-    found = checkpoint.load(path, SizeBudget.of(trained()))
+    loaded_tensors = checkpoint.load(path, SizeBudget.of(trained()))
     assert path.stat().st_size == 100
-    assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
+    assert all(torch.equal(loaded_tensors[name], tensor) for name, tensor in STATE.items())
 
 
 def test_broken_headers_are_refused_or_describe_every_byte(tmp_path):
@@ -460,8 +464,8 @@ def test_broken_headers_are_refused_or_describe_every_byte(tmp_path):
     for _ in range(1000):
         path.write_bytes(flipped(sound, chance.randrange(8 + length), chance.randrange(8)))
         try:
-            found = checkpoint.load(path, BUDGET)
-            assert sum(tensor.nbytes for tensor in found.values()) == len(sound) - 8 - length
+            loaded_tensors = checkpoint.load(path, BUDGET)
+            assert sum(tensor.nbytes for tensor in loaded_tensors.values()) == len(sound) - 8 - length
         except CorruptFileError:
             refused += 1
     assert refused > 500
@@ -470,8 +474,8 @@ def test_broken_headers_are_refused_or_describe_every_byte(tmp_path):
 def test_shared_storage_is_read_once(tmp_path):
     table = torch.randn(6, 8)
     torch.save({"a": table, "b": table[2:]}, tmp_path / "w.pth")
-    found = checkpoint.load(tmp_path / "w.pth", BUDGET)
-    assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
+    loaded_tensors = checkpoint.load(tmp_path / "w.pth", BUDGET)
+    assert loaded_tensors["a"].untyped_storage().data_ptr() == loaded_tensors["b"].untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("number", [-torch.inf, torch.nan])
@@ -487,20 +491,20 @@ def test_no_flipped_bit_in_300_files_goes_unnoticed(tmp_path):
     """torch.load accepts many of them silently, because it does not check the checksums of an archive."""
     chance, path, state = random.Random(5), tmp_path / "w.pth", nn.Linear(16, 16).state_dict()
     sound = saved(state)
-    silent, refused, theirs = 0, 0, 0
+    silent, refused, missed_by_torch = 0, 0, 0
     for _ in range(300):
         path.write_bytes(flipped(sound, chance.randrange(len(sound)), chance.randrange(8)))
         try:
-            found = checkpoint.load(path, BUDGET)
-            silent += any(not torch.equal(found[name], tensor) for name, tensor in state.items())
+            loaded_tensors = checkpoint.load(path, BUDGET)
+            silent += any(not torch.equal(loaded_tensors[name], tensor) for name, tensor in state.items())
         except CorruptFileError:
             refused += 1
         with suppress(Exception):
-            found = torch.load(path, weights_only=True)
-            theirs += any(not torch.equal(found[name], tensor) for name, tensor in state.items())
+            loaded_tensors = torch.load(path, weights_only=True)
+            missed_by_torch += any(not torch.equal(loaded_tensors[name], tensor) for name, tensor in state.items())
     assert silent == 0
     assert refused > 100
-    assert theirs > 10
+    assert missed_by_torch > 10
 
 
 def test_loaded_bytes_are_the_hashed_bytes(tmp_path, monkeypatch):
@@ -520,18 +524,18 @@ def test_loaded_bytes_are_the_hashed_bytes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("link", ["w.safetensors", "inner", "inner/w.safetensors"])
 def test_link_below_the_model_folder_is_not_followed(tmp_path, link):
     folder, outside = tmp_path / "folder", tmp_path / "outside"
-    for each in (folder / "inner", outside / "inner"):
-        each.mkdir(parents=True)
+    for directory in (folder / "inner", outside / "inner"):
+        directory.mkdir(parents=True)
     for path in (folder / "w.safetensors", folder / "inner/w.safetensors", outside / "w.safetensors"):
         path.write_bytes(safetensors.torch.save({"w": torch.ones(4)}))
-    asked = folder / ("inner/w.safetensors" if link == "inner" else link)
-    assert checkpoint.load(asked, BUDGET, folder=str(folder))
+    named_path = folder / ("inner/w.safetensors" if link == "inner" else link)
+    assert checkpoint.load(named_path, BUDGET, folder=str(folder))
     (folder / link).rename(tmp_path / "moved")
     (folder / link).symlink_to(outside if link == "inner" else outside / "w.safetensors")
 
-    assert checkpoint.load(asked, BUDGET)
+    assert checkpoint.load(named_path, BUDGET)
     with pytest.raises(CorruptFileError, match=r"cannot be opened|not a regular file"):
-        checkpoint.load(asked, BUDGET, folder=str(folder))
+        checkpoint.load(named_path, BUDGET, folder=str(folder))
 
 
 def test_pipe_in_place_of_a_file_is_refused_without_waiting(tmp_path, monkeypatch):

@@ -75,15 +75,15 @@ def load(spec: ModelSpec) -> tuple[nn.Module, Preprocess, tuple[str, ...], Task 
     settings = _read_config(folder)
     _check_classifier(settings, spec)
     files = _weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
-    hub = _transformers()
+    transformers = _import_transformers()
     try:
-        config = hub.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
-            f"{spec.origin}: transformers {hub.__version__} cannot read its config.json: {_line(error)}"
+            f"{spec.origin}: transformers {transformers.__version__} cannot read its config.json: {_one_line(error)}"
         ) from error
-    preprocess = preprocess_of(_processor(hub, folder, spec.origin), spec.origin)
-    kind = _model_class(hub, config, spec.origin)
+    preprocess = preprocess_of(_load_processor(transformers, folder, spec.origin), spec.origin)
+    kind = _model_class(transformers, config, spec.origin)
     if spec.weights == "default":
         module = _build_with_weights(kind, config, files, spec)
     else:
@@ -176,7 +176,7 @@ def _check_timm(config: Mapping[str, Any], name: str) -> None:
             )
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers  # noqa: PLC0415 -- an optional dependency, and seconds to import
     except ModuleNotFoundError as error:
@@ -186,9 +186,9 @@ def _transformers() -> Any:
     return transformers
 
 
-def _model_class(hub: Any, config: Any, origin: str) -> Any:
+def _model_class(transformers: Any, config: Any, origin: str) -> Any:
     """Return transformers' own class for an image classifier, never one from code in the folder."""
-    kinds = hub.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING.get(type(config), None)
+    kinds = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kinds is None:
         raise ConfigError(f'{origin} is a "{config.model_type}", for which transformers has no image classifier')
     names = config.architectures or []
@@ -234,7 +234,7 @@ def _read_index(path: Path, origin: str) -> list[Any]:
     try:
         return list(dict.fromkeys(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
     except Exception as error:  # a file of unknown origin may be wrong in any way
-        raise ConfigError(f"{origin}: its {path.name} cannot be read: {_line(error)}") from error
+        raise ConfigError(f"{origin}: its {path.name} cannot be read: {_one_line(error)}") from error
 
 
 def _build_with_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> nn.Module:
@@ -249,7 +249,7 @@ def _build_with_weights(kind: Any, config: Any, files: Sequence[Path], spec: Mod
             **_options(kind),
         )
     except Exception as error:
-        raise ConfigError(f"the weights of {spec.origin} cannot be read: {_line(error)}") from error
+        raise ConfigError(f"the weights of {spec.origin} cannot be read: {_one_line(error)}") from error
     missing = sorted(loading["missing_keys"]) + sorted(str(key[0]) for key in loading["mismatched_keys"])
     if missing:
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")  # noqa: PLR2004 -- names that fit a message
@@ -263,21 +263,21 @@ def _labels(config: Any) -> tuple[str, ...]:
     return () if all(_GENERIC.fullmatch(label) or not label for label in labels) else labels
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 # --- preprocessing ---
 
 
-def _processor(hub: Any, folder: Path, origin: str) -> Any:
+def _load_processor(transformers: Any, folder: Path, origin: str) -> Any:
     try:
-        return hub.AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         fault = "cannot be used" if (folder / PROCESSOR).exists() else "does not exist"
         raise ConfigError(
             f"{origin}: its {PROCESSOR} {fault}, and only this file says what input the model was trained on "
-            f"(AutoImageProcessor's save_pretrained writes it): {_line(error)}"
+            f"(AutoImageProcessor's save_pretrained writes it): {_one_line(error)}"
         ) from error
 
 
@@ -295,7 +295,7 @@ def preprocess_of(processor: Any, origin: str) -> Preprocess:
         photos = _test_photos(low.shape[1], low.shape[2])
         results = [_process(processor, photo) for photo in photos]
     except Exception as error:
-        raise ConfigError(f"{origin}: its processor cannot preprocess photos: {_line(error)}") from error
+        raise ConfigError(f"{origin}: its processor cannot preprocess photos: {_one_line(error)}") from error
     black, span = low.amax((1, 2)), (high - low).amax((1, 2))
     if bool((span > 0).all()) and all(result.shape == low.shape for result in results):
         plain = [(result - black[:, None, None]) / span[:, None, None] for result in results]
