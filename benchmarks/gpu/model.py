@@ -137,7 +137,7 @@ def engine(scale: Scale, clock: Clock) -> Part:
     part, rows, notes = Part("engine"), list[Cells](), list[str]()
     for name in scale.models:
         loaded = _loaded(name, scale)
-        loaded[TWO] = loaded["bfloat16"].copied(scale.device)
+        loaded[TWO] = loaded["bfloat16"].copy_to(scale.device)
         for batch in scale.batches:
             if not clock.allows(NEEDS if scale.gpu else 1):
                 notes.append(f"Left out for want of time: {name} at {batch}.")

@@ -1,10 +1,10 @@
-"""Writes docs/architectures.md: every architecture explained with no layer named, against autograd.
+"""Write docs/architectures.md: explain every architecture with no layer named, and compare the map with autograd's.
 
-    python docs/generate/architectures.py               # all of them: half an hour on two cores
-    python docs/generate/architectures.py swin timm:vit # those whose name holds a word; the other rows stay
+    python docs/generate/architectures.py               # all architectures: half an hour on two cores
+    python docs/generate/architectures.py swin timm:vit # only names that contain a word; the other rows stay
 
-Fails, after having written what it found, if an architecture cannot be loaded or explained, if its map is zero, or if
-the map is not that of a few lines of autograd.
+After writing the page, the script fails if an architecture cannot be loaded or explained, if its map is zero, or if the
+map differs from that of a few lines of autograd.
 """
 
 import gc
@@ -29,11 +29,11 @@ from camserve_server.models.values import Layout, Pass
 from camserve_server.targets.values import ClassTarget
 
 PAGE = Path(__file__).parent.parent / "architectures.md"
-EXACT = 1e-5
-INDEX = 7
+MAX_DEVIATION = 1e-5
+CLASS_INDEX = 7
 
-# At least one architecture of every module of timm 1.0 that holds classifiers of images, the smallest where they
-# differ in size alone. What follows a question mark is an option, for those that are slow at their own size.
+# At least one architecture of every module of timm 1.0 with image classifiers; the smallest, if they differ only in
+# size. A question mark precedes an option, for architectures that are slow at their own size.
 TIMM = """\
 beit_base_patch16_224 beitv2_base_patch16_224 eca_botnext26ts_256 eca_halonext26ts lambda_resnet26t mobileone_s0
 gernet_s repvgg_a0 resnet50_clip cait_xxs24_224 coat_tiny coat_lite_tiny convit_tiny convmixer_1024_20_ks9_p14
@@ -61,53 +61,57 @@ vit_relpos_small_patch16_rpn_224 vit_base_patch16_rope_reg1_gap_256 samvit_base_
 volo_d1_224 ese_vovnet19b_slim legacy_xception xception41p xcit_nano_12_p16_224
 """.split()  # noqa: SIM905 -- a list would be 160 lines
 
-SMALLER = {"regnet_y_128gf": "?size=224"}  # 12 GB at its own 384 pixels
+SIZE_OPTIONS = {"regnet_y_128gf": "?size=224"}  # 12 GB at its own 384 pixels
 
 TEXT = """\
 # Architectures
 
-Written by `make architectures` ({versions}). Each was built with random weights and
-explained by Grad-CAM with no layer named, for one class of one picture of noise. *Deviation* is the largest difference
-from the map that a forward hook, `torch.autograd.grad` and the paper's formula in float64 give at the same layer, as a
-share of that map's largest value; a map that deviates by more than 1e-5, or is zero, stops the script.
+Written by `make architectures` ({versions}). Each model has random weights.
+It is explained by Grad-CAM with no layer named, for one class and one image of noise. *Deviation* is the largest
+difference from a reference map at the same layer, as a share of that map's largest value. The reference uses a forward
+hook, `torch.autograd.grad` and the paper's formula in float64. The script fails if a map deviates by more than 1e-5 or
+is zero.
 
 ## How the layer is chosen
 
-The default layer is the last module to finish
+The default layer is the last module to finish that meets all of these conditions:
 
-1. whose output has a grid over the image of more than one cell,
-2. where the gradient of the score is not zero (in the last block of a transformer with a class token, behind its
-   first norm only the class token reaches the score),
-3. which is not inside an attention: queries, keys and values are no features of the image by themselves,
-4. which is, among tokens, a norm or a module that holds others, as a block does, and no lone linear map,
-5. which does something: an identity, a dropout or a permutation is named by the module whose output it passes on.
+1. Its output has a grid over the image with more than one cell.
+2. The gradient of the score at its output is not zero. (In the last block of a transformer with a class token, only the
+   class token reaches the score after the block's first norm.)
+3. It is not inside an attention: queries, keys and values alone are not features of the image.
+4. If its output is tokens, it is a norm or a module with children, such as a block, and not a single linear map.
+5. It changes its input: an identity, a dropout or a permutation is skipped for the module whose output it returns.
 
-Any other layer with a grid and a gradient can be named in a request; how many there are is in the last column but one.
+A request can name any other layer with a grid and a gradient. The table has the number of these layers.
 
 ## How the grid is found
 
-The model is run on an image, and on the image with noise that fades from top to bottom, with noise that fades from left
-to right, and with noise that does not fade. In the right reading of a layer's output the share of the change that comes
-from fading noise falls with the row, or with the column. So it is seen, and written in no table, which axes are rows
-and columns, how many class, distillation and register tokens come first, and whether tokens are in the image's order.
-Where no place shows, as behind attention with random weights, a layer is read as others of its shape are, or as its
-shape says if that says one thing. Layers with equally many tokens have one grid, the one that most of them show. Else a
-layer is refused, with the reason:
+The model runs on four images: one without added noise, and the same with noise that fades from top to bottom, with
+noise that fades from left to right, and with noise that does not fade. In the right reading of a layer's output, the
+share of the change that is due to the fading noise falls with the row, or with the column. So the run itself shows
+which axes are rows and columns, how many class, distillation and register tokens come first, and whether tokens are in
+the image's order. There is no table of architectures.
+
+Some layers show no places, for example after attention with random weights. Such a layer has the grid of other layers
+with the same shape, or the only grid that its shape allows. Layers with the same number of tokens have the same grid,
+the one that most of them show. Any other layer is refused, with the reason:
 
 | layer | refused because |
 |---|---|
-| windows of a Swin or a MaxViT, patches of a MobileViT; position tables | its first axis is not the images |
+| windows of a Swin or a MaxViT, patches of a MobileViT; position tables | its first axis is not the batch |
 | attention matrices; the tokens of a Hiera before its last stage, which follow its windows | not in the image's order |
-| what a pooling, a head or a squeeze leaves; queries and keys per head | no grid over the image |
-| hidden layers of a Mixer's token mixing; the states of a state space | neither the shape nor the run shows one |
-| behind the last norm through which patches reach a class token | every gradient there is zero |
+| outputs of poolings, heads and squeezes; queries and keys per head | no grid over the image |
+| hidden layers of a Mixer's token mixing; the states of a state space | neither the shape nor the run shows a grid |
+| layers after the last norm through which patches reach a class token | every gradient there is zero |
 
-## What is not followed to the letter
+## Differences from timm's preprocessing
 
-A timm configuration that crops by `center` a shape that is not square is resized to that shape, not cropped. One with
-`crop_mode="border"` is refused, as its photos would have borders which are no part of them.
+If a timm configuration crops a shape that is not square with `center`, camserve resizes the photo to that shape and
+crops nothing. A configuration with `crop_mode="border"` is refused, because it adds borders that are not part of the
+photo.
 
-## What was found
+## Results
 
 {count} architectures; the largest deviation is {worst}.
 
@@ -118,7 +122,7 @@ A timm configuration that crops by `center` a shape that is not square is resize
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One row of the table."""
+    """An architecture and its results: a row of the table."""
 
     model: str
     layer: str
@@ -127,24 +131,24 @@ class Explanation:
     deviation: float
 
     def row(self) -> str:
-        """Write it as a row of the table."""
+        """Return the row in Markdown."""
         grid = f"{self.layout.height} x {self.layout.width}"
         cells = (f"`{self.model}`", f"`{self.layer}`", grid, self.layout.axes, self.layout.prefix, self.layers)
         return f"| {' | '.join(map(str, cells))} | {self.deviation:.0e} |"
 
 
 def names() -> list[str]:
-    """List all architectures, as models are named on a command line."""
-    ours = [f"torchvision:{name}{SMALLER.get(name, '')}" for name in zoo.list_models(module=zoo)]
-    return [*ours, *(f"timm:{name}" for name in TIMM)]
+    """Return the model specs of all architectures."""
+    torchvision_names = [f"torchvision:{name}{SIZE_OPTIONS.get(name, '')}" for name in zoo.list_models(module=zoo)]
+    return [*torchvision_names, *(f"timm:{name}" for name in TIMM)]
 
 
 def examine(name: str) -> Explanation:
     """Load a model, explain it, and compare the map with autograd's.
 
     Raises:
-        ConfigError: it cannot be loaded.
-        ArithmeticError: the map is zero, or is not autograd's.
+        ConfigError: the model cannot be loaded.
+        ArithmeticError: the map is zero, or differs from autograd's.
     """
     model = load(parse(f"{name}{'&' if '?' in name else '?'}weights=none"))
     info = model.info
@@ -154,54 +158,54 @@ def examine(name: str) -> Explanation:
     image = np.random.default_rng(0).integers(0, 256, (*info.preprocess.size, 3), np.uint8)
     (result,) = Engine({info.name: model}).run(
         Pass(info.name, "cam", info.preprocess.size, (layer.name,)),
-        [Row(image, ClassTarget(INDEX), (MethodCall("gradcam"),))],
+        [Row(image, ClassTarget(CLASS_INDEX), (MethodCall("gradcam"),))],
     )
-    ours, theirs = result.maps[0][0].astype(np.float64), oracle(model, image, layer.layout)
-    if not np.abs(theirs).max() > 0:
+    heatmap, expected = result.maps[0][0].astype(np.float64), oracle(model, image, layer.layout)
+    if not np.abs(expected).max() > 0:
         raise ArithmeticError(f"{name}: the map at {layer.name} is zero")
-    deviation = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    if not deviation <= EXACT:
+    deviation = float(np.abs(heatmap - expected).max() / np.abs(expected).max())
+    if not deviation <= MAX_DEVIATION:
         raise ArithmeticError(f"{name}: the map at {layer.name} deviates by {deviation:.1e}")
-    explainable = sum(one.layout is not None for one in info.layers.values())
+    explainable = sum(other.layout is not None for other in info.layers.values())
     return Explanation(name, layer.name, layer.layout, explainable, deviation)
 
 
 def oracle(model: LoadedModel, image: np.ndarray, layout: Layout) -> np.ndarray:
-    """Compute Grad-CAM [h,w] in float64 by what everyone would write: a leaf at the layer, and autograd."""
-    kept: list[torch.Tensor] = []
+    """Compute Grad-CAM [h,w] in float64 in the simplest way: a leaf at the layer, and autograd."""
+    leaves: list[torch.Tensor] = []
 
-    def leaf(_module: nn.Module, _args: object, output: object) -> object:
+    def make_leaf(_module: nn.Module, _args: object, output: object) -> object:
         first = output[0] if isinstance(output, tuple | list) else output
-        kept[:] = [first.detach().requires_grad_()]
-        through = kept[0].clone(memory_format=torch.contiguous_format)
-        return type(output)([through, *output[1:]]) if first is not output else through
+        leaves[:] = [first.detach().requires_grad_()]
+        clone = leaves[0].clone(memory_format=torch.contiguous_format)
+        return type(output)([clone, *output[1:]]) if first is not output else clone
 
-    handle = model.module.get_submodule(model.info.default_layer).register_forward_hook(leaf)
+    handle = model.module.get_submodule(model.info.default_layer).register_forward_hook(make_leaf)
     logits = model.module(normalise(torch.from_numpy(image)[None], model.info.preprocess))
-    (gradient,) = torch.autograd.grad(logits[0, INDEX], kept)
+    (gradient,) = torch.autograd.grad(logits[0, CLASS_INDEX], leaves)
     handle.remove()
-    return formula(kept[0].detach(), gradient, layout)
+    return formula(leaves[0].detach(), gradient, layout)
 
 
 def formula(activations: torch.Tensor, gradients: torch.Tensor, layout: Layout) -> np.ndarray:
     """Compute L = Σ_k mean(g_k) A_k (Selvaraju et al. 2017, eq. 1 and 2, before the ReLU) in float64, [h,w]."""
-    a, g = (one.double().numpy()[0] for one in (activations, gradients))
+    a, g = (tensor.double().numpy()[0] for tensor in (activations, gradients))
     if layout.axes == "nchw":
         a, g = a.transpose(1, 2, 0), g.transpose(1, 2, 0)
     elif layout.axes == "tokens":
-        a, g = (one[layout.prefix :].reshape(layout.height, layout.width, -1) for one in (a, g))
+        a, g = (tokens[layout.prefix :].reshape(layout.height, layout.width, -1) for tokens in (a, g))
     return a @ g.mean((0, 1))
 
 
-def known() -> dict[str, str]:
-    """Read the rows of the table that there is."""
+def existing_rows() -> dict[str, str]:
+    """Return the rows of the existing page, by model."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
     return {row.split("`")[1]: row for row in re.findall(r"^\| `\w+:.*\|$", text, re.MULTILINE)}
 
 
 def write(rows: dict[str, str]) -> None:
-    """Write the page, its rows in the order of the names."""
-    import timm  # noqa: PLC0415 -- for its version
+    """Write the page, with the rows in the order of `names`."""
+    import timm  # noqa: PLC0415 -- only for its version
     import torchvision  # noqa: PLC0415 -- the same
 
     table = [rows[name] for name in names() if name in rows]
@@ -212,10 +216,10 @@ def write(rows: dict[str, str]) -> None:
 
 
 def main(words: Iterable[str]) -> int:
-    """Examine the architectures whose names hold one of the words, or all; return how many failed."""
+    """Examine the architectures whose names contain one of the words, or all; return the number of failures."""
     words = tuple(words)
     logging.disable(logging.WARNING)
-    rows, failed = known() if words else {}, 0
+    rows, failed = existing_rows() if words else {}, 0
     for name in names():
         if words and not any(word in name for word in words):
             continue
@@ -223,7 +227,7 @@ def main(words: Iterable[str]) -> int:
         try:
             rows[name] = examine(name).row()
             print(f"{time.monotonic() - start:6.1f} s  {rows[name]}", flush=True)
-        except Exception as error:  # noqa: BLE001 -- the others shall be seen as well
+        except Exception as error:  # noqa: BLE001 -- continue with the other architectures
             rows.pop(name, None)
             failed += 1
             print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)

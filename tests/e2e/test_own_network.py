@@ -57,7 +57,7 @@ def test_torchscript_is_refused_with_what_to_do_instead(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    with pytest.raises(ConfigError, match=r"made TorchScript, .*make the torch.nn.Module that it was made from"):
+    with pytest.raises(ConfigError, match=r"made TorchScript, .*return the torch.nn.Module that it was made from"):
         models.load(models.parse("scripted_net:build"))
     with pytest.raises(ConfigError, match="it is a TorchScript archive, which is a program"):
         models.load(models.parse(f"torchvision:squeezenet1_1?weights={tmp_path / 'net.pt'}"))

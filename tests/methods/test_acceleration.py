@@ -1,4 +1,4 @@
-"""The accelerated copy of a model: the same answers, with less work before the default layer."""
+"""The accelerated copy of a model gives the same results with less work."""
 
 import copy
 import logging
@@ -28,10 +28,10 @@ from methods.tools import CAMS, Toy, call, error_ratio, exact, gap, inputs, nois
 TINY = "vit_tiny_patch16_224"
 
 FOLDED = {
-    "efficientnet_lite0": 49,  # all of them: timm's batch norms apply their activation themselves
+    "efficientnet_lite0": 49,  # all of them: timm's batch norms include their activation
     "torchvision:resnet18": 20,
     "torchvision:mobilenet_v3_small": 34,
-    "torchvision:densenet121": 59,  # of 121: the others are behind a concatenation
+    "torchvision:densenet121": 59,  # of 121: the others come after a concatenation
 }
 
 
@@ -44,74 +44,75 @@ def answers(model, layer=None, kind="cam"):
     rows = [Row(noise(seed, model.info.preprocess.size[0]), ClassTarget(3), METHODS) for seed in range(2)]
     if kind == "score":
         return [result.logits for result in run(model, rows, kind=kind)]
-    return [one for result in run(model, rows, [layer or model.info.default_layer]) for one in result.maps[0]]
+    return [heatmap for result in run(model, rows, [layer or model.info.default_layer]) for heatmap in result.maps[0]]
 
 
 METHODS = tuple(map(call, CAMS))
 
 
 def weights(model):
-    """The weights that oneDNN is given instead of those of the copy."""
-    return [one for both in model.accelerated.onednn.weights.values() for one in both]
+    """Return the weights that oneDNN receives instead of those of the copy."""
+    return [weight for both in model.accelerated.onednn.weights.values() for weight in both]
 
 
-def cosine(ours, theirs):
-    return (ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs)
+def cosine(actual, expected):
+    return (actual * expected).sum() / np.linalg.norm(actual) / np.linalg.norm(expected)
 
 
-# --- float32: the same answers ---
+# --- float32 ---
 
 
-def test_the_copy_gives_the_maps_and_the_logits_of_the_model(zoo):
-    models = zoo, plain(zoo), exact(zoo)
+def test_copy_gives_the_maps_and_logits_of_the_model(zoo):
+    variants = zoo, plain(zoo), exact(zoo)
     for layer in sorted(zoo.accelerated.layers):
         if zoo.info.layers[layer].layout:
-            assert max(map(error_ratio, *(answers(one, layer) for one in models))) <= 1
-    assert max(map(error_ratio, *(answers(one, kind="score") for one in models))) <= 1
+            assert max(map(error_ratio, *(answers(variant, layer) for variant in variants))) <= 1
+    assert max(map(error_ratio, *(answers(variant, kind="score") for variant in variants))) <= 1
 
 
-def test_every_batch_norm_that_only_a_convolution_feeds_is_folded(zoo):
+def test_every_batch_norm_after_a_convolution_is_folded(zoo):
     arch = zoo.info.source.removeprefix("embedded:")
     assert zoo.accelerated.folded_norms == FOLDED[arch]
-    left = [one for one in zoo.accelerated.module.modules() if isinstance(one, nn.BatchNorm2d)]
-    norms = [one for one in zoo.module.modules() if isinstance(one, nn.BatchNorm2d)]
+    left = [module for module in zoo.accelerated.module.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms = [child for child in zoo.module.modules() if isinstance(child, nn.BatchNorm2d)]
     assert len(norms) - len(left) == FOLDED[arch]
 
 
-def test_the_model_itself_stays_as_it_was(zoo):
+def test_model_itself_is_not_changed(zoo):
     answers(zoo)
     assert digest(zoo.module) == zoo.info.digest
     assert hook_count(zoo.module) == 0
 
 
-def test_what_is_not_changed_is_not_copied(zoo):
-    own = {id(one) for one in zoo.module.parameters()}
-    copied = [one for one in (*zoo.accelerated.module.parameters(), *weights(zoo)) if id(one) not in own]
+def test_unchanged_weights_are_shared(zoo):
+    own = {id(parameter) for parameter in zoo.module.parameters()}
+    copied = [weight for weight in (*zoo.accelerated.module.parameters(), *weights(zoo)) if id(weight) not in own]
     singles = sum(single is not several for single, several in zoo.accelerated.onednn.weights.values())
-    assert len({id(one) for one in copied}) - singles == 2 * FOLDED[zoo.info.source.removeprefix("embedded:")]
+    folded = FOLDED[zoo.info.source.removeprefix("embedded:")]
+    assert len({id(weight) for weight in copied}) - singles == 2 * folded
 
 
-def test_layers_before_the_default_one_are_those_of_the_model(zoo):
+def test_earlier_layers_are_captured_in_the_model(zoo):
     before = next(iter(zoo.info.layers))
-    assert zoo.serving(Pass(zoo.info.name, "cam", (64, 64), (before,))) is zoo
-    assert zoo.serving(Pass(zoo.info.name, "cam", (64, 64), (before, zoo.info.default_layer))) is zoo
-    assert zoo.serving(Pass(zoo.info.name, "saliency", (64, 64))) is zoo
-    assert zoo.serving(Pass(zoo.info.name, "score", (64, 64))).module is zoo.accelerated.module
+    assert zoo.for_pass(Pass(zoo.info.name, "cam", (64, 64), (before,))) is zoo
+    assert zoo.for_pass(Pass(zoo.info.name, "cam", (64, 64), (before, zoo.info.default_layer))) is zoo
+    assert zoo.for_pass(Pass(zoo.info.name, "saliency", (64, 64))) is zoo
+    assert zoo.for_pass(Pass(zoo.info.name, "score", (64, 64))).module is zoo.accelerated.module
 
 
-def test_a_model_made_random_is_not_served_by_a_copy_that_is_not(resnet):
+def test_pass_with_random_weights_runs_in_the_model(resnet):
     rows = [Row(noise(0, 64), ClassTarget(1), METHODS)]
     pass_ = Pass(resnet.info.name, "cam", (64, 64), ("layer4",), Randomised(99, 3))
-    ours, theirs = (Engine({resnet.info.name: one}).run(pass_, rows) for one in (resnet, plain(resnet)))
-    for mine, other in zip(ours[0].maps[0], theirs[0].maps[0], strict=True):
-        np.testing.assert_array_equal(mine, other)
+    actual, expected = (Engine({resnet.info.name: variant}).run(pass_, rows) for variant in (resnet, plain(resnet)))
+    for heatmap, reference in zip(actual[0].maps[0], expected[0].maps[0], strict=True):
+        np.testing.assert_array_equal(heatmap, reference)
 
 
-# --- what may not be folded ---
+# --- batch norms that may not be folded ---
 
 
 class Normed(nn.Module):
-    """A convolution, a batch norm, and a way through them."""
+    """A convolution and a batch norm, and a function that calls them."""
 
     def __init__(self, way):
         super().__init__()
@@ -121,18 +122,18 @@ class Normed(nn.Module):
         self.head = nn.Linear(4, 5)
         self.way = way
         with torch.no_grad():
-            for one in (self.bn.weight, self.bn.running_var):
-                one.uniform_(0.5, 2)
-            for one in (self.bn.bias, self.bn.running_mean):
-                one.uniform_(-1, 1)
+            for tensor in (self.bn.weight, self.bn.running_var):
+                tensor.uniform_(0.5, 2)
+            for tensor in (self.bn.bias, self.bn.running_mean):
+                tensor.uniform_(-1, 1)
 
     def forward(self, image):
         return self.head(torch.tanh(self.last(self.way(self, image))).mean((2, 3)))
 
 
 def also_used(net, image):
-    seen = net.conv(image)
-    return net.bn(seen) + seen
+    features = net.conv(image)
+    return net.bn(features) + features
 
 
 def called_twice(net, image):
@@ -152,14 +153,14 @@ def weight_used(net, image):
 
 
 @pytest.mark.parametrize("way", [also_used, called_twice, normed_twice, changed_between, weight_used])
-def test_a_batch_norm_is_left_where_folding_would_change_something_else(way, plant, monkeypatch):
+def test_batch_norm_is_not_folded_if_others_would_change(way, plant, monkeypatch):
     model = plant(lambda: Normed(way), precision="bfloat16")
     assert model.accelerated.folded_norms == 0
     monkeypatch.setattr(onednn, "is_supported", lambda *_: False)
     assert plant(lambda: Normed(way)).accelerated is None
 
 
-def test_a_batch_norm_behind_its_convolution_is_folded_wherever_it_is_called(plant):
+def test_batch_norm_called_elsewhere_in_the_code_is_folded(plant):
     model = plant(lambda: Normed(lambda net, image: torch.relu(net.bn(net.conv(image)))))
     assert model.accelerated.folded_norms == 1
     assert worst_error_ratio(answers, model) <= 1
@@ -183,46 +184,46 @@ def small_convnext():
 @pytest.mark.parametrize(
     "make", [small_vit, small_swin, small_convnext, resnet18, partial(timm.create_model, TINY, img_size=64)]
 )
-def test_in_half_precision_only_what_is_before_the_layer_is_half(make, plant):
-    """And in a transformer the linear maps over all its tokens behind the layer."""
-    half, full = (plant(make, size=64, weights="none", precision=one) for one in ("bfloat16", "float32"))
-    own = {id(one) for one in half.module.parameters()}
-    for one in half.accelerated.module.parameters():
-        assert (one.dtype == torch.float32) == (id(one) in own)
+def test_half_precision_ends_at_the_default_layer(make, plant):
+    """In a transformer, the linear maps over all tokens after the layer are in half precision too."""
+    half, full = (plant(make, size=64, weights="none", precision=precision) for precision in ("bfloat16", "float32"))
+    own = {id(parameter) for parameter in half.module.parameters()}
+    for parameter in half.accelerated.module.parameters():
+        assert (parameter.dtype == torch.float32) == (id(parameter) in own)
     modules = list(half.accelerated.module.modules())
-    first = [one.weight for one in modules if isinstance(one, nn.Conv2d) and one.weight is not None]
-    assert {one.dtype for one in (*first, *weights(half))} == {torch.bfloat16}
-    assert [one for one in modules if isinstance(one, nn.Linear)][-1].weight.dtype == torch.float32
+    first = [module.weight for module in modules if isinstance(module, nn.Conv2d) and module.weight is not None]
+    assert {parameter.dtype for parameter in (*first, *weights(half))} == {torch.bfloat16}
+    assert [module for module in modules if isinstance(module, nn.Linear)][-1].weight.dtype == torch.float32
     full.module.load_state_dict(half.module.state_dict())
     assert min(map(cosine, answers(half), answers(plain(full)))) > 0.99
 
 
 @pytest.mark.parametrize("make", [small_vit, small_swin, small_convnext, partial(timm.create_model, TINY, img_size=64)])
-def test_in_float32_models_without_batch_norms_say_the_same_too(make, plant):
+def test_float32_results_without_batch_norms_are_the_same(make, plant):
     model = plant(make, size=64, weights="none")
     assert len(model.accelerated.onednn.sites) > 1
     assert worst_error_ratio(answers, model) <= 1
 
 
-def test_a_layer_before_the_default_one_is_computed_by_autocast():
+def test_earlier_layers_run_under_autocast():
     half = models.load(parse("torchvision:resnet18?size=64&weights=none&precision=bfloat16"))
-    for ours, theirs in zip(answers(half, "layer3"), answers(plain(half), "layer3"), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, expected in zip(answers(half, "layer3"), answers(plain(half), "layer3"), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert max(map(gap, answers(half), answers(plain(half)))) > 0
 
 
-def inverse(net, seen):
-    """Torch has no inverse in half precision."""
-    return net.layer(seen * torch.linalg.inv(torch.eye(2, dtype=seen.dtype))[0, 0])
+def inverse(net, features):
+    """Compute an inverse, which torch does not have in half precision."""
+    return net.layer(features * torch.linalg.inv(torch.eye(2, dtype=features.dtype))[0, 0])
 
 
-def enormous(net, seen):
-    """Beyond what float16 can hold."""
-    return net.layer(seen * 1e6)
+def enormous(net, features):
+    """Exceed the range of float16."""
+    return net.layer(features * 1e6)
 
 
 @pytest.mark.parametrize(("middle", "reason"), [(inverse, "RuntimeError: "), (enormous, "off by nan of its norm")])
-def test_a_model_that_cannot_be_half_is_served_by_autocast_and_the_log_says_so(middle, reason, plant, caplog):
+def test_model_without_half_precision_runs_by_autocast_and_is_logged(middle, reason, plant, caplog):
     caplog.set_level(logging.INFO)
     model = plant(lambda: Toy(middle, nn.Conv2d(4, 4, 1)), precision="float16")
     assert model.accelerated is None
@@ -231,16 +232,16 @@ def test_a_model_that_cannot_be_half_is_served_by_autocast_and_the_log_says_so(m
 
 
 @pytest.mark.parametrize("name", ["chelsea", "coffee"])
-def test_bfloat16_shows_of_photos_what_float32_shows(name, lite0, photos):
-    """Measured, the least of three photos: 0.9986 for Grad-CAM."""
+def test_bfloat16_maps_of_photos_resemble_float32_maps(name, lite0, photos):
+    """Measured for Grad-CAM, the smallest of three photos: 0.9986."""
     half = models.load(parse("efficientnet_lite0?precision=bfloat16"))
     rows = [Row(photos[name], RankTarget(0), METHODS)]
-    ((ours,), (theirs,)) = (run(one, rows, [lite0.info.default_layer]) for one in (half, lite0))
-    assert ours.target == theirs.target
-    assert min(map(cosine, ours.maps[0], theirs.maps[0])) > 0.997
+    ((actual,), (expected,)) = (run(variant, rows, [lite0.info.default_layer]) for variant in (half, lite0))
+    assert actual.target == expected.target
+    assert min(map(cosine, actual.maps[0], expected.maps[0])) > 0.997
 
 
-def test_linear_maps_over_all_tokens_are_half_behind_the_layer_too_and_what_they_return_is_not(plant):
+def test_token_linears_after_the_layer_are_half_and_return_float32(plant):
     model = plant(small_vit, size=64, weights="none", precision="bfloat16")
     last = model.accelerated.module.encoder.layers.encoder_layer_2
     assert last.mlp[0].weight.dtype == last.self_attention.in_proj_weight.dtype == torch.bfloat16
@@ -250,7 +251,7 @@ def test_linear_maps_over_all_tokens_are_half_behind_the_layer_too_and_what_they
     assert last.mlp(tokens).dtype == torch.float32
 
 
-# --- the attention behind the layer ---
+# --- attention after the layer ---
 
 
 @pytest.fixture
@@ -262,50 +263,50 @@ def attention():
     return module
 
 
-def gone_back(attend, tokens):
+def backward(attend, tokens):
     tokens = tokens.clone().requires_grad_()
     output, _ = attend(tokens, tokens, tokens, need_weights=False)
     (gradient,) = torch.autograd.grad((output**2).sum(), tokens)
     return output.detach(), gradient
 
 
-def test_attention_to_oneself_gives_the_numbers_of_the_module(attention):
+def test_self_attention_equals_that_of_the_module(attention):
     tokens = torch.randn(3, 17, 32)
-    ours = gone_back(partial(attend, attention, None), tokens)
-    plain, truth = gone_back(attention, tokens), gone_back(copy.deepcopy(attention).double(), tokens.double())
-    assert max(map(error_ratio, ours, plain, truth)) <= 1
+    actual = backward(partial(attend, attention, None), tokens)
+    plain, truth = backward(attention, tokens), backward(copy.deepcopy(attention).double(), tokens.double())
+    assert max(map(error_ratio, actual, plain, truth)) <= 1
 
 
-def test_attention_in_half_precision_is_that_of_float32(attention):
+def test_attention_in_half_precision_is_close_to_float32(attention):
     tokens = torch.randn(3, 17, 32)
-    theirs = gone_back(attention, tokens)
+    expected = backward(attention, tokens)
     half = copy.deepcopy(attention).bfloat16()
-    for mine, other in zip(gone_back(partial(attend, half, None), tokens), theirs, strict=True):
-        assert mine.dtype == torch.float32
-        assert cosine(mine.numpy(), other.numpy()) > 0.999
+    for actual, other in zip(backward(partial(attend, half, None), tokens), expected, strict=True):
+        assert actual.dtype == torch.float32
+        assert cosine(actual.numpy(), other.numpy()) > 0.999
 
 
-@pytest.mark.parametrize("more", [{"need_weights": True}, {"attn_mask": torch.zeros(5, 5)}, {}])
-def test_attention_asked_for_anything_else_is_the_module(attention, more):
+@pytest.mark.parametrize("options", [{"need_weights": True}, {"attn_mask": torch.zeros(5, 5)}, {}])
+def test_other_calls_of_attention_run_the_module(attention, options):
     tokens, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
-    asked = {"need_weights": False} | more
-    given = (tokens, tokens, tokens) if more else (tokens, other, other)
-    seen = []
+    keywords = {"need_weights": False} | options
+    arguments = (tokens, tokens, tokens) if options else (tokens, other, other)
+    calls = []
 
     def otherwise(*args, **kwargs):
-        seen.append(kwargs)
+        calls.append(kwargs)
         return attention(*args, **kwargs)
 
-    output, _ = attend(attention, otherwise, *given, **asked)
-    assert seen == [asked]
-    torch.testing.assert_close(output, attention(*given, **asked)[0], rtol=0, atol=0)
+    output, _ = attend(attention, otherwise, *arguments, **keywords)
+    assert calls == [keywords]
+    torch.testing.assert_close(output, attention(*arguments, **keywords)[0], rtol=0, atol=0)
 
 
-def test_only_the_attention_behind_the_layer_is_called_otherwise(plant):
+def test_only_attention_after_the_layer_is_replaced(plant):
     model = plant(small_vit, size=64, weights="none")
-    changed = {name for name, one in model.accelerated.module.named_modules() if "forward" in vars(one)}
+    changed = {name for name, module in model.accelerated.module.named_modules() if "forward" in vars(module)}
     assert {name for name in changed if "attention" in name} == {"encoder.layers.encoder_layer_2.self_attention"}
-    assert not any("forward" in vars(one) for one in model.module.modules())
+    assert not any("forward" in vars(child) for child in model.module.modules())
 
 
 # --- the switch ---
@@ -317,19 +318,19 @@ KINDS = {"cam": CAMS, "curvature": ("shapleycam",), "score": (), "saliency": ("s
 
 @pytest.fixture(params=[make for _, make in SWITCHED_OFF], ids=[name for name, _ in SWITCHED_OFF])
 def unaccelerated(request, plant):
-    """A model that runs without acceleration, and the module that its factory made."""
-    made = []
+    """Return a model that runs without acceleration, and the module that its factory returned."""
+    created = []
 
     def factory():
         torch.manual_seed(0)
-        made.append(request.param())
-        return made[0]
+        created.append(request.param())
+        return created[0]
 
-    return plant(factory, size=64, weights="none", accelerate=False), made[0]
+    return plant(factory, size=64, weights="none", accelerate=False), created[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_acceleration_the_loaded_module_runs_as_it_was_made(unaccelerated, kind, monkeypatch):
+def test_without_acceleration_the_loaded_module_runs_unchanged(unaccelerated, kind, monkeypatch):
     model, module = unaccelerated
     monkeypatch.setattr(onednn, "_function", lambda name: pytest.fail(f"oneDNN's {name} was called"))
     layers = [model.info.default_layer] if kind in ("cam", "curvature") else []
@@ -338,7 +339,7 @@ def test_without_acceleration_the_loaded_module_runs_as_it_was_made(unaccelerate
         run(model, rows, layers, kind)
 
     assert model.accelerated is None
-    assert model.serving(Pass(model.info.name, kind, (64, 64), tuple(layers))).module is model.module is module
+    assert model.for_pass(Pass(model.info.name, kind, (64, 64), tuple(layers))).module is model.module is module
     assert not any("forward" in vars(child) for child in module.modules())
     own = {id(parameter) for parameter in module.parameters()}
     assert seen.given
@@ -351,29 +352,29 @@ def test_without_acceleration_the_loaded_module_runs_as_it_was_made(unaccelerate
 
 
 def gradcam_oracle(model, module, dtype):
-    """The logits and the map of Grad-CAM of the plain module, by autograd."""
-    kept = []
+    """Compute the logits and the Grad-CAM map of the plain module by autograd."""
+    captured = []
 
     def keep(_layer, _args, output):
-        kept.append(output.detach().requires_grad_())
-        return kept[0].clone()
+        captured.append(output.detach().requires_grad_())
+        return captured[0].clone()
 
     module, layer = copy.deepcopy(module).to(dtype), model.info.layers[model.info.default_layer].layout
     with module.get_submodule(model.info.default_layer).register_forward_hook(keep):
         logits = module(inputs(model, noise(0, 64)).contiguous().to(dtype))
-    (gradient,) = torch.autograd.grad(logits[0, 3], kept)
-    activation, gradient = (grid(part.detach(), layer) for part in (kept[0], gradient))
+    (gradient,) = torch.autograd.grad(logits[0, 3], captured)
+    activation, gradient = (grid(part.detach(), layer) for part in (captured[0], gradient))
     return logits.detach()[0].numpy(), (gradient.mean((1, 2), keepdim=True) * activation).sum(0).numpy()
 
 
 def grid(values, layout):
-    """The values [C,h,w] of a layer that returns [1,C,h,w] or tokens [1,N,C]."""
+    """Return the values [C,h,w] of a layer whose output is [1,C,h,w] or tokens [1,N,C]."""
     if layout.axes == "tokens":
         return values[0, layout.prefix :].unflatten(0, (layout.height, layout.width)).permute(2, 0, 1)
     return values[0]
 
 
-def test_without_acceleration_answers_are_those_of_the_plain_module(unaccelerated):
+def test_without_acceleration_results_equal_the_plain_module(unaccelerated):
     model, module = unaccelerated
     rows = [Row(noise(0, 64), ClassTarget(3), (call("gradcam"),))]
     (cam,) = run(model, rows, [model.info.default_layer])
@@ -382,21 +383,25 @@ def test_without_acceleration_answers_are_those_of_the_plain_module(unaccelerate
 
     with torch.no_grad():
         np.testing.assert_array_equal(scored.logits, module(inputs(model, noise(0, 64)).contiguous())[0])
-    # Under capture the rest of the model goes on in one memory format, whose kernels round in another way.
+    # With a capture the rest of the model runs in one memory format, whose kernels round differently.
     assert max(map(error_ratio, (cam.logits, cam.maps[0][0]), plain, truth)) <= 1
 
 
 def test_without_acceleration_half_precision_is_autocast(plant):
-    made = []
+    created = []
     model = plant(
-        lambda: made.append(resnet18()) or made[0], size=64, weights="none", precision="bfloat16", accelerate=False
+        lambda: created.append(resnet18()) or created[0],
+        size=64,
+        weights="none",
+        precision="bfloat16",
+        accelerate=False,
     )
-    (found,) = run(model, [Row(noise(0, 64), ClassTarget(3), ())], kind="score")
+    (outputs,) = run(model, [Row(noise(0, 64), ClassTarget(3), ())], kind="score")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = made[0](inputs(model, noise(0, 64)).contiguous())
+        expected = created[0](inputs(model, noise(0, 64)).contiguous())
 
     assert {parameter.dtype for parameter in model.module.parameters()} == {torch.float32}
-    np.testing.assert_array_equal(found.logits, expected[0].float().numpy())
+    np.testing.assert_array_equal(outputs.logits, expected[0].float().numpy())
 
 
 def test_without_acceleration_no_memory_layout_is_timed(monkeypatch, caplog):
@@ -412,21 +417,21 @@ def test_without_acceleration_no_memory_layout_is_timed(monkeypatch, caplog):
 
 def test_copies_of_a_model_without_acceleration_have_none():
     model = models.load(parse("torchvision:resnet18?weights=none&size=64&accelerate=false"))
-    for other in (model.copied("cpu"), model.replica()):
+    for other in (model.copy_to("cpu"), model.replica()):
         assert other.accelerated is None
         assert not other.info.channels_last
         assert all(map(np.array_equal, answers(other), answers(model)))
 
 
-def test_the_option_accelerate_is_true_or_false():
+def test_option_accelerate_is_true_or_false():
     assert parse("torchvision:resnet18").accelerate
     assert parse("torchvision:resnet18?accelerate=true&compile=true").compile
     assert not parse("torchvision:resnet18?accelerate=false").accelerate
-    with pytest.raises(ConfigError, match='accelerate is true or false, not "no"'):
+    with pytest.raises(ConfigError, match='accelerate must be true or false, not "no"'):
         parse("torchvision:resnet18?accelerate=no")
 
 
-def test_a_compiler_without_acceleration_is_refused():
+def test_compile_without_acceleration_is_refused():
     refused = pytest.raises(ConfigError, match=r"model net \(torchvision:resnet18\): compile=true and accelerate=false")
     with refused:
         parse("net=torchvision:resnet18?compile=true&accelerate=false")

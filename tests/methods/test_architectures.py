@@ -1,4 +1,4 @@
-"""Where a layer's grid is: found by running the model, for every way in which architectures lay out their features."""
+"""The grid of a layer is found by running the model, for every layout that architectures use."""
 
 import importlib.util
 import math
@@ -13,14 +13,14 @@ from torch import nn
 from camserve_server import models
 from camserve_server.engine.values import Row
 from camserve_server.models import layout_probe, parse, probe
-from camserve_server.models.load import _revive as revive
+from camserve_server.models.load import _randomise_zeros as randomise_zeros
 from camserve_server.models.probe import (
-    NO_CERTAINTY,
-    NO_GRADIENT,
+    NO_BATCH_AXIS,
     NO_GRID,
-    NO_IMAGES,
-    NO_ORDER,
     NO_TENSOR,
+    OTHER_ORDER,
+    UNKNOWN_GRID,
+    ZERO_GRADIENT,
     LayerObservation,
 )
 from camserve_server.models.values import Layout
@@ -31,18 +31,18 @@ PATCH = 4
 
 
 class Passes(nn.Module):
-    """A layer that lays out what it gets in its own way."""
+    """A layer that rearranges its input with a function."""
 
     def __init__(self, lay_out):
         super().__init__()
         self.lay_out = lay_out
 
-    def forward(self, seen):
-        return self.lay_out(seen)
+    def forward(self, features):
+        return self.lay_out(features)
 
 
 class Net(nn.Module):
-    """A patch embedding, a layer, and a score that every number of the layer's output has a part in."""
+    """A patch embedding, a layer, and scores that depend on every value of the layer's output."""
 
     def __init__(self, lay_out, channels=8):
         super().__init__()
@@ -52,13 +52,13 @@ class Net(nn.Module):
         self.head = nn.LazyLinear(5)
 
     def forward(self, image):
-        seen = self.layer(self.stem(image))
-        whole = seen.expand(len(image), *seen.shape[1:]) if len(seen) == 1 else seen
+        features = self.layer(self.stem(image))
+        whole = features.expand(len(image), *features.shape[1:]) if len(features) == 1 else features
         return self.head(whole.reshape(len(image), -1).square())
 
 
 def place(lay_out, size=(32, 32), channels=8):
-    """What is found out about the layer."""
+    """Return the layout that the probe finds for the layer, or the reason why it has no grid."""
     net = Net(lay_out, channels).eval()
     with torch.no_grad():
         net(torch.zeros(1, 3, *size))
@@ -67,18 +67,18 @@ def place(lay_out, size=(32, 32), channels=8):
 
 
 def tokens(prefix=0, order=None):
-    """Lay out as tokens, behind some that are the same for every place."""
+    """Return a function that converts to tokens, after prefix tokens that are the same for every place."""
 
-    def lay_out(seen):
-        rows = seen.flatten(2).transpose(1, 2)
-        rows = rows if order is None else rows[:, order(*seen.shape[2:])]
+    def lay_out(features):
+        rows = features.flatten(2).transpose(1, 2)
+        rows = rows if order is None else rows[:, order(*features.shape[2:])]
         return torch.cat([rows.mean(1, keepdim=True) * torch.arange(1, prefix + 1).view(1, -1, 1), rows], 1)
 
     return lay_out
 
 
 def z_order(height, width):
-    """Quarters, and in each of them quarters, as where windows of tokens are pooled."""
+    """Order by quarters, and by quarters in each of them, as after pooling windows of tokens."""
     places = [
         (sum(((y >> b & 1) * 2 + (x >> b & 1)) << 2 * b for b in range(8)), y * width + x)
         for y in range(height)
@@ -100,38 +100,41 @@ SIZES = [(32, 32), (32, 48), (56, 40), (64, 64)]
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("prefix", [0, 1, 2, 3, 5, 9, 16])
-def test_the_prefix_tokens_and_the_grid_behind_them_are_found(prefix, size):
+def test_prefix_tokens_and_the_grid_after_them_are_found(prefix, size):
     assert place(tokens(prefix), size) == Layout("tokens", size[0] // PATCH, size[1] // PATCH, prefix)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("channels", [1, 8, 16])
-def test_which_axes_are_rows_and_columns_is_found(size, channels):
-    """With 8 or 16 channels on a grid of 8 or 16 rows and columns, no shape would tell."""
+def test_axes_of_rows_and_columns_are_found(size, channels):
+    """With 8 or 16 channels on a grid of 8 or 16 rows and columns, the shape is ambiguous."""
     grid = size[0] // PATCH, size[1] // PATCH
     assert place(lambda seen: seen, size, channels) == Layout("nchw", *grid)
     assert place(lambda seen: seen.permute(0, 2, 3, 1), size, channels) == Layout("nhwc", *grid)
 
 
 @pytest.mark.parametrize("order", [z_order, columns_first, shuffled])
-def test_tokens_that_are_not_in_the_images_order_are_refused(order):
-    """Their number is a square: by the shape alone every map would be wrong."""
-    assert place(tokens(1, order)) == NO_ORDER
+def test_tokens_in_another_order_are_refused(order):
+    """Their number is a square: the shape alone would give wrong maps."""
+    assert place(tokens(1, order)) == OTHER_ORDER
     assert place(tokens(1)) == Layout("tokens", 8, 8, 1)
 
 
 REFUSED = {
-    "windows": (lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 4, 5, 1).reshape(-1, 16, 8), NO_IMAGES),
+    "windows": (
+        lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 4, 5, 1).reshape(-1, 16, 8),
+        NO_BATCH_AXIS,
+    ),
     "windows of maps": (
         lambda x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(-1, 8, 4, 4),
-        NO_IMAGES,
+        NO_BATCH_AXIS,
     ),
-    "heads before images": (lambda x: x.flatten(2).repeat(2, 1, 1), NO_IMAGES),
-    "a table": (lambda x: x[:1].flatten(2).transpose(1, 2), NO_IMAGES),
+    "heads before images": (lambda x: x.flatten(2).repeat(2, 1, 1), NO_BATCH_AXIS),
+    "a table": (lambda x: x[:1].flatten(2).transpose(1, 2), NO_BATCH_AXIS),
     "heads": (lambda x: x.reshape(len(x), 2, 4, 64).transpose(2, 3), NO_GRID),
-    "square heads": (lambda x: torch.cat([x] * 8, 1).flatten(2).transpose(1, 2)[:, None], NO_ORDER),
-    "attention": (lambda x: (x.flatten(2).transpose(1, 2) @ x.flatten(2)).softmax(2)[:, None], NO_ORDER),
-    "transposed tokens": (lambda x: x.flatten(2), NO_CERTAINTY),
+    "square heads": (lambda x: torch.cat([x] * 8, 1).flatten(2).transpose(1, 2)[:, None], OTHER_ORDER),
+    "attention": (lambda x: (x.flatten(2).transpose(1, 2) @ x.flatten(2)).softmax(2)[:, None], OTHER_ORDER),
+    "transposed tokens": (lambda x: x.flatten(2), UNKNOWN_GRID),
     "one value a channel": (lambda x: x.mean((2, 3)), NO_GRID),
     "one cell": (lambda x: x.mean((2, 3), keepdim=True), NO_GRID),
     "one token": (lambda x: x.mean((2, 3))[:, None], NO_GRID),
@@ -139,101 +142,102 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_has_no_grid_is_refused_in_words_that_say_why(kind):
+def test_output_without_a_grid_is_refused_with_a_reason(kind):
     lay_out, reason = REFUSED[kind]
     assert place(lay_out) == reason
     assert reason.startswith(NO_GRID)
 
 
-def test_a_layer_in_which_no_place_shows_is_read_as_its_shape_says_if_that_says_one_thing():
-    """Each place is the mean of all: in which order they are does not show, and tokens might have any."""
+def test_layer_without_visible_places_has_the_only_grid_of_its_shape():
+    """Each place is the mean of all, so their order is not visible, and tokens may have any order."""
     assert place(lambda x: x.mean((2, 3), keepdim=True).expand_as(x)) == Layout("nchw", 8, 8)
-    assert place(lambda x: tokens()(x.mean((2, 3), keepdim=True).expand_as(x))) == NO_CERTAINTY
+    assert place(lambda x: tokens()(x.mean((2, 3), keepdim=True).expand_as(x))) == UNKNOWN_GRID
 
 
-def test_a_layer_in_which_no_place_shows_is_read_as_its_neighbours_of_the_same_shape_or_prefix():
+def test_layer_without_visible_places_has_the_grid_of_similar_layers():
     sure = layout_probe.Reading(Layout("tokens", 8, 8, 1), 1.0, 0.5, 1.0)
     blind = layout_probe.Reading(Layout("tokens", 8, 8, 1), 0.0, 0.0, 0.0)
-    some = layout_probe.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
-    seen = {
+    uncertain = layout_probe.Reading(Layout("tokens", 4, 4, 1), 0.5, 0.5, 0.5)
+    observations = {
         "shows": LayerObservation((4, 65, 8), (sure,)),
         "hides": LayerObservation((4, 65, 8), (blind,)),
         "smaller": LayerObservation((4, 17, 8), (blind,)),
-        "not alike": LayerObservation((4, 17, 8), (some,)),
+        "not alike": LayerObservation((4, 17, 8), (uncertain,)),
         "other prefix": LayerObservation((4, 18, 8), (blind,)),
     }
-    assert probe.find(seen, (32, 32)) == {
+    assert probe.find_grids(observations, (32, 32)) == {
         "shows": sure.layout,
         "hides": sure.layout,
         "smaller": Layout("tokens", 4, 4, 1),
-        "not alike": NO_CERTAINTY,
-        "other prefix": NO_CERTAINTY,
+        "not alike": UNKNOWN_GRID,
+        "other prefix": UNKNOWN_GRID,
     }
 
 
-def test_an_attention_matrix_in_which_no_place_shows_is_refused():
-    """It has as many rows and columns as there are tokens."""
+def test_attention_matrix_without_visible_places_is_refused():
+    """Its numbers of rows and columns are the number of tokens."""
     sure = layout_probe.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
-    seen = {"block": LayerObservation((1, 49, 8), (sure,)), "attention": LayerObservation((1, 3, 49, 49), ())}
-    assert probe.find(seen, (224, 224))["attention"] == NO_ORDER
-    assert probe.find({"map": LayerObservation((1, 3, 49, 49), ())}, (224, 224)) == {"map": Layout("nchw", 49, 49)}
+    observations = {"block": LayerObservation((1, 49, 8), (sure,)), "attention": LayerObservation((1, 3, 49, 49), ())}
+    assert probe.find_grids(observations, (224, 224))["attention"] == OTHER_ORDER
+    lone = {"map": LayerObservation((1, 3, 49, 49), ())}
+    assert probe.find_grids(lone, (224, 224)) == {"map": Layout("nchw", 49, 49)}
 
 
 @pytest.mark.parametrize(
-    ("shape", "found"),
+    ("shape", "expected"),
     [
         ((1, 512, 7, 7), Layout("nchw", 7, 7)),
         ((1, 7, 7, 512), Layout("nhwc", 7, 7)),
         ((1, 64, 7, 9), NO_GRID),  # not square, as the image is
-        ((1, 7, 7, 7), NO_CERTAINTY),
+        ((1, 7, 7, 7), UNKNOWN_GRID),
         ((1, 512, 1, 1), NO_GRID),
-        ((1, 197, 64), NO_CERTAINTY),
+        ((1, 197, 64), UNKNOWN_GRID),
         ((1, 100), NO_GRID),
         (None, NO_TENSOR),
     ],
 )
-def test_without_a_trial_run_only_a_shape_that_leaves_no_doubt_is_a_grid(shape, found):
-    assert probe.find({"layer": LayerObservation(shape)}, (224, 224)) == {"layer": found}
+def test_without_a_trial_run_only_an_unambiguous_shape_is_a_grid(shape, expected):
+    assert probe.find_grids({"layer": LayerObservation(shape)}, (224, 224)) == {"layer": expected}
 
 
-def test_a_model_that_takes_one_image_at_a_time_is_read_by_its_shapes():
-    def one_only(seen):
-        return seen.reshape(1, 8, 8, 8) if len(seen) == 1 else seen.reshape(1, 8, 8, 8, 8)
+def test_model_that_takes_one_image_at_a_time_is_read_by_its_shapes():
+    def one_only(features):
+        return features.reshape(1, 8, 8, 8) if len(features) == 1 else features.reshape(1, 8, 8, 8, 8)
 
-    assert place(one_only) == NO_CERTAINTY
+    assert place(one_only) == UNKNOWN_GRID
     assert place(lambda x: x.reshape(1, 4, 8, 8), channels=4) == Layout("nchw", 8, 8)
 
 
-def test_a_layer_that_returns_what_it_got_has_no_part_in_what_else_is_done_with_that():
-    """The gradient at the tensor is not zero, at the layer it is; the engine would find nothing there."""
+def test_layer_that_returns_its_input_does_not_share_its_gradient():
+    """The gradient at the tensor is not zero, but at the layer it is: a capture there has no gradient."""
     net = Net(lambda seen: (net.shortcut(seen), seen * 1)[1]).eval()
     net.shortcut = nn.Identity()
     net.after = nn.Identity()
     net(torch.zeros(1, 3, 32, 32))
     layers, _classes = probe.probe(net.requires_grad_(requires_grad=False), (32, 32), "cpu")
-    assert layers["shortcut"].reason == NO_GRADIENT
+    assert layers["shortcut"].reason == ZERO_GRADIENT
     assert layers["stem"].layout == layers["layer"].layout == Layout("nchw", 8, 8)
 
 
-def test_the_ramps_are_the_same_every_time_and_leave_the_random_state_alone():
+def test_probe_images_are_reproducible_and_keep_the_random_state():
     before = torch.get_rng_state()
     assert torch.equal(layout_probe.images((8, 12)), layout_probe.images((8, 12)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_share_of_a_ramp_is_its_height():
-    """On the image itself, where nothing is mixed, the probe reads off the ramp: a fit of 1, a spread of a line's."""
+def test_fading_noise_on_the_image_itself_fits_exactly():
+    """On the image itself, where no layer mixes places, the fit is 1 and the spread is that of a line."""
     (reading,) = layout_probe.read(layout_probe.images((32, 32)), [Layout("nchw", 32, 32)])
     assert reading.fit == pytest.approx(1, abs=1e-5)
     assert reading.agreement == pytest.approx(1, abs=1e-4)
     assert reading.spread == pytest.approx(1 / math.sqrt(3), rel=0.05)
 
 
-def test_where_rows_channels_and_columns_are_as_many_the_trial_run_tells_them_apart():
+def test_trial_run_finds_axes_of_equal_length():
     torch.manual_seed(0)
     swin = torchvision.models.SwinTransformer([4, 4], 24, [1, 1], [2, 2], [7, 7], num_classes=5)
     layers, _classes = probe.probe(swin.eval().requires_grad_(requires_grad=False), (96, 96), "cpu")
-    alike = {name: one.layout for name, one in layers.items() if one.shape == (1, 24, 24, 24)}
+    alike = {name: layer_info.layout for name, layer_info in layers.items() if layer_info.shape == (1, 24, 24, 24)}
     assert alike["features.0.0"] == Layout("nchw", 24, 24)
     assert alike["features.0.1"] == alike["features.1.0.norm1"] == Layout("nhwc", 24, 24)
     assert layers["features.3"].layout == Layout("nhwc", 12, 12)
@@ -252,12 +256,12 @@ NOT_SQUARE = {
 
 
 @pytest.mark.parametrize("arch", NOT_SQUARE)
-def test_an_image_that_is_not_square_has_its_grid(arch):
+def test_image_that_is_not_square_has_its_grid(arch):
     axes, grid, prefix = NOT_SQUARE[arch]
     options = {} if arch == "resnet10t" else {"img_size": (96, 64)}
     torch.manual_seed(0)
     model = timm.create_model(arch, **options).eval().requires_grad_(requires_grad=False)
-    revive(model)
+    randomise_zeros(model)
     layers, _classes = probe.probe(model, (96, 64), "cpu")
     layout = layers[probe.default_layer(model, layers)].layout
     assert layout == Layout(axes, *grid, model.num_prefix_tokens if prefix is None else prefix)
@@ -275,9 +279,9 @@ EVERY_LAYER = [
 
 
 def everywhere(model, image, names):
-    """Grad-CAM at every layer at once, by autograd alone, and by the layout that the probe found.
+    """Compute Grad-CAM at every layer at once, by autograd alone, in the layout that the probe found.
 
-    Outputs go on in one memory format, as the engine's do, so that the same kernels round in the same way.
+    The model continues in one memory format, as in the engine, so that the same kernels round in the same way.
     """
     own, rows_last = {}, torch.contiguous_format
 
@@ -302,20 +306,20 @@ def everywhere(model, image, names):
 
 @pytest.mark.timeout(300)  # five seconds for the 254 layers of maxvit_t, and much more on a machine that is not idle
 @pytest.mark.parametrize(("arch", "size"), EVERY_LAYER)
-def test_grad_cam_at_every_layer_that_can_be_explained_is_autograds(arch, size):
+def test_gradcam_at_every_explainable_layer_equals_autograd(arch, size):
     model = models.load(parse(f"{arch}?weights=none&size={size}"))
     names = [name for name, layer in model.info.layers.items() if layer.layout]
     assert len(names) > 50
     picture = noise(0, size)
     (result,) = run(model, [Row(picture, ClassTarget(7), (call("gradcam"),))], names)
-    plain, truth = (everywhere(one, inputs(one, picture), names) for one in (model, exact(model)))
-    ours = (maps[0] for maps in result.maps)
-    errors = dict(zip(names, map(error_ratio, ours, plain, truth), strict=True))
+    plain, truth = (everywhere(variant, inputs(variant, picture), names) for variant in (model, exact(model)))
+    actual = (maps[0] for maps in result.maps)
+    errors = dict(zip(names, map(error_ratio, actual, plain, truth), strict=True))
     assert max(errors.values()) <= 1, max(errors, key=errors.get)
 
 
 def script():
-    """The script that writes docs/architectures.md."""
+    """Import the script that writes docs/architectures.md."""
     path = Path(__file__).parents[2] / "docs" / "generate" / "architectures.py"
     spec = importlib.util.spec_from_file_location("architectures", path)
     module = importlib.util.module_from_spec(spec)
@@ -324,7 +328,7 @@ def script():
 
 
 architectures = script()
-ROWS = architectures.known()
+ROWS = architectures.existing_rows()
 
 
 FAMILIES = """
@@ -338,14 +342,14 @@ timm:starnet_s050 timm:vit_tiny_r_s16_p8_224 timm:vit_wee_patch16_reg1_gap_256 t
 """.split()  # noqa: SIM905 -- the same
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_FAMILIES)])
-def test_with_no_layer_named_an_architecture_is_explained_as_its_documentation_says_and_as_autograd_does(name):
-    """`examine` fails for a map that is zero or not autograd's."""
-    found = architectures.examine(name)
-    assert found.row().rsplit("|", 2)[0] == ROWS[name].rsplit("|", 2)[0]
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(spec, marks=pytest.mark.slow) for spec in MORE_FAMILIES)])
+def test_default_explanation_equals_autograd_and_the_documented_row(name):
+    """`examine` fails for a map that is zero or differs from autograd's."""
+    explanation = architectures.examine(name)
+    assert explanation.row().rsplit("|", 2)[0] == ROWS[name].rsplit("|", 2)[0]
 
 
-def test_every_architecture_has_its_row_and_no_other_has():
+def test_page_has_one_row_for_every_architecture():
     assert list(ROWS) == architectures.names()
     assert sum(name.startswith("timm:") for name in ROWS) >= 60
     assert {name.split("?")[0] for name in ROWS if name.startswith("torchvision:")} == {
@@ -353,16 +357,16 @@ def test_every_architecture_has_its_row_and_no_other_has():
     }
 
 
-def test_no_row_deviates_more_than_it_may():
-    assert all(float(row.split("|")[-2]) <= architectures.EXACT for row in ROWS.values())
+def test_no_row_exceeds_the_allowed_deviation():
+    assert all(float(row.split("|")[-2]) <= architectures.MAX_DEVIATION for row in ROWS.values())
 
 
-def test_a_map_that_is_not_autograds_or_is_zero_is_caught(monkeypatch):
-    """The script's own check, shown a fault of each kind."""
+def test_script_detects_a_wrong_map_and_a_zero_map(monkeypatch):
+    """The script's own check detects a fault of each kind."""
     right = architectures.oracle
-    for fault, said in ((lambda *a: right(*a) * 1.00002, "deviates by 2"), (lambda *a: right(*a) * 0, "is zero")):
+    for fault, message in ((lambda *a: right(*a) * 1.00002, "deviates by 2"), (lambda *a: right(*a) * 0, "is zero")):
         monkeypatch.setattr(architectures, "oracle", fault)
-        with pytest.raises(ArithmeticError, match=said):
+        with pytest.raises(ArithmeticError, match=message):
             architectures.examine("timm:resnet10t")
 
 
@@ -378,7 +382,7 @@ TRANSFORMERS = (
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_timm_says_of_itself_what_the_table_says_was_found(name):
+def test_grids_in_the_table_are_those_that_timm_states(name):
     with torch.device("meta"):
         model = timm.create_model(name)
     _, _, _, grid, axes, prefix, *_ = (cell.strip() for cell in ROWS[f"timm:{name}"].split("|"))

@@ -1,4 +1,4 @@
-"""A model compiled up to its default layer: the same answers, and a compiler that rests once the model is loaded."""
+"""A model compiled up to its default layer gives the same results, and compiles only while it is loaded."""
 
 import logging
 import os
@@ -25,16 +25,16 @@ from camserve_server.models.values import Pass
 from camserve_server.targets.values import ClassTarget
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
 
-pytestmark = pytest.mark.timeout(300)  # a compiler that has to share the machine takes its time
+pytestmark = pytest.mark.timeout(300)  # compiling takes long on a busy machine
 
 SIDE = 32
 BATCHES = (1, 2, 3, 5, 8, 11)
-ASKED = {"cam": tuple(map(call, CAMS)), "curvature": (call("shapleycam"),), "score": ()}
+CALLS = {"cam": tuple(map(call, CAMS)), "curvature": (call("shapleycam"),), "score": ()}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def cold(tmp_path_factory):
-    """Let nothing that was compiled before be of use; and let it be used, though such small models gain nothing."""
+    """Compile without cached code, and use the result although such small models gain nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setattr(compilation, "_time_ratio", lambda *_: 0.5)
@@ -45,23 +45,23 @@ share = compilation._time_ratio
 
 
 class Block(nn.Module):
-    """A residual block; all of them have one shape and the same code."""
+    """A residual block; all blocks have the same shape and code."""
 
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(8, 8, 3, padding=1)
         self.bn = nn.BatchNorm2d(8)
 
-    def forward(self, seen):
-        return torch.relu(self.bn(self.conv(seen)) + seen)
+    def forward(self, features):
+        return torch.relu(self.bn(self.conv(features)) + features)
 
 
 class Unruly(Block):
-    """One that no compiler can make a single graph of."""
+    """A block that cannot be compiled as a single graph."""
 
-    def forward(self, seen):
+    def forward(self, features):
         torch._dynamo.graph_break()
-        return super().forward(seen)
+        return super().forward(features)
 
 
 class Tower(nn.Module):
@@ -88,32 +88,34 @@ def load(make=Tower, **options):
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def pair(request):
-    """A compiled model, and the same without a compiler."""
+    """Return a compiled model and the same model uncompiled."""
     return [load(precision=request.param, compile=compiling) for compiling in (True, False)]
 
 
 def answers(model, rows, kind, layer=None):
-    """All numbers that a batch of different images gives, in a thread of its own, as the engine of a server has."""
-    asked = [Row(noise(seed, SIDE), ClassTarget(3), ASKED[kind]) for seed in range(rows)]
+    """Return all results of a batch of different images, from a thread of its own, as in a worker."""
+    batch = [Row(noise(seed, SIDE), ClassTarget(3), CALLS[kind]) for seed in range(rows)]
     layers = [] if kind == "score" else [layer or model.info.default_layer]
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(run(model, asked, layers, kind)))
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(run(model, batch, layers, kind)))
     thread.start()
     thread.join()
-    return [one.logits for one in found] + [heatmap for one in found for layer in one.maps for heatmap in layer]
+    return [result.logits for result in results] + [
+        heatmap for result in results for layer in result.maps for heatmap in layer
+    ]
 
 
 def calls_of_compiled_code(model, rows, kind):
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        asked = [Row(noise(seed, SIDE), ClassTarget(3), ASKED[kind]) for seed in range(rows)]
-        run(model, asked, [] if kind == "score" else [model.info.default_layer], kind)
+        batch = [Row(noise(seed, SIDE), ClassTarget(3), CALLS[kind]) for seed in range(rows)]
+        run(model, batch, [] if kind == "score" else [model.info.default_layer], kind)
     return sum(event.name.startswith("Torch-Compiled Region") for event in seen.events())
 
 
-@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("rows", BATCHES)
-def test_every_batch_gets_the_answers_of_the_model_without_a_compiler(pair, rows, kind):
-    """In bfloat16 what is computed in one go is not rounded in between."""
+def test_results_equal_those_of_the_uncompiled_model(pair, rows, kind):
+    """In bfloat16, fused operations do not round intermediate results."""
     if pair[0].info.precision == "float32":
         assert error(pair, rows, kind) <= 1
     else:
@@ -121,11 +123,11 @@ def test_every_batch_gets_the_answers_of_the_model_without_a_compiler(pair, rows
 
 
 def error(pair, rows, kind):
-    """The largest error ratio of a compiled model, where plain float32 is the same without a compiler."""
+    """Return the largest error ratio of a compiled model; plain float32 is the uncompiled model."""
     return max(map(error_ratio, *(answers(model, rows, kind) for model in (*pair, exact(pair[1])))))
 
 
-def test_compiled_code_takes_batches_in_the_memory_layout_that_was_chosen(monkeypatch):
+def test_compiled_code_accepts_the_chosen_memory_layout(monkeypatch):
     monkeypatch.setattr(layout, "is_channels_last_faster", lambda *_, **__: False)
     model = load(compile=True)
 
@@ -133,43 +135,43 @@ def test_compiled_code_takes_batches_in_the_memory_layout_that_was_chosen(monkey
     assert [calls_of_compiled_code(model, rows, "cam") for rows in BATCHES] == [3] * len(BATCHES)
 
 
-def test_once_loaded_a_model_compiles_nothing_and_runs_what_is_compiled(pair):
+def test_loaded_model_compiles_nothing_more(pair):
     model, before = pair[0], dict(counters["stats"])
     assert model.info.default_layer == "three"
     assert model.accelerated.compiled_modules == ("one", "two", "three")
     for rows in BATCHES:
-        for kind in ASKED:
+        for kind in CALLS:
             assert calls_of_compiled_code(model, rows, kind) == 3
     assert dict(counters["stats"]) == before
 
 
-def test_a_counter_sees_what_is_compiled_later():
+def test_counter_detects_later_compilation():
     before = dict(counters["stats"])
     torch.compile(lambda seen: seen + 1, backend="eager")(torch.zeros(3))
     assert dict(counters["stats"]) != before
 
 
-def test_an_input_of_another_size_runs_as_without_a_compiler(pair):
-    ours, theirs = (model.accelerated.module for model in pair)
+def test_input_of_another_size_runs_uncompiled(pair):
+    actual, expected = (model.accelerated.module for model in pair)
     before, image = dict(counters["stats"]), torch.randn(2, 3, 20, 20, dtype=pair[0].accelerated.dtype)
     with torch.no_grad():
-        torch.testing.assert_close(ours(image), theirs(image), rtol=0, atol=0)
+        torch.testing.assert_close(actual(image), expected(image), rtol=0, atol=0)
     assert dict(counters["stats"]) == before
 
 
-def test_the_model_itself_is_not_compiled_and_keeps_its_weights(pair):
+def test_model_itself_is_not_compiled_and_keeps_its_weights(pair):
     model, _ = pair
     assert digest(model.module) == model.info.digest
-    assert not any("forward" in vars(one) for one in model.module.modules())
+    assert not any("forward" in vars(module) for module in model.module.modules())
     for pass_ in (Pass("planted", "cam", (SIDE, SIDE), ("two",)), Pass("planted", "saliency", (SIDE, SIDE))):
-        assert model.serving(pass_) is model
+        assert model.for_pass(pass_) is model
     assert hook_count(model.module) == 0
 
 
-# --- what cannot be compiled ---
+# --- modules that cannot be compiled ---
 
 
-def test_without_a_compiler_a_model_runs_as_it_is_and_the_log_says_so(monkeypatch, caplog):
+def test_missing_compiler_is_logged_and_the_model_runs(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     model = load(compile=True)
     assert model.accelerated.compiled_modules == ()
@@ -185,12 +187,12 @@ static struct PyModuleDef probe = {PyModuleDef_HEAD_INIT, "probe", NULL, -1, NUL
 PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&probe); }
 ''')
 """
-"""How Triton makes its module for the driver of a GPU, with less in it. Triton runs it before the first kernel."""
+"""The way in which Triton builds its module for a GPU's driver, shortened. Triton does this before the first kernel."""
 
 
 @pytest.fixture
 def noexec(tmp_path):
-    """A folder on a file system from which nothing can be executed."""
+    """Return a folder on a file system that is mounted noexec."""
     folder = tmp_path / "noexec"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "noexec,size=16m", "none", folder]
@@ -207,7 +209,7 @@ def noexec(tmp_path):
     + [{name: "{noexec}"} for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")],
     ids=lambda environment: "".join(environment) or "nothing",
 )
-def test_something_is_missing_for_a_gpu_exactly_where_triton_cannot_compile(environment, noexec, tmp_path, monkeypatch):
+def test_gpu_requirements_are_those_of_triton(environment, noexec, tmp_path, monkeypatch):
     for name in ("CC", "TRITON_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -218,7 +220,7 @@ def test_something_is_missing_for_a_gpu_exactly_where_triton_cannot_compile(envi
     assert (toolchain.missing_for("cuda:0") == "") == (done.returncode == 0), done.stderr
 
 
-def test_what_is_missing_for_a_gpu_is_said_in_a_line(monkeypatch, tmp_path):
+def test_missing_gpu_requirement_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(toolchain, "find_spec", lambda _name: ModuleType("triton"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -231,43 +233,43 @@ def test_what_is_missing_for_a_gpu_is_said_in_a_line(monkeypatch, tmp_path):
     assert toolchain.missing_for("cuda:0") == ""
     monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
     monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=8))
-    found = toolchain.missing_for("cuda:0")
-    assert f"compiled code cannot be loaded from {tmp_path}/new, which is mounted noexec" in found
-    assert "TRITON_CACHE_DIR names another folder" in found
+    reason = toolchain.missing_for("cuda:0")
+    assert f"compiled code cannot be loaded from {tmp_path}/new, which is mounted noexec" in reason
+    assert "TRITON_CACHE_DIR names another folder" in reason
     monkeypatch.setattr(toolchain, "find_spec", lambda _name: None)
     assert toolchain.missing_for("cuda:0") == "Triton is not installed"
 
 
-def test_a_model_runs_as_it_is_where_compiled_code_cannot_be_loaded(noexec, monkeypatch, caplog):
+def test_noexec_folder_is_logged_and_the_model_runs(noexec, monkeypatch, caplog):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(noexec / "new"))
     assert load(compile=True).accelerated.compiled_modules == ()
     assert f"runs without being compiled: compiled code cannot be loaded from {noexec}/new" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("message", "reason"),
     [
         ("backend='inductor' raised:\nNotImplementedError: no such kernel\n\nSet TORCHDYNAMO_VERBOSE=1", "NotImpl"),
         ("C++ compile error\n\nCommand:\ng++ ...\n\nOutput:\nfatal error: Python.h: No such file", "fatal error: Py"),
         ("", ""),
     ],
 )
-def test_a_compiler_that_fails_costs_a_warning(said, reason, monkeypatch, caplog):
+def test_failing_compiler_is_a_warning(message, reason, monkeypatch, caplog):
     def failing(*_args, **_options):
         return broken
 
     def broken(_seen):
-        raise RuntimeError(said)
+        raise RuntimeError(message)
 
     monkeypatch.setattr(torch, "compile", failing)
     model = load(compile=True)
     assert model.accelerated.compiled_modules == ()
     assert f"one of model planted runs without being compiled: RuntimeError: {reason}" in caplog.text
-    assert "model planted runs without being compiled: there is nothing that can be" in caplog.text
+    assert "model planted runs without being compiled: no module can be compiled" in caplog.text
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
 
 
-def test_only_the_module_that_cannot_be_compiled_runs_as_it_is(caplog):
+def test_only_the_module_that_fails_to_compile_runs_uncompiled(caplog):
     caplog.set_level(logging.INFO)
     make = lambda: Tower(Unruly)  # noqa: E731 -- a factory
     model, plain = load(make, compile=True), load(make)
@@ -280,7 +282,7 @@ def test_only_the_module_that_cannot_be_compiled_runs_as_it_is(caplog):
     assert error((model, plain), 3, "cam") <= 1
 
 
-def test_compiled_code_that_says_something_else_is_thrown_away(monkeypatch, caplog):
+def test_compiled_code_with_other_results_is_discarded(monkeypatch, caplog):
     def wrong(part):
         settle(part)
         known = part._module.forward
@@ -294,20 +296,20 @@ def test_compiled_code_that_says_something_else_is_thrown_away(monkeypatch, capl
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
 
 
-def test_compiled_code_that_is_slower_is_thrown_away(monkeypatch, caplog):
+def test_slower_compiled_code_is_discarded(monkeypatch, caplog):
     times = iter([1.0, 1.25] * 5 + [1.0, 0.9] * 5)
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(compilation, "_time_ratio", share)
     monkeypatch.setattr(compilation, "_seconds", lambda *_: next(times))
     model = load(compile=True)
     assert model.accelerated.compiled_modules == ()
-    assert "runs without being compiled: it would be slower, a batch taking 1.25 times as long" in caplog.text
+    assert "runs without being compiled: it would be slower: a batch takes 1.25 times as long" in caplog.text
     assert calls_of_compiled_code(model, 2, "cam") == 0
     assert load(compile=True).accelerated.compiled_modules == ("one", "two", "three")
     assert "s: 0.90 of the time" in caplog.text
 
 
-def test_a_model_that_takes_one_image_at_a_time_is_not_compiled(caplog):
+def test_model_that_takes_one_image_at_a_time_is_not_compiled(caplog):
     class Single(Tower):
         def forward(self, image):
             assert len(image) == 1, "one at a time"
@@ -318,7 +320,7 @@ def test_a_model_that_takes_one_image_at_a_time_is_not_compiled(caplog):
     assert "runs without being compiled: AssertionError: one at a time" in caplog.text
 
 
-def test_the_time_of_a_batch_is_taken_with_what_is_compiled_and_by_onednn_in_turn(monkeypatch):
+def test_compiled_code_and_onednn_are_timed_in_turn(monkeypatch):
     ran = []
     monkeypatch.setattr(compilation, "_seconds", lambda *_: ran.append(f"{part.state}, {patch.state}") or 1.0)
     part, patch = SimpleNamespace(state=""), SimpleNamespace()
@@ -329,16 +331,16 @@ def test_the_time_of_a_batch_is_taken_with_what_is_compiled_and_by_onednn_in_tur
     assert ran == ["plain, oneDNN", "compiled, torch"] * compilation.ROUNDS
 
 
-def test_a_detector_is_not_compiled(caplog):
+def test_detector_is_not_compiled(caplog):
     caplog.set_level(logging.INFO)
     fast = "torchvision:ssdlite320_mobilenet_v3_large?weights=none&classes=3"
     assert models.load(parse(f"{fast}&compile=true")).accelerated is None
     assert "it cannot be accelerated (it detects objects" in caplog.text
 
 
-def test_the_option_is_true_or_false():
+def test_option_compile_is_true_or_false():
     assert parse("torchvision:resnet18?compile=true").compile
     assert not parse("torchvision:resnet18?compile=false").compile
     assert not parse("torchvision:resnet18").compile
-    with pytest.raises(ConfigError, match='compile is true or false, not "yes"'):
+    with pytest.raises(ConfigError, match='compile must be true or false, not "yes"'):
         parse("torchvision:resnet18?compile=yes")

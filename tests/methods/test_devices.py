@@ -30,7 +30,7 @@ def resnets():
     """The same model on every device that is asked for."""
     first = models.load(models.parse(RESNET))
     known = {"cpu": first}
-    return lambda device: known.setdefault(device, first.copied(device))
+    return lambda device: known.setdefault(device, first.copy_to(device))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_what_is_fetched_together_is_what_was_there():
 def test_a_models_copy_has_the_same_weights_and_shares_none_of_them():
     """Whatever the weights are: those of a factory need not be the same when it is called again."""
     model = models.load(models.parse(RESNET))
-    copy = model.copied("cpu")
+    copy = model.copy_to("cpu")
     mine, its = ({one.data_ptr() for one in each.module.parameters()} for each in (model, copy))
 
     assert models.digest(copy.module) == model.info.digest
@@ -208,7 +208,7 @@ def test_a_convolution_in_float32_has_its_precision(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_engines_on_one_device_do_not_disturb_each_other(resnets, device):
-    both = [Engine({"resnet18": resnets(device).copied(device)}, shares_device=True) for _ in range(2)]
+    both = [Engine({"resnet18": resnets(device).copy_to(device)}, shares_device=True) for _ in range(2)]
     pass_ = Pass("resnet18", "cam", (64, 64), ("layer4",))
     batches = [[Row(noise(10 * i + j, 64), ClassTarget(i), (MethodCall("gradcam"),)) for j in range(3)] for i in (1, 2)]
     alone = [both[0].run(pass_, rows) for rows in batches]

@@ -1,4 +1,4 @@
-"""Image classifiers of Hugging Face, from folders: as transformers itself has them, and nothing else."""
+"""Hugging Face image classifiers from folders: the same results as transformers, and no code from the folder."""
 
 import io
 import json
@@ -31,11 +31,11 @@ FEW = {"samples": 4, "steps": 4, "scales": 1, "top_channels": 4, "cells": 3, "k"
 SQUARE = {"size": {"height": 64, "width": 64}}
 
 
-def vit(**more):
+def vit(**options):
     return hf.ViTForImageClassification(
         hf.ViTConfig(
             hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=64,
-            patch_size=8, **{"id2label": LABELS, **more},
+            patch_size=8, **{"id2label": LABELS, **options},
         )
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ REFUSED = {
     "vit": NO_RELU, "dino": NO_RELU, "resnet": NO_ATTENTION, "convnext": NO_RELU | NO_ATTENTION,
     "swin": NO_RELU | NO_ATTENTION,
 }  # fmt: skip
-"""Methods that a network has nothing for, as those of timm have not: all others explain it."""
+"""Methods that do not fit a network, as with timm's networks. All others explain it."""
 
 
 def processor(kind):
@@ -83,24 +83,24 @@ def processor(kind):
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
-    """A folder for each kind of network, as save_pretrained makes it; no seed of ours gives its weights."""
+    """Return a folder per kind of network, from save_pretrained; camserve's random weights are others."""
     hf.utils.logging.disable_progress_bar()
     hf.utils.logging.set_verbosity_error()
     root = tmp_path_factory.mktemp("zoo")
     torch.manual_seed(99)
     for kind, make in KINDS.items():
-        made = make()
+        network = make()
         with torch.no_grad():
-            for weight in made.parameters():
+            for weight in network.parameters():
                 weight.add_(torch.randn_like(weight) * 0.05)  # so that no bias and no class token is zero
-        made.save_pretrained(root / kind)
+        network.save_pretrained(root / kind)
         processor(kind).save_pretrained(root / kind)
     return root
 
 
 @pytest.fixture
 def folder(zoo, tmp_path):
-    """A copy of a ViT's folder, to be changed."""
+    """Return a copy of a ViT's folder, for tests that change it."""
     return shutil.copytree(zoo / "vit", tmp_path / "vit")
 
 
@@ -108,7 +108,7 @@ def loaded(folder, options=""):
     return models.load(parse(f"hf:{folder}{options}"))
 
 
-def theirs(folder):
+def transformers_model(folder):
     return hf.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -123,7 +123,7 @@ def complaint(folder, options=""):
     return str(caught.value)
 
 
-# --- as transformers has them ---
+# --- the same results as transformers ---
 
 
 @pytest.fixture(scope="module")
@@ -134,53 +134,58 @@ def served(zoo):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("photo", ["chelsea", "rocket"])
-def test_predictions_are_those_of_transformers_own_pipeline(kind, photo, zoo, served):
+def test_predictions_equal_those_of_transformers_pipeline(kind, photo, zoo, served):
     pipeline = hf.pipeline("image-classification", model=str(zoo / kind), device="cpu", top_k=5)
-    expected = {one["label"]: one["score"] for one in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
+    expected = {entry["label"]: entry["score"] for entry in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
     with camserve.Client(served) as client:
         result = client.explain(PHOTOS[photo], model=kind, top_k=5)
 
-    found = {one.label: one.probability for one in result.predictions}
-    assert found.keys() == set(LABELS.values())
-    assert max(abs(found[label] - expected[label]) for label in found) < 2e-6
-    assert all(one.verdict != "ZERO_GRADIENT" and one.overlay for one in result.explanations)
+    probabilities = {prediction.label: prediction.probability for prediction in result.predictions}
+    assert probabilities.keys() == set(LABELS.values())
+    assert max(abs(probabilities[label] - expected[label]) for label in probabilities) < 2e-6
+    assert all(explanation.verdict != "ZERO_GRADIENT" and explanation.overlay for explanation in result.explanations)
 
 
 def by_hand(net, layer, image):
-    """A layer's feature maps and the gradients of the logit of class 1 there, by autograd alone."""
-    kept = []
+    """Compute a layer's feature maps and the gradients of the logit of class 1, by autograd alone."""
+    captured = []
 
     def keep(_module, _args, output):
         first = output[0] if isinstance(output, tuple | dict) else output
-        kept.append(first)
+        captured.append(first)
         first.retain_grad()
 
-    seen = image.clone().requires_grad_()
+    leaf = image.clone().requires_grad_()
     with net.get_submodule(layer).register_forward_hook(keep):
-        net(seen).logits[0, 1].backward()
-    return kept[-1].detach(), kept[-1].grad, seen.grad
+        net(leaf).logits[0, 1].backward()
+    return captured[-1].detach(), captured[-1].grad, leaf.grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_maps_are_those_of_gradients_by_hand(kind, zoo):
+def test_maps_equal_those_from_autograd(kind, zoo):
     model, image = loaded(zoo / kind), noise(1, 64)
     layer = model.info.default_layer
-    found = maps(model, image, layer)
-    found["saliency"] = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).explanations[0].heatmap
+    results = maps(model, image, layer)
+    results["saliency"] = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).explanations[0].heatmap
 
-    plain, truth = (maps_by_hand(theirs(zoo / kind).to(one), layer, inputs(model, image).to(one)) for one in PRECISIONS)
+    plain, truth = (
+        maps_by_hand(transformers_model(zoo / kind).to(precision), layer, inputs(model, image).to(precision))
+        for precision in PRECISIONS
+    )
     for name in plain:
-        assert error_ratio(found[name], plain[name], truth[name]) <= 1
+        assert error_ratio(results[name], plain[name], truth[name]) <= 1
 
 
 PRECISIONS = (torch.float32, torch.float64)
 
 
 def maps_by_hand(net, layer, image):
-    """Maps by their formulas."""
+    """Compute maps by their formulas."""
     activations, gradients, at_input = by_hand(net, layer, image)
     if activations.dim() == 3:  # tokens, the patches last
-        activations, gradients = (one[:, -64:].transpose(1, 2).reshape(1, -1, 8, 8) for one in (activations, gradients))
+        activations, gradients = (
+            tensor[:, -64:].transpose(1, 2).reshape(1, -1, 8, 8) for tensor in (activations, gradients)
+        )
     return {
         "gradcam": (gradients.mean((2, 3), keepdim=True) * activations).sum(1)[0],
         "hirescam": (gradients * activations).sum(1)[0],
@@ -189,17 +194,19 @@ def maps_by_hand(net, layer, image):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_method_explains_it_or_says_in_words_what_it_lacks(kind, zoo):
+def test_every_method_explains_it_or_says_what_is_missing(kind, zoo):
     model, refused = loaded(zoo / kind), {}
     for name, method in METHODS.items():
-        asked = call(name, **{one.name: FEW[one.name] for one in method.parameters if one.name in FEW})
+        method_call = call(
+            name, **{parameter.name: FEW[parameter.name] for parameter in method.parameters if parameter.name in FEW}
+        )
         try:
-            (found,) = explain(model, noise(2, 64), job(model, [asked], [ClassTarget(1)])).explanations
+            (explanation,) = explain(model, noise(2, 64), job(model, [method_call], [ClassTarget(1)])).explanations
         except FailedPrecondition as error:
             refused[name] = str(error)
         else:
-            assert np.isfinite(found.heatmap).all()
-            assert np.ptp(found.heatmap) > 0 or name == "lime"  # sparse: of a net this faint nothing may be left
+            assert np.isfinite(explanation.heatmap).all()
+            assert np.ptp(explanation.heatmap) > 0 or name == "lime"  # sparse: of a net this faint nothing may be left
 
     assert refused.keys() == REFUSED[kind]
     assert all(
@@ -207,8 +214,8 @@ def test_every_method_explains_it_or_says_in_words_what_it_lacks(kind, zoo):
     )
 
 
-def test_a_module_whose_other_outputs_are_made_from_its_first_is_no_layer_to_explain(zoo):
-    """ResNetModel pools its own feature maps: what is behind it has them only pooled, and no gradient for them."""
+def test_module_whose_first_output_is_unused_is_not_explainable(zoo):
+    """ResNetModel pools its own feature maps: later layers use only the pooled ones, so the maps have no gradient."""
     layers = loaded(zoo / "resnet").info.layers
 
     assert layers["resnet"].reason.startswith("the score does not depend on its grid")
@@ -230,10 +237,10 @@ def test_a_module_whose_other_outputs_are_made_from_its_first_is_no_layer_to_exp
     ],
 )
 @pytest.mark.parametrize("photo", ["chelsea", "coffee"])
-def test_the_model_gets_what_the_processor_would_give_it(make, resize, photo):
-    theirs, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
-    preprocess = huggingface.preprocess_of(theirs, "hf:net")
-    expected = theirs(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0].float().numpy()
+def test_preprocessing_equals_the_processors(make, resize, photo):
+    reference, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
+    preprocess = huggingface.preprocess_of(reference, "hf:net")
+    expected = reference(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0].float().numpy()
     ready = images.fit(pixels, preprocess)[0].astype(np.float32) / 255
     mean, std = np.array(preprocess.mean, np.float32), np.array(preprocess.std, np.float32)
 
@@ -249,16 +256,16 @@ def test_the_model_gets_what_the_processor_would_give_it(make, resize, photo):
         lambda: hf.ViTImageProcessor(do_resize=False),
     ],
 )
-def test_a_processor_that_does_something_else_is_refused_not_guessed_at(make):
-    """The first swaps red and blue, the second keeps a photo's proportions, the third its size."""
+def test_unsupported_processor_is_refused(make):
+    """The first swaps red and blue, the second keeps a photo's proportions, the third keeps its size."""
     with pytest.raises(ConfigError, match="does more than resize, crop to the middle and normalise"):
         huggingface.preprocess_of(make(), "hf:net")
 
 
-# --- what the folder says ---
+# --- labels, task, weights ---
 
 
-def test_labels_are_those_of_the_config_and_numbers_are_none(folder):
+def test_labels_are_those_of_the_config_without_placeholders(folder):
     assert loaded(folder).info.labels == tuple(LABELS.values())
 
     changed(folder, id2label={str(index): f"LABEL_{index}" for index in range(5)}, label2id={})
@@ -270,22 +277,22 @@ def test_labels_are_those_of_the_config_and_numbers_are_none(folder):
     ("problem", "task"),
     [("multi_label_classification", "multilabel"), ("regression", "regress"), (None, "classify")],
 )
-def test_the_task_is_what_the_config_says_unless_the_operator_does(folder, problem, task):
+def test_operators_task_overrides_that_of_the_config(folder, problem, task):
     changed(folder, problem_type=problem)
 
     assert loaded(folder).info.task == task
     assert loaded(folder, "?task=embed").info.task == "embed"
 
 
-def test_weights_that_were_saved_in_half_precision_run_in_float32(folder):
+def test_weights_saved_in_half_precision_run_in_float32(folder):
     vit().half().save_pretrained(folder)
 
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
     assert {weight.dtype for weight in loaded(folder).module.parameters()} == {torch.float32}
 
 
-def test_weights_in_several_files_are_read(folder, zoo):
-    net = theirs(folder)
+def test_weights_in_several_files_are_loaded(folder, zoo):
+    net = transformers_model(folder)
     (folder / "model.safetensors").unlink()
     net.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -293,19 +300,19 @@ def test_weights_in_several_files_are_read(folder, zoo):
     assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
 
 
-def test_its_network_can_have_random_weights_or_those_of_another_file(folder, tmp_path):
+def test_network_can_have_random_weights_or_those_of_another_file(folder, tmp_path):
     random = loaded(folder, "?weights=none&size=32")
     assert (random.info.weights, random.info.preprocess.size) == ("none", (32, 32))
     assert random.info.digest == loaded(folder, "?weights=none&size=32").info.digest
 
-    state = theirs(folder).state_dict()
+    state = transformers_model(folder).state_dict()
     safetensors.torch.save_file({**state, "classifier.bias": torch.ones(5)}, tmp_path / "next.safetensors")
     other = loaded(folder, f"?weights={tmp_path / 'next.safetensors'}")
     assert other.info.weights == "file"
     assert other.module.classifier.bias.tolist() == [1] * 5
 
 
-def test_a_folder_is_named_by_its_last_part_and_its_path_stays_with_the_operator(zoo):
+def test_last_part_of_the_folder_is_the_only_public_name(zoo):
     spec = parse(f"hf:{zoo}/vit?precision=bfloat16")
     assert (spec.name, spec.origin, spec.folder, spec.precision) == ("vit", "hf:vit", f"{zoo}/vit", "bfloat16")
     assert parse("birds=hf:./models/a b/vit-1.0/").name == "birds"
@@ -313,12 +320,12 @@ def test_a_folder_is_named_by_its_last_part_and_its_path_stays_with_the_operator
         parse("hf:models/..")
 
 
-# --- nothing is fetched, nothing is run ---
+# --- nothing is fetched, no code is run ---
 
 
 @pytest.fixture
 def offline(monkeypatch):
-    """A machine that reaches nothing; whoever tries is found out."""
+    """Refuse and record all network connections."""
     tried = []
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, lambda _socket, address: tried.append(address) or 1 / 0)
@@ -326,7 +333,7 @@ def offline(monkeypatch):
     return tried
 
 
-def test_no_connection_is_tried_whatever_the_folder_holds(folder, offline):
+def test_no_folder_causes_a_connection(folder, offline):
     with pytest.raises(ZeroDivisionError):
         socket.create_connection(("192.0.2.1", 80))  # planted
     assert offline.pop()
@@ -342,7 +349,7 @@ def test_no_connection_is_tried_whatever_the_folder_holds(folder, offline):
 
 @pytest.fixture
 def timm_folder(tmp_path):
-    """A folder as timm's own models on the Hub are, which say how they want their input in config.json."""
+    """Return a folder like timm's own models on the Hub, with the preprocessing in config.json."""
     wants = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"}
     config = hf.TimmWrapperConfig(
         architecture="test_vit", num_labels=5, pretrained_cfg={"input_size": [3, 64, 64], **wants},
@@ -352,12 +359,12 @@ def timm_folder(tmp_path):
     return tmp_path / "net"
 
 
-def test_timms_own_models_are_loaded_from_their_folders(timm_folder, offline):
-    found = loaded(timm_folder)
+def test_timms_own_models_are_loaded_from_folders(timm_folder, offline):
+    model = loaded(timm_folder)
 
-    assert found.info.preprocess.size == (64, 64)
+    assert model.info.preprocess.size == (64, 64)
     images = torch.rand(2, 3, 64, 64)
-    torch.testing.assert_close(found.module(images).logits, theirs(timm_folder)(images).logits)
+    torch.testing.assert_close(model.module(images).logits, transformers_model(timm_folder)(images).logits)
     assert not offline
 
 
@@ -365,26 +372,26 @@ def test_timms_own_models_are_loaded_from_their_folders(timm_folder, offline):
 @pytest.mark.parametrize(
     "architecture", ["hf-hub:owner/name", "hf_hub:owner/name", "local-dir:/elsewhere", "owner/name", 7]
 )
-def test_an_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, architecture, options):
+def test_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, architecture, options):
     changed(timm_folder, architecture=architecture)
 
-    assert f"its architecture is '{architecture}', from elsewhere" in complaint(timm_folder, options)
+    assert f"its architecture is '{architecture}', which is not in timm" in complaint(timm_folder, options)
     with pytest.raises(ConfigError, match=r"timm:NAME\?weights=FILE"):
         huggingface.check(parse(f"hf:{timm_folder}{options}"))
     assert not offline
 
 
-def test_what_is_refused_would_have_been_fetched(timm_folder, offline, monkeypatch):
-    """What the refusal is for: without it, timm asks the Hub."""
+def test_timm_would_fetch_the_refused_architecture(timm_folder, offline, monkeypatch):
+    """Without the refusal, timm connects to the Hub."""
     monkeypatch.setattr(huggingface, "_check_timm", lambda *_: None)
     changed(timm_folder, architecture="hf-hub:owner/name")
-    with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever a client makes of a machine without a network
+    with pytest.raises(Exception):  # noqa: B017, PT011 -- clients raise many errors without a network
         loaded(timm_folder, "?weights=none")
     assert offline
 
 
 @pytest.mark.parametrize("name", ["checkpoint_path", "pretrained", "pretrained_cfg", "cache_dir"])
-def test_arguments_of_timm_that_are_not_known_are_refused(timm_folder, offline, name):
+def test_unknown_arguments_of_timm_are_refused(timm_folder, offline, name):
     changed(timm_folder, model_args={"img_size": 64, name: "/elsewhere/net.pth"})
 
     assert f"its model_args has '{name}'" in complaint(timm_folder)
@@ -421,7 +428,7 @@ def test_code_in_the_folder_is_never_run(folder, tmp_path, kind, monkeypatch):
     assert not mark.exists()
 
 
-def test_a_pickle_is_not_read(folder, tmp_path):
+def test_pickle_is_not_read(folder, tmp_path):
     class Planted:
         def __reduce__(self):
             return (tmp_path / "it ran").touch, ()
@@ -433,14 +440,14 @@ def test_a_pickle_is_not_read(folder, tmp_path):
     assert not (tmp_path / "it ran").exists()
 
 
-def indexed(name, **more):
-    """Return a function that writes an index which places all weights in one file."""
+def indexed(name, **options):
+    """Return a function that writes an index with all weights in one file."""
 
     def write(folder):
         names = dict.fromkeys(safetensors.torch.load_file(folder / "model.safetensors"), name)
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-        changed(folder, **more)
+        changed(folder, **options)
 
     return write
 
@@ -486,19 +493,19 @@ def test_no_file_in_a_folder_makes_transformers_read_a_pickle(folder, way, monke
     assert not mark.exists()
 
 
-def test_weights_that_the_config_names_are_read(folder, zoo):
+def test_weights_named_in_the_config_are_loaded(folder, zoo):
     (folder / "model.safetensors").rename(folder / "best.safetensors")
     changed(folder, transformers_weights="best.safetensors")
 
     assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
 
 
-# --- words ---
+# --- errors ---
 
 
 def no_head(folder):
     path = folder / "model.safetensors"
-    state = {name: one for name, one in safetensors.torch.load_file(path).items() if "classifier" not in name}
+    state = {name: tensor for name, tensor in safetensors.torch.load_file(path).items() if "classifier" not in name}
     safetensors.torch.save_file(state, path, {"format": "pt"})
 
 
@@ -520,12 +527,12 @@ def other_shapes(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "no config.json that can be read"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
+        (lambda folder: (folder / "config.json").unlink(), "no readable config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
         (
             lambda folder: changed(folder, model_type="bert"),
-            'is a "bert", of which transformers has no image classifier',
+            'is a "bert", for which transformers has no image classifier',
         ),
         (
             lambda folder: changed(folder, architectures=["SegformerForSemanticSegmentation"]),
@@ -534,7 +541,7 @@ def other_shapes(folder):
         (lambda folder: changed(folder, architectures=["ViTModel"]), "your.module:factory"),
         (lambda folder: changed(folder, model_type="nonsense"), "cannot read its config.json"),
         (lambda folder: changed(folder, quantization_config={"quant_method": "bitsandbytes"}), "is quantised"),
-        (lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json is not there"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json does not exist"),
         (
             lambda folder: (folder / "preprocessor_config.json").write_text("?"),
             "preprocessor_config.json cannot be used",
@@ -550,22 +557,22 @@ def other_shapes(folder):
         (lambda folder: changed(folder, "preprocessor_config.json", size={"height": 32, "width": 32}), "32"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_refused_in_words(folder, spoil, words):
+def test_unusable_folder_is_refused_with_a_reason(folder, spoil, words):
     spoil(folder)
-    told = complaint(folder)
+    message = complaint(folder)
 
-    assert words in told
-    assert "Traceback" not in told
-    assert len(told) < 600
+    assert words in message
+    assert "Traceback" not in message
+    assert len(message) < 600
 
 
-def test_without_the_extra_it_says_which_one_is_missing(folder, monkeypatch):
+def test_error_without_transformers_names_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     assert 'pip install "camserve[hf]"' in complaint(folder)
 
 
 @pytest.mark.parametrize("name", ["net.pt", "folder/net.torchscript", "it=net.onnx", "net.pt?size=64"])
-def test_a_file_in_a_models_place_is_refused_with_what_to_write_instead(name):
+def test_file_instead_of_a_model_is_refused_with_a_suggestion(name):
     with pytest.raises(ConfigError, match=r"is a file, .*SOURCE:ARCH\?weights=.*TorchScript and ONNX"):
         parse(name)

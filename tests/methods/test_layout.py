@@ -1,4 +1,4 @@
-"""The memory layout of images and weights: the faster one on a GPU, and always channels last on a CPU."""
+"""Memory layout of images and weights: the faster one on a GPU, always channels last on a CPU."""
 
 import logging
 from dataclasses import replace
@@ -19,13 +19,13 @@ from rounding import check_same
 NET = "torchvision:resnet18?weights=none&size=64"
 HALF = f"{NET}&precision=bfloat16"
 CONVNEXT = "timm:convnext_atto?weights=none&size=64"
-"""A model without a batch norm: in float32 there is no accelerated copy of it."""
+"""A model without batch norms: in float32 it has no accelerated copy."""
 
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
 def taking(channels_last, contiguous):
-    """Make a GPU that takes as many seconds as this for a batch, by the layout of its images."""
+    """Make a GPU on which a batch takes these seconds, depending on the layout of its images."""
 
     class Timed(FakeGpu):
         def measure(self, function):
@@ -47,20 +47,20 @@ def load(spec=NET, rows=2):
 
 
 def images(model):
-    """Rows of different images, as large as a model wants them."""
+    """Return rows of different images, in the input size of a model."""
     return [Row(noise(seed, model.info.preprocess.size[0]), ClassTarget(1), (call("gradcam"),)) for seed in range(3)]
 
 
 def heatmaps(model, **changes):
     rows = [replace(row, **changes) for row in images(model)]
-    return [one.maps[0][0] for one in run(model, rows, [model.info.default_layer])]
+    return [result.maps[0][0] for result in run(model, rows, [model.info.default_layer])]
 
 
 @pytest.mark.parametrize("spec", [NET, HALF, CONVNEXT])
 @pytest.mark.parametrize(
     ("seconds", "channels_last"), [((1.0, 0.5), False), ((0.5, 1.0), True), ((1.0, 1.0), True), ((1.0, 0.97), True)]
 )
-def test_model_has_the_layout_that_was_measured_to_be_faster(spec, seconds, channels_last):
+def test_model_has_the_layout_that_was_faster(spec, seconds, channels_last):
     with fake_gpu(taking(*seconds)):
         model = load(spec)
 
@@ -82,7 +82,7 @@ def test_images_and_weights_follow_the_choice(spec, channels_last):
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_changed_images_have_the_layout_of_others(channels_last):
+def test_edited_images_have_the_layout_of_others(channels_last):
     with fake_gpu(taking(1.0, 2.0 if channels_last else 0.5)):
         model = load()
         with Convolutions() as seen:
@@ -93,12 +93,12 @@ def test_changed_images_have_the_layout_of_others(channels_last):
 
 @pytest.mark.parametrize("spec", [NET, CONVNEXT])
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_answers_in_either_layout_are_those_of_a_cpu(spec, channels_last):
+def test_results_in_either_layout_equal_those_of_a_cpu(spec, channels_last):
     with fake_gpu(taking(1.0, 2.0 if channels_last else 0.5)):
-        found = heatmaps(load(spec))
+        maps = heatmaps(load(spec))
 
-    for mine, expected in zip(found, heatmaps(load(spec)), strict=True):
-        check_same(mine, expected, spec)
+    for actual, expected in zip(maps, heatmaps(load(spec)), strict=True):
+        check_same(actual, expected, spec)
 
 
 def test_one_disturbed_batch_does_not_change_the_choice(monkeypatch):
@@ -128,7 +128,7 @@ def test_layouts_are_timed_in_the_largest_batch_that_will_run(caplog):
     assert "model resnet18 runs channels_last: contiguous takes 1.00 times as long, in batches of 5" in caplog.text
 
 
-def test_batches_that_are_too_large_for_the_device_are_halved(caplog):
+def test_timed_batches_that_are_too_large_are_halved(caplog):
     def full(images):
         if len(images) > 3:
             raise torch.OutOfMemoryError("planted")

@@ -1,4 +1,4 @@
-"""Models: named on a command line, read from files that are not trusted, and looked at once."""
+"""Models: specs, weights from untrusted files, labels, sizes, factories and the layer probe."""
 
 import hashlib
 import logging
@@ -27,18 +27,18 @@ TINY = "torchvision:squeezenet1_1?weights={}&size=64&classes=7"
 # --- names ---
 
 
-def test_a_model_is_named_by_its_source_and_architecture():
+def test_default_name_of_a_model_is_its_architecture():
     assert parse("torchvision:resnet50") == ModelSpec("resnet50", "torchvision", "resnet50")
     assert parse("my.nets:make_net") == ModelSpec("make_net", "my.nets", "make_net")
     assert parse("timm:vit_base_patch16_224.augreg_in21k").arch == "vit_base_patch16_224.augreg_in21k"
 
 
-def test_a_model_without_a_source_is_the_embedded_one():
+def test_model_without_a_source_is_the_embedded_one():
     assert parse("efficientnet_lite0") == ModelSpec(models.EMBEDDED, "embedded", models.EMBEDDED)
     assert parse("cats=efficientnet_lite0").name == "cats"
 
 
-def test_every_option_is_read():
+def test_every_option_is_parsed():
     text = "net=timm:resnet18?weights=/w.pth&precision=bfloat16&labels=/l.txt&classes=7&size=96&sha256=ABC"
     assert parse(text) == ModelSpec(
         "net", "timm", "resnet18", "/w.pth", "bfloat16", "/l.txt", classes=7, size=96, sha256="abc"
@@ -46,32 +46,32 @@ def test_every_option_is_read():
 
 
 @pytest.mark.parametrize("path", ["/a/run+1/w.pth", "/a/100%/w.pth", "/a/two words/w.pth", "/a/Grüße=1/w.pth"])
-def test_a_path_is_read_as_it_is_written(path):
+def test_paths_in_options_are_not_decoded(path):
     assert parse(f"timm:resnet18?weights={path}").weights == path
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "cannot read the model"),
-        ("a:b:c", "cannot read the model"),
-        ("timm:", "cannot read the model"),
+        ("", "cannot parse the model"),
+        ("a:b:c", "cannot parse the model"),
+        ("timm:", "cannot parse the model"),
         ("resnet50", r"needs a source: write torchvision:resnet50, timm:resnet50 or"),
         ("timm:resnet18?wieghts=none", r'no option "wieghts" \(did you mean "weights"\?\): weights, precision, '),
-        ("timm:resnet18?precision=int8", "precision is one of float32, bfloat16, float16"),
-        ("timm:resnet18?size=0", 'size is a whole number from 1, not "0"'),
-        ("timm:resnet18?classes=-1", 'classes is a whole number from 0, not "-1"'),
-        ("timm:resnet18?size=2.5", 'size is a whole number from 1, not "2.5"'),
-        ("timm:resnet18?size=", 'size is a whole number from 1, not ""'),
+        ("timm:resnet18?precision=int8", "precision must be one of float32, bfloat16, float16"),
+        ("timm:resnet18?size=0", 'size must be a whole number from 1, not "0"'),
+        ("timm:resnet18?classes=-1", 'classes must be a whole number from 0, not "-1"'),
+        ("timm:resnet18?size=2.5", 'size must be a whole number from 1, not "2.5"'),
+        ("timm:resnet18?size=", 'size must be a whole number from 1, not ""'),
     ],
 )
-def test_a_name_that_cannot_be_read_is_refused_in_words(text, words):
+def test_invalid_spec_is_refused_with_a_reason(text, words):
     with pytest.raises(ConfigError, match=words):
         parse(text)
 
 
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_an_unknown_architecture_is_refused_with_a_hint(library):
+def test_unknown_architecture_is_refused_with_a_hint(library):
     with pytest.raises(ConfigError, match=rf'{library} has no model "resnet81" \(did you mean "resnet\d+"\?\)'):
         models.load(parse(f"{library}:resnet81"))
 
@@ -86,13 +86,13 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def trained():
-    """Weights that no seed gives."""
+    """Return weights that differ from all seeded ones."""
     torch.manual_seed(99)
     return torchvision.models.squeezenet1_1(weights=None, num_classes=7).eval()
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pth", "state_dict", "model"])
-def test_local_weights_are_read(tmp_path, trained, kind):
+def test_local_weights_are_loaded(tmp_path, trained, kind):
     path, state = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pth"), trained.state_dict()
     if kind == "safetensors":
         safetensors.torch.save_file(state, path)
@@ -105,7 +105,7 @@ def test_local_weights_are_read(tmp_path, trained, kind):
         assert torch.equal(model.module(inputs(model, noise(0, 64))), trained(inputs(model, noise(0, 64))))
 
 
-def test_local_weights_are_read_for_the_embedded_architecture(tmp_path):
+def test_local_weights_are_loaded_into_the_embedded_architecture(tmp_path):
     net = timm.create_model("tf_efficientnet_lite0", num_classes=3)
     torch.save(net.state_dict(), tmp_path / "w.pth")
     model = models.load(parse(f"efficientnet_lite0?weights={tmp_path / 'w.pth'}&classes=3&size=64"))
@@ -138,14 +138,14 @@ def nothing(path):
 
 @pytest.mark.parametrize("write", [wrong_shapes, other_net, whole_module, a_list, words, nothing])
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_a_file_that_holds_no_weights_of_the_model_is_refused_in_words(tmp_path, write, suffix):
+def test_file_without_the_models_weights_is_refused_with_a_reason(tmp_path, write, suffix):
     path = tmp_path / f"w.{suffix}"
     write(path)
     with pytest.raises(ConfigError, match=r"the weights in .* do not fit torchvision:squeezenet1_1: "):
         models.load(parse(TINY.format(path)))
 
 
-def test_half_a_file_is_refused_in_words(tmp_path, trained):
+def test_truncated_file_is_refused_with_a_reason(tmp_path, trained):
     for suffix, save in (("pth", torch.save), ("safetensors", safetensors.torch.save_file)):
         path = tmp_path / f"w.{suffix}"
         save(trained.state_dict(), path)
@@ -155,7 +155,7 @@ def test_half_a_file_is_refused_in_words(tmp_path, trained):
 
 
 class Runs:
-    """A pickle of it runs a command when it is read."""
+    """An object whose pickle runs a command when it is loaded."""
 
     def __init__(self, command):
         self.command = command
@@ -165,31 +165,31 @@ class Runs:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_pickle_that_runs_a_command_is_refused_and_runs_nothing(tmp_path, legacy):
+def test_pickle_with_a_command_is_refused_and_not_run(tmp_path, legacy):
     canary, path = tmp_path / "canary", tmp_path / "w.pth"
     torch.save({"state_dict": Runs(f"touch {canary}")}, path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(ConfigError, match="do not fit"):
         models.load(parse(TINY.format(path)))
     assert not canary.exists()
-    torch.load(path, weights_only=False)  # the payload is alive
+    torch.load(path, weights_only=False)  # the payload works
     assert canary.exists()
 
 
-def test_a_missing_file_is_refused_in_words(tmp_path):
+def test_missing_weights_file_is_refused_with_a_reason(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no weights file .*gone\.pth"):
         models.load(parse(TINY.format(tmp_path / "gone.pth")))
 
 
-def test_a_file_is_read_only_with_the_sha256_that_was_given(tmp_path, trained):
+def test_file_with_another_sha256_is_refused(tmp_path, trained):
     path = tmp_path / "w.safetensors"
     safetensors.torch.save_file(trained.state_dict(), path)
     right = hashlib.sha256(path.read_bytes()).hexdigest()
     assert models.load(parse(f"{TINY.format(path)}&sha256={right.upper()}")).info.weights == "file"
-    with pytest.raises(ConfigError, match="does not have the SHA-256 that was given"):
+    with pytest.raises(ConfigError, match="does not have the given SHA-256"):
         models.load(parse(f"{TINY.format(path)}&sha256={right[:-1]}{'0' if right[-1] != '0' else '1'}"))
 
 
-def test_random_weights_are_the_same_every_time_and_said_loudly(tiny, caplog):
+def test_random_weights_are_reproducible_and_logged_as_a_warning(tiny, caplog):
     torch.manual_seed(12345)
     before = torch.get_rng_state()
     with caplog.at_level(logging.WARNING):
@@ -200,7 +200,7 @@ def test_random_weights_are_the_same_every_time_and_said_loudly(tiny, caplog):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_random_weights_leave_no_layer_without_a_part(plant):
+def test_random_weights_make_the_score_depend_on_every_layer(plant):
     def blank():
         net = Toy()
         nn.init.zeros_(net.head.weight)
@@ -211,7 +211,7 @@ def test_random_weights_leave_no_layer_without_a_part(plant):
     assert plant(blank, weights="none").info.digest == model.info.digest
 
 
-def test_the_embedded_models_digest_is_that_of_the_weights_it_came_with(lite0):
+def test_digest_of_the_embedded_model_is_that_of_its_packaged_weights(lite0):
     assert lite0.info.digest == DIGEST
     assert digest(lite0.module) == DIGEST
 
@@ -233,17 +233,17 @@ def test_one_changed_weight_changes_the_digest(tiny):
 # --- classes, labels, size ---
 
 
-def test_classes_gives_an_architecture_so_many(tiny):
+def test_option_classes_sets_the_number_of_classes(tiny):
     assert tiny.info.classes == 7
     assert tiny.info.labels == ()
 
 
-def test_classes_that_the_embedded_weights_do_not_have_are_refused_in_words():
+def test_option_classes_without_matching_weights_is_refused():
     with pytest.raises(ConfigError, match="classes"):
         models.load(parse("efficientnet_lite0?classes=10"))
 
 
-def test_labels_come_from_a_file_one_a_line(tmp_path):
+def test_labels_are_read_one_per_line(tmp_path):
     (tmp_path / "l.txt").write_text("eins\n zwei \ndrei\nvier\nfünf\nsechs\nsieben\n", encoding="utf-8")
     model = models.load(parse(f"{TINY.format('none')}&labels={tmp_path / 'l.txt'}"))
     assert model.info.labels == ("eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben")
@@ -251,48 +251,48 @@ def test_labels_come_from_a_file_one_a_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [(b"one\ntwo\n", "2 labels for 7 classes"), (b"gr\xfc\xdfe\n" * 7, "cannot read the labels")],
     ids=["too few", "not UTF-8"],
 )
-def test_labels_that_do_not_fit_are_refused_in_words(tmp_path, content, said):
+def test_labels_that_do_not_fit_are_refused_with_a_reason(tmp_path, content, message):
     (tmp_path / "l.txt").write_bytes(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         models.load(parse(f"{TINY.format('none')}&labels={tmp_path / 'l.txt'}"))
 
 
-def test_a_labels_file_that_is_not_there_is_refused_in_words(tmp_path):
+def test_missing_labels_file_is_refused_with_a_reason(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the labels in .*: No such file"):
         models.load(parse(f"{TINY.format('none')}&labels={tmp_path / 'l.txt'}"))
 
 
-def test_size_scales_the_crop_with_it(tiny):
+def test_option_size_scales_the_crop(tiny):
     assert tiny.info.preprocess.size == (64, 64)
     assert tiny.info.preprocess.resize == round(256 * 64 / 224)
 
 
-def test_size_reaches_timms_transformers():
+def test_option_size_reaches_timms_transformers():
     model = models.load(parse("timm:vit_tiny_patch16_224?weights=none&size=96"))
     assert model.info.preprocess.size == (96, 96)
     assert model.info.layers[model.info.default_layer].layout == Layout("tokens", 6, 6, 1)
 
 
-def test_size_reaches_torchvisions_transformers():
+def test_option_size_reaches_torchvisions_transformers():
     model = models.load(parse("torchvision:vit_b_16?weights=none&size=96"))
     assert model.info.preprocess.size == (96, 96)
     assert model.info.layers[model.info.default_layer].layout == Layout("tokens", 6, 6, 1)
 
 
 @pytest.mark.parametrize(
-    ("arch", "size", "said"),
+    ("arch", "size", "message"),
     [
         ("squeezenet1_1", 8, "does not run on an image of 8x8 pixels: .*too small"),
         ("vit_b_16", 100, "cannot be made: Input shape indivisible by patch size"),
         ("maxvit_t", 100, "cannot be made: Input size .* not divisible by"),
     ],
 )
-def test_a_size_that_a_model_cannot_take_is_refused_in_words(arch, size, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_size_is_refused_with_a_reason(arch, size, message):
+    with pytest.raises(ConfigError, match=message):
         models.load(parse(f"torchvision:{arch}?weights=none&size={size}"))
 
 
@@ -305,16 +305,16 @@ def test_a_size_that_a_model_cannot_take_is_refused_in_words(arch, size, said):
         ((3, 64, 96), "center", (73, 109)),
     ],
 )
-def test_timms_ways_to_crop_are_followed(monkeypatch, input_size, crop_mode, resize):
+def test_timms_crop_modes_are_followed(monkeypatch, input_size, crop_mode, resize):
     config = {"input_size": input_size, "crop_mode": crop_mode, "crop_pct": 0.875}
     monkeypatch.setattr(timm.data, "resolve_model_data_config", lambda _model: USUAL_OF_TIMM | config)
     preprocess = sources.build(parse("timm:test_vit?weights=none")).preprocess
     assert (preprocess.size, preprocess.resize) == (input_size[1:], resize)
 
 
-def test_a_model_of_timm_whose_photos_have_borders_is_refused_in_words(monkeypatch):
+def test_timm_model_that_needs_borders_is_refused_with_a_reason(monkeypatch):
     monkeypatch.setattr(timm.data, "resolve_model_data_config", lambda _model: USUAL_OF_TIMM | {"crop_mode": "border"})
-    with pytest.raises(ConfigError, match=r"test_vit wants photos with a border around them, .* your\.module:factory"):
+    with pytest.raises(ConfigError, match=r"test_vit needs photos with a border around them, .* your\.module:factory"):
         models.load(parse("timm:test_vit?weights=none"))
 
 
@@ -328,11 +328,11 @@ USUAL_OF_TIMM = {
 }
 
 
-def test_without_weights_a_transformer_sees_the_size_it_is_built_for():
-    """The weights that torchvision has for vit_h_14 are for 518 pixels; without them it is built for 224."""
+def test_transformer_without_weights_has_the_size_it_is_built_for():
+    """torchvision's weights for vit_h_14 are for 518 pixels; without weights it is built for 224."""
     transform = torchvision.models.ViT_H_14_Weights.DEFAULT.transforms()
-    ours = sources._torchvision_preprocess(transform, built_for=224)
-    assert (ours.size, ours.resize) == ((224, 224), 224)
+    actual = sources._torchvision_preprocess(transform, built_for=224)
+    assert (actual.size, actual.resize) == ((224, 224), 224)
     assert sources._torchvision_preprocess(transform, built_for=518).size == (518, 518)
 
 
@@ -359,7 +359,7 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("module")
-def test_a_factory_in_the_users_own_module_is_called():
+def test_factory_in_a_users_module_is_called():
     model = models.load(parse("mine=my_own_nets:make"))
     assert (model.info.name, model.info.source, model.info.classes) == ("mine", "my_own_nets:make", 3)
     assert model.info.default_layer == "1"
@@ -367,7 +367,7 @@ def test_a_factory_in_the_users_own_module_is_called():
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("my_own_nets:words", "made a str, not a torch.nn.Module"),
         ("my_own_nets:breaks", "cannot be made: OSError: no disk"),
@@ -376,21 +376,21 @@ def test_a_factory_in_the_users_own_module_is_called():
         ("my_own_nets:make?weights=none&classes=7", "classes= is for torchvision and timm"),
     ],
 )
-def test_a_factory_that_makes_no_model_is_refused_in_words(text, said):
-    with pytest.raises(ConfigError, match=said):
+def test_factory_that_returns_no_model_is_refused_with_a_reason(text, message):
+    with pytest.raises(ConfigError, match=message):
         models.load(parse(text))
 
 
-# --- made safe, and looked at ---
+# --- frozen and probed ---
 
 
-def test_a_loaded_model_is_frozen_and_in_evaluation(tiny):
+def test_loaded_model_is_frozen_and_in_evaluation_mode(tiny):
     assert not tiny.module.training
-    assert not any(one.requires_grad for one in tiny.module.parameters())
+    assert not any(parameter.requires_grad for parameter in tiny.module.parameters())
 
 
-def test_a_model_whose_predictions_hang_on_an_in_place_module_keeps_them_or_is_refused(plant):
-    """`y` is what the ReLU made of it, here: out of place it would be what it was before."""
+def test_in_place_module_does_not_change_predictions_or_is_refused(plant):
+    """Here `y` is the ReLU's output. Out of place it would be the ReLU's input."""
     net = Toy(lambda net, y: net.relu(y) * 2 + y).eval()
     image = torch.randn(1, 3, 16, 16)
     with torch.no_grad():
@@ -402,7 +402,7 @@ def test_a_model_whose_predictions_hang_on_an_in_place_module_keeps_them_or_is_r
     torch.testing.assert_close(model.module(image), before)
 
 
-def test_a_model_that_changes_its_input_in_place_can_be_explained(plant):
+def test_model_that_changes_its_input_in_place_can_be_explained(plant):
     def subtract(net, image):
         image -= 0.1
         return Toy.forward(net, image)
@@ -411,8 +411,8 @@ def test_a_model_that_changes_its_input_in_place_can_be_explained(plant):
     plain = plant(type("Plain", (Toy,), {"forward": lambda net, image: Toy.forward(net, image - 0.1)}))
     for method in ("gradcam", "saliency"):
         answers = (
-            explain(one, noise(0, 16), job(one, [method], [ClassTarget(1)])).explanations[0].heatmap
-            for one in (model, plain, exact(plain))
+            explain(variant, noise(0, 16), job(variant, [method], [ClassTarget(1)])).explanations[0].heatmap
+            for variant in (model, plain, exact(plain))
         )
         assert error_ratio(*answers) <= 1
 
@@ -434,41 +434,41 @@ def test_a_model_that_changes_its_input_in_place_can_be_explained(plant):
         ),
     ],
 )
-def test_the_default_layer_is_the_last_one_with_a_grid_and_a_gradient(text, layer, layout):
+def test_default_layer_is_the_last_with_a_grid_and_a_gradient(text, layer, layout):
     info = models.load(parse(text)).info
     assert layer is None or info.default_layer == layer
     assert info.layers[info.default_layer].layout == layout
     assert info.layers[info.default_layer].reason == ""
-    if layout.prefix == 1:  # a class token: behind the norm nothing else reaches the score
+    if layout.prefix == 1:  # a class token: after the norm nothing else reaches the score
         assert "gradient there is zero" in info.layers[next(reversed(last_block(info)))].reason
 
 
 def last_block(info):
-    """The layers of a transformer's last block, in the order in which they finish."""
+    """Return the layers of a transformer's last block, in the order in which they finish."""
     block = info.default_layer.rsplit(".", 1)[0]
     return {name: layer for name, layer in info.layers.items() if name.startswith(block)}
 
 
-def test_every_layer_says_why_it_cannot_be_explained(lite0):
+def test_every_unexplainable_layer_has_a_reason(lite0):
     reasons = {name: layer.reason for name, layer in lite0.info.layers.items()}
     assert reasons["bn2"] == reasons["blocks.4.2"] == ""
     assert reasons["global_pool"] == reasons["classifier"] == "its output has no grid over the image"
     assert all(bool(layer.layout) != bool(layer.reason) for layer in lite0.info.layers.values())
 
 
-def test_a_layer_off_the_way_to_the_score_says_so(plant):
+def test_layer_that_the_score_does_not_depend_on_has_that_reason(plant):
     model = plant(lambda: Toy(lambda net, seen: (net.layer(seen), seen)[1], nn.Tanh()))
     assert model.info.layers["layer"].reason == "the score does not depend on its grid: every gradient there is zero"
     assert model.info.default_layer == "conv"
 
 
-def test_a_model_without_any_grid_is_refused_in_words(plant):
+def test_model_without_any_grid_is_refused_with_a_reason(plant):
     with pytest.raises(ConfigError, match="no layer with a grid over the image that the score depends on"):
         plant(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5)))
 
 
 @pytest.mark.parametrize("arch", ["lraspp_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large"])
-def test_a_model_with_random_weights_fetches_none_for_its_backbone(arch, monkeypatch):
+def test_random_weights_fetch_nothing_for_a_backbone(arch, monkeypatch):
     fetched = []
 
     def fetch(url, *_args, **_options):
@@ -491,7 +491,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_that_is_not_batch_by_classes_is_refused_in_words(plant, answer):
+def test_output_other_than_batch_by_classes_is_refused_with_a_reason(plant, answer):
     class Answers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -500,11 +500,11 @@ def test_an_answer_that_is_not_batch_by_classes_is_refused_in_words(plant, answe
         def forward(self, image):
             return answer(self.conv(image))
 
-    with pytest.raises(ConfigError, match=r"no classifier: it answers with .*, not \[batch, classes\]"):
+    with pytest.raises(ConfigError, match=r"not a classifier: it returns .*, not \[batch, classes\]"):
         plant(Answers)
 
 
-def test_default_weights_that_cannot_be_fetched_are_refused_in_words(monkeypatch, tmp_path):
+def test_failed_download_is_refused_with_a_reason(monkeypatch, tmp_path):
     def fail(*_args, **_options):
         raise OSError("no way out")
 
@@ -518,17 +518,17 @@ def test_default_weights_that_cannot_be_fetched_are_refused_in_words(monkeypatch
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_sees_what_float32_sees(lite0, photos, precision):
+def test_half_precision_predicts_what_float32_predicts(lite0, photos, precision):
     model = models.load(parse(f"efficientnet_lite0?precision={precision}"))
     rows = [Row(photos["chelsea"], RankTarget(0), tuple(map(call, CAMS)))]
-    ((half,), (full,)) = (run(one, rows, [lite0.info.default_layer]) for one in (model, lite0))
+    ((half,), (full,)) = (run(variant, rows, [lite0.info.default_layer]) for variant in (model, lite0))
     assert half.target == full.target == ClassTarget(285)
-    for ours, theirs in zip(half.maps[0], full.maps[0], strict=True):
-        assert ours.dtype == np.float32
-        assert (ours * theirs).sum() / np.linalg.norm(ours) / np.linalg.norm(theirs) >= 0.99
+    for actual, expected in zip(half.maps[0], full.maps[0], strict=True):
+        assert actual.dtype == np.float32
+        assert (actual * expected).sum() / np.linalg.norm(actual) / np.linalg.norm(expected) >= 0.99
 
 
-def test_the_embedded_model_knows_an_egyptian_cat(lite0, photos):
+def test_embedded_model_recognises_an_egyptian_cat(lite0, photos):
     (result,) = run(lite0, [Row(photos["chelsea"], RankTarget(0))], kind="score")
     probability = np.exp(result.logits - result.logits.max())
     assert lite0.info.label(result.target.index) == "Egyptian cat"
@@ -538,8 +538,8 @@ def test_the_embedded_model_knows_an_egyptian_cat(lite0, photos):
 
 
 @pytest.mark.parametrize(("seed", "gain"), [(1, 2.0), (4, 4.0), (7, 2.0), (11, 1.0)])
-def test_all_layers_of_a_transformer_have_one_grid_even_where_random_weights_mix_its_tokens(seed, gain, plant):
-    """Of 4×4 patches behind a class token the last three rows fit nearly as well, behind five: four models that did."""
+def test_layers_of_a_transformer_have_one_grid_with_any_random_weights(seed, gain, plant):
+    """Four models whose 4×4 patches after a class token fit nearly as well as three rows after five tokens."""
 
     def make():
         torch.manual_seed(seed)
@@ -550,6 +550,6 @@ def test_all_layers_of_a_transformer_have_one_grid_even_where_random_weights_mix
         return model
 
     layers = plant(make, size=64).info.layers.values()
-    found = {one.layout for one in layers if one.layout and one.layout.axes == "tokens"}
+    layouts = {layer_info.layout for layer_info in layers if layer_info.layout and layer_info.layout.axes == "tokens"}
 
-    assert found == {Layout("tokens", 4, 4, 1)}
+    assert layouts == {Layout("tokens", 4, 4, 1)}

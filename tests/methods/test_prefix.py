@@ -1,4 +1,4 @@
-"""Of a transformer that answers by its class token, nothing else is computed behind the last attention."""
+"""After the last attention only the class token is computed, if the output depends on no other token."""
 
 from functools import partial
 
@@ -22,13 +22,13 @@ def vision_transformer():
     return VisionTransformer(64, 16, num_layers=3, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=5)
 
 
-def of_timm(name, **more):
+def of_timm(name, **options):
     torch.manual_seed(0)
-    return timm.create_model(name, img_size=64, **more)
+    return timm.create_model(name, img_size=64, **options)
 
 
 class Tokens(nn.Module):
-    """A class token and sixteen others; `last` is what happens to them behind the attention of the only block."""
+    """A class token and sixteen others, with one block; `last` is applied after its attention."""
 
     def __init__(self, last=lambda net, tokens: tokens + net.mlp(tokens), answer=lambda tokens: tokens[:, 0]):
         super().__init__()
@@ -45,13 +45,13 @@ class Tokens(nn.Module):
     def forward(self, image):
         tokens = self.embed(image).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1)
-        seen = self.norm(tokens)
-        tokens = seen + self.attention(seen, seen, seen, need_weights=False)[0]
+        features = self.norm(tokens)
+        tokens = features + self.attention(features, features, features, need_weights=False)[0]
         return self.head(self.answer(self.last(self, tokens)))
 
 
 class Mixing(nn.Module):
-    """Lets tokens see one another, a little."""
+    """A linear map that also mixes tokens, by a small share."""
 
     def __init__(self, share):
         super().__init__()
@@ -61,15 +61,15 @@ class Mixing(nn.Module):
         return self.map(tokens) + self.share * tokens.mean(1, keepdim=True)
 
 
-def by_hand(net, tokens):
-    """Divide by a norm, which zeros make NaN: no score looks at it, and still a gradient of nothing times it is NaN."""
-    found = net.mlp(tokens)
-    return tokens * (found / found.pow(2).sum(-1, keepdim=True).sqrt())
+def divided_by_norm(net, tokens):
+    """Divide by a norm that is 0 for zero tokens: no score depends on the NaN, but its gradient is 0 times NaN."""
+    mapped = net.mlp(tokens)
+    return tokens * (mapped / mapped.pow(2).sum(-1, keepdim=True).sqrt())
 
 
-def left_out(model):
+def prefix_modules(model):
     image = inputs(model, noise(0, 64))
-    attentions = [name for name, one in model.module.named_modules() if type(one) is nn.MultiheadAttention]
+    attentions = [name for name, module in model.module.named_modules() if type(module) is nn.MultiheadAttention]
     return find_prefix_modules(model.module, model.info, image, attentions[-1:])
 
 
@@ -77,21 +77,21 @@ def answers(model, kind="cam"):
     rows = [Row(noise(seed, 64), ClassTarget(3), tuple(map(call, CAMS))) for seed in range(3)]
     layers = [] if kind == "score" else [model.info.default_layer]
     results = run(model, rows, layers, kind)
-    return [one for result in results for one in (result.logits, *(result.maps[0] if layers else ()))]
+    return [heatmap for result in results for heatmap in (result.logits, *(result.maps[0] if layers else ()))]
 
 
-def widths(model):
-    """How many tokens the modules of the accelerated copy are given, by name."""
-    seen = {}
+def token_counts(model):
+    """Count the tokens that each linear map of the accelerated copy receives."""
+    counts = {}
 
-    def note(name, args):
-        seen[name] = args[0].shape[1]
+    def record(name, args):
+        counts[name] = args[0].shape[1]
 
-    for name, one in model.accelerated.module.named_modules():
-        if isinstance(one, nn.Linear):
-            one.register_forward_pre_hook(lambda _module, args, name=name: note(name, args))
+    for name, module in model.accelerated.module.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _module, args, name=name: record(name, args))
     answers(model)
-    return seen
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -103,23 +103,23 @@ def widths(model):
         (Tokens, {"attention", "mlp"}),
     ],
 )
-def test_the_answers_are_those_of_the_model(make, names, plant):
+def test_results_equal_those_of_the_model(make, names, plant):
     model = plant(make, size=64, weights="none")
     prefix = 2 if "distilled" in str(make) else 1
-    found = left_out(model)
+    prefixes = prefix_modules(model)
     block = model.info.default_layer.rpartition(".")[0]
-    assert {name.removeprefix(f"{block}.") for name in found} == names
-    assert set(found.values()) == {prefix}
+    assert {name.removeprefix(f"{block}.") for name in prefixes} == names
+    assert set(prefixes.values()) == {prefix}
     for kind in ("cam", "score"):
         assert worst_error_ratio(answers, model, kind) <= 1
 
 
-def test_the_class_token_alone_goes_through_the_last_block(plant):
-    seen = widths(plant(vision_transformer, size=64, weights="none"))
-    last = {name: tokens for name, tokens in seen.items() if "encoder_layer_2.mlp" in name}
+def test_only_the_class_token_goes_through_the_last_block(plant):
+    counts = token_counts(plant(vision_transformer, size=64, weights="none"))
+    last = {name: tokens for name, tokens in counts.items() if "encoder_layer_2.mlp" in name}
     assert len(last) == 2
     assert set(last.values()) == {1}
-    assert {tokens for name, tokens in seen.items() if "encoder_layer_1.mlp" in name} == {GRID + 1}
+    assert {tokens for name, tokens in counts.items() if "encoder_layer_1.mlp" in name} == {GRID + 1}
 
 
 @pytest.mark.parametrize(
@@ -131,55 +131,55 @@ def test_the_class_token_alone_goes_through_the_last_block(plant):
         partial(Tokens, lambda net, tokens: tokens + net.mixing(net.mlp(tokens).mT).mT),
     ],
 )
-def test_where_other_tokens_matter_nothing_is_left_out(make, plant):
+def test_nothing_is_skipped_if_other_tokens_matter(make, plant):
     model = plant(make, size=64, weights="none")
     assert model.info.layers[model.info.default_layer].layout.prefix == 1
-    assert left_out(model) == {}
+    assert prefix_modules(model) == {}
     assert worst_error_ratio(answers, model) <= 1
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-9])
-def test_what_lets_tokens_see_one_another_sees_all_of_them(share, plant):
+def test_modules_that_mix_tokens_receive_all_of_them(share, plant):
     def make():
         net = Tokens()
         net.mlp = Mixing(share)
         return net
 
     model = plant(make, size=64, weights="none")
-    assert set(left_out(model)) == {"mlp.map"}
+    assert set(prefix_modules(model)) == {"mlp.map"}
     assert worst_error_ratio(answers, model) <= 1
 
 
-def test_where_zeros_would_spoil_a_gradient_nothing_is_left_out(plant):
-    model = plant(partial(Tokens, by_hand), size=64, weights="none")
-    assert left_out(model) == {}
+def test_nothing_is_skipped_if_zeros_would_make_a_gradient_nan(plant):
+    model = plant(partial(Tokens, divided_by_norm), size=64, weights="none")
+    assert prefix_modules(model) == {}
     assert worst_error_ratio(answers, model) <= 1
 
 
-def test_a_module_with_a_hook_of_its_own_is_called_as_it_was(plant):
+def test_module_with_its_own_hook_is_not_changed(plant):
     def make():
         net = Tokens()
         net.mlp.register_forward_hook(lambda _module, _args, output: output)
         return net
 
-    assert "mlp" not in left_out(plant(make, size=64, weights="none"))
+    assert "mlp" not in prefix_modules(plant(make, size=64, weights="none"))
 
 
-def test_a_layer_that_would_be_seen_in_part_is_that_of_the_model(plant):
+def test_layer_with_skipped_tokens_is_captured_in_the_model(plant):
     model = plant(vision_transformer, size=64, weights="none")
     block = "encoder.layers.encoder_layer_2"
-    served = {name: model.serving(Pass(model.info.name, "cam", (64, 64), (name,))) for name in model.info.layers}
-    assert served[f"{block}.ln_1"].module is model.accelerated.module
+    chosen = {name: model.for_pass(Pass(model.info.name, "cam", (64, 64), (name,))) for name in model.info.layers}
+    assert chosen[f"{block}.ln_1"].module is model.accelerated.module
     for name in ("self_attention", "ln_2", "mlp", "mlp.0"):
-        assert served[f"{block}.{name}"] is model
-    assert served[block] is model
+        assert chosen[f"{block}.{name}"] is model
+    assert chosen[block] is model
 
 
-def test_it_can_be_differentiated_twice(plant):
+def test_copy_can_be_differentiated_twice(plant):
     model = plant(vision_transformer, size=64, weights="none")
     rows = [Row(noise(seed, 64), ClassTarget(3), (call("shapleycam"),)) for seed in range(2)]
 
     def maps(model):
-        return [one.maps[0][0] for one in run(model, rows, [model.info.default_layer], "curvature")]
+        return [result.maps[0][0] for result in run(model, rows, [model.info.default_layer], "curvature")]
 
     assert worst_error_ratio(maps, model) <= 1

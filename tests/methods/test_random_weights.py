@@ -1,4 +1,4 @@
-"""Random weights on a GPU: drawn once for each seed, the same as a CPU draws, and let go."""
+"""Random weights on a GPU are drawn once per seed, equal those on a CPU, and are released."""
 
 import gc
 import weakref
@@ -18,11 +18,11 @@ from methods.tools import noise
 
 NET = "torchvision:shufflenet_v2_x0_5?weights=none&size=64"
 ALL = 1000
-"""As many modules as a model can have, and more."""
+"""More modules than any model has."""
 
 
 class Counted(FakeGpu):
-    """A GPU that counts what is brought to it."""
+    """A GPU that counts uploads."""
 
     uploads = 0
 
@@ -40,7 +40,7 @@ def gpu():
 
 @pytest.fixture
 def draws(monkeypatch):
-    """How many parameters were drawn."""
+    """Record the calls of `torch.randn`: one per drawn parameter."""
     drawn, randn = [], torch.randn
 
     def counting(*args, **options):
@@ -57,7 +57,7 @@ def loaded():
 
 def weights(model, how):
     with randomised(model, how):
-        return {name: one.detach().clone() for name, one in model.module.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in model.module.named_parameters()}
 
 
 def test_gpu_has_the_random_weights_of_a_cpu_in_every_batch():
@@ -65,14 +65,14 @@ def test_gpu_has_the_random_weights_of_a_cpu_in_every_batch():
     expected = weights(loaded(), how)
     with fake_gpu():
         model = loaded()
-        found = [weights(model, how) for _ in range(2)]
+        results = [weights(model, how) for _ in range(2)]
 
-    for mine in found:
-        assert mine.keys() == expected.keys()
-        assert all(torch.equal(mine[name], one) for name, one in expected.items())
+    for drawn in results:
+        assert drawn.keys() == expected.keys()
+        assert all(torch.equal(drawn[name], weight) for name, weight in expected.items())
 
 
-def test_second_batch_draws_nothing_and_brings_nothing_to_the_gpu(gpu, draws):
+def test_second_batch_draws_and_uploads_nothing(gpu, draws):
     model = loaded()
     draws.clear()
     before, parameters = gpu.uploads, len(list(model.module.parameters()))
@@ -85,7 +85,7 @@ def test_second_batch_draws_nothing_and_brings_nothing_to_the_gpu(gpu, draws):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_next_stage_of_a_cascade_draws_what_it_adds(draws):
+def test_next_stage_of_a_cascade_draws_only_new_weights(draws):
     model = loaded()
     draws.clear()
     for modules in range(1, len(stack(model.info)) + 1):
@@ -95,23 +95,23 @@ def test_next_stage_of_a_cascade_draws_what_it_adds(draws):
 
 
 def kept(model):
-    return [weakref.ref(one) for known in model.drawn.values() for one in known.values()]
+    return [weakref.ref(weight) for known in model.random_weights.values() for weight in known.values()]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_weights_of_the_seed_before_are_let_go():
+def test_weights_of_the_previous_seed_are_released():
     model = loaded()
     weights(model, Randomised(ALL, seed=1))
     first = kept(model)
-    found = weights(model, Randomised(1, seed=2))
+    drawn = weights(model, Randomised(1, seed=2))
 
     assert first
-    assert all(one() is None for one in first)
-    assert torch.equal(found["fc.weight"], weights(loaded(), Randomised(1, seed=2))["fc.weight"])
+    assert all(weight() is None for weight in first)
+    assert torch.equal(drawn["fc.weight"], weights(loaded(), Randomised(1, seed=2))["fc.weight"])
 
 
 @pytest.mark.usefixtures("gpu")
-def test_weights_go_with_their_model():
+def test_weights_are_released_with_their_model():
     model = loaded()
     weights(model, Randomised(ALL))
     drawn = kept(model)
@@ -119,19 +119,19 @@ def test_weights_go_with_their_model():
     gc.collect()
 
     assert drawn
-    assert all(one() is None for one in drawn)
+    assert all(weight() is None for weight in drawn)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_model_has_its_own_weights_again_and_the_kept_ones_stay_as_they_were():
+def test_models_own_weights_are_restored_and_cached_ones_unchanged():
     model, how = loaded(), Randomised(ALL)
     pass_ = Pass(model.info.name, "cam", (64, 64), (model.info.default_layer,), how)
     rows = [Row(noise(0, 64), ClassTarget(2), (MethodCall("gradcam"),))]
     engine = Engine({model.info.name: model})
-    found = [engine.run(pass_, rows)[0].maps[0][0] for _ in range(2)]
+    heatmaps = [engine.run(pass_, rows)[0].maps[0][0] for _ in range(2)]
 
     assert models.digest(model.module) == model.info.digest
-    assert (found[0] == found[1]).all()
+    assert (heatmaps[0] == heatmaps[1]).all()
 
 
 def test_cpu_draws_in_every_batch_and_keeps_nothing(draws):
@@ -141,4 +141,4 @@ def test_cpu_draws_in_every_batch_and_keeps_nothing(draws):
         weights(model, Randomised(1))
 
     assert len(draws) == 2 * len(list(model.module.fc.parameters()))
-    assert model.drawn == {}
+    assert model.random_weights == {}

@@ -1,4 +1,4 @@
-"""A model and its twin: two batches at once, with the weights of one model."""
+"""A model and its replica run two batches at once, with shared weights."""
 
 import logging
 import threading
@@ -24,7 +24,7 @@ MODELS = (
     "timm:swin_tiny_patch4_window7_224?weights=none&size=64",
     "timm:convnext_atto?weights=none",
 )
-WAYS = {
+CALLS = {
     "cam": tuple(map(call, CAMS)),
     "saliency": (call("saliency"), call("input_x_gradient")),
 }
@@ -39,12 +39,14 @@ def both(request):
     return model, replica
 
 
-def answers(model, kind, seed=0, randomised=None):
-    """Every number that comes of two images, in a row."""
-    rows = [Row(noise(seed + n, model.info.preprocess.size[0]), ClassTarget(3), WAYS[kind]) for n in range(2)]
+def results(model, kind, seed=0, randomised=None):
+    """All results for two images, concatenated."""
+    rows = [Row(noise(seed + n, model.info.preprocess.size[0]), ClassTarget(3), CALLS[kind]) for n in range(2)]
     layers = [model.info.default_layer] if kind == "cam" else []
-    found = run(model, rows, layers, kind, randomised)
-    return np.concatenate([np.concatenate([one.logits, *(part.ravel() for part in one.maps[0])]) for one in found])
+    outputs = run(model, rows, layers, kind, randomised)
+    return np.concatenate(
+        [np.concatenate([output.logits, *(heatmap.ravel() for heatmap in output.maps[0])]) for output in outputs]
+    )
 
 
 def modules(model):
@@ -52,90 +54,90 @@ def modules(model):
     return {id(part) for whole in both if whole for part in whole.modules()}
 
 
-@pytest.mark.parametrize("kind", WAYS)
-def test_a_twin_answers_as_the_model_does_to_the_bit(both, kind):
+@pytest.mark.parametrize("kind", CALLS)
+def test_replica_gives_the_same_results_to_the_bit(both, kind):
     model, replica = both
 
-    assert np.array_equal(answers(model, kind), answers(replica, kind), equal_nan=True)
+    assert np.array_equal(results(model, kind), results(replica, kind), equal_nan=True)
 
 
-def test_a_twin_has_the_weights_of_the_model_and_none_of_its_modules(both):
+def test_replica_shares_weights_and_no_modules(both):
     model, replica = both
-    weights = [{one.data_ptr() for one in each.module.parameters()} for each in both]
+    weights = [{parameter.data_ptr() for parameter in loaded.module.parameters()} for loaded in both]
 
     assert weights[0] == weights[1]
     assert not modules(model) & modules(replica)
 
 
-def test_batches_of_both_at_once_are_answered_as_one_after_the_other(both):
-    alone = {(kind, seed): answers(both[0], kind, seed) for kind in WAYS for seed in range(4)}
+def test_concurrent_batches_give_the_results_of_sequential_ones(both):
+    alone = {(kind, seed): results(both[0], kind, seed) for kind in CALLS for seed in range(4)}
     begin = threading.Barrier(2)
 
-    def all_of(model, asked):
+    def run_all(model, cases):
         begin.wait()
-        return {one: answers(model, *one) for one in asked}
+        return {case: results(model, *case) for case in cases}
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(all_of, both, (list(alone), list(reversed(alone)))))
+        concurrent = list(pool.map(run_all, both, (list(alone), list(reversed(alone)))))
 
-    for one, expected in alone.items():
-        assert all(np.array_equal(each[one], expected, equal_nan=True) for each in found)
+    for case, expected in alone.items():
+        assert all(np.array_equal(outputs[case], expected, equal_nan=True) for outputs in concurrent)
 
 
-def test_weights_that_are_random_in_one_are_not_in_the_other(both):
+def test_random_weights_in_the_replica_do_not_affect_the_model(both):
     model, replica = both
-    expected, during = answers(model, "cam"), []
+    expected, during = results(model, "cam"), []
     begun, over = threading.Event(), threading.Event()
 
     def hold(*_):
         begun.set()
         assert over.wait(10)
 
-    watched = replica.module.register_forward_pre_hook(hold)
-    with ThreadPoolExecutor(1) as pool, watched:
-        changed = pool.submit(answers, replica, "cam", 0, Randomised(100))
+    hook = replica.module.register_forward_pre_hook(hold)
+    with ThreadPoolExecutor(1) as pool, hook:
+        changed = pool.submit(results, replica, "cam", 0, Randomised(100))
         assert begun.wait(10)
-        during.append(answers(model, "cam"))
+        during.append(results(model, "cam"))
         over.set()
 
     assert np.array_equal(during[0], expected, equal_nan=True)
     assert not np.array_equal(changed.result(), expected, equal_nan=True)
-    assert np.array_equal(answers(replica, "cam"), expected, equal_nan=True)
+    assert np.array_equal(results(replica, "cam"), expected, equal_nan=True)
 
 
-def test_random_weights_of_the_twin_leave_the_models_accelerated_copy_alone(both):
-    """What oneDNN is given in both copies are the model's own parameters: so these must not be exchanged."""
+def test_random_weights_in_the_replica_leave_the_models_copy_alone(both):
+    """Both accelerated copies pass the model's own parameters to oneDNN, so these must not be exchanged."""
     model, replica = both
-    expected = answers(model, "cam"), answers(replica, "cam")
+    expected = results(model, "cam"), results(replica, "cam")
     with randomise.randomised(replica, Randomised(100)):
-        assert np.array_equal(answers(model, "cam"), expected[0], equal_nan=True)
+        assert np.array_equal(results(model, "cam"), expected[0], equal_nan=True)
 
     local = InProcessWorker(Setup("cpu", 2, partitioned=True))
     local._models["it"], local._replicas["it"] = model, replica
-    seen = []
+    lanes = []
     for place, lane in enumerate(local._lanes):
-        lane.run = lambda _pass, _rows, place=place: seen.append(place)
+        lane.run = lambda _pass, _rows, place=place: lanes.append(place)
     plain = Pass("it", "cam", (64, 64))
     for pass_ in (plain, replace(plain, randomised=Randomised(1))):
         for half in (None, 0, 1):
             local.run(pass_, [], half)
-    assert seen == [0, 0, 1, 1, 1, 1]
+    assert lanes == [0, 0, 1, 1, 1, 1]
 
 
-def closed():
+def with_closure():
     model = Toy()
     convolution = model.conv
     model.middle = lambda net, seen: convolution(net.unused(convolution.weight.mean() + seen[:, :3]))
     return model
 
 
-def locked():
+def with_lock():
     model = Toy()
     model.lock = threading.Lock()
     return model
 
 
-def listened():
+def with_hook():
     model = Toy()
     model.relu.register_forward_hook(lambda *_: None)
     return model
@@ -144,12 +146,12 @@ def listened():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (closed, "its copy says something else"),
-        (locked, "TypeError: cannot pickle"),
-        (listened, "hooks of its own may not be ready for two"),
+        (with_closure, "its copy gives other outputs"),
+        (with_lock, "TypeError: cannot pickle"),
+        (with_hook, "its own hooks may not support two batches at once"),
     ],
 )
-def test_a_model_that_cannot_have_a_twin_has_none_and_the_log_says_why(make, reason, plant, caplog):
+def test_model_that_cannot_be_copied_has_no_replica_and_logs_why(make, reason, plant, caplog):
     with caplog.at_level(logging.INFO):
         assert plant(make).replica() is None
 

@@ -320,7 +320,7 @@ def test_an_image_without_objects_is_refused_in_words(finder):
 
 
 def test_a_detectors_input_keeps_to_its_strides():
-    with pytest.raises(ConfigError, match="size= is a multiple of 32 for it, not 100"):
+    with pytest.raises(ConfigError, match="size= must be a multiple of 32 for this model, not 100"):
         models.load(models.parse("torchvision:fasterrcnn_mobilenet_v3_large_320_fpn?weights=none&size=100"))
 
 
@@ -488,8 +488,11 @@ def test_a_classs_own_probability_is_explained(plant):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("task=detect", r"it is no detector: it answers with a tensor \[1, 5\], not boxes, labels and scores"),
-        ("task=segment", r"it is no segmentation: it answers with a tensor \[1, 5\], not \[batch, classes, h, w\]"),
+        ("task=detect", r"it is not a detector: it returns a tensor \[1, 5\], not boxes, labels and scores"),
+        (
+            "task=segment",
+            r"it is not a segmentation model: it returns a tensor \[1, 5\], not \[batch, classes, h, w",
+        ),
     ],
 )
 def test_a_model_that_does_not_answer_as_it_is_said_to_is_refused(plant, option, words):
@@ -503,13 +506,13 @@ def test_an_answer_without_any_number_fails_that_row_alone_in_words(plant):
             return "nothing" if image.mean() > 1 else super().forward(image)
 
     model = plant(Fickle)
-    with pytest.raises(FailedPrecondition, match="the model answers with no tensor of numbers"):
+    with pytest.raises(FailedPrecondition, match="the model returns no tensor of numbers"):
         run(model, [Row(np.full((16, 16, 3), 255, np.uint8), RankTarget(0))], kind="score")
 
 
 @pytest.mark.parametrize(("factory", "task"), [(Colours, "classify"), (Finder, "multilabel")])
 def test_a_model_said_to_know_classes_must_answer_with_them(plant, factory, task):
-    with pytest.raises(ConfigError, match=r"it is no classifier: it answers with a tensor .*, not \[batch, classes\]"):
+    with pytest.raises(ConfigError, match=r"it is not a classifier: it returns a tensor .*, not \[batch, class"):
         plant(factory, size=64, task=task)
 
 
@@ -519,7 +522,7 @@ def test_a_detector_that_does_not_say_how_many_classes_it_knows_is_asked_to(plan
 
     words = tmp_path / "words.txt"
     words.write_text("background\nred\ngreen\n")
-    with pytest.raises(ConfigError, match="it does not say how many classes it knows: name them with labels=PATH"):
+    with pytest.raises(ConfigError, match="its number of classes is unknown: name them with labels=PATH"):
         plant(Silent, size=64)
     assert plant(Silent, size=64, labels=str(words)).info.label(2) == "green"
 
@@ -536,12 +539,12 @@ def test_a_detector_that_finds_nothing_in_noise_is_refused(plant):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("timm:resnet18?task=multi", 'task is one of .*did you mean "multilabel"'),
+        ("timm:resnet18?task=multi", 'task must be one of .*did you mean "multilabel"'),
         (
             "torchvision:resnet18?weights=none&classes=0",
-            "classes=0 leaves the head out for an embedding, of a timm model only",
+            "classes=0 replaces the head by an embedding, for timm models only",
         ),
-        ("timm:resnet18?weights=none&classes=0&task=segment", "classes=0 leaves the head out"),
+        ("timm:resnet18?weights=none&classes=0&task=segment", "classes=0 replaces the head"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(text, words):

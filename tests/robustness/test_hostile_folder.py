@@ -1,4 +1,4 @@
-"""Commands import nothing from the current folder, which may be somebody else's."""
+"""Commands import nothing from the current folder, which may be untrusted."""
 
 import importlib.metadata
 import subprocess
@@ -16,7 +16,7 @@ NETS = """
 from torch import nn
 
 def net():
-    import not_installed_anywhere  # of the same folder, which is searched once a module in it is named
+    import not_installed_anywhere  # in the same folder, which is searched once a spec names a module in it
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 """
 EXPLAIN = ("explain", "photo.png", "-o", "out", "--resume", "--device", "cpu")
@@ -24,14 +24,14 @@ EXPLAIN = ("explain", "photo.png", "-o", "out", "--resume", "--device", "cpu")
 
 @pytest.fixture(scope="module")
 def names():
-    """Every name that Python or camserve might import."""
+    """Return every module name that Python or camserve may import."""
     installed = [name for name in importlib.metadata.packages_distributions() if name.isidentifier()]
     return {*sys.stdlib_module_names, *installed, *NEVER_INSTALLED}
 
 
 @pytest.fixture
 def folder(tmp_path, names):
-    """A folder with a photo, and a module of each of those names."""
+    """Return a folder with a photo, and a module for each of these names."""
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     (tmp_path / "small.toml").write_text(f'models = ["{SMALL}", "nets_of_mine:net?size=32"]\ndevice = "cpu"')
     (tmp_path / "nets_of_mine.py").write_text(NETS)
@@ -42,19 +42,19 @@ def folder(tmp_path, names):
 
 
 def run(folder, *command):
-    """Run a command in a folder; return its exit code and which modules of the folder were imported."""
+    """Run a command in a folder; return its exit code and the modules of the folder that it imported."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     mark = folder / "it ran"
     return done.returncode, mark.read_text().split() if mark.exists() else []
 
 
 def test_photos_are_explained_without_importing_from_the_current_folder(folder):
-    """With --resume, where the engine is a process of its own."""
+    """With --resume, which starts a worker process."""
     assert run(folder, PROGRAM, *EXPLAIN, "--model", SMALL) == (0, [])
 
 
 def test_settings_are_checked_without_importing_from_their_folder(folder):
-    """Except a module that they name, and what it imports from there."""
+    """Exceptions are a module that they name, and its own imports from there."""
     assert run(folder, PROGRAM, "check-config", "small.toml", "--load") == (0, [])
 
 

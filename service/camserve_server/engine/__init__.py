@@ -63,8 +63,8 @@ class Engine:
         """
         try:
             model = self._models[pass_.model]
-            with self._context, model.ready(), randomised(model, pass_.randomised):
-                return RUNS[pass_.kind](model.serving(pass_), pass_, rows)
+            with self._context, model.evaluation_mode(), randomised(model, pass_.randomised):
+                return RUNS[pass_.kind](model.for_pass(pass_), pass_, rows)
         except Exception as error:
             if not self._device.is_out_of_memory(error):
                 raise

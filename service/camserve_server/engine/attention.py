@@ -30,7 +30,7 @@ from camserve_server.engine.batch import (
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import METHODS, Attention, method_of
 from camserve_server.models import LoadedModel
-from camserve_server.models.hooks import Capture, Span, probed, replacing, spanning
+from camserve_server.models.hooks import Capture, Span, probed, record_spans, replacing
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import Layout, ModelInfo, Pass
 
@@ -57,7 +57,7 @@ def run_each(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowRe
     inputs = inputs_of(model.info, units.rows)
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
-        with _Explicit() as seen, spanning(model.module, lambda: len(seen.blocks)) as spans:
+        with _Explicit() as seen, record_spans(model.module, lambda: len(seen.blocks)) as spans:
             outputs = forward(model, inputs)
         layout = seen.layout(model.info, units.rows)
         own = _own(model, inputs, _chain(model.info, spans, len(seen.blocks)))

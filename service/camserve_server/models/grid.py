@@ -1,4 +1,4 @@
-"""Where the image's grid may be in a layer's output, and how to bring it to [B,C,h,w]."""
+"""Possible positions of the image grid in a layer's output, and its conversion to [B,C,h,w]."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,31 +7,33 @@ from torch import Tensor
 from camserve_server.models.values import Layout
 
 PREFIXES = range(17)
-"""How many class, distillation and register tokens may come before the grid's first; 5 is the most that is common."""
+"""Possible numbers of class, distillation and register tokens before the grid; 5 is the most in common models."""
 
 
 def candidates(shape: Sequence[int], size: tuple[int, int]) -> tuple[Layout, ...]:
-    """List the ways in which an output can be read as a grid, the likeliest first.
+    """List the layouts that an output may have, the likeliest first.
 
-    Four axes are [B,C,h,w] or [B,h,w,C]. Three are tokens [B,N,C], whose N is a number of prefix tokens and a product
-    h*w. A grid has the image's proportions, to a row or a column, as strides round up or down; exact proportions are
-    likelier than rounded ones, few prefix tokens than many.
+    Four axes are [B,C,h,w] or [B,h,w,C]. Three are tokens [B,N,C], where N is a number of prefix tokens plus h*w. A
+    grid has the proportions of the image, to a row or a column, because strides round up or down. Exact proportions are
+    likelier than rounded ones, and few prefix tokens are likelier than many.
 
     Args:
-        shape: of the layer's output, the first being the batch.
+        shape: the shape of the layer's output, with the batch first.
         size: height and width of the model's input.
 
     Returns:
-        None at all where there is no grid larger than one cell.
+        The layouts of more than one cell; empty if no such grid fits.
     """
     if len(shape) == 4:  # noqa: PLR2004 -- batch, channels, height, width
-        found = [Layout("nchw", *shape[2:]), Layout("nhwc", *shape[1:3])]
+        layouts = [Layout("nchw", *shape[2:]), Layout("nhwc", *shape[1:3])]
     elif len(shape) == 3:  # noqa: PLR2004 -- batch, tokens, channels
-        found = [grid for prefix in PREFIXES for grid in _rectangles(shape[1] - prefix, prefix)]
+        layouts = [layout for prefix in PREFIXES for layout in _rectangles(shape[1] - prefix, prefix)]
     else:
-        found = []
-    fitting = [one for one in found if distortion(one, size) <= max(size) and one.height * one.width > 1]
-    return tuple(sorted(fitting, key=lambda one: distortion(one, size)))  # a stable sort: few prefix tokens first
+        layouts = []
+    fitting = [
+        layout for layout in layouts if distortion(layout, size) <= max(size) and layout.height * layout.width > 1
+    ]
+    return tuple(sorted(fitting, key=lambda layout: distortion(layout, size)))  # stable: few prefix tokens first
 
 
 def _rectangles(cells: int, prefix: int) -> Iterator[Layout]:
@@ -41,15 +43,15 @@ def _rectangles(cells: int, prefix: int) -> Iterator[Layout]:
 
 
 def distortion(layout: Layout, size: tuple[int, int]) -> int:
-    """Return how far a grid is from the image's proportions, in columns (or rows) times the image's height (width)."""
+    """Return a grid's deviation from the image's proportions, in columns (rows) times the image's height (width)."""
     height, width = size
     return abs(layout.height * width - layout.width * height)
 
 
 def to_grid(output: Tensor, layout: Layout) -> Tensor:
-    """Bring a layer's output, or its gradient, to [B,C,h,w], in float32.
+    """Convert a layer's output, or its gradient, to [B,C,h,w] in float32.
 
-    Half precision would lose the squares and cubes of gradients that the methods take.
+    In half precision the squares and cubes of gradients, which the methods compute, would be lost.
     """
     if layout.axes == "nhwc":
         output = output.movedim(3, 1)

@@ -1,8 +1,8 @@
-"""Image classifiers that transformers saved in a folder: weights in safetensors, labels and preprocessing beside them.
+"""Image classifiers that transformers saved in a folder: safetensors weights, labels and preprocessing.
 
-Nothing is fetched, and nothing in the folder is run: code of its own, pickles and adapters are refused. What the folder
-says of the input is not taken on trust either: transformers' own processor makes some photos ready, and what the model
-will get here must equal that.
+Nothing is fetched, and no code in the folder is run: custom code, pickles and adapters are refused. The folder's
+preprocessing settings are not trusted either. transformers' own processor preprocesses some test photos, and camserve's
+preprocessing must give the same result.
 """
 
 import importlib.util
@@ -36,78 +36,83 @@ TASKS: Mapping[str, Task] = {
     "multi_label_classification": "multilabel",
     "regression": "regress",
 }
-"""What transformers calls a classifier's task, and what it is called here."""
+"""Tasks by the names that transformers uses."""
 
-CLASSIFIER = "ForImageClassification"  # in the name of each of transformers' own image classifiers
+CLASSIFIER = "ForImageClassification"  # part of the class names of transformers' image classifiers
 
-# A file in the folder itself, in the one format that holds no code.
+# A file in the folder itself, in the only format without code.
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
-_PLAIN = re.compile(r"[\w.-]*")  # of a network in timm itself; "hf-hub:OWNER/NAME" is one of the Hub
-_ARGUMENTS = (
+_TIMM_NAME = re.compile(r"[\w.-]*")  # a network in timm itself; "hf-hub:OWNER/NAME" would be one from the Hub
+_TIMM_ARGUMENTS = (
     "act_layer", "class_token", "depth", "depths", "drop_path_rate", "drop_rate", "dynamic_img_pad", "dynamic_img_size",
     "embed_dim", "fc_norm", "global_pool", "img_size", "init_values", "mlp_ratio", "norm_layer", "num_heads",
     "patch_size", "pos_embed", "pre_norm", "qkv_bias", "reg_tokens", "strict_img_size", "window_size",
 )  # fmt: skip
-"""Which of a network's own arguments a folder of timm may give: they say how it is built, and none names a file."""
+"""Arguments of timm's networks that a folder may set: they describe the architecture, and none names a file."""
 
-_GENERIC = re.compile(r"LABEL_\d+")  # what transformers calls a class of which nobody said what it is
+_GENERIC = re.compile(r"LABEL_\d+")  # transformers' names for classes without a label
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
-Picture: TypeAlias = "np.ndarray[Any, Any]"  # uint8 [h,w,3]
+Photo: TypeAlias = "np.ndarray[Any, Any]"  # uint8 [h,w,3]
 Triple: TypeAlias = tuple[float, float, float]
 
-_NEAR = 0.04  # of the range from black to white: rounding, and ways to interpolate; a pixel's shift is five times that
+# Largest difference between two preprocessings, as a share of the range from black to white. It allows for rounding and
+# for implementations of interpolation. A shift by one pixel gives five times as much.
+_MAX_DIFFERENCE = 0.04
 
 
 def load(spec: ModelSpec) -> tuple[nn.Module, Preprocess, tuple[str, ...], Task | None]:
     """Load a model from its folder.
 
     Returns:
-        The module, with the folder's weights or random ones; how it wants its input; its labels, or none; its task
-        where the folder says it.
+        The module, with the folder's weights or random ones; its preprocessing; its labels, or none; its task, if the
+        folder specifies it.
 
     Raises:
-        ConfigError: transformers is not installed; or the folder has no image classifier, or nothing that could be
-            loaded without running it.
+        ConfigError: transformers is not installed, the folder has no image classifier, or it cannot be loaded without
+            running code from the folder.
     """
     folder = Path(spec.folder)
-    theirs = _config_of(folder)
-    _check_kind(theirs, spec)
-    files = _weight_files(folder, theirs, spec.origin) if spec.weights == "default" else []
-    hub = _transformers()
+    settings = _read_config(folder)
+    _check_classifier(settings, spec)
+    files = _weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
+    transformers = _import_transformers()
     try:
-        config = hub.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
-            f"{spec.origin}: transformers {hub.__version__} cannot read its config.json: {_line(error)}"
+            f"{spec.origin}: transformers {transformers.__version__} cannot read its config.json: {_one_line(error)}"
         ) from error
-    preprocess = preprocess_of(_processor(hub, folder, spec.origin), spec.origin)
-    make = _class_of(hub, config, spec.origin)
-    module = _random(make, config, spec.size) if spec.weights != "default" else _trained(make, config, files, spec)
-    return module, preprocess, _labels(config), TASKS.get(theirs.get("problem_type") or "")
+    preprocess = preprocess_of(_load_processor(transformers, folder, spec.origin), spec.origin)
+    kind = _model_class(transformers, config, spec.origin)
+    if spec.weights == "default":
+        module = _build_with_weights(kind, config, files, spec)
+    else:
+        module = _build_random(kind, config, spec.size)
+    return module, preprocess, _labels(config), TASKS.get(settings.get("problem_type") or "")
 
 
 def check(spec: ModelSpec) -> None:
-    """Say what is wrong with a model's folder, as far as that can be known without loading it.
+    """Check a model's folder as far as possible without loading the model.
 
     Raises:
-        ConfigError: transformers is not installed, or a file is missing, or would have to be run.
+        ConfigError: transformers is not installed, a file is missing, or code from the folder would have to be run.
     """
     folder = Path(spec.folder)
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(MISSING)
-    theirs = _config_of(folder)
-    _check_kind(theirs, spec)
-    if not (folder / PROCESSOR).exists() and "pretrained_cfg" not in theirs:
+    settings = _read_config(folder)
+    _check_classifier(settings, spec)
+    if not (folder / PROCESSOR).exists() and "pretrained_cfg" not in settings:
         raise ConfigError(f"{spec.origin} has no {PROCESSOR}: AutoImageProcessor's save_pretrained writes it")
     if spec.weights == "default":
-        _weight_files(folder, theirs, spec.origin)
+        _weight_files(folder, settings, spec.origin)
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    """Read config.json; refuse what would have to be run, or fetched.
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json; refuse models that need code from the folder or a download.
 
     Raises:
-        ConfigError: it is no folder of a model, or such a one.
+        ConfigError: the folder does not exist or has no valid config.json, or its model is refused.
     """
     if not folder.is_dir():
         raise ConfigError(
@@ -118,15 +123,15 @@ def _config_of(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{folder.name} has no config.json that can be read: save it with save_pretrained") from error
+        raise ConfigError(f"{folder.name} has no readable config.json: save it with save_pretrained") from error
     except ValueError as error:
-        raise ConfigError(f"{folder.name}: its config.json is no JSON: {error}") from error
+        raise ConfigError(f"{folder.name}: its config.json is not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{folder.name}: its config.json is no JSON object")
+        raise ConfigError(f"{folder.name}: its config.json is not a JSON object")
     if (folder / "adapter_config.json").exists():
         raise ConfigError(f"{folder.name} holds an adapter: save the whole model, after merge_and_unload()")
     if config.get("quantization_config"):
-        raise ConfigError(f"{folder.name} is quantised, and gradients want plain weights: save it as it was before")
+        raise ConfigError(f"{folder.name} is quantised, and gradients need plain weights: save it without quantisation")
     if "configuration_files" in config:
         raise ConfigError(
             f"{folder.name}: its config.json names other configuration files: save the model with save_pretrained"
@@ -135,45 +140,45 @@ def _config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_kind(config: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Refuse what was saved as something else: its weights have no classifier, and are no use for one.
+def _check_classifier(config: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Refuse models that were not saved as image classifiers: their weights have no classifier.
 
     Raises:
-        ConfigError: it was trained for segmentation, detection, text, or for nothing yet.
+        ConfigError: the model was trained for segmentation, detection or text, or has no head yet.
     """
     saved = config.get("architectures")
-    named = [str(one)[:100] for one in saved] if isinstance(saved, list) else []
-    if spec.weights == "default" and named and not any(CLASSIFIER in one for one in named):
+    names = [str(name)[:100] for name in saved] if isinstance(saved, list) else []
+    if spec.weights == "default" and names and not any(CLASSIFIER in name for name in names):
         raise ConfigError(
-            f"{spec.origin} was saved as {named[0]}, and hf: is for image classifiers (…{CLASSIFIER}): serve another "
-            "from a function of yours, your.module:factory, which says what it answers with"
+            f"{spec.origin} was saved as {names[0]}, and hf: is for image classifiers (…{CLASSIFIER}): serve another "
+            "model from a function of your own, your.module:factory, which says what its task is"
         )
 
 
 def _check_timm(config: Mapping[str, Any], name: str) -> None:
-    """Refuse what timm would fetch, or read from elsewhere: its function that makes a network can do both.
+    """Refuse settings with which timm's `create_model` would fetch weights, or read other files.
 
     Raises:
-        ConfigError: its architecture is no plain name of one, or it is to be made by arguments that are not known.
+        ConfigError: the architecture is not a plain name, or an argument of the network is unknown.
     """
     architecture = config.get("architecture", "")
-    if not isinstance(architecture, str) or not _PLAIN.fullmatch(architecture):
+    if not isinstance(architecture, str) or not _TIMM_NAME.fullmatch(architecture):
         raise ConfigError(
-            f"{name}: its architecture is {str(architecture)[:100]!r}, from elsewhere, and nothing is fetched here: "
-            "name one of timm's own in its config.json, or load it as timm:NAME?weights=FILE"
+            f"{name}: its architecture is {str(architecture)[:100]!r}, which is not in timm, and nothing is fetched "
+            "here: name one of timm's own in its config.json, or load it as timm:NAME?weights=FILE"
         )
     arguments = config.get("model_args") or {}
     for argument in arguments if isinstance(arguments, dict) else [arguments]:
-        if argument not in _ARGUMENTS:
+        if argument not in _TIMM_ARGUMENTS:
             raise ConfigError(
-                f"{name}: its model_args has {str(argument)[:100]!r}, which is not known not to fetch anything; it may "
-                f"have {', '.join(_ARGUMENTS)}. Or load it as timm:NAME?weights=FILE"
+                f"{name}: its model_args has {str(argument)[:100]!r}, which might fetch something; allowed are "
+                f"{', '.join(_TIMM_ARGUMENTS)}. Or load it as timm:NAME?weights=FILE"
             )
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
-        import transformers  # noqa: PLC0415 -- an extra of its own, and seconds to import
+        import transformers  # noqa: PLC0415 -- an optional dependency, and seconds to import
     except ModuleNotFoundError as error:
         raise ConfigError(MISSING) from error
     transformers.utils.logging.set_verbosity_error()
@@ -181,41 +186,41 @@ def _transformers() -> Any:
     return transformers
 
 
-def _class_of(hub: Any, config: Any, origin: str) -> Any:
-    """Return transformers' own class of an image classifier; code that the folder brings is never one."""
-    kinds = hub.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING.get(type(config), None)
+def _model_class(transformers: Any, config: Any, origin: str) -> Any:
+    """Return transformers' own class for an image classifier, never one from code in the folder."""
+    kinds = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kinds is None:
-        raise ConfigError(f'{origin} is a "{config.model_type}", of which transformers has no image classifier')
-    named = config.architectures or []
-    several = kinds if isinstance(kinds, Sequence) else (kinds,)
-    return next((kind for kind in several if kind.__name__ in named), several[0])
+        raise ConfigError(f'{origin} is a "{config.model_type}", for which transformers has no image classifier')
+    names = config.architectures or []
+    classes = kinds if isinstance(kinds, Sequence) else (kinds,)
+    return next((kind for kind in classes if kind.__name__ in names), classes[0])
 
 
-def _options(make: Any) -> dict[str, Any]:
-    # Named, as config.json may name a kernel to be fetched; and float32, as it may name another precision.
-    return {"attn_implementation": "sdpa" if make._supports_sdpa else "eager", "dtype": torch.float32}  # noqa: SLF001 -- there is no other way to ask
+def _options(kind: Any) -> dict[str, Any]:
+    # Set explicitly, because config.json may name an attention kernel that would be fetched, or another precision.
+    return {"attn_implementation": "sdpa" if kind._supports_sdpa else "eager", "dtype": torch.float32}  # noqa: SLF001 -- transformers has no public name for it
 
 
-def _random(make: Any, config: Any, size: int | None) -> nn.Module:
+def _build_random(kind: Any, config: Any, size: int | None) -> nn.Module:
     if size is not None and isinstance(getattr(config, "image_size", None), int):
         config.image_size = size
-    return cast("nn.Module", make._from_config(config, **_options(make)))  # noqa: SLF001 -- what AutoModel calls
+    return cast("nn.Module", kind._from_config(config, **_options(kind)))  # noqa: SLF001 -- AutoModel calls the same
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any], origin: str) -> list[Path]:
     """Return the files of the weights.
 
     Raises:
-        ConfigError: there is none, or one is not a .safetensors file in the folder itself.
+        ConfigError: there are no weights, or a file is not a .safetensors file in the folder itself.
     """
-    there = (name for name in WEIGHTS if (folder / name).exists())
-    named = config.get("transformers_weights") or next(there, "")
-    if not named:
+    existing = (name for name in WEIGHTS if (folder / name).exists())
+    main = config.get("transformers_weights") or next(existing, "")
+    if not main:
         pickled = next((name for name in PICKLES if (folder / name).exists()), "")
-        why = f"; {pickled} is a pickle, which is not read here" if pickled else ""
-        raise ConfigError(f"{origin} has no model.safetensors{why}: save it with save_pretrained")
-    index = str(named).endswith(INDEX) and _FILE.fullmatch(str(named).removesuffix(INDEX))
-    names = _indexed(folder / named, origin) if index else [named]
+        hint = f"; {pickled} is a pickle, which is not read here" if pickled else ""
+        raise ConfigError(f"{origin} has no model.safetensors{hint}: save it with save_pretrained")
+    is_index = str(main).endswith(INDEX) and _FILE.fullmatch(str(main).removesuffix(INDEX))
+    names = _read_index(folder / main, origin) if is_index else [main]
     for name in names:
         if not (isinstance(name, str) and _FILE.fullmatch(name) and (folder / name).is_file()):
             raise ConfigError(
@@ -225,136 +230,141 @@ def _weight_files(folder: Path, config: Mapping[str, Any], origin: str) -> list[
     return [folder / name for name in names]
 
 
-def _indexed(path: Path, origin: str) -> list[Any]:
+def _read_index(path: Path, origin: str) -> list[Any]:
     try:
         return list(dict.fromkeys(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-    except Exception as error:  # whatever is wrong with a file that somebody else wrote
-        raise ConfigError(f"{origin}: its {path.name} cannot be read: {_line(error)}") from error
+    except Exception as error:  # a file of unknown origin may be wrong in any way
+        raise ConfigError(f"{origin}: its {path.name} cannot be read: {_one_line(error)}") from error
 
 
-def _trained(make: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> nn.Module:
+def _build_with_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> nn.Module:
     try:
-        # No folder is passed: transformers would choose files in it itself, in some cases a pickle.
-        module, told = make.from_pretrained(
+        # Without the folder: transformers would choose the files in it, in some cases a pickle.
+        module, loading = kind.from_pretrained(
             None,
             config=config,
             state_dict={name: tensor for path in files for name, tensor in safetensors.torch.load_file(path).items()},
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told, and refused below
-            **_options(make),
+            ignore_mismatched_sizes=True,  # reported in the loading info, and refused below
+            **_options(kind),
         )
     except Exception as error:
-        raise ConfigError(f"the weights of {spec.origin} cannot be read: {_line(error)}") from error
-    lacking = sorted(told["missing_keys"]) + sorted(str(one[0]) for one in told["mismatched_keys"])
-    if lacking:
-        some = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")  # noqa: PLR2004 -- enough to see
-        raise ConfigError(f"the weights of {spec.origin} lack {some}: was it trained as a classifier of images?")
+        raise ConfigError(f"the weights of {spec.origin} cannot be read: {_one_line(error)}") from error
+    missing = sorted(loading["missing_keys"]) + sorted(str(key[0]) for key in loading["mismatched_keys"])
+    if missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")  # noqa: PLR2004 -- names that fit a message
+        raise ConfigError(f"the weights of {spec.origin} lack {names}: was it trained as a classifier of images?")
     return cast("nn.Module", module)
 
 
 def _labels(config: Any) -> tuple[str, ...]:
-    found = config.id2label or {}
-    labels = tuple(str(found.get(index, "")) for index in range(len(found)))
+    names = config.id2label or {}
+    labels = tuple(str(names.get(index, "")) for index in range(len(names)))
     return () if all(_GENERIC.fullmatch(label) or not label for label in labels) else labels
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-# --- how it wants its input ---
+# --- preprocessing ---
 
 
-def _processor(hub: Any, folder: Path, origin: str) -> Any:
+def _load_processor(transformers: Any, folder: Path, origin: str) -> Any:
     try:
-        return hub.AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        there = "cannot be used" if (folder / PROCESSOR).exists() else "is not there"
+        fault = "cannot be used" if (folder / PROCESSOR).exists() else "does not exist"
         raise ConfigError(
-            f"{origin}: its {PROCESSOR} {there}, and without it nobody knows what input the model was trained on "
-            f"(AutoImageProcessor's save_pretrained writes it): {_line(error)}"
+            f"{origin}: its {PROCESSOR} {fault}, and only this file says what input the model was trained on "
+            f"(AutoImageProcessor's save_pretrained writes it): {_one_line(error)}"
         ) from error
 
 
 def preprocess_of(processor: Any, origin: str) -> Preprocess:
-    """Say what a processor of transformers does to a photo, in our words: those by which the same comes out.
+    """Find the `Preprocess` that gives the same result as a processor of transformers.
+
+    The result for black and white photos gives mean and standard deviation. Then all plausible combinations of resize,
+    crop and interpolation are tried on test photos.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: no `Preprocess` does.
     """
     try:
-        low, high = (_made(processor, np.full((64, 96, 3), value, np.uint8)) for value in (0, 255))
-        photos = _patterns(low.shape[1], low.shape[2])
-        seen = [_made(processor, photo) for photo in photos]
+        low, high = (_process(processor, np.full((64, 96, 3), value, np.uint8)) for value in (0, 255))
+        photos = _test_photos(low.shape[1], low.shape[2])
+        results = [_process(processor, photo) for photo in photos]
     except Exception as error:
-        raise ConfigError(f"{origin}: its processor does not make photos ready: {_line(error)}") from error
+        raise ConfigError(f"{origin}: its processor cannot preprocess photos: {_one_line(error)}") from error
     black, span = low.amax((1, 2)), (high - low).amax((1, 2))
-    if bool((span > 0).all()) and all(one.shape == low.shape for one in seen):
-        plain = [(one - black[:, None, None]) / span[:, None, None] for one in seen]
-        likely = _likely(processor, (low.shape[1], low.shape[2]), _triple(-black / span), _triple(1 / span))
-        if found := _nearest(likely, list(zip(photos, plain, strict=True))):
-            return found
+    if bool((span > 0).all()) and all(result.shape == low.shape for result in results):
+        plain = [(result - black[:, None, None]) / span[:, None, None] for result in results]
+        candidates = _candidates(processor, (low.shape[1], low.shape[2]), _triple(-black / span), _triple(1 / span))
+        if preprocess := _closest(candidates, list(zip(photos, plain, strict=True))):
+            return preprocess
     raise ConfigError(
-        f"{origin}: its {type(processor).__name__} does more than resize, crop to the middle and normalise, or photos "
-        "do not come out in one size: load it in a factory of your own, which says what input it wants"
+        f"{origin}: its {type(processor).__name__} does more than resize, crop to the middle and normalise, or its "
+        "results vary in size: load the model in a factory of your own, which says what input it needs"
     )
 
 
-def _made(processor: Any, photo: Picture) -> Tensor:
-    """Return what a processor makes of a photo, float32 [3,h,w]."""
+def _process(processor: Any, photo: Photo) -> Tensor:
+    """Return a processor's result for a photo, float32 [3,h,w]."""
     return cast("Tensor", processor(images=Image.fromarray(photo), return_tensors="pt")["pixel_values"])[0].float()
 
 
-def _patterns(height: int, width: int) -> list[Picture]:
-    """Return photos for an input of a size: high and wide, and of enough widths for every way to round a crop."""
+def _test_photos(height: int, width: int) -> list[Photo]:
+    """Return a tall photo, and wide ones of enough widths for every way to round a crop."""
     high, wide = height * 5 // 4, width * 7 // 4
-    return [_pattern(height * 9 // 5, width * 4 // 3), *(_pattern(high, wide + more) for more in range(6))]
+    return [_pattern(height * 9 // 5, width * 4 // 3), *(_pattern(high, wide + extra) for extra in range(6))]
 
 
-def _pattern(height: int, width: int) -> Picture:
-    """Return waves, others in each colour, that nothing looks like which is moved, mirrored or cut off elsewhere."""
-    rows, columns = (each / max(height, width) for each in np.mgrid[:height, :width])
+def _pattern(height: int, width: int) -> Photo:
+    """Return waves, different in each colour, which differ from any shifted, mirrored or cropped version of them."""
+    rows, columns = (index / max(height, width) for index in np.mgrid[:height, :width])
     waves = [9 * rows + 5 * columns**2, 8 * columns - 5 * rows**2, 12 * rows * columns + 3 * rows]
     return np.asarray(127.5 + 127 * np.sin(2 * np.pi * np.stack(waves, -1)), np.uint8)
 
 
-def _likely(processor: Any, size: tuple[int, int], mean: Triple, std: Triple) -> list[Preprocess]:
-    """Return what a processor's words may mean."""
-    said = getattr(processor, "size", None) or {}
-    side = said.get("shortest_edge") or min(size)
+def _candidates(processor: Any, size: tuple[int, int], mean: Triple, std: Triple) -> list[Preprocess]:
+    """Return the preprocessings that a processor's attributes may mean."""
+    stated = getattr(processor, "size", None) or {}
+    side = stated.get("shortest_edge") or min(size)
     share = getattr(processor, "crop_pct", None) or getattr(processor, "data_config", {}).get("crop_pct") or 1.0
-    exact = (said.get("height") or size[0], said.get("width") or size[1])
+    exact = (stated.get("height") or size[0], stated.get("width") or size[1])
     resizes = dict.fromkeys((size, exact, side, int(side / share), (int(size[0] / share), int(size[1] / share))))
-    ways = product(resizes, get_args(Interpolation), (True, False))
-    return [Preprocess(size, resize, how, mean, std, floors) for resize, how, floors in ways]
+    combinations = product(resizes, get_args(Interpolation), (True, False))
+    return [
+        Preprocess(size, resize, interpolation, mean, std, floors) for resize, interpolation, floors in combinations
+    ]
 
 
-def _nearest(likely: Sequence[Preprocess], shown: Sequence[tuple[Picture, Tensor]]) -> Preprocess | None:
-    """Return the one by which photos come nearest to what a processor showed of them; None if that is not near."""
-    gaps = {}
-    for preprocess in likely:
-        gap = 0.0
-        for photo, seen in shown:
-            gap = max(gap, float((_seen_here(photo, preprocess) - seen).abs().max()))
-            if gap > _NEAR:
+def _closest(candidates: Sequence[Preprocess], expected: Sequence[tuple[Photo, Tensor]]) -> Preprocess | None:
+    """Return the preprocessing closest to the expected results for photos, or None if all differ too much."""
+    differences = {}
+    for preprocess in candidates:
+        largest = 0.0
+        for photo, result in expected:
+            largest = max(largest, float((_preprocess(photo, preprocess) - result).abs().max()))
+            if largest > _MAX_DIFFERENCE:
                 break
         else:
-            gaps[preprocess] = gap
-    return min(gaps, key=gaps.__getitem__) if gaps else None
+            differences[preprocess] = largest
+    return min(differences, key=differences.__getitem__) if differences else None
 
 
-def _seen_here(photo: Picture, preprocess: Preprocess) -> Tensor:
-    """Return what the model will see here of a photo, 0 to 1 [3,h,w]."""
+def _preprocess(photo: Photo, preprocess: Preprocess) -> Tensor:
+    """Return a photo as the model receives it, before normalisation: 0 to 1 [3,h,w]."""
     image, resize = torch.from_numpy(photo).permute(2, 0, 1), preprocess.resize
     mode = InterpolationMode(preprocess.interpolation)
     image = functional.resize(image, [resize] if isinstance(resize, int) else list(resize), mode).float() / 255
     if preprocess.floors:
-        for axis, kept in enumerate(preprocess.size, 1):
-            there = image.shape[axis]
-            image = image.narrow(axis, max(0, there - kept) // 2, min(there, kept))
+        for axis, target in enumerate(preprocess.size, 1):
+            length = image.shape[axis]
+            image = image.narrow(axis, max(0, length - target) // 2, min(length, target))
     return cast("Tensor", functional.center_crop(image, list(preprocess.size)))
 
 
 def _triple(values: Tensor) -> Triple:
-    red, green, blue = (round(float(value), 7) for value in values.double())  # float32 has no more
+    red, green, blue = (round(float(value), 7) for value in values.double())  # the precision of float32
     return red, green, blue

@@ -1,8 +1,8 @@
-"""Networks of this process: explained without being changed.
+"""Explanations of networks of this process, without changes to them.
 
-An explanation needs a network in evaluation mode whose parameters want no gradients. The caller's network may be in the
-middle of its training. So what is explained is a shadow: another module with the same memory for its parameters. A
-network that cannot be copied is run itself, and is put back as it was after each batch.
+An explanation needs a network in evaluation mode whose parameters require no gradients. The caller's network may be in
+the middle of its training. So the explained module is a copy that shares the memory of the network's parameters. A
+network that cannot be copied runs itself; after each batch its modes and flags are restored.
 """
 
 import copy
@@ -20,66 +20,67 @@ Output = Callable[[Any], Any]
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return another parameter with the same memory, which wants no gradient; of a buffer a copy.
+    """Return a parameter without gradient that shares memory with this parameter; copy a buffer.
 
-    A module may write to its buffers as it runs. They are small.
+    A module may write to its buffers while it runs, so they cannot be shared. They are small.
     """
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach(), requires_grad=False)
     return tensor.detach().clone()
 
 
-def copied(module: nn.Module) -> nn.Module:
+def copy_network(module: nn.Module) -> nn.Module:
     """Return a copy of a network that shares nothing with it.
 
     Raises:
-        ConfigError: it cannot be copied.
+        ConfigError: the network cannot be copied.
     """
     try:
         return copy.deepcopy(module)
-    except Exception as error:  # whatever a user's module does
+    except Exception as error:  # a user's module may raise anything
         words = f"the network cannot be copied: {type(error).__name__}: {error}"
         raise ConfigError(words) from error
 
 
-def shadow(module: nn.Module) -> nn.Module:
-    """Return a copy of a network that shares the memory of its parameters; in float32 if they are in half precision.
+def share_parameters(module: nn.Module) -> nn.Module:
+    """Return a copy of a network that shares the memory of its parameters; a float32 copy of one in half precision.
 
     Returns:
-        The copy; or the network itself if it cannot be copied, to be run inside `borrowed`.
+        The copy; or the network itself if it cannot be copied. Run that inside `frozen`.
     """
-    memo: dict[int, Any] = {id(one): alias(one) for one in (*module.parameters(), *module.buffers())}
+    # deepcopy takes the tensors in `memo` instead of copying the originals.
+    memo: dict[int, Any] = {id(tensor): alias(tensor) for tensor in (*module.parameters(), *module.buffers())}
     try:
         copied = copy.deepcopy(module, memo)
-    except Exception:  # noqa: BLE001 -- whatever a user's module does
+    except Exception:  # noqa: BLE001 -- a user's module may raise anything
         return module
-    half = any(one.dtype in (torch.float16, torch.bfloat16) for one in module.parameters())
+    half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in module.parameters())
     return copied.float() if half else copied
 
 
 @contextmanager
-def borrowed(module: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode inside the block, without gradients for its parameters, and back after it."""
-    modes = {one: one.training for one in module.modules()}
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Put a network into evaluation mode, without gradients for its parameters, and restore it after the block."""
+    modes = {child: child.training for child in module.modules()}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
-        for one in modes:
-            one.training = False  # not `eval()`, which a module may define in another way
+        for child in modes:
+            child.training = False  # not `eval()`, which a module may override
         for parameter in trained:
             parameter.requires_grad = False
         yield
     finally:
-        for one, mode in modes.items():
-            one.training = mode
+        for child, mode in modes.items():
+            child.training = mode
         for parameter in trained:
             parameter.requires_grad = True
 
 
 def with_output(module: nn.Module, output: Output) -> nn.Module:
-    """Have a network return its logits, picked out of what it returns by a function of the user's.
+    """Make a network return its logits: apply a user's function to the output of its forward pass.
 
-    The module gets a class of its own: a wrapper would add a level to the names of all layers, and a hook would be
-    taken for one that belongs to the network.
+    The module gets a class of its own, derived from its present one. A wrapper module would add a level to the names of
+    all layers, and a hook would look like a hook of the network's own.
     """
     kind = type(module)
 

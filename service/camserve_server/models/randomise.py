@@ -1,8 +1,8 @@
-"""A model whose last modules have random weights, for as long as a batch runs.
+"""Random weights for the last modules of a model, while a batch runs.
 
-The weights are exchanged in place and put back, so that there is never a second model: nothing to list, and no more
-memory than the random weights themselves. A GPU keeps these for the next batch: while the CPU draws, it has nothing to
-do. resnet50 takes 0.17 s, several times as long as its batch.
+The weights are exchanged in place and put back afterwards. So no second model is needed, and no more memory than for
+the random weights themselves. For a GPU the random weights are kept for the next batch, because the GPU would be idle
+while the CPU draws them: 0.17 s for resnet50, several times as long as its batch.
 """
 
 import zlib
@@ -18,19 +18,19 @@ from camserve_server.models.values import ModelInfo, Randomised
 
 
 def stack(info: ModelInfo) -> tuple[str, ...]:
-    """Return the modules that have parameters of their own, from the output down to the input.
+    """Return the modules that have parameters of their own, from the output to the input.
 
-    What belongs to no module that runs by itself counts to the nearest around it that does.
+    The parameters of a module that never runs count for the nearest enclosing module that does.
     """
     own = {name: layer.parameters for name, layer in info.layers.items()}
     for name, layer in info.layers.items():
-        if around := _owner(name.rpartition(".")[0], own):
-            own[around] -= layer.parameters
+        if enclosing := _owner(name.rpartition(".")[0], own):
+            own[enclosing] -= layer.parameters
     return tuple(name for name in reversed(own) if own[name] > 0)
 
 
 def _owner(name: str, known: dict[str, int]) -> str:
-    """Return the nearest known module that holds this one, or is it; empty where only the model itself does."""
+    """Return the module itself if it is known, else the nearest known module around it; empty if only the model is."""
     while name and name not in known:
         name = name.rpartition(".")[0]
     return name
@@ -40,53 +40,56 @@ def _owner(name: str, known: dict[str, int]) -> str:
 def randomised(model: LoadedModel, how: Randomised | None) -> Iterator[None]:
     """Give some of a model's modules random weights inside the block.
 
-    Every parameter is drawn anew from the normal distribution that has its mean and its standard deviation, so that
-    what flows through the model keeps its size: with a constructor's own weights, a deep model that was trained with
-    others may answer with nothing but zeros. What a parameter becomes depends on the seed and its name alone, so that a
-    module has the same random weights in every stage of a cascade.
+    Every parameter is drawn from the normal distribution with its own mean and standard deviation, so that activations
+    keep their scale. With the initial weights of a constructor, a deep model that was trained with others may return
+    only zeros. The random values depend only on the seed and the parameter's name, so a module has the same random
+    weights in every stage of a cascade.
 
     Args:
-        model: that is given random weights.
-        how: which modules; None for none.
+        model: the model.
+        how: the modules and the seed; None for no modules.
     """
     if how is None:
         yield
         return
-    chosen = _chosen(model, how)
-    kept = {name: parameter.data for name, parameter in chosen.items()}
-    drawn = _drawn_before(model, how.seed)
+    selected = _select_parameters(model, how)
+    original = {name: parameter.data for name, parameter in selected.items()}
+    cache = _cached_weights(model, how.seed)
     try:
-        for name, parameter in chosen.items():
-            if name not in drawn:
-                drawn[name] = _drawn(parameter.data, zlib.crc32(name.encode()) + how.seed)
-            parameter.data = drawn[name]
+        for name, parameter in selected.items():
+            if name not in cache:
+                cache[name] = _draw(parameter.data, zlib.crc32(name.encode()) + how.seed)
+            parameter.data = cache[name]
         yield
     finally:
-        for name, parameter in chosen.items():
-            parameter.data = kept[name]
+        for name, parameter in selected.items():
+            parameter.data = original[name]
 
 
-def _chosen(model: LoadedModel, how: Randomised) -> dict[str, nn.Parameter]:
-    """Return the parameters that become random, by name; those of the model itself with the last of its modules."""
+def _select_parameters(model: LoadedModel, how: Randomised) -> dict[str, nn.Parameter]:
+    """Return the parameters that become random, by name.
+
+    Parameters of the model itself, outside all modules, belong to the last of the modules.
+    """
     modules = stack(model.info)
     top = set(modules[: how.modules]) | ({""} if how.modules >= len(modules) else set())
     known = dict.fromkeys(model.info.layers, 0)
     named = model.module.named_parameters()
-    return {name: one for name, one in named if _owner(name.rpartition(".")[0], known) in top}
+    return {name: parameter for name, parameter in named if _owner(name.rpartition(".")[0], known) in top}
 
 
-def _drawn_before(model: LoadedModel, seed: int) -> dict[str, Tensor]:
-    """Return the random weights that a model's device keeps, by name: those of the newest seed, on a CPU none."""
+def _cached_weights(model: LoadedModel, seed: int) -> dict[str, Tensor]:
+    """Return the random weights that are kept on a GPU for the latest seed, by name; an empty dict for a CPU."""
     if device_of(model.info.device).is_cpu:
         return {}
-    if seed not in model.drawn:
-        model.drawn.clear()
-    return model.drawn.setdefault(seed, {})
+    if seed not in model.random_weights:
+        model.random_weights.clear()
+    return model.random_weights.setdefault(seed, {})
 
 
-def _drawn(weights: Tensor, seed: int) -> Tensor:
-    # Drawn on the CPU, so that every device draws the same. Not in page-locked memory: torch keeps that for the life of
-    # the process, and the largest weight of vgg16 has 392 MiB.
+def _draw(weights: Tensor, seed: int) -> Tensor:
+    # Drawn on the CPU, so that every device gets the same values. Not in page-locked memory: torch keeps that for the
+    # life of the process, and the largest weight of vgg16 has 392 MiB.
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
     noise = device_of(weights.device).upload(noise).to(weights.dtype)
     drawn: Tensor = noise * weights.std(correction=0) + weights.mean()

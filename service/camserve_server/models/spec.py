@@ -1,4 +1,4 @@
-"""How a model is named on a command line or in a configuration: `[NAME=]SOURCE:ARCH[?option=value&…]`."""
+"""Model specs, as written on a command line or in a configuration: `[NAME=]SOURCE:ARCH[?option=value&…]`."""
 
 import re
 from dataclasses import dataclass, field
@@ -23,28 +23,30 @@ _FILES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".torchscript", ".ts",
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which model to load, and how.
+    """The description of a model to load.
 
     Attributes:
-        name: in requests.
-        source: "torchvision", "timm", "hf", "embedded", that of a plugin, or the Python module that holds the factory.
-        arch: the model's name there, or the factory's; the last part of its folder where the source is "hf".
-        weights: "default", "none", or the path of a .safetensors or .pth file. A factory's weights are what it made
-            of them; "none" says that they are random, and gives random values to those that are zero.
-        precision: that it runs in.
-        labels: path of a text file with one label a line, or nothing.
-        classes: how many, where the architecture's own number is not meant; 0 for an embedding in their place. Not for
-            a factory.
-        size: side of its square input in pixels, where the model does not say or another is meant.
-        sha256: that the weights file must have, or nothing.
-        task: what it answers with; None to find out, which cannot tell classes from numbers or embeddings.
-        compile: whether what lies before its default layer is compiled when it is loaded.
-        accelerate: whether it may be accelerated; if not, it runs as it was loaded (`models.acceleration`).
-        folder: of a model that transformers saved; nothing for other sources.
-        model_folder: the folder in which a caller named the weights file; no link below it is followed when the file is
-            opened. Empty if the operator named the file.
-        live: a network of this process that is served, a `Source`; None where the model is to be made.
-        shared: whether that network's parameters are shared rather than copied.
+        name: its name in requests.
+        source: "torchvision", "timm", "hf", "embedded", the name of a plugin's source, or the Python module of a
+            factory function.
+        arch: the model's name in its source, or the factory's name; the last part of the folder for "hf".
+        weights: "default", "none", or the path of a .safetensors or .pth file. A factory's module has the weights that
+            the factory gave it; "none" declares these as random, and fills weights that are zero with random values.
+        precision: the precision of its computations.
+        labels: path of a text file with one label per line; empty for the source's own labels.
+        classes: the number of classes, if other than the architecture's own; 0 for an embedding instead of classes.
+            Not for a factory.
+        size: side of its square input in pixels; None for the model's own.
+        sha256: the expected hash of the weights file; empty to check nothing.
+        task: the task of the model; None to find it out. Exclusive classes, independent classes, numbers and embeddings
+            cannot be told apart that way.
+        compile: True to compile the part up to the default layer when the model is loaded.
+        accelerate: False to run the model exactly as it was loaded (see `models.acceleration`).
+        folder: the folder of a model that transformers saved; empty for other sources.
+        model_folder: the folder in which a caller named the weights file. No link below it is followed when the file
+            is opened. Empty if the operator named the file.
+        live: a `Source` with a network of this process; None to build the model.
+        shared: True if the memory of that network's parameters is shared, False if they are copied.
     """
 
     name: str
@@ -71,12 +73,12 @@ class ModelSpec:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, as it is shown: "timm:resnet50"."""
+        """The source and the model's name there, such as "timm:resnet50"."""
         return f"{self.source}:{self.arch}"
 
 
 def parse(text: str) -> ModelSpec:
-    """Read a model as it is named on a command line.
+    """Parse a model spec.
 
     Raises:
         ConfigError: the form, an option or a value is wrong.
@@ -89,10 +91,10 @@ def parse(text: str) -> ModelSpec:
     if not form or not form["folder"]:
         _refuse_files(text)
     if not form:
-        raise ConfigError(f'cannot read the model "{text}": write [NAME=]SOURCE:ARCH[?option=value]')
-    source, arch = _source(form)
-    options = _options(text, form["options"] or "")
-    classes = _number(text, "classes", options, least=0)
+        raise ConfigError(f'cannot parse the model "{text}": write [NAME=]SOURCE:ARCH[?option=value]')
+    source, arch = _parse_source(form)
+    options = _parse_options(text, form["options"] or "")
+    classes = _parse_number(text, "classes", options, least=0)
     if classes and options.get("weights", "default") == "default":
         raise ConfigError(f'model "{text}": classes= needs weights=PATH or weights=none; the default has its own')
     return ModelSpec(
@@ -101,23 +103,23 @@ def parse(text: str) -> ModelSpec:
         source=source,
         arch=arch,
         weights=options.get("weights", "default"),
-        precision=_precision(text, options.get("precision", "float32")),
+        precision=_parse_precision(text, options.get("precision", "float32")),
         labels=options.get("labels", ""),
         classes=classes,
-        size=_number(text, "size", options),
+        size=_parse_number(text, "size", options),
         sha256=options.get("sha256", "").lower(),
-        task=_task(text, options.get("task"), source, classes),
-        compile=_switch(text, "compile", options),
-        accelerate=_switch(text, "accelerate", options, default="true"),
+        task=_parse_task(text, options.get("task"), source, classes),
+        compile=_parse_bool(text, "compile", options),
+        accelerate=_parse_bool(text, "accelerate", options, default="true"),
     )
 
 
-def _source(form: re.Match[str]) -> tuple[str, str]:
-    """Return the source, and the model's name there."""
+def _parse_source(form: re.Match[str]) -> tuple[str, str]:
+    """Return the source, and the model's name in it."""
     if form["folder"]:
         arch = Path(form["folder"]).name
         if not _NAME.fullmatch(arch):
-            raise ConfigError(f'the folder "{form["folder"]}" gives no name to call the model by: write NAME=hf:FOLDER')
+            raise ConfigError(f'the folder "{form["folder"]}" gives no name for the model: write NAME=hf:FOLDER')
         return "hf", arch
     source, arch = form["source"] or "embedded", form["arch"]
     if source == "embedded" and arch != EMBEDDED:
@@ -131,12 +133,12 @@ def _refuse_files(text: str) -> None:
         raise ConfigError(
             f'"{file}" is a file, and a model is named by its network: write SOURCE:ARCH?weights={file}, such as '
             f"timm:resnet50?weights=… or your.module:factory?weights=…; TorchScript and ONNX files hold a program "
-            "whose layers cannot be listened to, so take the network that they were made from, and its state_dict()"
+            "whose layers cannot be hooked, so use the network that they were made from, and its state_dict()"
         )
 
 
-def _options(text: str, query: str) -> dict[str, str]:
-    # Not as in a URL: a path may hold a "+" or a "%".
+def _parse_options(text: str, query: str) -> dict[str, str]:
+    # Not decoded like a URL, because a path may contain a "+" or a "%".
     options = {key: value for key, _, value in (part.partition("=") for part in query.split("&") if part)}
     for key in options:
         if key not in OPTIONS:
@@ -145,34 +147,34 @@ def _options(text: str, query: str) -> dict[str, str]:
     return options
 
 
-def _precision(text: str, value: str) -> Precision:
+def _parse_precision(text: str, value: str) -> Precision:
     if value not in get_args(Precision):
-        raise ConfigError(f'model "{text}": precision is one of {", ".join(get_args(Precision))}')
+        raise ConfigError(f'model "{text}": precision must be one of {", ".join(get_args(Precision))}')
     return cast("Precision", value)
 
 
-def _task(text: str, value: str | None, source: str, classes: int | None) -> Task | None:
+def _parse_task(text: str, value: str | None, source: str, classes: int | None) -> Task | None:
     if value is not None and value not in get_args(Task):
         hint = did_you_mean(value, get_args(Task))
-        raise ConfigError(f'model "{text}": task is one of {", ".join(get_args(Task))}{hint}')
+        raise ConfigError(f'model "{text}": task must be one of {", ".join(get_args(Task))}{hint}')
     if classes != 0:
         return cast("Task | None", value)
     if source != "timm" or value not in (None, "embed"):
-        raise ConfigError(f'model "{text}": classes=0 leaves the head out for an embedding, of a timm model only')
+        raise ConfigError(f'model "{text}": classes=0 replaces the head by an embedding, for timm models only')
     return "embed"
 
 
-def _number(text: str, key: str, options: dict[str, str], least: int = 1) -> int | None:
+def _parse_number(text: str, key: str, options: dict[str, str], least: int = 1) -> int | None:
     value = options.get(key)
     if value is None:
         return None
-    if not value.isdecimal() or not least <= int(value) < 100_000:  # noqa: PLR2004 -- absurd, not a bound to tune
-        raise ConfigError(f'model "{text}": {key} is a whole number from {least}, not "{value}"')
+    if not value.isdecimal() or not least <= int(value) < 100_000:  # noqa: PLR2004 -- far beyond any useful value
+        raise ConfigError(f'model "{text}": {key} must be a whole number from {least}, not "{value}"')
     return int(value)
 
 
-def _switch(text: str, key: str, options: dict[str, str], default: str = "false") -> bool:
+def _parse_bool(text: str, key: str, options: dict[str, str], default: str = "false") -> bool:
     value = options.get(key, default)
     if value not in ("true", "false"):
-        raise ConfigError(f'model "{text}": {key} is true or false, not "{value}"')
+        raise ConfigError(f'model "{text}": {key} must be true or false, not "{value}"')
     return value == "true"

@@ -1,4 +1,4 @@
-"""What models answer with, beside logits of classes: a class for every pixel, boxes, embeddings."""
+"""Outputs of models by task: logits of classes, logits of every pixel, objects with boxes, or embeddings."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,118 +13,119 @@ from camserve_server.models import detectors
 from camserve_server.models.hooks import first_tensor
 from camserve_server.models.values import LayerInfo, Task
 
-OBJECT = ("boxes", "labels", "scores")
-"""What torchvision's detectors say of each image's objects."""
+OBJECT_KEYS = ("boxes", "labels", "scores")
+"""Keys of each image's objects in the output of torchvision's detectors."""
 
 
 def task_of(output: Any) -> Task:
-    """Tell by its output what a model answers with: boxes, a class for every pixel, or logits of classes.
+    """Return the task of a model by its output: boxes, logits of every pixel, or logits of classes.
 
-    Boxes come as torchvision's detectors give them, in a list of dictionaries; a class for every pixel as its
-    segmentation models do, in a dictionary with an entry "out". Logits may also be an output's attribute `logits`, as
-    transformers has it.
+    Boxes are in a list of dictionaries, as torchvision's detectors return them. Logits of every pixel are the entry
+    "out" of a dictionary, as torchvision's segmentation models return them. Logits of classes may also be an attribute
+    `logits` of the output, as in transformers.
     """
-    if isinstance(output, Sequence) and output and all(_has(one, OBJECT) for one in output):
+    if isinstance(output, Sequence) and output and all(_has_keys(item, OBJECT_KEYS) for item in output):
         return "detect"
-    return "segment" if _has(output, ("out",)) else "classify"
+    return "segment" if _has_keys(output, ("out",)) else "classify"
 
 
-def _has(output: Any, names: Sequence[str]) -> bool:
+def _has_keys(output: Any, names: Sequence[str]) -> bool:
     return isinstance(output, Mapping) and all(name in output for name in names)
 
 
 def values_of(output: Any, task: Task) -> Tensor:
-    """Return what a model answered as one tensor, as `outputs.Outputs` has it.
+    """Return the output of a model as one tensor, in the form of `outputs.Outputs.values`.
 
     Raises:
-        FailedPrecondition: there is none in it.
+        FailedPrecondition: the output has no tensor.
     """
     if task == "detect":
-        return pad_sequence([_objects(one) for one in output], batch_first=True, padding_value=-1.0)
-    tensor = _tensor(output)
+        return pad_sequence([_objects(item) for item in output], batch_first=True, padding_value=-1.0)
+    tensor = _main_tensor(output)
     if tensor is None:
-        raise FailedPrecondition("the model answers with no tensor of numbers")
+        raise FailedPrecondition("the model returns no tensor of numbers")
     return tensor
 
 
-def _tensor(output: Any) -> Tensor | None:
-    """Return the answer among all that an output may hold: what is called so, else its first tensor of numbers."""
-    if _has(output, ("out",)):
+def _main_tensor(output: Any) -> Tensor | None:
+    """Return an output's entry "out" or its logits, else its first floating-point tensor."""
+    if _has_keys(output, ("out",)):
         return cast("Tensor", output["out"])
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else first_tensor(output)
 
 
-def _objects(found: Mapping[str, Tensor]) -> Tensor:
-    """Return one image's objects [n, 6]: class, score, left, top, right, bottom; the most certain first."""
-    scores = found["scores"].float()
-    objects = torch.cat([found["labels"].to(scores)[:, None], scores[:, None], found["boxes"].to(scores)], 1)
+def _objects(detection: Mapping[str, Tensor]) -> Tensor:
+    """Return one image's objects [n, 6] by descending score: class, score, left, top, right, bottom."""
+    scores = detection["scores"].float()
+    objects = torch.cat([detection["labels"].to(scores)[:, None], scores[:, None], detection["boxes"].to(scores)], 1)
     return objects[(-scores.detach()).argsort(stable=True)]
 
 
 class Trial:
-    """One run of a model, that shows what it answers with.
+    """A single run of a model that finds its task.
 
     Args:
-        wanted: what it is said to answer with; None to find out.
-        labels: of its classes, where they are known.
+        task: the task that the model is declared to have; None to find it out.
+        labels: the labels of its classes, if known.
 
     Attributes:
-        task: what it answers with.
-        classes: how many it knows; how long its embedding is.
-        trunk: names of the layers among which the default is; None for all.
+        task: the task.
+        classes: the number of classes, or the length of the embedding.
+        trunk: the names of the layers that may be the default layer; None for all.
     """
 
-    def __init__(self, wanted: Task | None = None, labels: Collection[str] = ()) -> None:
-        self.task: Task = wanted or "classify"
+    def __init__(self, task: Task | None = None, labels: Collection[str] = ()) -> None:
+        self.task: Task = task or "classify"
         self.classes = 0
         self.trunk: set[str] | None = None
-        self._wanted = wanted
+        self._declared_task = task
         self._labels = labels
         self._pyramid = detectors.Pyramid()
 
     @contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
-        """Have a model that runs in the block say all that it can."""
-        with detectors.lenient(model), detectors.pyramid_of(model) as self._pyramid:
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Make a detector report all objects inside the block, and record its feature pyramid."""
+        with detectors.without_score_threshold(model), detectors.record_pyramid(model) as self._pyramid:
             yield
 
     def scores(self, model: nn.Module, output: Any) -> Tensor:
-        """Return scores [1, n] that together depend on all that the model answered to one image.
+        """Return scores [1, n] that together depend on the whole output for one image.
 
         Raises:
-            ConfigError: it answered with something else than its task says.
+            ConfigError: the output does not fit the task.
         """
-        self.task = self._wanted or task_of(output)
-        values = _checked(output, self.task)
+        self.task = self._declared_task or task_of(output)
+        values = _checked_values(output, self.task)
         if self.task != "detect":
             self.classes = values.shape[1]
             return values.mean((2, 3)) if self.task == "segment" else values
         self.classes = detectors.classes_of(model, self._labels)
         return values[:, :, 1]
 
-    def seek(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:
-        """Find the layers among which the default is.
+    def find_trunk(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:
+        """Find the layers that may be the default layer.
 
-        Of a detector these are what all of its scales are made from; of a segmentation what comes before the classes.
+        For a detector these are the layers that all scales depend on; for a segmentation model the layers before the
+        one with a channel per class.
 
         Args:
-            model: that was run.
-            outputs: of each module, on the graph, by name.
+            model: the model, after its run.
+            outputs: the output of each module, on the graph, by name.
         """
         if self.task == "detect" and self._pyramid.maps:
-            self.trunk = detectors.below(model, self._pyramid, outputs)
+            self.trunk = detectors.layers_before_pyramid(model, self._pyramid, outputs)
         if self.task == "segment":
-            inside = {name for name in outputs if name.startswith("backbone.")}
-            self.trunk = inside or _before_classes(model, outputs, self.classes)
+            backbone = {name for name in outputs if name.startswith("backbone.")}
+            self.trunk = backbone or _layers_before_classes(model, outputs, self.classes)
 
 
-def _before_classes(model: nn.Module, outputs: Mapping[str, Tensor | None], classes: int) -> set[str] | None:
-    """Return the modules that end before the last one with weights that answers with a channel for each class."""
+def _layers_before_classes(model: nn.Module, outputs: Mapping[str, Tensor | None], classes: int) -> set[str] | None:
+    """Return the modules that finish before the last module with weights whose output has a channel per class."""
     ends = [
-        place
-        for place, (name, one) in enumerate(outputs.items())
-        if one is not None and one.shape[1:2] == (classes,) and _has_weights(model, name)
+        index
+        for index, (name, output) in enumerate(outputs.items())
+        if output is not None and output.shape[1:2] == (classes,) and _has_weights(model, name)
     ]
     return set(list(outputs)[: ends[-1]]) if ends else None
 
@@ -133,37 +134,39 @@ def _has_weights(model: nn.Module, name: str) -> bool:
     return any(True for _ in model.get_submodule(name).parameters(recurse=False))
 
 
-def _checked(output: Any, task: Task) -> Tensor:
-    """Return what a model answered to one image, if it fits its task."""
+def _checked_values(output: Any, task: Task) -> Tensor:
+    """Return the output for one image as a tensor, if it fits the task."""
     if task == "detect":
         if task_of(output) != "detect":
-            raise ConfigError(f"it is no detector: it answers with {_shown(output)}, not boxes, labels and scores")
+            raise ConfigError(f"it is not a detector: it returns {_description(output)}, not boxes, labels and scores")
         if not len(output[0]["scores"]):
-            raise ConfigError("it finds no object in an image of noise, however unsure, so its layers cannot be told")
+            raise ConfigError("it finds no object in an image of noise, at any score, so its layers cannot be probed")
     elif task == "segment":
         if _dims(output) != 4:  # noqa: PLR2004 -- [batch, classes, height, width]
-            raise ConfigError(f"it is no segmentation: it answers with {_shown(output)}, not [batch, classes, h, w]")
-    elif _is_several(output) or _dims(output) != 2:  # noqa: PLR2004 -- [batch, classes]
-        raise ConfigError(f"it is no classifier: it answers with {_shown(output)}, not [batch, classes]")
+            raise ConfigError(
+                f"it is not a segmentation model: it returns {_description(output)}, not [batch, classes, h, w]"
+            )
+    elif _has_several_parts(output) or _dims(output) != 2:  # noqa: PLR2004 -- [batch, classes]
+        raise ConfigError(f"it is not a classifier: it returns {_description(output)}, not [batch, classes]")
     return values_of(output, task)
 
 
-def _is_several(output: Any) -> bool:
+def _has_several_parts(output: Any) -> bool:
     return isinstance(output, dict | list) and not isinstance(getattr(output, "logits", None), Tensor)
 
 
 def _dims(output: Any) -> int:
-    found = _tensor(output)
-    return found.dim() if isinstance(found, Tensor) else 0
+    tensor = _main_tensor(output)
+    return tensor.dim() if isinstance(tensor, Tensor) else 0
 
 
-def _shown(output: Any) -> str:
-    tensor = _tensor(output)
+def _description(output: Any) -> str:
+    tensor = _main_tensor(output)
     return f"a tensor {list(tensor.shape)}" if tensor is not None else "no tensor"
 
 
 def embedding_layer(model: nn.Module, layers: Mapping[str, LayerInfo], classes: int) -> str:
-    """Return the linear layer that a classifier ends in, whose input is the image's embedding; nothing without one."""
+    """Return the last linear layer of a classifier, whose input is the image's embedding; empty without one."""
     ends = [
         name
         for name, layer in layers.items()

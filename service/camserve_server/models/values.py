@@ -1,4 +1,4 @@
-"""Values that describe a model."""
+"""Descriptions of models, layers and passes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,28 +19,28 @@ Kind: TypeAlias = Literal[
     "inspect",
     "features",
 ]
-"""What a pass computes.
+"""The computation of a pass.
 
-score: logits only. cam: a layer's feature maps and gradients. curvature: their second derivatives too. saliency: the
-gradient at the input. guided, deconvnet: the same by another rule for each ReLU. attention: that of every block, and
-its gradients. each: the same, of each block's own score. bias: the gradients at the input and at every bias. inspect:
-statistics of every layer. features: a layer's feature maps and the weights that Grad-CAM gives them.
+score: logits only. cam: a layer's feature maps and gradients. curvature: second derivatives too. saliency: the gradient
+at the input. guided, deconvnet: the same with another backward rule for each ReLU. attention: the attention of every
+block, and its gradients. each: the same, with gradients of each block's own score. bias: the gradients at the input and
+at every bias. inspect: statistics of every layer. features: a layer's feature maps and Grad-CAM's weights for them.
 """
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detect", "embed"]
-"""What a model answers with: logits of classes that exclude each other, or that do not; numbers; logits of classes for
-every pixel; boxes; or an embedding."""
+"""The output of a model: logits of exclusive classes, logits of independent classes, numbers, logits of classes for
+every pixel, boxes, or an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the image's grid is in a layer's output.
+    """The position of the image grid in a layer's output.
 
     Attributes:
         axes: "nchw" [B,C,h,w], "nhwc" [B,h,w,C] or "tokens" [B,prefix+h*w,C].
         height: rows of the grid.
         width: columns of the grid.
-        prefix: class and register tokens before the grid's first.
+        prefix: the number of class and register tokens before the grid.
     """
 
     axes: Literal["nchw", "nhwc", "tokens"]
@@ -51,16 +51,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayerInfo:
-    """A module of a model, as one forward and one backward pass showed it.
+    """The description of a module, from one forward and one backward pass.
 
     Attributes:
-        name: as `named_modules` gives it.
-        type: its class's name.
-        shape: of its output for one image, the first being the batch.
-        parameters: how many it has.
-        calls: how often one forward pass calls it; the last call is what is captured.
-        layout: where its grid is; None if it cannot be explained.
-        reason: why it cannot be explained; empty if it can.
+        name: its name in `named_modules`.
+        type: the name of its class.
+        shape: the shape of its output for one image, with the batch first.
+        parameters: the number of its parameters.
+        calls: the number of its calls in a forward pass; the last call is captured.
+        layout: the position of its grid; None if it cannot be explained.
+        reason: the reason why it cannot be explained; empty if it can.
     """
 
     name: str
@@ -74,26 +74,26 @@ class LayerInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """All that is known of a loaded model, without the model.
+    """The description of a loaded model, without the model itself.
 
     Attributes:
-        name: in requests.
-        source: where it comes from, as "timm:resnet50".
+        name: its name in requests.
+        source: its origin, such as "timm:resnet50".
         weights: "default", "file" or "none".
-        digest: SHA-256 of its parameters and buffers, hexadecimal.
-        labels: one per class, or none at all.
-        classes: how many logits it has; how long its embedding is.
-        parameters: how many it has.
-        preprocess: how it wants its input.
+        digest: SHA-256 of its parameters and buffers, in hexadecimal.
+        labels: one label per class; empty if unknown.
+        classes: the number of its logits, or the length of its embedding.
+        parameters: the number of its parameters.
+        preprocess: the preprocessing of its input.
         layers: every module that runs, by name, in the order in which they finish.
-        default_layer: explained when a request names none.
+        default_layer: the layer that is explained when a request names none.
         precision: "float32", "bfloat16" or "float16".
         device: "cpu", "cuda:0", ….
-        task: what it answers with.
-        embedding: the linear layer whose input is the image's embedding; empty where there is none, and where the
-            embedding is what it answers with.
-        version: how often a model of that name was loaded, this time included; 0 outside of a server.
-        channels_last: whether its input has that memory layout, or is contiguous.
+        task: the task, which says what its output is.
+        embedding: the linear layer whose input is the image's embedding; empty without such a layer, or if the
+            output itself is the embedding.
+        version: the number of times that a model of that name was loaded, including this time; 0 outside a server.
+        channels_last: True if its input has that memory layout, False if it is contiguous.
     """
 
     name: str
@@ -115,23 +115,23 @@ class ModelInfo:
 
     @property
     def key(self) -> str:
-        """By which rows mean it: versions of one model are apart."""
+        """The identifier of the model in rows, different for each version."""
         return f"{self.name}@{self.version}" if self.version else self.name
 
     def label(self, index: int) -> str:
-        """Return the label of a class, or nothing where the model has none."""
+        """Return the label of a class; empty if the model has no labels."""
         return self.labels[index] if index < len(self.labels) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class UnavailableModel:
-    """A model that the configuration names and that does not answer.
+    """A model in the configuration that does not serve requests.
 
     Attributes:
-        name: in requests.
-        source: where it comes from, as "timm:resnet50".
-        state: why it does not answer.
-        version: how often it was loaded so far.
+        name: its name in requests.
+        source: its origin, such as "timm:resnet50".
+        state: the reason why it is unavailable.
+        version: the number of times that it was loaded so far.
     """
 
     name: str
@@ -145,11 +145,11 @@ KnownModel: TypeAlias = ModelInfo | UnavailableModel
 
 @dataclass(frozen=True, slots=True)
 class Randomised:
-    """What of a model has random weights while a batch runs.
+    """The part of a model that has random weights while a batch runs.
 
     Attributes:
-        modules: how many of those that have parameters, counted from the output.
-        seed: of the weights.
+        modules: the number of modules with random weights, counted from the output, of those with parameters.
+        seed: the seed of the weights.
     """
 
     modules: int
@@ -158,14 +158,14 @@ class Randomised:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What rows must have in common to share a batch: never the method, never the target.
+    """The properties that the rows of a batch share. Method and target may differ.
 
     Attributes:
-        model: its key.
-        kind: what is computed.
+        model: the key of the model.
+        kind: the computation.
         size: height and width of the input.
-        layers: whose feature maps and gradients are captured.
-        randomised: what of the model has random weights; None for nothing.
+        layers: the names of the layers whose feature maps and gradients are captured.
+        randomised: the part of the model that has random weights; None for no part.
     """
 
     model: str

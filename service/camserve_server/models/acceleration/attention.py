@@ -1,10 +1,10 @@
 """Self-attention after the default layer, without the transposed copies of `nn.MultiheadAttention`.
 
-torch's module puts the tokens first, so its backward pass copies all three projections. This one keeps images first.
-It computes the same sums in another order.
+torch's module puts the tokens first, so its backward pass copies all three projections. `attend` keeps images first.
+It computes the same sums in another order, so results differ by rounding.
 
 Measured, forward and backward pass of [8,197,768] with 12 heads in float32 (vit_b_16, AMD EPYC with AVX2, one thread):
-0.52 s by torch's module, 0.29 s by this.
+0.52 s with torch's module, 0.29 s with `attend`.
 """
 
 import math
@@ -51,12 +51,14 @@ def attend(
         query: tokens [B,N,C].
         key: the same tensor, for self-attention.
         value: the same tensor, for self-attention.
-        prefix: how many of the first tokens are queries; the output of all others is 0. None for all tokens.
+        prefix: the number of leading tokens that are queries; the output of all others is 0. None for all tokens.
         options: the other arguments of the call.
     """
-    given = {name: option for name, option in options.items() if option is not None and name != "average_attn_weights"}
+    relevant = {
+        name: option for name, option in options.items() if option is not None and name != "average_attn_weights"
+    }
     tokens = query.to(attention.in_proj_weight.dtype)
-    if not (query is key is value) or query.dim() != 3 or given != {"need_weights": False}:  # noqa: PLR2004 -- [B,N,C]
+    if not (query is key is value) or query.dim() != 3 or relevant != {"need_weights": False}:  # noqa: PLR2004 -- [B,N,C]
         mixed, weights = forward(tokens, key.to(tokens.dtype), value.to(tokens.dtype), **options)
         return mixed.to(query.dtype), weights
     queries = [] if prefix is None else _heads(attention, tokens[:, :prefix], 0, 1)
@@ -65,7 +67,7 @@ def attend(
 
 
 def _heads(attention: nn.MultiheadAttention, tokens: Tensor, start: int, stop: int) -> list[Tensor]:
-    """Return projections of tokens, [B,heads,N,c] each: from `start` to `stop` of queries, keys and values."""
+    """Return projections of tokens, [B,heads,N,c] each: those from `start` to `stop` of queries, keys and values."""
     rows = slice(start * attention.embed_dim, stop * attention.embed_dim)
     bias = cast("Tensor | None", attention.in_proj_bias)
     projected = functional.linear(tokens, attention.in_proj_weight[rows], None if bias is None else bias[rows])

@@ -1,8 +1,8 @@
-"""The copy of a model: its folded and converted weights are its own, all others are shared with the model.
+"""Copy a model with its folded and converted weights; all other weights are shared with the model.
 
 In half precision the weights before the default layer are converted once, when the model is loaded. Autocast, which the
-plain module runs under, converts them in every batch. After the layer all is float32, but for self-attention and the
-linear maps over all tokens.
+plain module runs under, converts them in every batch. After the layer everything stays float32, except self-attention
+and the linear maps over all tokens.
 
 Measured in bfloat16 at batch 8 (vit_b_16 and convnext_tiny: 4) on one thread, as multiples of the speed of the plain
 float32 module: resnet50 3.00, mobilenet_v3_large 2.52, convnext_tiny 2.98, vit_b_16 2.85. The same without conversion:
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.models.acceleration.folding import FoldablePair, folded_parameters, without_normalisation
 from camserve_server.models.acceleration.usage import Usage
@@ -36,7 +36,7 @@ def copy_model(
         converted: names of modules after the default layer whose parameters are converted too.
         dtype: the type to convert to.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # deepcopy takes the tensors in it instead of copying the originals
     for tensor in (*module.parameters(), *module.buffers()):
         convert = usage.only_before(tensor) and tensor.is_floating_point()
         memo[id(tensor)] = _converted(tensor, dtype) if convert else tensor
@@ -53,7 +53,7 @@ def copy_model(
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a weight; one that needs no change is shared with the model."""
+    """Convert a weight, or share it with the model if it already has the type."""
     if tensor.dtype == dtype:
         return tensor
     return _parameter(tensor, dtype) if isinstance(tensor, nn.Parameter) else tensor.to(dtype)
@@ -81,12 +81,12 @@ def find_token_linears(module: nn.Module, usage: Usage) -> list[str]:
 
 
 def linear_in_weight_dtype(linear: nn.Linear, forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Map tokens in the precision of the weight, and return them in their own."""
+    """Apply a linear map in the precision of its weight, and return the result in the precision of the tokens."""
     return forward(tokens.to(linear.weight.dtype)).to(tokens.dtype)
 
 
 def return_float32(_layer: nn.Module, _args: Any, output: Any) -> Any:
-    """Convert the output of the default layer to float32: a forward hook of a copy in half precision."""
+    """Convert the output of the default layer to float32: a forward hook for copies in half precision."""
     return pytree.tree_map(lambda part: part.float() if _is_float(part) else part, output)
 
 

@@ -1,8 +1,8 @@
 """Memory layout of images and convolution weights, chosen by timing both.
 
 cuDNN has kernels for contiguous images (channels first) and for channels last. Half precision is usually faster
-channels last, float32 without TF32 is often faster contiguous: it depends on the GPU, the precision and the model. So
-both layouts are timed when a model is loaded (docs/decisions/031-gpu-memory-layout.md; not measured on a GPU yet).
+channels last, float32 without TF32 is often faster contiguous. The faster one depends on the GPU, the precision and the
+model, so both layouts are timed when a model is loaded (docs/decisions/031-gpu-memory-layout.md; not measured on a GPU yet).
 
 On a CPU nothing is timed and the layout is always channels last. Measured with two threads, float32, as multiples of
 the speed of a contiguous forward pass, batch 1, 8 and 32: resnet50 1.06, 1.22 and 1.33, mobilenet_v3_large 1.30, 1.42
@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.core.devices import Device, device_of
 from camserve_server.models.hooks import capture_layers
@@ -25,20 +25,20 @@ from camserve_server.models.values import ModelInfo
 log = logging.getLogger(__name__)
 
 TIMED_ROWS = 8
-"""Size of the timed batch, where the largest batch that will run is not known."""
+"""Size of the timed batch, if the size of the largest batch is not known."""
 
 ROUNDS = 5
-"""Batches timed in each layout. One more in each, before these, pays for what is made on first use."""
+"""Batches timed in each layout, after one untimed batch in each for first-use initialisation."""
 
 MIN_SPEEDUP = 1.05
-"""How many times as fast contiguous must be to replace channels last.
+"""Smallest speedup of contiguous over channels last for which contiguous is used.
 
-Timings are not exact. Without a margin, a model that is equally fast in both would change its layout, and with it the
-last bits of its answers, from one start of the server to the next.
+Timings are not exact. Without a margin, a model that is equally fast in both would change its layout from one start of
+the server to the next, and the last bits of its results with it.
 """
 
 MEMORY_FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
-"""Memory formats, by whether they are channels last."""
+"""Memory formats: True for channels last, False for contiguous."""
 
 
 def noise_images(info: ModelInfo, rows: int, *, channels_last: bool = True) -> Tensor:
@@ -84,11 +84,11 @@ def is_channels_last_faster(
         log.info(
             "model %s runs %s: %s takes %.2f times as long, in batches of %d", info.name, chosen, other, times, rows
         )
-    except Exception as error:  # noqa: BLE001 -- whatever a user's model raises: its warm-up decides if it can be served
+    except Exception as error:  # noqa: BLE001 -- a user's model may raise anything; its warm-up decides if it can be served
         reason = f"{type(error).__name__}: {error}"
         log.warning("model %s runs channels_last: the memory layouts could not be timed (%s)", info.name, reason)
     set_layout(weights, channels_last=faster)
-    device.release_memory()  # a batch may run in a stream of its own, which cannot use what is reserved here
+    device.release_memory()  # a batch may run in its own stream, which cannot use memory that is reserved here
     return faster
 
 
@@ -98,21 +98,21 @@ def _time_ratio(device: Device, seconds: Callable[[int], tuple[float, float]], r
         try:
             channels_last, contiguous = seconds(rows)
             return contiguous / channels_last, rows
-        except Exception as error:  # whatever the libraries beneath torch raise
+        except Exception as error:  # the libraries below torch may raise anything
             if rows == 1 or not device.is_out_of_memory(error):
                 raise
-        device.release_memory()  # not above: the error holds the tensors that fill the memory
+        device.release_memory()  # not inside the block: the error holds the tensors that fill the memory
         rows //= 2
 
 
 def _seconds(
     module: nn.Module, info: ModelInfo, weights: Sequence[nn.Parameter], dtype: torch.dtype, rows: int
 ) -> tuple[float, float]:
-    """Return the seconds that a batch takes, channels last and contiguous: the median of several, taken in turn."""
+    """Return the time of a batch in seconds, channels last and contiguous: the median of alternating rounds."""
     device = device_of(info.device)
     batches = {last: noise_images(info, rows, channels_last=last).to(dtype) for last in MEMORY_FORMATS}
     times: dict[bool, list[float]] = {last: [] for last in MEMORY_FORMATS}
-    for _ in range(ROUNDS + 1):  # in turn, so that other load on the machine slows both
+    for _ in range(ROUNDS + 1):  # alternating, so that other load on the machine slows both
         for last, measured in times.items():
             set_layout(weights, channels_last=last)
             measured.append(device.measure(partial(_compute_gradcam, module, info, batches[last])))
@@ -122,7 +122,7 @@ def _seconds(
 def _compute_gradcam(module: nn.Module, info: ModelInfo, batch: Tensor) -> None:
     """Compute what Grad-CAM needs: a forward pass, and a backward pass down to the default layer."""
     precision: torch.dtype = getattr(torch, info.precision)
-    half = precision != torch.float32 and batch.dtype == torch.float32  # else the weights are in that precision
+    half = precision != torch.float32 and batch.dtype == torch.float32  # otherwise the weights have that precision
     autocast = torch.autocast(batch.device.type, precision if half else torch.bfloat16, enabled=half)
     with torch.enable_grad(), capture_layers({info.default_layer: module.get_submodule(info.default_layer)}), autocast:
         output = module(batch.clone())  # a model may change its input in place

@@ -1,4 +1,4 @@
-"""The accelerated copy of a model: planned, built, tried against the plain module, and put into service."""
+"""Plan and build the accelerated copy of a model, and compare it with the loaded module."""
 
 import functools
 import logging
@@ -31,7 +31,7 @@ from camserve_server.models.values import ModelInfo, Pass
 log = logging.getLogger(__name__)
 
 _KINDS = ("cam", "curvature", "score")
-"""Kinds of passes that the copy can run: they differentiate nothing before a layer, and keep nothing from there."""
+"""Kinds of passes that the copy can run: they differentiate and observe nothing before the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class AccelerationOptions:
     """Settings of the acceleration of one model.
 
     Attributes:
-        enabled: the switch. When off, the model runs as it was loaded, on contiguous images.
-        compile: whether to compile the part up to the default layer.
+        enabled: False to run the model as it was loaded, on contiguous images.
+        compile: True to compile the part up to the default layer.
         rows: size of the batch in which the memory layouts are timed.
     """
 
@@ -57,7 +57,7 @@ class AcceleratedModel:
         module: the copy, with the same module names; after the default layer it shares the model's parameters.
         layers: the names of the layers that can be captured in it.
         dtype: the type of its input.
-        folded_norms: how many batch norms are folded into convolutions.
+        folded_norms: the number of batch norms that are folded into convolutions.
         compiled_modules: the names of its compiled modules.
         onednn: its direct calls of oneDNN.
     """
@@ -79,8 +79,8 @@ class Acceleration:
     """The result of accelerating a model.
 
     Attributes:
-        model: the accelerated copy; None where nothing would be faster, or the model does not allow one.
-        channels_last: whether the input of the model has that memory layout, or is contiguous.
+        model: the accelerated copy; None if nothing would be faster, or if the model does not allow one.
+        channels_last: True if the input of the model has that memory layout, False if it is contiguous.
     """
 
     model: AcceleratedModel | None
@@ -90,7 +90,7 @@ class Acceleration:
 def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> Acceleration:
     """Make the accelerated copy of a model and choose its memory layout.
 
-    Never raises for what a user's model does: without a copy the model runs as it was loaded, and the log says why.
+    Never raises an error of a user's model: without a copy the model runs as it was loaded, and the log has the reason.
 
     Args:
         module: the model, frozen, in evaluation mode, on its device. It is not changed.
@@ -103,8 +103,8 @@ def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions)
     acceleration = None
     if info.task != "detect" and info.layers[info.default_layer].calls == 1:
         try:
-            acceleration = _accelerated(module, info, options)
-        except Exception as error:  # noqa: BLE001 -- whatever a user's model does: without the copy it runs as before
+            acceleration = _accelerate(module, info, options)
+        except Exception as error:  # noqa: BLE001 -- a user's model may raise anything; it can run without the copy
             _log_refusal(info, f"{type(error).__name__}: {error}")
     elif options.compile:
         _log_refusal(info, "it detects objects, or calls its default layer more than once")
@@ -116,7 +116,7 @@ def _log_refusal(info: ModelInfo, reason: str) -> None:
     log.info("model %s runs %s: it cannot be accelerated (%s)", info.name, instead, reason)
 
 
-def _accelerated(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> Acceleration | None:
+def _accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> Acceleration | None:
     dtype: torch.dtype = getattr(torch, info.precision)
     image = layout.noise_images(info, 1)
     with torch.no_grad():
@@ -133,11 +133,11 @@ def _accelerated(module: nn.Module, info: ModelInfo, options: AccelerationOption
             _log_refusal(info, reason)
             return None
         unpatched = OneDNNPatch(copied, (), set())
-        patch = _patched(copied, module, plan.sites, error) or unpatched
+        patch = _patch(copied, module, plan.sites, error) or unpatched
     channels_last = layout.is_channels_last_faster(
         copied, info, own_kernels(copied, module), dtype=dtype, rows=options.rows
     )
-    compiled = _compiled(copied, info, dtype, patch, channels_last=channels_last) if options.compile else ()
+    compiled = _compile(copied, info, dtype, patch, channels_last=channels_last) if options.compile else ()
     if compiled:
         patch = unpatched
     patch.finalize()
@@ -148,16 +148,16 @@ def _accelerated(module: nn.Module, info: ModelInfo, options: AccelerationOption
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """What can be done to a model.
+    """The techniques that apply to a model.
 
     Attributes:
         usage: the recorded usage of its tensors.
-        expected: what the plain module's default layer returns for the trial's image.
+        expected: the output of the plain module's default layer for the image of the trial.
         pairs: the batch norms that can be folded.
         sites: the modules that can call oneDNN.
         attentions: the attentions after the layer that can be replaced.
         token_linears: the linear maps over all tokens after the layer that run in half precision.
-        prefix_modules: the modules after the layer that need only some first tokens, with their number.
+        prefix_modules: the modules after the layer that need only the leading tokens, with the number of these.
     """
 
     usage: Usage
@@ -170,7 +170,7 @@ class _Plan:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything would be faster in float32."""
+        """True if the copy would be faster than the module in float32."""
         return bool(self.pairs or self.sites or self.attentions or self.prefix_modules)
 
 
@@ -210,16 +210,16 @@ def _build(module: nn.Module, info: ModelInfo, plan: _Plan, dtype: torch.dtype) 
     return copied
 
 
-def _patched(
+def _patch(
     copied: nn.Module, module: nn.Module, sites: Collection[PatchSite], error: Callable[[], str]
 ) -> OneDNNPatch | None:
-    """Let a copy call oneDNN, if that works and gives the same numbers."""
+    """Make a copy call oneDNN; return None if that fails or gives other numbers."""
     patch = None
     try:
         patch = OneDNNPatch(copied, tuple(sites), {id(parameter) for parameter in module.parameters()})
         patch.enable()
         reason = error()
-    except Exception as failure:  # noqa: BLE001 -- whatever oneDNN raises: torch can do it
+    except Exception as failure:  # noqa: BLE001 -- oneDNN may raise anything; torch's own functions can run
         reason = f"{type(failure).__name__}: {failure}"
     if not reason:
         return patch
@@ -229,10 +229,10 @@ def _patched(
     return None
 
 
-def _compiled(
+def _compile(
     copied: nn.Module, info: ModelInfo, dtype: torch.dtype, patch: OneDNNPatch, *, channels_last: bool
 ) -> tuple[str, ...]:
-    """Compile a copy if that is possible and faster; return the names of its compiled modules."""
+    """Compile a copy if that is possible and not slower; return the names of its compiled modules."""
     if reason := missing_for(info.device):
         log.warning("model %s runs without being compiled: %s", info.name, reason)
         return ()

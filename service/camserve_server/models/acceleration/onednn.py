@@ -1,10 +1,10 @@
 """Convolutions and linear maps that call oneDNN directly, on a CPU.
 
-torch gives linear maps in float32 to MKL, and with one thread small batches of 1 × 1 convolutions too. On an AMD EPYC
-(AVX-512) MKL takes 2.0 to 2.3 times as long as oneDNN. Called directly, oneDNN also keeps weights in its own memory
-order, where torch reorders them in every batch, and applies the following activation in the same pass. The functions
-are those that torch's own compiler calls (`torch.ops.mkldnn`). They cannot be differentiated, so they serve only what
-lies before the default layer.
+torch passes linear maps in float32 to MKL, and with one thread small batches of 1 × 1 convolutions too. On an AMD EPYC
+(AVX-512) MKL takes 2.0 to 2.3 times as long as oneDNN. With direct calls the weights stay in oneDNN's own memory order,
+while torch reorders them in every batch, and the following activation is applied in the same pass. The functions are
+private ones that torch has for its own compiler (`torch.ops.mkldnn`). They cannot be differentiated, so they are used
+only before the default layer.
 
 Measured in float32 at batch 8, as multiples of the speed of the plain module, without and with this: with two threads
 convnext_tiny 0.99 and 1.91, resnet50 1.31 and 1.39, mobilenet_v3_large 1.46 and 1.53, vit_b_16 0.87 and 1.20; with one
@@ -33,25 +33,25 @@ Activation: TypeAlias = tuple[str, list[float], str]
 NO_ACTIVATION: Activation = ("none", [], "")
 
 BATCH_SIZE = 8
-"""The batch size for which weights are reordered; other batch sizes use the same order, except a single row."""
+"""Batch size for which weights are reordered. All other batch sizes but 1 use the same order."""
 
 APPLIED_ACTIVATION = "_applied_activation"
-"""Attribute of a tensor: the activation module whose work oneDNN has already done."""
+"""Attribute of a tensor: the activation module that oneDNN has already applied to it."""
 
 _ACTIVATIONS: Mapping[Forward, Callable[..., Activation]] = {
     functional.hardswish: lambda *_, **__: ("hardswish", [], ""),
     functional.silu: lambda *_, **__: ("swish", [], ""),
     functional.gelu: lambda approximate="none": ("gelu", [], approximate),
 }
-"""By torch's function: from its other arguments to those of oneDNN.
+"""For a function of torch: from its other arguments to those of oneDNN.
 
-Activations that clamp (ReLU and its kin) are missing on purpose: oneDNN's max(0, NaN) is 0, which would hide that a
-model is broken.
+ReLU and other activations that clamp are missing on purpose: oneDNN's max(0, NaN) is 0, which would hide a broken
+model.
 """
 
 
 def is_supported(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch has oneDNN for a device, and the processor computes in a precision."""
+    """Return whether torch has oneDNN for a device, and the processor supports a precision."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch's
         return False
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -59,7 +59,7 @@ def is_supported(device: str, dtype: torch.dtype) -> bool:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return one of the private functions that torch has for its own compiler."""
+    """Return a private function that torch has for its own compiler."""
     function: Callable[..., Any] = getattr(torch.ops.mkldnn, name)
     return function
 
@@ -72,7 +72,7 @@ class PatchSite:
         name: the name of the module.
         size: the shape of its input.
         activation: the activation that is the only consumer of its output.
-        activation_module: the name of the module that applies the activation, or nothing.
+        activation_module: the name of the module that applies the activation; empty without one.
     """
 
     name: str
@@ -107,7 +107,7 @@ def _is_patchable(module: nn.Module) -> bool:
 
 
 def _owns_its_parameters(module: nn.Module, output: int, usage: Usage) -> bool:
-    """Return whether nothing but one call of a module takes its parameters."""
+    """Return whether a single call of a module is the only use of its parameters."""
     once = usage.before[id(module.weight)] == 1 and all(map(usage.only_before, module.parameters()))
     return once and usage.weights[output] is module.weight
 
@@ -133,9 +133,9 @@ class OneDNNPatch:
     Attributes:
         sites: the patched modules.
         weights: by module name, the weights for one row and for several. A single row on several threads needs an order
-            of its own (resnet50: 94 MB more): in the order for eight rows, oneDNN uses one core of two for most
-            convolutions, 52 ms where torch takes 35 and the right order 27. One thread uses the order for several rows
-            for a single row too: 46 ms, against 107 with the other.
+            of its own (resnet50: 94 MB more). In the order for eight rows, oneDNN uses one core of two for most
+            convolutions: 52 ms, against 35 ms by torch and 27 ms in the right order. One thread uses the order for
+            several rows for a single row too: 46 ms, against 107 ms in the other order.
     """
 
     def __init__(self, module: nn.Module, sites: Sequence[PatchSite], shared: set[int]) -> None:
@@ -154,24 +154,24 @@ class OneDNNPatch:
                 self._forwards.append((activation_module, _skip_if_applied(activation_module)))
 
     def enable(self) -> None:
-        """Call oneDNN from now on."""
+        """Call oneDNN in all further runs."""
         for module, forward in self._forwards:
             module.forward = forward
 
     def disable(self) -> None:
-        """Call torch from now on."""
+        """Call torch in all further runs."""
         for module, _ in self._forwards:
             vars(module).pop("forward", None)
 
     def finalize(self) -> None:
-        """Call oneDNN for good: release the weights that also exist in oneDNN's order."""
+        """Call oneDNN permanently: release the weights of which a copy in oneDNN's order exists."""
         self.enable()
         for module in self._reordered:
             module.register_parameter("weight", None)
 
 
 def _reorder(module: _Patchable, size: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return a weight in oneDNN's order for one row, and in that for several."""
+    """Return a weight in oneDNN's order for one row, and in its order for several rows."""
     weight: Tensor = module.weight.detach()
     if isinstance(module, nn.Linear):
         reordered: Tensor = _function("_reorder_linear_weight")(weight, BATCH_SIZE * size[:-1].numel())
@@ -201,13 +201,13 @@ def _onednn_forward(
 
 
 def _skip_if_applied(module: nn.Module) -> Forward:
-    """Return a forward for an activation: it returns a tensor unchanged, once, if oneDNN has applied it already."""
+    """Return a forward for an activation that skips a tensor, once, if oneDNN has already applied the activation."""
     forward = module.forward
 
-    def skipping(images: Tensor) -> Any:
+    def forward_unless_applied(images: Tensor) -> Any:
         if getattr(images, APPLIED_ACTIVATION, None) is not module:
             return forward(images)
-        delattr(images, APPLIED_ACTIVATION)  # the tensor may be changed in place, and come again
+        delattr(images, APPLIED_ACTIVATION)  # the tensor may be changed in place, and be an input again
         return images
 
-    return skipping
+    return forward_unless_applied

@@ -1,7 +1,7 @@
-"""Which torch functions a model calls before and after its default layer, and which tensors they take.
+"""Record the torch functions that a model calls before and after its default layer, and the tensors they take.
 
-One run of the model records this. No graph of the model is needed, so it works for every model that runs. It costs one
-forward pass when a model is loaded.
+A `TorchFunctionMode` records the calls of one run. No graph of the model is needed, so this works for every model that
+runs. It costs one forward pass when a model is loaded.
 """
 
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree  # every shape of output that torch itself knows
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.models.hooks import first_tensor, output_of
 
@@ -28,7 +28,7 @@ class Consumer:
         arguments: its other positional arguments.
         keywords: its keyword arguments.
         returned: the id of its result.
-        module: the name of the leaf module that made this call and no other, or nothing.
+        module: the name of the leaf module that made this call and no other; empty if unknown.
     """
 
     function: Callable[..., Any]
@@ -50,10 +50,10 @@ class Usage:
         norms: by the id of the input of a batch norm, its running mean and the id of its output.
         consumer_counts: by the id of an output of one of these three, the number of calls that took it.
         consumers: by the same id, the last of these calls before.
-        outputs: by the name of a module, the ids of what it returned before from a convolution or a linear map.
+        outputs: by the name of a module, the ids of the outputs of convolutions or linear maps that it returned before.
         token_weights: the ids of the weights of linear maps over all tokens [B,N,C], after.
-        kept_alive: the tensors behind the ids, so that no id is reused.
-        finished: whether the default layer has finished.
+        kept_alive: the tensors with these ids, kept so that no id is reused.
+        finished: True after the default layer has finished.
     """
 
     before: Counter[int] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class Usage:
     token_weights: set[int] = field(default_factory=set)
     kept_alive: list[Tensor] = field(default_factory=list)
     finished: bool = False
-    _watched: set[int] = field(default_factory=set)
+    _tracked: set[int] = field(default_factory=set)
 
     def only_before(self, tensor: Tensor) -> bool:
         """Return whether a tensor is used, and only before the layer has finished."""
@@ -78,28 +78,28 @@ class Usage:
         arguments = (*args, *keywords.values())
         taken = {id(part) for part in pytree.tree_leaves(arguments) if isinstance(part, Tensor)}
         (self.after if self.finished else self.before).update(taken)
-        self.consumer_counts.update(taken & self._watched)
+        self.consumer_counts.update(taken & self._tracked)
         first = id(arguments[0]) if arguments else 0
-        watched = first in self._watched
-        if watched and not self.finished:
+        is_tracked = first in self._tracked
+        if is_tracked and not self.finished:
             self.consumers[first] = Consumer(function, args[1:], keywords, id(result))
-        if first == id(result):  # changed in place: from now on it is another value
-            self._watched.discard(first)
+        if first == id(result):  # changed in place: the tensor now has another value
+            self._tracked.discard(first)
         if function in (functional.conv2d, functional.linear):
             self._record_weight(function, arguments[0], arguments[1], result)
-        if function is functional.batch_norm and watched:
+        if function is functional.batch_norm and is_tracked:
             self.norms[first] = (arguments[1], id(result))
-            self._watch(result)
+            self._track(result)
 
     def _record_weight(self, function: Any, image: Tensor, weight: Tensor, result: Tensor) -> None:
         self.weights[id(result)] = weight
         self.input_shapes[id(weight)] = image.shape
-        self._watch(result)
+        self._track(result)
         if function is functional.linear and self.finished and image.dim() == 3:  # noqa: PLR2004 -- [B,N,C]
             self.token_weights.add(id(weight))
 
-    def _watch(self, result: Tensor) -> None:
-        self._watched.add(id(result))
+    def _track(self, result: Tensor) -> None:
+        self._tracked.add(id(result))
         self.kept_alive.append(result)
 
     def record_module(self, name: str, args: tuple[Any, ...], output: Any) -> None:
