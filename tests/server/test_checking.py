@@ -132,8 +132,8 @@ def test_with_load_a_model_that_cannot_be_loaded_is_a_fault_of_its_line(check, t
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("threads = 1\nthreads: 3", "camserve.toml:2: camserve.toml is no TOML: "),
-        (b"address = '\xff'", "camserve.toml: camserve.toml is no TOML: "),
+        ("threads = 1\nthreads: 3", "camserve.toml:2: camserve.toml is not valid TOML: "),
+        (b"address = '\xff'", "camserve.toml: camserve.toml is not valid TOML: "),
         ("address = '0.0.0.0:1'", "camserve.toml:1: 0.0.0.0:1 can be reached from other machines"),
         ("models = []", "camserve.toml:1: models = []: "),
         ("models = 3", "camserve.toml:1: models = 3: "),

@@ -188,8 +188,8 @@ def test_a_file_that_cannot_be_read_is_told_with_its_path(tmp_path, toml):
 
     assert complaint(path=missing) == f"cannot read {missing}: No such file or directory"
     assert complaint(path=tmp_path).startswith(f"cannot read {tmp_path}: ")
-    assert "is no TOML: " in complaint(path=toml("threads: 3"))
-    assert "is no TOML: " in complaint(path=toml(b"address = '\xff'"))
+    assert "is not valid TOML: " in complaint(path=toml("threads: 3"))
+    assert "is not valid TOML: " in complaint(path=toml(b"address = '\xff'"))
 
 
 def test_the_limits_of_a_request_are_what_was_set_and_no_more_of_it_is_under_way_than_the_queue_holds():

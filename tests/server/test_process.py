@@ -59,7 +59,7 @@ import numpy as np
 from camserve_server.core import process
 
 process.keep_memory()
-process.PAUSE = 0
+process.TRIM_INTERVAL = 0
 heap = process.Heap(int(sys.argv[1]) * 2**20)
 before = process.resident()
 blocks = [(np.ones(2**18, np.float32), np.ones(2**9, np.float32)) for _ in range(100)]  # 1 MiB each, and a small one

@@ -205,14 +205,14 @@ async def serve_until_signal(settings: Settings) -> int:
     tasks: list[asyncio.Task[None]] = []
     process.allow_files(settings.max_connections)
     if settings.isolation == "process":  # batches run in other processes: here memory is only for photos and messages
-        process.keep_memory(process.SERVER_KEEPS)
+        process.keep_memory(process.SERVER_FREE_MEMORY)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)
 
     def ready(_port: int, _pipeline: Pipeline) -> None:
         process.keep_objects()
         if settings.isolation == "process":
-            tasks.append(loop.create_task(_checked(process.Heap(process.SERVER_KEEPS + process.PIECES))))
+            tasks.append(loop.create_task(_checked(process.Heap(process.SERVER_FREE_MEMORY + process.HEAP_GROWTH))))
         warm.set()
 
     serving = asyncio.ensure_future(serve(settings, stop, ready))
@@ -234,7 +234,7 @@ async def serve_until_signal(settings: Settings) -> int:
 
 async def _checked(heap: process.Heap) -> None:
     while True:
-        await asyncio.sleep(process.PAUSE)
+        await asyncio.sleep(process.TRIM_INTERVAL)
         await asyncio.to_thread(heap.check)
 
 
