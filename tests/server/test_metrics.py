@@ -229,7 +229,7 @@ def test_every_reason_that_the_code_gives_is_one_that_is_counted():
     code = "".join(path.read_text() for path in (ROOT / "service/camserve_server").rglob("*.py"))
     given = set(re.findall(r'\bshed ?= ?"(\w+)"', code))
 
-    assert given == set(prometheus.SHED)
+    assert given == set(prometheus.SHED_REASONS)
     assert errors.WorkerLost("x").shed == "engine_lost"
     assert errors.OutOfMemory("x", shed="other").shed == "other"
     assert errors.NotFound("x").shed == ""
@@ -285,11 +285,11 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
     record = telemetry.RequestTrace(
         "Explain", model="tiny", method="gradcam", seconds={"decode": 1.0}, explained=[("a", "OK")]
     )
-    told.answered(record, "OK", 1.0)
-    told.answered(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
-    told.ran(telemetry.Ran("tiny@1", "cam", 1, 0.0, 1.0, []))
-    told.loaded("tiny", 1.0, well=True)
-    told.begun(0, "cpu")
+    told.record_request(record, "OK", 1.0)
+    told.record_request(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
+    told.record_batch(telemetry.Ran("tiny@1", "cam", 1, 0.0, 1.0, []))
+    told.record_load("tiny", 1.0, succeeded=True)
+    told.add_worker(0, "cpu")
     own = {"le"}
     found = set()
     for family in told.registry.collect():

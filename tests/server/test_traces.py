@@ -27,7 +27,7 @@ from camserve_server import telemetry
 from camserve_server.app import server
 from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError
-from camserve_server.telemetry import record, traces
+from camserve_server.telemetry import traces, values
 from support import jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
@@ -224,7 +224,7 @@ def test_a_request_of_a_thousand_batches_has_a_hundred_spans_and_says_how_many_m
     (request,) = named(spans, EXPLAIN)
     stages = children(spans, request)
     parts = 2 * served.pipeline.batcher.stats.batches + 3
-    assert len(stages) == record.MOST_SPANS == 100
+    assert len(stages) == values.MAX_SPANS == 100
     assert request.attributes["camserve.stages_untold"] == parts - len(stages) > 100
 
 
@@ -253,7 +253,7 @@ def test_without_the_extra_the_setting_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("OTEL_TRACES_EXPORTER", "zipkin", "nothing is installed that sends traces by zipkin"),
+        ("OTEL_TRACES_EXPORTER", "zipkin", "no exporter zipkin for traces is installed"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "pip install opentelemetry-exporter-otlp-proto-http"),
     ],
 )
@@ -261,7 +261,7 @@ def test_an_exporter_that_is_not_there_is_said_in_a_line(name, value, words, mon
     monkeypatch.setenv(name, value)
 
     with pytest.raises(ConfigError, match=words):
-        traces.opened()
+        traces.open_traces()
 
 
 def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
@@ -276,7 +276,7 @@ def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
 def test_a_collector_that_is_not_there_does_not_keep_the_server_from_stopping(tiny, monkeypatch):
     """The exporter would try for an hour, so the test passes if it ends at all."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
-    monkeypatch.setattr(traces, "MOMENT", 0.01)
+    monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with logged():

@@ -94,7 +94,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
     def __init__(self, settings: Settings, prometheus_metrics: "PrometheusMetrics") -> None:
         host, _, port = settings.metrics_address.rpartition(":")
         self.address_family = AF_INET6 if host.startswith("[") else AF_INET
-        self.metrics = prometheus_metrics.written
+        self.metrics = prometheus_metrics.encode
         self._settings = settings
         self._tokens = auth.known(settings.tokens_file) if settings.tokens_file else None
         self._open: dict[Any, tuple[float, socket]] = {}  # opening time, a handle that TLS leaves alone; oldest first
