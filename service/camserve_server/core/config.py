@@ -57,22 +57,16 @@ class Settings(BaseModel):
         " `camserve[otel]`.",
     )
     max_batch_seconds: float = Field(
-        default=60.0,
-        ge=1,
-        le=3600,
-        description="Time limit of one batch, in seconds. A worker that exceeds it is considered hung.",
+        default=60.0, ge=1, le=3600, description="Seconds that a batch may take before its worker is considered hung."
     )
     threads: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="Threads for decoding and drawing images, and for torch's computations. 0 uses one per core.",
+        default=0, ge=0, le=1024, description="Threads for image processing and for torch. 0 uses one per core."
     )
     max_batch_rows: int = Field(
         default=0,
         ge=0,
         le=4096,
-        description="Maximum number of inputs in a batch. The targets of one image share one input. 0 uses 8 on a CPU"
+        description="Maximum inputs in a batch. The targets of one image share one input. 0 uses 8 on a CPU"
         " and 64 on a GPU. Batches are smaller where the memory does not suffice.",
     )
     max_batch_mib: int = Field(
@@ -84,76 +78,59 @@ class Settings(BaseModel):
         " memory limit.",
     )
     max_queue_rows: int = Field(
-        default=1024,
-        ge=1,
-        le=1_000_000,
-        description="Maximum number of rows that are accepted and not yet answered. Further requests are refused.",
+        default=1024, ge=1, le=1_000_000, description="Maximum rows accepted and not yet answered. More are refused."
     )
     max_queue_delay_ms: float = Field(
         default=0.0,
         ge=0,
         le=10_000,
-        description="Maximum time that the oldest row waits for others to join its batch, in milliseconds. 0 never"
-        " waits.",
+        description="Milliseconds that the oldest row waits at most for others to join its batch. 0 never waits.",
     )
     max_request_rows: int = Field(
-        default=16_384,
-        ge=1,
-        le=1_000_000,
-        description="Maximum number of rows of one request: copies of its image that the model has to run.",
+        default=16_384, ge=1, le=1_000_000, description="Maximum rows of one request: copies of its image to run."
     )
-    max_explanations: int = Field(default=64, ge=1, le=4096, description="Maximum number of maps in one request.")
+    max_explanations: int = Field(default=64, ge=1, le=4096, description="Maximum maps in one request.")
     max_drawn_pixels: int = Field(
-        default=200_000_000,
-        ge=1,
-        description="Maximum number of pixels in all the pictures that one request asks for, taken together.",
+        default=200_000_000, ge=1, description="Maximum pixels in all pictures of one request, in total."
     )
     max_message_mib: int = Field(default=8, ge=1, le=1024, description="Maximum size of a request, in MiB.")
     max_metadata_kib: int = Field(
         default=8, ge=1, le=1024, description="Maximum size of a call's metadata, its token included, in KiB."
     )
-    max_pixels: int = Field(
-        default=16_777_216, ge=1, description="Maximum number of pixels in a photo. Checked before decoding."
-    )
+    max_pixels: int = Field(default=16_777_216, ge=1, description="Maximum pixels in a photo. Checked before decoding.")
     max_side: int = Field(default=16_384, ge=1, description="Maximum length of a photo's longer side, in pixels.")
-    max_streams: int = Field(
-        default=100, ge=1, le=10_000, description="Maximum number of concurrent calls on one connection."
-    )
+    max_streams: int = Field(default=100, ge=1, le=10_000, description="Maximum concurrent calls on one connection.")
     max_connections: int = Field(
-        default=1000,
-        ge=1,
-        le=1_000_000,
-        description="Maximum number of open connections. Further connections are closed at once.",
+        default=1000, ge=1, le=1_000_000, description="Maximum open connections. Further ones are closed at once."
     )
     idle_seconds: float = Field(
         default=20.0,
         gt=0,
         le=86_400,
-        description="Time that a call may take to send its first message, in seconds. It also limits how long a stream"
-        " may pause between two messages while none of its requests is in progress.",
+        description="Seconds that a call may take to send its first message. Also the seconds that a stream may pause"
+        " between two messages while none of its requests is in progress.",
     )
     connection_idle_seconds: float = Field(
-        default=300.0, gt=0, le=86_400, description="Time after which a connection without calls is closed, in seconds."
+        default=300.0, gt=0, le=86_400, description="Seconds after which a connection without calls is closed."
     )
     connection_age_seconds: float = Field(
         default=3600.0,
         gt=0,
         le=604_800,
-        description="Time for which a connection accepts new calls, in seconds. Clients then open another one"
-        " automatically.",
+        description="Seconds for which a connection accepts new calls. Clients then open another one automatically.",
     )
     connection_grace_seconds: float = Field(
         default=900.0,
         gt=0,
         le=86_400,
-        description="Time that the calls in progress on a connection may take once it accepts no new ones, in seconds."
-        " They are cancelled afterwards.",
+        description="Seconds that the calls in progress on a connection may take once it accepts no new ones. They are"
+        " cancelled afterwards.",
     )
     stream_in_flight: int = Field(
         default=32,
         ge=1,
         le=1024,
-        description="Maximum number of requests of one ExplainStream in progress at the same time. The server reads no"
+        description="Maximum requests of one ExplainStream in progress at the same time. The server reads no"
         " further requests until one of them ends.",
     )
     tls_cert: str = Field(
@@ -184,10 +161,7 @@ class Settings(BaseModel):
         default="", description="Folder of the weights files that clients may name when they reload a model."
     )
     drain_seconds: float = Field(
-        default=30.0,
-        ge=0,
-        le=3600,
-        description="Time that a stopping server has to finish the calls that it accepted, in seconds.",
+        default=30.0, ge=0, le=3600, description="Seconds that a stopping server has to finish accepted calls."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged: `debug`, `info`, `warning` or `error`."

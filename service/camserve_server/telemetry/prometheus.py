@@ -45,6 +45,9 @@ class PrometheusMetrics:
         self.registry = CollectorRegistry()
         self._define_request_metrics()
         self._define_worker_metrics()
+        Info("camserve_build", "Versions of the server, torch and Python.", registry=self.registry).info(
+            {"version": version("camserve"), "torch": version("torch"), "python": platform.python_version()}
+        )
         self.registry.register(_StateCollector(state))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -88,9 +91,6 @@ class PrometheusMetrics:
         for reason in CANCELLED_BY.values():
             self._cancelled.labels(reason)
         self._streams = Counter("camserve_streams", "Streams that ended.", ("rpc", "code"), registry=registry)
-        Info("camserve_build", "Versions of the server, torch and Python.", registry=registry).info(
-            {"version": version("camserve"), "torch": version("torch"), "python": platform.python_version()}
-        )
 
     def _define_worker_metrics(self) -> None:
         """Define the metrics of batches, models and workers."""
