@@ -313,7 +313,7 @@ def test_model_spec_is_explained_without_a_network(photo):
         ({"transform": lambda _: 3}, "the transform fails with a PIL image \\(ValueError: .* is no input"),
         ({"transform": lambda _: torch.zeros(3, 8, 8), "size": 64}, "makes inputs of 8 by 8 pixels, and size=64"),
         ({"output": lambda said: said.nothing}, "nothing"),
-        ({"settings": {"isolation": "process"}}, "is served in this process"),
+        ({"settings": {"isolation": "process"}}, "can only be served in this process"),
     ],
 )
 def test_network_that_is_described_wrongly_is_refused_in_words(network, options, words):
@@ -322,7 +322,7 @@ def test_network_that_is_described_wrongly_is_refused_in_words(network, options,
 
 
 def test_spec_with_options_of_a_network_and_what_is_no_network_are_refused():
-    with pytest.raises(ConfigError, match="size: only of a network"):
+    with pytest.raises(ConfigError, match="size: only for a network"):
         Explainer("timm:resnet18?weights=none", size=64)
     with pytest.raises(ConfigError, match=r"is of type int: give a torch\.nn\.Module"):
         Explainer(3)

@@ -109,7 +109,7 @@ def test_models_are_named_by_texts_and_networks_alike():
     ("models", "settings", "words"),
     [
         ({"mine": 3}, {}, 'model "mine" is of type int: give a torch.nn.Module or a Source'),
-        ({"mine": nn.Linear(2, 2)}, {"isolation": "process"}, "is served in this process"),
+        ({"mine": nn.Linear(2, 2)}, {"isolation": "process"}, "can only be served in this process"),
         ({"mine": "resnet50"}, {}, '"resnet50" needs a source'),
     ],
 )

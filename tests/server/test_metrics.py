@@ -341,7 +341,7 @@ def scraped(**given):
     """Serve metrics, and nothing else; yield the address."""
     port = free_port()
     now = telemetry.State(ready=True, in_flight=3)
-    with metrics_endpoint.told(settings(metrics_address=str(port), **given), lambda: now) as told:
+    with metrics_endpoint.open_telemetry(settings(metrics_address=str(port), **given), lambda: now) as told:
         assert told.prometheus_metrics
         yield f"127.0.0.1:{port}"
 
@@ -375,7 +375,7 @@ def test_with_tls_and_tokens_metrics_are_for_who_may_observe(tmp_path):
         code, text = status(url, looker, trusting)
         assert (code, "camserve_calls_in_flight 3.0" in text) == (200, True)
         assert status(url, None, trusting)[0] == status(url, "wrong", trusting)[0] == 401
-        assert status(url, asker, trusting) == (403, "this needs a token with the role observe\n")
+        assert status(url, asker, trusting) == (403, "metrics need a token with the role observe\n")
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             status(f"http://{address}/metrics", looker)
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -412,7 +412,8 @@ def slow_connections(address):
     """Open as many connections as are served at a time, each with the beginning of a request."""
     with contextlib.ExitStack() as stack:
         lines = [
-            stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(metrics_endpoint.AT_ONCE)
+            stack.enter_context(socket.create_connection(address.split(":")))
+            for _ in range(metrics_endpoint.MAX_CONNECTIONS)
         ]
         for line in lines:
             line.settimeout(20)
@@ -426,7 +427,7 @@ def test_scrape_replaces_a_slow_connection(monkeypatch):
     with scraped() as address, slow_connections(address) as lines:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             status(f"http://{address}/metrics")
-        now[0] += metrics_endpoint.SLOW + 0.1
+        now[0] += metrics_endpoint.SLOW_AFTER + 0.1
         for line in lines:
             line.sendall(b"s")  # they are slow, and not silent
 
@@ -438,7 +439,7 @@ def test_a_connection_that_is_never_silent_is_closed_at_its_deadline(monkeypatch
     monkeypatch.setattr(metrics_endpoint, "clock", lambda: now[0])
     with scraped() as address, slow_connections(address) as lines:
         received = []
-        now[0] += metrics_endpoint.DEADLINE + 0.1
+        now[0] += metrics_endpoint.CONNECTION_TIMEOUT + 0.1
         for line in lines:
             with contextlib.suppress(ConnectionResetError):
                 received.append(line.recv(1))

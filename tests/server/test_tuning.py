@@ -306,7 +306,7 @@ def test_models_are_those_of_the_file_where_none_is_named(folder):
 def test_another_precisions_maps_are_compared_for_the_same_class(monkeypatch):
     """Float32 is like itself; a model with other weights, said to be another precision, is found out."""
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32", "bfloat16"))
-    ready = bench.prepare(server.named([MODEL]), "cpu")
+    ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     kinds = ready.models["resnet18"]
     assert ready.likeness("resnet18", "float32") == pytest.approx(1, abs=1e-6)
     assert 0.99 < ready.likeness("resnet18", "bfloat16") < 1
@@ -321,7 +321,7 @@ def test_a_model_that_cannot_be_explained_in_a_precision_is_told_with_its_name(m
         raise FailedPrecondition("no gradient came back")
 
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32",))
-    ready = bench.prepare(server.named([MODEL]), "cpu")
+    ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     monkeypatch.setattr(bench.Engine, "run", refuse)
     with pytest.raises(ConfigError, match="model resnet18 in float32: no gradient came back"):
         ready.run(Line("resnet18", "float32", torch.get_num_threads()), 1)
@@ -357,7 +357,7 @@ def test_each_gpu_is_measured_in_the_precisions_that_it_has_instructions_for(mon
 
 def test_a_line_is_computed_by_its_threads_and_torch_has_its_own_again_after(monkeypatch):
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32",))
-    ready, before = bench.prepare(server.named([MODEL]), "cpu"), torch.get_num_threads()
+    ready, before = bench.prepare(server.specs_by_name([MODEL]), "cpu"), torch.get_num_threads()
     with bench.threads_kept():
         for threads in (2, 1):
             assert len(ready.run(Line("resnet18", "float32", threads), 2)) == 2

@@ -91,7 +91,7 @@ class Engine:
         self._open = AsyncExitStack()
         self._well = True
         self._house = ServerState(chosen.stream_in_flight, chosen.idle_seconds)
-        self._house.pipeline = await self._open.enter_async_context(server.opened(chosen, self._told))
+        self._house.pipeline = await self._open.enter_async_context(server.open_pipeline(chosen, self._told))
         self._explain = ExplainServicer(self._house)
         self._servicers = (self._explain, EvaluateServicer(self._house), ModelServicer(self._house))
 

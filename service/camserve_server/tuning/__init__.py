@@ -42,7 +42,7 @@ def tune(models: Sequence[str], device: str, wishes: Wishes) -> Tuned:
     Raises:
         ConfigError: a model cannot be loaded, the device is none, or there is too little time.
     """
-    specs, cores = server.named(models), hardware.cores()
+    specs, cores = server.specs_by_name(models), hardware.cores()
     usual = {name: spec.precision for name, spec in specs.items()}
     with bench.threads_kept():
         torch.set_num_threads(cores)
