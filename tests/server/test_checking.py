@@ -98,7 +98,7 @@ def test_a_sound_file_is_said_to_be_so_and_no_model_is_loaded(check, monkeypatch
 
     assert check('models = ["timm:vit_base_patch16_224?weights=none", "torchvision:resnet50"]\nthreads = 2') == (
         0,
-        ["camserve.toml: nothing is wrong"],
+        ["camserve.toml: valid"],
     )
 
 
@@ -116,7 +116,7 @@ def test_with_load_each_model_is_shown_as_it_was_found(check, tmp_path):
     assert code == 0
     assert lines[0].startswith("small: torchvision:squeezenet1_1, 64x64 pixels, 7 classes, without labels; layer ")
     assert lines[1].startswith('second: torchvision:squeezenet1_1, 32x32 pixels, 2 classes, "cat" to "dog"; layer ')
-    assert lines[2] == "camserve.toml: nothing is wrong"
+    assert lines[2] == "camserve.toml: valid"
 
 
 def test_with_load_a_model_that_cannot_be_loaded_is_a_fault_of_its_line(check, tmp_path):
@@ -155,7 +155,7 @@ def test_a_file_that_is_not_there_is_told(check, tmp_path):
     assert (found.exit_code, found.output.splitlines()[0]) == (
         1, "camserve.toml: cannot read camserve.toml: No such file or directory",
     )  # fmt: skip
-    assert "name the FILE" in CliRunner().invoke(commands.program, ["check-config"]).output
+    assert "missing FILE" in CliRunner().invoke(commands.program, ["check-config"]).output
 
 
 @pytest.fixture
@@ -190,6 +190,6 @@ def test_the_example_is_sound_and_names_the_schema_by_which_editors_complete_it(
     text = Path("camserve.toml").read_text(encoding="utf-8")
     found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
 
-    assert (found.exit_code, found.output) == (0, "camserve.toml: nothing is wrong\n")
+    assert (found.exit_code, found.output) == (0, "camserve.toml: valid\n")
     assert text.startswith("#:schema ./camserve.schema.json\n")
     assert schema.is_valid(tomllib.loads(text))

@@ -18,10 +18,10 @@ from camserve_server.cli import commands
 from camserve_server.core import config, hardware
 from camserve_server.core.errors import ConfigError, FailedPrecondition, OutOfMemory
 from camserve_server.tuning import bench, choice, report, survey
-from camserve_server.tuning.survey import Cell, Line, Survey
+from camserve_server.tuning.survey import Measurement, Survey, Variant
 from support import serving
 
-ONE, TWO, HALF = Line("net", "float32", 1), Line("net", "float32", 2), Line("net", "bfloat16", 2)
+ONE, TWO, HALF = Variant("net", "float32", 1), Variant("net", "float32", 2), Variant("net", "bfloat16", 2)
 MODEL = "torchvision:resnet18?weights=none&size=64"
 
 
@@ -39,12 +39,12 @@ class Machine:
         self.now += self.seconds(line, batch)
 
     def survey(self, lines, seconds=1e6, latency=1e6):
-        return survey.surveyed(lines, self.run, seconds, latency, self.clock)
+        return survey.measure(lines, self.run, seconds, latency, self.clock)
 
 
 def cells(line, **seconds):
     """Cells of a line: b4=0.1 is a batch of four in 0.1 seconds."""
-    return tuple(Cell(line, int(name[1:]), took) for name, took in seconds.items())
+    return tuple(Measurement(line, int(name[1:]), took) for name, took in seconds.items())
 
 
 def chosen(*found, latency=1.0, usual="float32", **options):
@@ -58,13 +58,13 @@ def test_batches_grow_while_that_brings_more_than_five_in_a_hundred():
     """Up to 8 images a batch takes no longer than one; from there on an image takes its time."""
     machine = Machine(lambda _line, batch: max(1.0, batch / 8))
     found = machine.survey([ONE])
-    assert [cell.batch for cell in found.cells] == [1, 2, 4, 8, 16]
+    assert [cell.batch for cell in found.measurements] == [1, 2, 4, 8, 16]
     assert found.left_out == ()
 
 
 def test_a_batch_that_takes_too_long_is_measured_and_no_larger_one_is():
     found = Machine(lambda _line, batch: batch**0.5).survey([ONE], latency=1.9)
-    assert [cell.batch for cell in found.cells] == [1, 2, 4]
+    assert [cell.batch for cell in found.measurements] == [1, 2, 4]
 
 
 def test_lines_take_turns_and_the_first_round_does_not_count():
@@ -72,12 +72,12 @@ def test_lines_take_turns_and_the_first_round_does_not_count():
     machine = Machine(lambda _line, _batch: next(seconds))
     found = machine.survey([ONE, TWO], latency=0.5)
     assert machine.ran == [(ONE, 1), (TWO, 1)] * 4
-    assert [cell.seconds for cell in found.cells] == [1, 2]
+    assert [cell.seconds for cell in found.measurements] == [1, 2]
 
 
 def test_a_disturbed_round_does_not_count_either():
     seconds = iter([1.0, 1.0, 30.0, 1.25])
-    assert Machine(lambda _line, _batch: next(seconds)).survey([ONE], latency=0.5).cells[0].seconds == 1.25
+    assert Machine(lambda _line, _batch: next(seconds)).survey([ONE], latency=0.5).measurements[0].seconds == 1.25
 
 
 @pytest.mark.parametrize("seconds", [5, 20, 60, 300])
@@ -86,7 +86,7 @@ def test_the_time_is_kept_and_what_it_was_too_short_for_is_told(seconds):
     found = machine.survey([ONE, TWO, HALF], seconds)
     assert machine.now <= seconds + 0.9
     assert found.left_out
-    told = {(cell.line, cell.batch) for cell in found.cells} | set(found.left_out)
+    told = {(cell.variant, cell.batch) for cell in found.measurements} | set(found.left_out)
     for line in (ONE, TWO, HALF):
         batches = [batch for its, batch in told if its == line]
         assert sorted(batches) == list(survey.BATCHES[: len(batches)])
@@ -99,8 +99,8 @@ def test_a_batch_that_the_memory_is_too_small_for_ends_its_line_alone():
         return 0.1
 
     found = Machine(run).survey([ONE, TWO])
-    assert [(cell.batch, cell.seconds) for cell in found.cells if cell.line == ONE][-1] == (4, math.inf)
-    assert [cell.batch for cell in found.cells if cell.line == TWO] == list(survey.BATCHES)
+    assert [(cell.batch, cell.seconds) for cell in found.measurements if cell.variant == ONE][-1] == (4, math.inf)
+    assert [cell.batch for cell in found.measurements if cell.variant == TWO] == list(survey.BATCHES)
 
 
 # What is chosen
@@ -109,19 +109,19 @@ def test_a_batch_that_the_memory_is_too_small_for_ends_its_line_alone():
 def test_of_batches_that_are_as_fast_the_smallest_is_chosen():
     best = chosen(*cells(TWO, b1=0.1, b2=0.1, b4=0.1, b8=0.196, b16=0.39))
     assert (best.batch, best.threads) == (4, 2)
-    assert best.reason == "4 images a batch and 2 threads: 8 would bring 2% more"
+    assert best.reason == "4 images per batch and 2 threads: 8 would be 2% faster"
 
 
 def test_a_batch_that_is_too_slow_is_not_chosen_however_fast_it_is():
     best = chosen(*cells(TWO, b1=0.5, b2=0.6, b4=1.1, b8=1.2), latency=1.0)
     assert best.batch == 2
-    assert best.reason.endswith("4 would take 1,100 ms, and 1,000 ms is the limit")
+    assert best.reason.endswith("4 would take 1,100 ms, and the limit is 1,000 ms")
 
 
 def test_where_everything_is_too_slow_the_soonest_is_chosen_and_it_is_said():
     best = chosen(*cells(ONE, b1=3.0, b2=5.0), *cells(TWO, b1=2.0, b2=3.5), latency=1.0)
     assert (best.batch, best.threads) == (1, 2)
-    assert "nothing measured takes less than 1,000 ms" in best.reason
+    assert "no measured batch takes less than 1,000 ms" in best.reason
 
 
 def test_fewer_threads_are_chosen_where_they_are_faster():
@@ -130,9 +130,9 @@ def test_fewer_threads_are_chosen_where_they_are_faster():
 
 def test_numbers_are_not_traded_for_speed_unasked():
     found = *cells(TWO, b1=0.3), *cells(HALF, b1=0.1)
-    assert chosen(*found).cells["net"].line.precision == "float32"
-    assert chosen(*found, any_precision=True).cells["net"].line.precision == "bfloat16"
-    assert chosen(*found, usual="bfloat16").cells["net"].line.precision == "bfloat16"
+    assert chosen(*found).measurements["net"].variant.precision == "float32"
+    assert chosen(*found, any_precision=True).measurements["net"].variant.precision == "bfloat16"
+    assert chosen(*found, usual="bfloat16").measurements["net"].variant.precision == "bfloat16"
 
 
 def test_a_batch_without_memory_is_not_chosen():
@@ -141,10 +141,10 @@ def test_a_batch_without_memory_is_not_chosen():
 
 def test_of_several_models_none_is_sacrificed_for_another():
     """One thread is twice as fast for the small one, and a quarter for the large one."""
-    small, large = Line("small", "float32", 1), Line("large", "float32", 1)
+    small, large = Variant("small", "float32", 1), Variant("large", "float32", 1)
     found = (
-        *(*cells(small, b1=0.1), *cells(Line("small", "float32", 2), b1=0.2)),
-        *(*cells(large, b1=0.8), *cells(Line("large", "float32", 2), b1=0.2)),
+        *(*cells(small, b1=0.1), *cells(Variant("small", "float32", 2), b1=0.2)),
+        *(*cells(large, b1=0.8), *cells(Variant("large", "float32", 2), b1=0.2)),
     )
     usual = {"small": "float32", "large": "float32"}
     best = choice.choose(Survey(found, ()), usual, 1.0)
@@ -157,7 +157,7 @@ def test_of_several_models_none_is_sacrificed_for_another():
 
 
 def tuned(*found, left=(), **options):
-    return report.Tuned(
+    return report.TuningResult(
         Survey(found, left), chosen(*found, **options), {("net", "bfloat16"): 0.99987}, {"net": "net=timm:resnet18"}
     )
 
@@ -171,13 +171,13 @@ def test_the_table_compares_with_float32_and_marks_what_is_chosen():
 
 
 def test_what_another_precision_would_bring_and_cost_is_said():
-    words = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), left=[(ONE, 2)]).words()
-    alike = "(its maps and float32's: cosine 0.9998 or more)"
+    words = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), left=[(ONE, 2)]).summary()
+    alike = "(cosine similarity of its maps to float32: at least 0.9998)"
     assert words[1:] == [
         f"net: float32, exact; bfloat16 would be 2.5 times as fast {alike}.",
-        "Not measured, for want of time: net in float32 by 1 from 2 a batch on.",
+        "Not measured, for lack of time: net in float32 with 1 thread from batch size 2 on.",
     ]
-    taken = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), any_precision=True).words()
+    taken = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), any_precision=True).summary()
     assert taken[1] == f"net: bfloat16, 2.5 times as fast as float32 {alike}."
 
 
@@ -192,7 +192,7 @@ def test_what_another_precision_would_bring_and_cost_is_said():
     ],
 )
 def test_a_model_is_named_as_before_but_in_the_precision_that_was_chosen(text, precision, respelled):
-    assert report._respelled(text, precision) == respelled
+    assert report._with_precision(text, precision) == respelled
 
 
 def test_settings_are_toml_whatever_their_words():
@@ -278,7 +278,7 @@ def test_without_a_file_the_settings_are_printed_after_the_table_and_without_con
         (["timm:resnet5000"], 'timm has no model "resnet5000" (did you mean'),
         ([MODEL, MODEL], 'two models are called "resnet18"'),
         ([MODEL, "--device", "gpu"], 'device "gpu"'),
-        ([MODEL, "--write", "here.toml"], "here.toml is there: --force keeps its other settings"),
+        ([MODEL, "--write", "here.toml"], "here.toml exists: --force replaces the tuned settings"),
         ([MODEL, "--write", "gone/camserve.toml"], "cannot write gone/camserve.toml: there is no folder gone"),
         ([MODEL, "--write", "."], "cannot write .: it is a folder"),
         (["--write", "wrong.toml", "--force"], 'unknown setting "thread"'),
@@ -308,12 +308,12 @@ def test_another_precisions_maps_are_compared_for_the_same_class(monkeypatch):
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32", "bfloat16"))
     ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     kinds = ready.models["resnet18"]
-    assert ready.likeness("resnet18", "float32") == pytest.approx(1, abs=1e-6)
-    assert 0.99 < ready.likeness("resnet18", "bfloat16") < 1
+    assert ready.similarity("resnet18", "float32") == pytest.approx(1, abs=1e-6)
+    assert 0.99 < ready.similarity("resnet18", "bfloat16") < 1
     kinds["bfloat16"] = dataclasses.replace(kinds["bfloat16"], accelerated=None)
     with torch.no_grad():
         kinds["bfloat16"].module.layer4[1].conv2.weight.mul_(-1)
-    assert ready.likeness("resnet18", "bfloat16") < 0.9
+    assert ready.similarity("resnet18", "bfloat16") < 0.9
 
 
 def test_a_model_that_cannot_be_explained_in_a_precision_is_told_with_its_name(monkeypatch):
@@ -324,7 +324,7 @@ def test_a_model_that_cannot_be_explained_in_a_precision_is_told_with_its_name(m
     ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     monkeypatch.setattr(bench.Engine, "run", refuse)
     with pytest.raises(ConfigError, match="model resnet18 in float32: no gradient came back"):
-        ready.run(Line("resnet18", "float32", torch.get_num_threads()), 1)
+        ready.run(Variant("resnet18", "float32", torch.get_num_threads()), 1)
 
 
 @pytest.mark.parametrize(("load", "told"), [((9.0, 0, 0), True), ((0.1, 0, 0), False)])
@@ -332,7 +332,7 @@ def test_a_machine_that_is_at_work_is_said_to_be(load, told, monkeypatch, capsys
     monkeypatch.setattr(os, "getloadavg", lambda: load)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     commands._announce(["net"], 60)
-    assert ("at work (load 9.0)" in capsys.readouterr().err) is told
+    assert ("busy (load 9.0)" in capsys.readouterr().err) is told
 
 
 @pytest.mark.parametrize("can", ["amx_bf16", "avx512_bf16", ""])
@@ -358,9 +358,9 @@ def test_each_gpu_is_measured_in_the_precisions_that_it_has_instructions_for(mon
 def test_a_line_is_computed_by_its_threads_and_torch_has_its_own_again_after(monkeypatch):
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32",))
     ready, before = bench.prepare(server.specs_by_name([MODEL]), "cpu"), torch.get_num_threads()
-    with bench.threads_kept():
+    with bench.restore_threads():
         for threads in (2, 1):
-            assert len(ready.run(Line("resnet18", "float32", threads), 2)) == 2
+            assert len(ready.run(Variant("resnet18", "float32", threads), 2)) == 2
             assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == before
 
