@@ -67,7 +67,7 @@ def test_the_examples_method_and_source_work_as_soon_as_it_is_installed(installe
         result = client.explain(PHOTOS["chelsea"], methods=["signed_layercam", "gradcam"])
 
     assert "signed_layercam" in table
-    assert listed["signed_layercam"].summary.startswith("Weigh each value by its gradient, those that speak against")
+    assert listed["signed_layercam"].summary.startswith("Weight each activation by its gradient, including")
     assert {one.label for one in result.predictions} <= {"plain", "striped"}
     assert [one.method for one in result.explanations] == ["signed_layercam", "gradcam"]
     assert all(one.overlay and one.verdict != "FLAT" for one in result.explanations)
