@@ -19,7 +19,7 @@ FILE = (EXAMPLES / "my_network.py").read_text(encoding="utf-8")
 
 
 def test_the_readme_shows_the_file_as_it_is_and_it_has_no_more_than_20_lines():
-    shown = re.search(r"```python\n(\"\"\"A network of one's own.*?)```", README, re.DOTALL).group(1)
+    shown = re.search(r"```python\n(\"\"\"A custom network.*?)```", README, re.DOTALL).group(1)
 
     assert shown == FILE
     assert len(FILE.splitlines()) <= 20
