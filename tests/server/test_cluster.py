@@ -121,7 +121,7 @@ async def test_unary_calls_are_passed_to_an_engine():
 
 
 async def test_error_keeps_its_status_message_and_details():
-    async with opened(longest=10**6) as (ingress, _):
+    async with opened(max_bytes=10**6) as (ingress, _):
         bad, large = Context(), Context()
         await ingress.Explain(request(layers=["nothing"]), bad)
         await ingress.Explain(explain_pb2.ExplainRequest(image=bytes(10**6)), large)

@@ -153,7 +153,7 @@ async def serve(
         specs: models by name, instead of those in the settings.
 
     Raises:
-        ConfigError: the address, a certificate, the tokens file or every model cannot be used.
+        ConfigError: the address, a certificate or the tokens file cannot be used, or no model can be loaded.
     """
     state = ServerState(settings.stream_in_flight, settings.idle_seconds, names={**RPC_NAMES, **oip.NAMES})
     checks = HealthServicer()

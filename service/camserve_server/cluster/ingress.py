@@ -37,15 +37,15 @@ class Ingress:
     Args:
         engine: Ray's handle of the engines.
         refusals: name of the status for each of Ray's errors that is not the caller's fault.
-        longest: maximum size of a request, in bytes.
+        max_bytes: maximum size of a request, in bytes.
         in_flight: maximum of requests of one stream in progress.
     """
 
     def __init__(
-        self, engine: Any, refusals: Mapping[type[Exception], str], longest: int = 8 * 2**20, in_flight: int = 32
+        self, engine: Any, refusals: Mapping[type[Exception], str], max_bytes: int = 8 * 2**20, in_flight: int = 32
     ) -> None:
         self._engine, self._refusals = engine, refusals
-        self._longest, self._in_flight = longest, in_flight
+        self._max_bytes, self._in_flight = max_bytes, in_flight
 
     async def forward(self, rpc: str, request: Any, context: Any) -> Any:
         """Pass a unary call to an engine."""
@@ -60,7 +60,7 @@ class Ingress:
         return empty_pb2.Empty()  # gRPC does not send it
 
     async def _call_engine(self, caller: Caller, request: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        if request.ByteSize() > self._longest:
+        if request.ByteSize() > self._max_bytes:
             message = f"the message is larger than max_message_mib: {request.ByteSize():,} bytes"
             return Answer(None, (("x-request-id", caller.request_id),), "RESOURCE_EXHAUSTED", message)
         try:
