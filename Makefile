@@ -1,4 +1,4 @@
-# Everything a developer runs. `make check test` is what a change must pass.
+# Commands for developers. Every change must pass `make check test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ TIMES ?= 3
 
 .PHONY: setup node demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
 
-setup: $(VENV)/.done  ## make the .venv with everything in it
+setup: $(VENV)/.done  ## create the .venv with all dependencies
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,14 +30,14 @@ $(PROTO_VENV)/.done:
 	$(PROTO_BIN)/python -m pip install -q --disable-pip-version-check grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
 	touch $@
 
-# Its protobuf is older than ours, hence a venv of its own.
+# tritonclient needs an older protobuf than ours, so it gets its own venv.
 $(TRITON_VENV)/.done: $(TRITON_NEEDS)
 	$(PYTHON) -m venv $(TRITON_VENV)
 	$(TRITON_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $(TRITON_NEEDS)
 	touch $@
 
-# The Open Inference Protocol's messages are the server's alone, and their service is registered by hand: see api/oip/.
-# The generator is older than the runtime, so that the stubs work with every runtime from it on; hence a venv of its own.
+# Only the server has stubs of the Open Inference Protocol, and its service is registered by hand: see api/oip/. The
+# generator is older than the runtime, so that the stubs work with all later runtimes. So it gets its own venv.
 define generate
 	$(PROTO_BIN)/python -m grpc_tools.protoc -Iprotos \
 	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
@@ -51,24 +51,24 @@ endef
 protos: $(PROTO_VENV)/.done  ## generate the stubs from protos/
 	$(call generate,$(STUBS),$(SERVER_STUBS))
 
-node: clients/node/node_modules  ## what the client in Node needs, where there is npm
+node: clients/node/node_modules  ## install the dependencies of the Node client, if npm is installed
 
 clients/node/node_modules: clients/node/package-lock.json
 	@if command -v npm >/dev/null; then npm ci --prefix clients/node --no-audit --no-fund --silent && touch $@; \
-	else echo "no npm: the client in Node is not tested"; fi
+	else echo "npm is not installed: the Node client is not tested"; fi
 
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
-# In four parts, three at once: the first computes, the second is made of many small tests, the third also waits, for
-# servers as users start them, and the last has a simulated GPU, which changes torch for its whole process. Make starts
-# them: what a shell starts in the background is deaf to Ctrl-C, and so is all that it starts in turn.
+# The tests run in four parts, three at a time. The first computes a lot, the second has many small tests, the third also
+# waits for real servers, and the last has a simulated GPU, which changes torch for its whole process. Make starts them,
+# because background processes of a shell, and all their children, ignore Ctrl-C.
 METHODS := tests/methods
 WHOLE := tests/e2e tests/robustness
 SIMULATED := tests/simulated
 PARTS := methods small whole simulated
 
-test: setup node $(TRITON_VENV)/.done  ## every test but the slow ones; COVERAGE=1 also measures what they cover
+test: setup node $(TRITON_VENV)/.done  ## run all tests except the slow ones; COVERAGE=1 also measures coverage
 	$(if $(COVERAGE),$(BIN)/python -m coverage erase)
 	$(MAKE) --no-print-directory -k -j3 $(PARTS:%=.%); code=$$?; \
 	  cat .methods.log .small.log .simulated.log; $(BIN)/python tests/skipped.py $(PARTS:%=.skipped.%); \
@@ -86,13 +86,13 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 .simulated:
 	@OMP_NUM_THREADS=1 $(RUN) $(SIMULATED) >$@.log 2>&1
 
-# Its engines compute in two threads, as a user's do. Beside the other parts, threads that wait for one another are not to
+# Its workers compute with two threads, as in production. The other parts run at the same time, so waiting threads must not
 # spin: they would keep the core from the thread that they wait for.
 .whole:
 	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
 
-# In two parts, which -j2 runs at once: much of the first waits.
-test-slow: .slow-robustness .slow-others  ## the tests marked slow: long searches, toy models that are trained, memory cgroups
+# Two parts that -j2 runs at the same time: much of the first one is waiting.
+test-slow: .slow-robustness .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
 
 .slow-robustness: setup
 	$(BIN)/python -m pytest -m slow --durations=10 tests/robustness
@@ -100,16 +100,16 @@ test-slow: .slow-robustness .slow-others  ## the tests marked slow: long searche
 .slow-others: setup
 	$(BIN)/python -m pytest -m slow --durations=10 --ignore tests/robustness
 
-test-simulated: setup  ## the engine on a simulated GPU
+test-simulated: setup  ## run the tests on a simulated GPU
 	$(BIN)/python -m pytest $(SIMULATED)
 
-test-memory: setup  ## every load of the search for the most memory that one caller can take: some fifteen minutes
+test-memory: setup  ## search for the load of one caller that needs the most memory: about fifteen minutes
 	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py
 
-test-processors: setup  ## the parity and capture tests as on other processors; ALL=1 for all of tests/methods
+test-processors: setup  ## run the parity and capture tests as on other processors; ALL=1 for all of tests/methods
 	PYTHON=$(BIN)/python tests/other_processors.sh $(if $(ALL),all)
 
-test-busy: setup  ## make test TIMES=3 times in a row, beside a program that takes a full core
+test-busy: setup  ## run `make test` TIMES=3 times while another program uses a full core
 	@$(BIN)/python -c "while True: pass" & busy=$$!; trap "kill $$busy" EXIT; trap "exit 1" INT TERM; \
 	  for number in $$(seq $(TIMES)); do $(MAKE) --no-print-directory test || exit 1; done
 
@@ -118,13 +118,13 @@ $(RAY_VENV)/.done: pyproject.toml constraints.txt
 	$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,ray,dev]"
 	touch $@
 
-test-ray: $(RAY_VENV)/.done  ## the tests on a Ray cluster of this machine, which gets a venv of its own: some minutes
+test-ray: $(RAY_VENV)/.done  ## run the tests on a Ray cluster of this machine, in a venv of their own: some minutes
 	$(RAY_VENV)/bin/python -m pytest tests/e2e/test_ray.py -s
 
-soak: setup  ## a server at saturation for MINUTES=10: what it answers, and what it has left when it is over
+soak: setup  ## load a server to saturation for MINUTES=10, and check its responses and resources
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
-check: lint types contracts proto-check  ## everything that can be checked without running it
+check: lint types contracts proto-check  ## run all static checks
 
 lint: setup
 	$(BIN)/ruff check .
@@ -145,37 +145,37 @@ proto-check: setup $(PROTO_VENV)/.done
 	$(BIN)/buf format --diff --exit-code protos
 	@if git rev-parse -q --verify $(BASE) >/dev/null && git cat-file -e $(BASE):protos/buf.yaml 2>/dev/null; then \
 	  $(BIN)/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'; \
-	else echo "no $(BASE) with protos: nothing to break"; fi
+	else echo "$(BASE) has no protos: nothing to compare with"; fi
 	@rm -rf .protocheck && mkdir .protocheck
 	$(call generate,.protocheck,.protocheck)
 	@cd .protocheck && for f in camserve/v1/* camserve_server/api/oip/v2/*; do \
 	  cmp $$f ../$(STUBS)/$$f 2>/dev/null || cmp $$f ../$(SERVER_STUBS)/$$f || \
-	  { echo "the stubs are not what protos/ says: run 'make protos'"; exit 1; }; done
+	  { echo "the stubs do not match protos/: run 'make protos'"; exit 1; }; done
 	@rm -rf .protocheck
 
-gallery: setup  ## write docs/methods.md and docs/gallery.md from the table of methods: some minutes
+gallery: setup  ## write docs/methods.md and docs/gallery.md: some minutes
 	$(BIN)/python docs/generate/gallery.py
 	$(BIN)/python docs/generate/methods_page.py
 
-parity: setup  ## measure every method against its oracles, write docs/parity.md: some minutes
+parity: setup  ## compare every method with its oracles, and write docs/parity.md: some minutes
 	PYTHONPATH=tests $(BIN)/python docs/generate/parity.py
 
-precision: setup  ## measure half precision against float32 on photos, write docs/precision.md: a minute
+precision: setup  ## compare half precision with float32 on photos, and write docs/precision.md: a minute
 	PYTHONPATH=tests $(BIN)/python docs/generate/precision.py
 
-architectures: setup  ## explain every architecture, compare with autograd, write docs/architectures.md: half an hour
+architectures: setup  ## compare every architecture with autograd, and write docs/architectures.md: half an hour
 	$(BIN)/python docs/generate/architectures.py
 
-bench: setup  ## measure, some minutes; FULL=1 measures everything and writes benchmarks/RESULTS.md, half an hour
+bench: setup  ## run the benchmarks: some minutes; FULL=1 runs all and writes benchmarks/RESULTS.md: half an hour
 	$(BIN)/python -m benchmarks $(if $(FULL),--full --write,--quick)
 
-bench-torchserve: setup  ## beside TorchServe, which gets a venv of its own and needs Java; QUICK=1 for the half of it
+bench-torchserve: setup  ## compare with TorchServe, in a venv of its own; needs Java; QUICK=1 runs half of it
 	$(BIN)/python -m benchmarks.torchserve $(if $(QUICK),--quick)
 
-bench-triton: setup  ## NVIDIA's perf_analyzer against camserve: PERF_ANALYZER=command; writes docs/triton-and-kserve.md
+bench-triton: setup  ## measure with NVIDIA's perf_analyzer (PERF_ANALYZER=command), and write docs/triton-and-kserve.md
 	$(BIN)/python -m benchmarks.perf_analyzer --write $(if $(PERF_ANALYZER),--perf-analyzer "$(PERF_ANALYZER)")
 
-bench-gpu: setup  ## on a machine with a GPU, without a network: some minutes; writes benchmarks/GPU.md
+bench-gpu: setup  ## run the benchmarks on a GPU, offline, and write benchmarks/GPU.md: some minutes
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:

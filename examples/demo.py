@@ -1,4 +1,4 @@
-"""The whole way once: start the real server, explain a photo of a cat over gRPC, write the overlay to out/."""
+"""Demo: start the server, explain a photo of a cat over gRPC, and write the overlay to out/."""
 
 import contextlib
 import signal
@@ -20,7 +20,7 @@ OUT = Path("out")
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """Start `camserve-server serve` on a free port, wait until it is warm, stop it at the end."""
+    """Run `camserve-server serve` on a free port inside the block; yield its address once it is warm."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -35,7 +35,7 @@ def server() -> Iterator[str]:
 
 
 def wait_until_warm(address: str, process: subprocess.Popen[bytes]) -> None:
-    """Ask for the server's health until it serves."""
+    """Wait until the server's health is SERVING."""
     with camserve.Client(address, retries=0) as client:
         while process.poll() is None:
             with contextlib.suppress(camserve.Unavailable):

@@ -1,4 +1,4 @@
-"""`python -m camserve_server` is the command `camserve-server`."""
+"""Run the command `camserve-server` as `python -m camserve_server`."""
 
 from camserve_server.cli import main
 

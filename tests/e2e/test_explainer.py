@@ -148,7 +148,7 @@ def test_network_in_half_precision_is_explained_in_float32(network, photo):
     assert error_ratio(mine, gradcam(rounded, pixels.float()), gradcam(rounded.double(), pixels.double())) <= 1
 
 
-def test_explainer_that_nobody_holds_any_more_lets_its_network_go(network):
+def test_garbage_collected_explainer_frees_its_network(network):
     explainer = Explainer(network, **WHOLE)
     thread = explainer._service._thread
     del explainer
@@ -313,16 +313,16 @@ def test_model_spec_is_explained_without_a_network(photo):
         ({"transform": lambda _: 3}, "the transform fails with a PIL image \\(ValueError: .* is no input"),
         ({"transform": lambda _: torch.zeros(3, 8, 8), "size": 64}, "makes inputs of 8 by 8 pixels, and size=64"),
         ({"output": lambda said: said.nothing}, "nothing"),
-        ({"settings": {"isolation": "process"}}, "is served in this process"),
+        ({"settings": {"isolation": "process"}}, "can only be served in this process"),
     ],
 )
-def test_network_that_is_described_wrongly_is_refused_in_words(network, options, words):
+def test_network_with_an_invalid_description_is_refused(network, options, words):
     with pytest.raises(ConfigError, match=words):
         Explainer(network, **options)
 
 
-def test_spec_with_options_of_a_network_and_what_is_no_network_are_refused():
-    with pytest.raises(ConfigError, match="size: only of a network"):
+def test_spec_with_network_options_and_non_networks_are_refused():
+    with pytest.raises(ConfigError, match="size: only for a network"):
         Explainer("timm:resnet18?weights=none", size=64)
     with pytest.raises(ConfigError, match=r"is of type int: give a torch\.nn\.Module"):
         Explainer(3)
@@ -359,7 +359,7 @@ for owner, names in (
 
 
 @pytest.mark.parametrize("gone", ["", WINDOWS], ids=["this system", "without what Windows lacks"])
-def test_nothing_listens_and_no_process_is_started(gone):
+def test_explainer_opens_no_port_and_starts_no_process(gone):
     done = subprocess.run([sys.executable, "-c", ALONE.format(gone=gone)], capture_output=True, text=True, check=False)
 
     assert done.stderr == ""

@@ -19,7 +19,7 @@ FILE = (EXAMPLES / "my_network.py").read_text(encoding="utf-8")
 
 
 def test_models_page_shows_the_example_as_it_is_in_at_most_20_lines():
-    shown = re.search(r"```python\n(\"\"\"A network of one's own.*?)```", PAGE, re.DOTALL).group(1)
+    shown = re.search(r"```python\n(\"\"\"A custom network.*?)```", PAGE, re.DOTALL).group(1)
 
     assert shown == FILE
     assert len(FILE.splitlines()) <= 20

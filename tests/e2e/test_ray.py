@@ -204,11 +204,11 @@ def replicas(address, folder, kind):
 
 def until_whole(address, folder):
     """Wait until Ray has put another in its place."""
-    while len(engines(address, folder)) < 2 or len(replicas(address, folder, "door")) < 2:
+    while len(engines(address, folder)) < 2 or len(replicas(address, folder, "ingress")) < 2:
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("kind", ["engine", "door"])
+@pytest.mark.parametrize("kind", ["engine", "ingress"])
 def test_a_replica_that_is_killed_loses_what_it_had_in_flight_and_the_sdks_retry_has_that_answered(
     address, folder, kind
 ):
@@ -238,7 +238,7 @@ def test_a_replica_that_is_killed_loses_what_it_had_in_flight_and_the_sdks_retry
     print(f"{kind} killed: of 240 calls, 12 at a time, {lost} were lost; with retries none")  # noqa: T201 -- as above
 
 
-@pytest.mark.parametrize("kind", ["engine", "door"])
+@pytest.mark.parametrize("kind", ["engine", "ingress"])
 def test_a_stream_whose_replica_is_killed_ends_with_an_answer_for_every_photo(address, folder, kind):
     until_whole(address, folder)
     victim = replicas(address, folder, kind)[0]

@@ -45,14 +45,14 @@ def test_the_async_client_is_the_same_awaited():
     assert [one.predictions[0].class_index for one in many] == [result.predictions[0].class_index] * 3
 
 
-def test_a_setting_or_model_that_cannot_be_used_is_said_at_once():
+def test_invalid_setting_or_model_is_reported_at_once():
     with pytest.raises(ConfigError, match='unknown setting "max_rows"'), camserve_server.running(max_rows=3):
         pass
     with pytest.raises(ConfigError, match='"resnet50" needs a source'), camserve_server.running(models=["resnet50"]):
         pass
 
 
-def test_the_environment_does_not_reach_into_it(monkeypatch):
+def test_running_ignores_the_environment(monkeypatch):
     monkeypatch.setenv("CAMSERVE_ADDRESS", "0.0.0.0:1")
     monkeypatch.setenv("CAMSERVE_MODELS", "nonsense")
 
@@ -109,11 +109,11 @@ def test_models_are_named_by_texts_and_networks_alike():
     ("models", "settings", "words"),
     [
         ({"mine": 3}, {}, 'model "mine" is of type int: give a torch.nn.Module or a Source'),
-        ({"mine": nn.Linear(2, 2)}, {"isolation": "process"}, "is served in this process"),
+        ({"mine": nn.Linear(2, 2)}, {"isolation": "process"}, "can only be served in this process"),
         ({"mine": "resnet50"}, {}, '"resnet50" needs a source'),
     ],
 )
-def test_what_is_no_network_is_refused_in_a_line(models, settings, words):
+def test_invalid_model_is_refused_in_one_line(models, settings, words):
     with pytest.raises(ConfigError, match=words) as refused, camserve_server.running(models=models, **settings):
         pass
 

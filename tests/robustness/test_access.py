@@ -274,7 +274,7 @@ def test_broken_certificates_leave_the_old_in_force_and_are_logged_once(start, a
             for _ in range(3):
                 assert handshake(place_of(served.address), modern(), ca)[1] == der(pair)
 
-    told = [each.partition(" stay in force: ")[2] for each in our_log.messages if "the old stay in force" in each]
+    told = [each.partition(" previous ones: ")[2] for each in our_log.messages if "keeping the previous ones" in each]
     assert [words.split()[:2] for words in told] == [[cert, "and"], ["cannot", "read"]]
 
 

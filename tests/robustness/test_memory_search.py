@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from camserve_server.core.process import IDLE
+from camserve_server.core.process import IDLE_TIMEOUT
 from robustness import memory_loads, tree
 from robustness.memory_loads import LOADS, MIB, Caller, Meter, explaining
 from server_process import server_process
@@ -18,7 +18,7 @@ def used(process):
     """Have a server explain something, and wait until it has given back what it does not need at rest."""
     with Caller(process.address) as caller:
         caller.send(explaining(), 4)
-    time.sleep(IDLE + 1)
+    time.sleep(IDLE_TIMEOUT + 1)
 
 
 @pytest.fixture

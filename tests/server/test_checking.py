@@ -73,7 +73,7 @@ def check(tmp_path, monkeypatch):
     return run
 
 
-def test_every_fault_is_told_at_once_with_its_line(check):
+def test_all_faults_are_reported_with_their_lines(check):
     code, lines = check(FAULTY)
 
     assert code == 1
@@ -83,7 +83,7 @@ def test_every_fault_is_told_at_once_with_its_line(check):
         assert words in line
 
 
-def test_a_fault_is_told_at_the_line_of_the_setting_that_has_it(check):
+def test_fault_is_reported_at_the_line_of_its_setting(check):
     _, lines = check(
         'threads = 1\nmetrics_address = "0.0.0.0:9464"\naddress = "127.0.0.1:0"\ntls_key = "x.pem"\nmodels = []\n'
     )
@@ -93,22 +93,22 @@ def test_a_fault_is_told_at_the_line_of_the_setting_that_has_it(check):
     assert lines[2] == "camserve.toml:5: models = []: name at least one"
 
 
-def test_a_sound_file_is_said_to_be_so_and_no_model_is_loaded(check, monkeypatch):
+def test_valid_file_is_reported_without_loading_models(check, monkeypatch):
     monkeypatch.setattr("camserve_server.cli.config_check.models.load", lambda *_: pytest.fail("a model was loaded"))
 
     assert check('models = ["timm:vit_base_patch16_224?weights=none", "torchvision:resnet50"]\nthreads = 2') == (
         0,
-        ["camserve.toml: nothing is wrong"],
+        ["camserve.toml: valid"],
     )
 
 
-def test_a_users_module_is_not_run_but_found(check, tmp_path):
+def test_users_module_is_found_but_not_run(check, tmp_path):
     (tmp_path / "my_nets.py").write_text("raise SystemExit('it ran')")
 
     assert check('models = "my_nets:build"')[0] == 0
 
 
-def test_with_load_each_model_is_shown_as_it_was_found(check, tmp_path):
+def test_load_describes_each_model(check, tmp_path):
     (tmp_path / "labels.txt").write_text("cat\ndog\n")
     more = "second=torchvision:squeezenet1_1?weights=none&size=32&classes=2&labels=labels.txt"
     code, lines = check(f'models = ["{SMALL}", "{more}"]\ndevice = "cpu"', "--load")
@@ -116,10 +116,10 @@ def test_with_load_each_model_is_shown_as_it_was_found(check, tmp_path):
     assert code == 0
     assert lines[0].startswith("small: torchvision:squeezenet1_1, 64x64 pixels, 7 classes, without labels; layer ")
     assert lines[1].startswith('second: torchvision:squeezenet1_1, 32x32 pixels, 2 classes, "cat" to "dog"; layer ')
-    assert lines[2] == "camserve.toml: nothing is wrong"
+    assert lines[2] == "camserve.toml: valid"
 
 
-def test_with_load_a_model_that_cannot_be_loaded_is_a_fault_of_its_line(check, tmp_path):
+def test_load_reports_a_broken_model_at_its_line(check, tmp_path):
     (tmp_path / "broken_nets.py").write_text("def build():\n    raise RuntimeError('no weights here')")
     code, lines = check('models = [\n  "broken_nets:build",\n  "' + SMALL + '",\n]\ndevice = "cpu"', "--load")
 
@@ -132,22 +132,22 @@ def test_with_load_a_model_that_cannot_be_loaded_is_a_fault_of_its_line(check, t
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("threads = 1\nthreads: 3", "camserve.toml:2: camserve.toml is no TOML: "),
-        (b"address = '\xff'", "camserve.toml: camserve.toml is no TOML: "),
+        ("threads = 1\nthreads: 3", "camserve.toml:2: camserve.toml is not valid TOML: "),
+        (b"address = '\xff'", "camserve.toml: camserve.toml is not valid TOML: "),
         ("address = '0.0.0.0:1'", "camserve.toml:1: 0.0.0.0:1 can be reached from other machines"),
         ("models = []", "camserve.toml:1: models = []: "),
         ("models = 3", "camserve.toml:1: models = 3: "),
         ("[server]\nthreads = 1", 'camserve.toml:1: unknown setting "server"'),
     ],
 )
-def test_a_file_that_is_something_else_is_told_in_a_line(check, text, words):
+def test_file_that_is_not_toml_is_reported_in_one_line(check, text, words):
     code, lines = check(text)
 
     assert (code, lines[-1]) == (1, "camserve.toml: 1 fault")
     assert lines[0].startswith(words)
 
 
-def test_a_file_that_is_not_there_is_told(check, tmp_path):
+def test_missing_file_is_reported(check, tmp_path):
     check("")
     (tmp_path / "camserve.toml").unlink()
     found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
@@ -155,7 +155,7 @@ def test_a_file_that_is_not_there_is_told(check, tmp_path):
     assert (found.exit_code, found.output.splitlines()[0]) == (
         1, "camserve.toml: cannot read camserve.toml: No such file or directory",
     )  # fmt: skip
-    assert "name the FILE" in CliRunner().invoke(commands.program, ["check-config"]).output
+    assert "missing FILE" in CliRunner().invoke(commands.program, ["check-config"]).output
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def schema():
     return jsonschema.Draft7Validator(found)
 
 
-def test_the_schema_knows_every_setting_with_its_meaning_and_default(schema):
+def test_schema_has_every_setting_with_description_and_default(schema):
     listed = schema.schema["properties"]
 
     assert list(listed) == list(config.Settings.model_fields)
@@ -175,7 +175,7 @@ def test_the_schema_knows_every_setting_with_its_meaning_and_default(schema):
         assert (tuple(default) if isinstance(default, list) else default) == setting.default
 
 
-def test_the_schema_takes_what_the_server_takes_and_refuses_what_it_refuses(schema):
+def test_schema_accepts_and_refuses_the_same_as_the_server(schema):
     taken = {"threads": 3, "models": ["a=timm:resnet18?weights=none", "hf:./models/vit"], "log_level": "debug"}
     assert schema.is_valid(taken)
     assert not config.faults_of(taken)
@@ -184,12 +184,12 @@ def test_the_schema_takes_what_the_server_takes_and_refuses_what_it_refuses(sche
         assert config.faults_of(wrong) or wrong == {"models": ["?"]}  # a model's name is read later
 
 
-def test_the_example_is_sound_and_names_the_schema_by_which_editors_complete_it(schema, monkeypatch):
+def test_example_is_valid_and_names_its_schema(schema, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(EXAMPLES)
     text = Path("camserve.toml").read_text(encoding="utf-8")
     found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
 
-    assert (found.exit_code, found.output) == (0, "camserve.toml: nothing is wrong\n")
+    assert (found.exit_code, found.output) == (0, "camserve.toml: valid\n")
     assert text.startswith("#:schema ./camserve.schema.json\n")
     assert schema.is_valid(tomllib.loads(text))

@@ -1,4 +1,4 @@
-"""What runs on a Ray cluster, without Ray: doors and engines that call one another, and the job's actors."""
+"""The parts of the Ray integration, without Ray: ingress, engine, proxy, and the actors of a job."""
 
 import asyncio
 import os
@@ -36,11 +36,11 @@ METHOD = explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb
 
 
 class Lost(Exception):
-    """What Ray raises for an actor that dies."""
+    """Stands for Ray's error for an actor that dies."""
 
 
 class Handle:
-    """What Ray's handle of a deployment does, in one process; the first `losses` calls lose their engine."""
+    """Fake of Ray's handle of a deployment, in one process; the first `losses` calls lose their engine."""
 
     def __init__(self, engine, losses=0):
         self.engine, self.losses = engine, losses
@@ -63,7 +63,7 @@ class Handle:
 
 
 class Context:
-    """What Ray gives for gRPC's context."""
+    """Fake of Ray's context."""
 
     def __init__(self, request_id="mine"):
         self.request_id, self.code, self.details, self.trailers = request_id, None, "", ()
@@ -103,15 +103,15 @@ async def items(*requests):
         yield explain_pb2.ExplainStreamRequest(request_id=str(place), request=each)
 
 
-async def test_every_call_of_one_message_is_passed_to_an_engine_and_answered_by_the_servers_own_servicers():
+async def test_unary_calls_are_passed_to_an_engine():
     services = (explain_pb2, evaluate_pb2, models_pb2)
     methods = [m for one in services for s in one.DESCRIPTOR.services_by_name.values() for m in s.methods]
     assert set(UNARY) == {method.name for method in methods if not method.client_streaming}
-    async with opened() as (door, _):
+    async with opened() as (ingress, _):
         context = Context()
-        reply = await door.Explain(request(), grpc_context=context)
-        listed = await door.ListModels(models_pb2.ListModelsRequest(), Context())
-        evaluated = await door.ListMetrics(evaluate_pb2.ListMetricsRequest(), Context())
+        reply = await ingress.Explain(request(), grpc_context=context)
+        listed = await ingress.ListModels(models_pb2.ListModelsRequest(), Context())
+        evaluated = await ingress.ListMetrics(evaluate_pb2.ListMetricsRequest(), Context())
 
     assert (reply.model, reply.request_id, len(reply.explanations)) == ("small", "mine", 1)
     assert context.trailers["x-request-id"] == "mine"
@@ -120,11 +120,11 @@ async def test_every_call_of_one_message_is_passed_to_an_engine_and_answered_by_
     assert evaluated.metrics
 
 
-async def test_an_error_keeps_its_status_its_words_and_its_details():
-    async with opened(longest=10**6) as (door, _):
+async def test_error_keeps_its_status_message_and_details():
+    async with opened(max_bytes=10**6) as (ingress, _):
         bad, large = Context(), Context()
-        await door.Explain(request(layers=["nothing"]), bad)
-        await door.Explain(explain_pb2.ExplainRequest(image=bytes(10**6)), large)
+        await ingress.Explain(request(layers=["nothing"]), bad)
+        await ingress.Explain(explain_pb2.ExplainRequest(image=bytes(10**6)), large)
 
     assert bad.code is grpc.StatusCode.NOT_FOUND
     assert 'unknown layer "nothing"' in bad.details
@@ -133,13 +133,13 @@ async def test_an_error_keeps_its_status_its_words_and_its_details():
     assert "larger than max_message_mib" in large.details
 
 
-async def test_a_call_whose_engine_is_lost_is_to_be_sent_again_soon_and_one_that_fails_otherwise_is_not():
-    async with opened(losses=1) as (door, engine):
+async def test_only_a_call_that_lost_its_engine_can_be_retried():
+    async with opened(losses=1) as (ingress, engine):
         lost, after, broken = Context(), Context(), Context()
-        await door.Explain(request(), lost)
-        reply = await door.Explain(request(), after)
+        await ingress.Explain(request(), lost)
+        reply = await ingress.Explain(request(), after)
         engine.answer = None
-        await door.Explain(request(), broken)
+        await ingress.Explain(request(), broken)
 
     assert (lost.code, lost.details) == (grpc.StatusCode.UNAVAILABLE, "the engine that ran this was lost")
     assert int(lost.trailers["grpc-retry-pushback-ms"]) > 0
@@ -148,10 +148,10 @@ async def test_a_call_whose_engine_is_lost_is_to_be_sent_again_soon_and_one_that
     assert broken.details == "internal error; the log has more under request id mine"
 
 
-async def test_of_a_stream_each_request_is_answered_by_itself_and_one_that_loses_its_engine_alone_is_unavailable():
+async def test_stream_request_that_loses_its_engine_fails_alone():
     asked = (request(), request(layers=["nothing"]), request(progress=True, methods=[METHOD]), request())
-    async with opened(losses=1) as (door, _):
-        replies = [reply async for reply in door.ExplainStream(items(*asked), Context())]
+    async with opened(losses=1) as (ingress, _):
+        replies = [reply async for reply in ingress.ExplainStream(items(*asked), Context())]
 
     ends = {reply.request_id: reply for reply in replies if reply.WhichOneof("outcome") != "progress"}
     codes = {name: grpc.StatusCode(_code(reply.error.code)) for name, reply in ends.items() if reply.HasField("error")}
@@ -165,11 +165,11 @@ def _code(number):
     return next(code.value for code in grpc.StatusCode if code.value[0] == number)
 
 
-async def test_of_a_stream_so_many_requests_are_under_way_and_no_more():
+async def test_stream_limits_its_requests_in_flight():
     under_way = most = 0
 
     class Slow:
-        async def one(self, item, _caller):
+        async def explain_item(self, item, _caller):
             nonlocal under_way, most
             under_way += 1
             most = max(most, under_way)
@@ -177,17 +177,17 @@ async def test_of_a_stream_so_many_requests_are_under_way_and_no_more():
             under_way -= 1
             return explain_pb2.ExplainStreamResponse(request_id=item.request_id)
 
-    door = Ingress(Handle(Slow()), {}, in_flight=3)
+    ingress = Ingress(Handle(Slow()), {}, in_flight=3)
     replies = [
-        r async for r in door.ExplainStream(items(*(explain_pb2.ExplainRequest() for _ in range(20))), Context())
+        r async for r in ingress.ExplainStream(items(*(explain_pb2.ExplainRequest() for _ in range(20))), Context())
     ]
 
     assert (len(replies), most) == (20, 3)
 
 
-async def test_a_caller_that_takes_no_answers_is_not_read_on_and_on():
-    class Quick:
-        async def one(self, item, _caller):
+async def test_stream_stops_reading_a_client_that_takes_no_responses():
+    class FastEngine:
+        async def explain_item(self, item, _caller):
             return explain_pb2.ExplainStreamResponse(request_id=item.request_id)
 
     sent = 0
@@ -198,7 +198,7 @@ async def test_a_caller_that_takes_no_answers_is_not_read_on_and_on():
             sent += 1
             yield explain_pb2.ExplainStreamRequest(request_id=str(sent))
 
-    answers = Ingress(Handle(Quick()), {}, in_flight=3).ExplainStream(endless(), Context())
+    answers = Ingress(Handle(FastEngine()), {}, in_flight=3).ExplainStream(endless(), Context())
     await anext(answers)
     for _ in range(50):
         await asyncio.sleep(0)
@@ -209,8 +209,8 @@ async def test_a_caller_that_takes_no_answers_is_not_read_on_and_on():
     assert (len(rest), sent) == (99, 100)
 
 
-async def test_health_is_that_of_the_engines_and_a_watch_hears_of_a_change(monkeypatch):
-    monkeypatch.setattr("camserve_server.cluster.ingress.LOOK", 0.02)
+async def test_health_is_that_of_the_engines_and_watch_reports_changes(monkeypatch):
+    monkeypatch.setattr("camserve_server.cluster.ingress.HEALTH_CHECK_INTERVAL", 0.02)
     kinds = health_pb2.HealthCheckResponse
 
     class One:
@@ -220,8 +220,8 @@ async def test_health_is_that_of_the_engines_and_a_watch_hears_of_a_change(monke
             return self.well
 
     engine = One()
-    door, asked = Ingress(Handle(engine), {}), health_pb2.HealthCheckRequest()
-    watch = door.Watch(asked, Context())
+    ingress, asked = Ingress(Handle(engine), {}), health_pb2.HealthCheckRequest()
+    watch = ingress.Watch(asked, Context())
     heard = [(await anext(watch)).status]
     engine.well = False
     heard.append((await anext(watch)).status)
@@ -232,20 +232,20 @@ async def test_health_is_that_of_the_engines_and_a_watch_hears_of_a_change(monke
     assert gone.status == kinds.NOT_SERVING
 
 
-async def test_an_engine_tells_ray_its_rows_in_flight_and_that_it_is_to_be_replaced():
+async def test_engine_reports_its_rows_in_flight_and_its_health_to_ray():
     async with opened() as (_, engine):
         assert engine.record_autoscaling_stats() == {"rows": 0.0}
-        async with engine._house.pipeline.batcher.admit(5):
+        async with engine._state.pipeline.batcher.admit(5):
             assert engine.record_autoscaling_stats() == {"rows": 5.0}
         engine.check_health()
-        engine._told(well=False)
+        engine._set_healthy(healthy=False)
         assert not await engine.ready()
-        with pytest.raises(RuntimeError, match="no explanations"):
+        with pytest.raises(RuntimeError, match="unhealthy"):
             engine.check_health()
 
 
 @pytest.mark.parametrize(("rows", "engines"), [([], 3), ([0, 0], 0), ([60, 5], 2), ([64, 64], 2), ([300, 1], 5)])
-def test_there_is_an_engine_for_so_many_rows_in_flight(rows, engines):
+def test_number_of_engines_follows_the_rows_in_flight(rows, engines):
     metrics = {"rows": dict(enumerate(rows))} if rows else None
     context = types.SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=3)
 
@@ -253,13 +253,13 @@ def test_there_is_an_engine_for_so_many_rows_in_flight(rows, engines):
 
 
 @pytest.mark.parametrize(("count", "bounds"), [("2", (2, 2)), ("1-4", (1, 4))])
-def test_engines_are_a_number_or_two(count, bounds):
+def test_engines_are_a_number_or_a_range(count, bounds):
     engines = commands.engines_of(count, 64, 1, 0)
     assert (engines.least, engines.most) == bounds
 
 
 @pytest.mark.parametrize("count", ["", "0", "4-1", "some", "1-", "-2"])
-def test_what_is_no_number_of_engines_is_refused(count):
+def test_invalid_number_of_engines_is_refused(count):
     with pytest.raises(ConfigError, match="write a number such as 2"):
         commands.engines_of(count, 64, 1, 0)
 
@@ -267,14 +267,14 @@ def test_what_is_no_number_of_engines_is_refused(count):
 @pytest.mark.parametrize(
     ("name", "value"), [("tokens_file", "x"), ("tls_cert", "x"), ("admin", True), ("metrics_address", "127.0.0.1:1")]
 )
-def test_settings_that_would_not_hold_behind_rays_proxy_are_refused(name, value):
-    with pytest.raises(ConfigError, match=f"{name} has no meaning behind Ray"):
+def test_settings_that_rays_proxy_does_not_support_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is not supported with Ray"):
         application.check(config.Settings(insecure=True, **{name: value}))
     with pytest.raises(ConfigError, match="listens on every interface"):
         application.check(config.Settings())
 
 
-def test_an_engine_has_the_settings_of_the_server_but_for_its_port_and_its_cores():
+def test_engine_has_the_settings_of_the_server_except_address_and_cores():
     settings = config.Settings(models=(MODEL,), insecure=True, max_batch_rows=4)
     found = application._settings_of(settings, application.Engines(cpus=3))
 
@@ -290,7 +290,7 @@ def test_an_engine_has_the_settings_of_the_server_but_for_its_port_and_its_cores
     ("device", "gpus", "found"),
     [("auto", 0, "cpu"), ("cpu", 0, "cpu"), ("auto", 1, "cuda"), ("auto", 0.5, "cuda"), ("cuda", 2, "cuda")],
 )
-def test_an_engine_computes_on_the_gpus_that_ray_reserves_for_it_and_on_the_cpu_without_one(device, gpus, found):
+def test_engine_runs_on_the_gpus_that_ray_reserves_else_on_the_cpu(device, gpus, found):
     settings, engines = config.Settings(insecure=True, device=device), application.Engines(gpus=gpus)
 
     assert application._settings_of(settings, engines)["device"] == found
@@ -304,7 +304,7 @@ def test_a_gpu_that_ray_does_not_reserve_is_refused(device):
         application._settings_of(config.Settings(insecure=True, device=device), application.Engines())
 
 
-def test_an_engine_starts_a_worker_for_each_gpu_that_it_sees_and_does_not_start_without_one(gpus):
+def test_engine_starts_a_worker_for_each_visible_gpu_and_fails_without_one(gpus):
     for seen, found in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
         gpus(*[(9, 0)] * seen)
         assert devices.devices_named(application.device_of("auto", seen)) == found
@@ -317,9 +317,7 @@ def test_an_engine_starts_a_worker_for_each_gpu_that_it_sees_and_does_not_start_
     ("device", "said", "there", "gpus"),
     [("auto", -1, 4, 1), ("auto", -1, 0, 0), ("cuda", -1, 4, 1), ("cpu", -1, 4, 0), ("auto", 0.5, 4, 0.5)],
 )
-def test_engines_have_a_gpu_each_where_the_cluster_has_any_and_they_are_not_for_a_cpu(
-    device, said, there, gpus, monkeypatch
-):
+def test_each_engine_gets_a_gpu_if_the_cluster_has_any(device, said, there, gpus, monkeypatch):
     cluster = Mock(cluster_resources=lambda: {"CPU": 8, "GPU": there} if there else {"CPU": 8})
     monkeypatch.setattr(commands, "ray", lambda _module="": cluster)
     with commands.cluster(None, commands.engines_of("2", 64, 1, said), device) as engines:
@@ -327,7 +325,7 @@ def test_engines_have_a_gpu_each_where_the_cluster_has_any_and_they_are_not_for_
 
 
 def test_a_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photos, monkeypatch):
-    monkeypatch.setattr(job, "GRACE", 0.0)
+    monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     ran = []
     monkeypatch.setattr(job, "run", lambda one, *_: ran.append(one.settings["device"]))
     for engines in (application.Engines(gpus=1), application.Engines()):
@@ -337,11 +335,11 @@ def test_a_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photo
         job.explain(new_job(photos, device="cuda"), application.Engines())
 
 
-def test_of_an_engine_that_cannot_begin_its_own_words_are_told():
+def test_error_of_an_engine_that_cannot_start_is_extracted():
     said = "ray::engine.__init__()\n  File x, line 1\ncamserve_server.core.errors.ConfigError: no model x\nThe error"
 
     assert commands.reason(["", said]) == "no model x"
-    assert "Ray's log says why" in commands.reason([])
+    assert "see Ray's log" in commands.reason([])
 
 
 def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
@@ -382,10 +380,10 @@ def acting():
         yield made
 
 
-def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, monkeypatch, acting):
-    monkeypatch.setattr(job, "GRACE", 0.0)
+def test_actor_that_repeats_a_batch_overwrites_the_same_part(photos, monkeypatch, acting):
+    monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     one = new_job(photos)
-    left, tally = job.begun(one)
+    left, tally = job.start_run(one)
     actor = acting(one)
     said = [actor({"image": list(map(job._bytes, left))}) for _ in range(2)]
 
@@ -395,14 +393,14 @@ def test_an_actor_that_does_a_batch_again_writes_the_same_part_again(photos, mon
     assert Counter(row["image"] for row in rows) == dict.fromkeys(left, 1)
 
     later = new_job(photos)
-    assert job.begun(later) == ([], dataset.Tally(before=3))
-    assert "another run of this job was begun" in actor({"image": list(map(job._bytes, left))})["wrong"][0]
+    assert job.start_run(later) == ([], dataset.Tally(before=3))
+    assert "another run of this job was started" in actor({"image": list(map(job._bytes, left))})["error"][0]
 
 
-def test_an_actor_leaves_a_photo_at_which_its_server_fails_and_does_the_same_part_again(photos, monkeypatch, acting):
-    monkeypatch.setattr(job, "GRACE", 0.0)
+def test_actor_skips_a_photo_whose_server_fails_and_repeats_the_same_part(photos, monkeypatch, acting):
+    monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     one = new_job(photos)
-    left, _ = job.begun(one)
+    left, _ = job.start_run(one)
     actor = acting(one)
     with monkeypatch.context() as patch:
         patch.setattr(dataset.job, "_is_photos_own", lambda _error: False)
@@ -418,27 +416,27 @@ def test_an_actor_leaves_a_photo_at_which_its_server_fails_and_does_the_same_par
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
-def test_an_actor_is_told_of_a_name_that_is_no_text_by_its_bytes(photos, acting):
+def test_actor_gets_a_name_that_is_not_valid_text_as_bytes(photos, acting):
     name = bytes(photos / "photos") + b"/\xff.png"
     (photos / "photos" / "coffee.png").rename(os.fsdecode(name))
     one = new_job(photos)
-    left, _ = job.begun(one)
+    left, _ = job.start_run(one)
     said = acting(one)({"image": pa.array(map(job._bytes, left), pa.binary()).to_pylist()})
 
     assert name in map(job._bytes, left)
     assert [int(said[each][0]) for each in ("explained", "failed", "left")] == [2, 1, 0]
 
 
-def test_what_would_be_wrong_with_every_photo_is_told_by_the_actor_and_marks_none(photos, acting):
+def test_error_that_concerns_every_photo_ends_the_job(photos, acting):
     one = new_job(photos, methods=("gradcm",))
     said = acting(one)({"image": [bytes(photos / "photos" / "chelsea.png")]})
 
-    assert 'unknown method "gradcm"' in said["wrong"][0]
+    assert 'unknown method "gradcm"' in said["error"][0]
     assert not (photos / "out" / "results").exists()
 
 
-def test_a_job_on_a_cluster_and_one_on_a_machine_go_on_with_one_another(photos, monkeypatch):
-    monkeypatch.setattr(job, "GRACE", 0.0)
+def test_cluster_resumes_the_job_of_a_single_machine(photos, monkeypatch):
+    monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     out, model = photos / "out", ["--model", MODEL, "--device", "cpu"]
     arguments = ["explain", str(photos / "photos"), "-o", str(out), "--resume", *model]
     done = CliRunner().invoke(program, arguments)
@@ -446,11 +444,11 @@ def test_a_job_on_a_cluster_and_one_on_a_machine_go_on_with_one_another(photos, 
     wishes = {"layers": (), "targets": (), "fusion": None, "top_k": 1, "colormap": "jet", "alpha": 0.5}
     again = new_job(photos, **wishes, intensity=False, profile="paper", max_side=None)
 
-    assert job.begun(again) == ([], dataset.Tally(before=3))
+    assert job.start_run(again) == ([], dataset.Tally(before=3))
 
 
 class Server:
-    """What Ray's gRPC server does with a service: it has a handler of its own for each method."""
+    """Fake of Ray's gRPC server, which has its own handler for each method."""
 
     def __init__(self, made):
         self.service_handler_factory, self.handlers = made, {}
@@ -463,8 +461,8 @@ class Server:
             self.handlers[service, name] = self.service_handler_factory(service_method=name)
 
 
-class Told:
-    """What gRPC gives Ray's proxy for a context."""
+class ProxyContext:
+    """Fake of the gRPC context in Ray's proxy."""
 
     def __init__(self, code, words):
         self.status, self.trailers = (code, words), ()
@@ -496,9 +494,7 @@ class Told:
         (grpc.StatusCode.NOT_FOUND, "The actor of that name", "NOT_FOUND"),
     ],
 )
-async def test_in_rays_proxy_a_call_and_a_stream_whose_door_is_lost_are_to_be_sent_again_and_others_end_as_they_did(
-    code, words, ends
-):
+async def test_proxy_makes_calls_that_lost_their_ingress_retryable(code, words, ends):
     async def one(request, _context):
         return request
 
@@ -509,7 +505,7 @@ async def test_in_rays_proxy_a_call_and_a_stream_whose_door_is_lost_are_to_be_se
         server = Server(lambda handler=handler, **_: handler)
         proxy.add_services_to_server(Mock(), server)
         served = server.handlers["camserve.v1.ExplainService", "Explain"]
-        context = Told(code, words)
+        context = ProxyContext(code, words)
         answer = served("asked", context)
         replies = [await answer] if handler is one else [each async for each in answer]
 
@@ -519,7 +515,7 @@ async def test_in_rays_proxy_a_call_and_a_stream_whose_door_is_lost_are_to_be_se
         assert server.service_handler_factory(service_method="other") is handler
 
 
-def test_the_proxy_is_told_of_all_services_and_their_calls():
+def test_proxy_gets_all_services_and_their_methods():
     async def one(request, _context):
         return request
 
@@ -532,27 +528,27 @@ def test_the_proxy_is_told_of_all_services_and_their_calls():
 
 
 @pytest.mark.parametrize("address", ["unix:/tmp/one", "0.0.0.0:0", "localhost"])
-def test_rays_proxy_wants_a_port(address):
+def test_rays_proxy_needs_a_port(address):
     assert commands._port("0.0.0.0:50051") == 50051
-    with pytest.raises(ConfigError, match="wants a port"):
+    with pytest.raises(ConfigError, match="needs a port"):
         commands._port(address)
 
 
-def test_a_cluster_at_which_nothing_listens_is_told_at_once():
+def test_unreachable_cluster_is_reported_at_once():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"no cluster at {address}"):
-            commands._reached(address)
+            commands._check_reachable(address)
 
 
-def test_a_model_that_is_none_by_its_name_is_refused_before_anything_is_begun():
+def test_invalid_model_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="needs a source"):
         application.check(config.Settings(insecure=True, models=("resnet50",)))
 
 
 class Serve:
-    """What Ray says of an application, one state after another."""
+    """Fake of Ray Serve that reports one state of an application after another."""
 
     def __init__(self, *states):
         self.states = list(states)
@@ -564,18 +560,18 @@ class Serve:
         return types.SimpleNamespace(applications={commands.NAME: one})
 
 
-def test_while_the_application_starts_its_state_is_heeded_and_so_is_a_stop(monkeypatch, caplog):
-    monkeypatch.setattr(commands, "PATIENCE", 0.0)
+def test_waiting_for_the_application_reports_errors_and_can_be_stopped(monkeypatch, caplog):
+    monkeypatch.setattr(commands, "WARN_AFTER", 0.0)
     starting, stop = ("DEPLOYING", "", "no node has 8 CPUs"), Event()
-    commands._until_running(Serve(starting, starting, ("RUNNING",)), stop)
+    commands._wait_until_running(Serve(starting, starting, ("RUNNING",)), stop)
     assert [record.getMessage() for record in caplog.records] == ["waiting for the cluster: no node has 8 CPUs"]
 
     with pytest.raises(ConfigError, match=r"^no model x$"):
-        commands._until_running(Serve(("DEPLOYING", "Retrying 5 times.\nerrors.ConfigError: no model x")), stop)
-    with pytest.raises(ConfigError, match="Ray's log says why"):
-        commands._until_running(Serve(("DEPLOY_FAILED", "")), stop)
+        commands._wait_until_running(Serve(("DEPLOYING", "Retrying 5 times.\nerrors.ConfigError: no model x")), stop)
+    with pytest.raises(ConfigError, match="see Ray's log"):
+        commands._wait_until_running(Serve(("DEPLOY_FAILED", "")), stop)
     stop.set()
-    commands._until_running(Serve(starting), stop)
+    commands._wait_until_running(Serve(starting), stop)
 
 
 class Controller:

@@ -1,4 +1,4 @@
-"""`camserve-server` as an operator meets it: it starts, stops when told, and says in a line what is wrong."""
+"""`camserve-server` from the command line: start, stop and error messages."""
 
 import logging
 import os
@@ -150,7 +150,7 @@ def explain(channel, folder):
     return explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(request, timeout=60)
 
 
-def test_serve_answers_until_it_is_told_to_stop_and_ends_with_0(folder):
+def test_serve_exits_with_0_after_a_signal(folder):
     with served(folder, start=installed) as server, connected(server) as channel:
         reply = explain(channel, folder).result()
         server.tell(signal.SIGTERM)
@@ -167,7 +167,7 @@ def test_serve_answers_until_it_is_told_to_stop_and_ends_with_0(folder):
     ]
 
 
-def test_a_second_signal_ends_a_drain_at_once_with_1_even_if_the_model_hangs(folder):
+def test_second_signal_ends_the_drain_with_1_even_if_the_model_hangs(folder):
     with served(folder, "--drain-seconds", "3600") as server, connected(server) as channel:
         (folder / "sleep").touch()
         call = explain(channel, folder)
@@ -184,7 +184,7 @@ def test_a_second_signal_ends_a_drain_at_once_with_1_even_if_the_model_hangs(fol
     assert error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
-def test_a_signal_while_the_models_load_ends_it_soon_with_0(folder):
+def test_signal_while_the_models_load_exits_with_0(folder):
     with served(folder, model="forever") as server:
         wait_until(lambda: (folder / "loading").exists() or server.ended())
         server.tell()
@@ -236,7 +236,7 @@ def test_signal_in_a_callback_that_swallows_exceptions_stops_the_server(folder, 
     assert stopped_in(FORKS, folder, monkeypatch) == (0, "")
 
 
-def test_what_the_operator_got_wrong_is_all_that_is_printed(folder):
+def test_usage_error_is_one_line(folder):
     """Not even a line of gRPC's own, which writes to the terminal past Python."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -268,7 +268,7 @@ WRONG = {
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
-def test_a_wrong_setting_ends_with_2_and_one_line_that_says_what_is_wrong(arguments, words):
+def test_invalid_setting_exits_with_2_and_one_line(arguments, words):
     found = CliRunner().invoke(commands.program, ["serve", *flags("--log-level", "error", *arguments)])
 
     assert found.exit_code == 2, found.exception
@@ -303,7 +303,7 @@ def test_a_receipt_is_replayed_without_a_server(folder):
     assert "this is no camserve receipt" in rubbish.stderr
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_a_line_without_a_server_too(folder):
+def test_model_that_cannot_be_loaded_without_a_server_is_one_line(folder):
     found = CliRunner().invoke(commands.program, ["explain", "photo.png", "--model", "timm:nothing", "-o", "out"])
 
     assert found.exit_code == 2
@@ -312,7 +312,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_line_without_a_server_too(fo
 
 
 @pytest.mark.parametrize("missing", ["torch", "pydantic"])
-def test_without_what_the_extra_installs_it_says_which_extra_to_install(missing, folder, monkeypatch):
+def test_missing_dependency_names_the_extra_to_install(missing, folder, monkeypatch):
     (folder / "sitecustomize.py").write_text(f'import sys; sys.modules["{missing}"] = None')
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     found = subprocess.run([PROGRAM, "serve"], cwd=folder, capture_output=True, text=True, check=False)
@@ -321,7 +321,7 @@ def test_without_what_the_extra_installs_it_says_which_extra_to_install(missing,
     assert found.stderr == f'error: no module {missing}: the server needs `pip install "camserve[server]"`\n'
 
 
-def test_the_help_comes_without_loading_what_takes_seconds():
+def test_help_does_not_import_torch():
     code = "import sys; sys.argv[1:] = ['serve', '--help']; from camserve_server.cli import main\n"
     code += "try: main()\nfinally: assert 'torch' not in sys.modules"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -330,7 +330,7 @@ def test_the_help_comes_without_loading_what_takes_seconds():
     assert "--max-queue-rows" in found.stdout
 
 
-def test_a_server_for_everybody_without_tls_and_tokens_is_not_started(folder):
+def test_server_without_access_control_is_not_started(folder):
     given = flags("--model", "command_nets:forever", "--address", "0.0.0.0:0", "--log-level", "error")
     found = CliRunner().invoke(commands.program, ["serve", *given])
 
@@ -340,7 +340,7 @@ def test_a_server_for_everybody_without_tls_and_tokens_is_not_started(folder):
     assert not (folder / "loading").exists()
 
 
-def test_photos_are_explained_without_a_server_whatever_access_the_environment_sets_for_one(folder, monkeypatch):
+def test_explain_without_a_server_ignores_access_settings(folder, monkeypatch):
     for name in ("TLS_CERT", "TLS_KEY", "TOKENS_FILE", "TOKEN", "CA"):
         monkeypatch.setenv(f"CAMSERVE_{name}", "gone")
     arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]

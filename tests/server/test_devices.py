@@ -57,7 +57,7 @@ def ask(client, image, target="class 3", **options):
     return client.explain(image, targets=int(target.split()[1]), overlay=None, heatmap=True, **options)
 
 
-def test_both_engines_are_used_and_either_gives_the_answers_of_one(client, engines):
+def test_both_workers_are_used_and_return_equal_results(client, engines):
     noted, before = engines
     alone = [ask(client, image).explanations[0].heatmap for image in IMAGES]
     meet = threading.Barrier(2)
@@ -79,7 +79,7 @@ def test_both_engines_are_used_and_either_gives_the_answers_of_one(client, engin
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_an_engine_that_cannot_run_a_row_fails_that_request_alone(client, engines, faulty):
+def test_worker_that_cannot_run_a_row_fails_that_request_only(client, engines, faulty):
     noted, before = engines
 
     def refuse(mine, rows):
@@ -101,7 +101,7 @@ def test_an_engine_that_cannot_run_a_row_fails_that_request_alone(client, engine
     assert outcomes[:5] + outcomes[6:] == ["answered"] * 23
 
 
-def test_a_long_methods_answer_is_the_same_whichever_engine_ran_which_part(client):
+def test_long_method_returns_the_same_on_any_workers(client):
     """Its completeness error is that of rows in their places: the baseline's among them."""
     found = [ask(client, IMAGES[0], methods=camserve.Method("integrated_gradients", {"steps": 8})) for _ in range(2)]
     maps = [one.explanations[0].heatmap for one in found]
@@ -110,7 +110,7 @@ def test_a_long_methods_answer_is_the_same_whichever_engine_ran_which_part(clien
     assert found[0].explanations[0].completeness_error < 0.2
 
 
-def test_what_is_told_of_a_model_names_every_device_once(client):
+def test_model_description_names_every_device_once(client):
     (model,) = client.models()
 
     assert model.device == "cpu"
@@ -133,7 +133,7 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What is logged as a warning."""
+    """Return the logged warnings."""
     lines = []
     for module in (devices, server):
         monkeypatch.setattr(module.log, "warning", lambda words, *values: lines.append(words % values))
@@ -159,7 +159,7 @@ def test_devices_are_named_one_by_one_or_all_at_once(gpus, names, found):
 
 
 @pytest.mark.parametrize("names", ["cuda:2", "cpu,gpu", "cuda:0,", "", "cuda:00"])
-def test_a_device_that_is_not_there_is_an_error_that_names_it(gpus, names):
+def test_missing_device_is_an_error_with_its_name(gpus, names):
     gpus((8, 0), (9, 0))
     with pytest.raises(ConfigError, match=f'device "{names.rpartition(",")[2]}".*cuda:0, cuda:1'):
         devices.devices_named(names)
@@ -176,7 +176,7 @@ def test_without_a_gpu_cuda_is_an_error_and_auto_is_the_cpu(gpus, machine, warni
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_another_accelerator_of_torchs_can_be_named_where_there_is_one(monkeypatch, kind):
+def test_other_accelerators_of_torch_can_be_named(monkeypatch, kind):
     with pytest.raises(ConfigError, match=f'device "{kind}": torch sees 0 {kind.upper()} devices here'):
         devices.devices_named(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
@@ -206,7 +206,7 @@ GRAPHICS = NVIDIA | {"sys__bus__pci__devices__0000:01:00.0__class": "0x030200\n"
         ({"dev__nvidiactl": ""}, False),
     ],
 )
-def test_a_gpu_is_seen_without_its_driver(machine, files, there):
+def test_gpu_is_detected_without_its_driver(machine, files, there):
     machine(**files)
 
     assert hardware.has_nvidia_gpu() is there
@@ -220,9 +220,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("why", REASONS)
-def test_a_gpu_that_torch_cannot_use_is_a_warning_on_auto_and_an_error_where_it_is_named(
-    gpus, machine, warnings, monkeypatch, why
-):
+def test_unusable_gpu_is_a_warning_for_auto_and_an_error_if_named(gpus, machine, warnings, monkeypatch, why):
     def fail():
         raise RuntimeError(REASONS[why].partition(" (torch")[0] + ".")
 
@@ -246,7 +244,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning_on_auto_and_an_error_where_it_
 OLD = "it has compute capability 6.1, and torch .* is built for 7.5 or more"
 
 
-def test_auto_passes_over_a_gpu_that_is_older_than_what_torch_is_built_for(gpus, warnings):
+def test_auto_skips_a_gpu_that_is_too_old_for_torch(gpus, warnings):
     gpus((6, 1), (8, 0))
 
     assert devices.devices_named("auto") == ["cuda:1"]
@@ -256,7 +254,7 @@ def test_auto_passes_over_a_gpu_that_is_older_than_what_torch_is_built_for(gpus,
 
 
 @pytest.mark.parametrize("names", ["cuda", "cuda:1,cuda:0"])
-def test_a_named_gpu_that_is_older_than_what_torch_is_built_for_is_an_error(gpus, names):
+def test_named_gpu_that_is_too_old_for_torch_is_an_error(gpus, names):
     gpus((6, 1), (8, 0))
     with pytest.raises(ConfigError, match=f'device "cuda:0": {OLD}'):
         devices.devices_named(names)
@@ -265,7 +263,7 @@ def test_a_named_gpu_that_is_older_than_what_torch_is_built_for_is_an_error(gpus
 @pytest.mark.parametrize(
     ("capability", "slow"), [((7, 5), ["bfloat16"]), ((8, 0), []), ((9, 0), [])], ids=["7.5", "8.0", "9.0"]
 )
-def test_a_model_in_a_precision_that_a_gpu_has_no_instructions_for_is_warned_of(gpus, warnings, capability, slow):
+def test_precision_without_native_instructions_is_a_warning(gpus, warnings, capability, slow):
     gpus((9, 0), capability)
     specs = [parse(f"in_{name}={NET}&precision={name}") for name in ("float32", "bfloat16", "float16")]
     server._warn_of_precisions(specs, ["cuda:1", "cuda:1"])
@@ -307,7 +305,7 @@ def test_memory_is_limited_by_every_control_group_around_a_process(monkeypatch, 
     assert hardware.memory_limit() == machine
 
 
-def test_only_one_module_of_the_server_names_cuda():
+def test_only_one_module_of_the_server_uses_cuda():
     """Everything else asks a `devices.Device`; a string that a user or a file gives may have the word."""
     package = Path(devices.__file__).parents[1]
     naming = {

@@ -442,7 +442,7 @@ def test_metrics_have_the_memory_of_each_engines_gpu(tiny):
     with serving(models=(tiny,), device="cpu,cpu") as served:
         engines = served.pipeline.lifecycle.engines
         told = prometheus.PrometheusMetrics(lambda: State(ready=True, in_flight=0, engines=engines()))
-        _, text = told.written("text/plain")
+        _, text = told.encode("text/plain")
     (family,) = [
         one for one in text_string_to_metric_families(text.decode()) if one.name == "camserve_engine_memory_bytes"
     ]

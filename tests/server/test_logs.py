@@ -111,7 +111,7 @@ def test_json_has_an_exception_inside_its_line(lines):
     assert entry["exception"] == "ValueError: one\ntwo"
 
 
-def test_text_has_the_fields_before_the_exception_so_that_the_first_line_says_all(lines):
+def test_text_log_has_the_fields_before_the_exception(lines):
     read = lines("text")
     fail()
 
@@ -133,7 +133,7 @@ def test_no_escape_sequence_in_an_exception_reaches_the_operators_terminal(lines
     assert all(line.isprintable() for line in read())
 
 
-def test_what_is_below_the_level_is_not_written(lines):
+def test_records_below_the_level_are_not_written(lines):
     read = lines("text", "warning")
     LOG.info("no")
     LOG.warning("yes")
@@ -150,7 +150,7 @@ def test_to_configure_twice_does_not_write_twice_and_other_loggers_are_left_alon
     assert len(read()) == 1
 
 
-def test_a_field_that_json_does_not_know_is_written_in_words_rather_than_lost(lines):
+def test_field_that_json_cannot_encode_is_written_as_text(lines):
     read = lines("json")
     LOG.info("Explain", extra=logs.fields(rows=np.int64(3), path=logging))
 
@@ -168,7 +168,7 @@ FORGED = [
 
 @pytest.mark.parametrize("forged", FORGED)
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_nothing_that_a_caller_says_makes_a_second_line(form, forged, lines):
+def test_value_from_a_caller_cannot_make_a_second_line(form, forged, lines):
     read = lines(form)
     LOG.info("Explain", extra=logs.fields(code="NOT_FOUND", error=f'unknown model "{forged}"'))
     LOG.info("model %s is unknown", forged)

@@ -1,4 +1,4 @@
-"""What Prometheus is told: counts that are right, labels that nobody can make up, and a port as closed as the other."""
+"""Metrics: correct counts, labels that callers cannot create, and access control of the endpoint."""
 
 import asyncio
 import contextlib
@@ -123,7 +123,7 @@ def test_stages_take_no_longer_than_the_requests_and_every_one_is_timed(start):
     assert took["compute"] <= total(samples, "camserve_batch_duration_seconds_sum") * (1 + 1e-9)
 
 
-def test_each_request_of_a_stream_is_one_and_the_stream_itself_none(start):
+def test_requests_of_a_stream_are_counted_and_the_stream_is_not(start):
     with start() as (served, scrape), camserve.Client(served.address) as client:
         assert len(list(client.explain_many([PHOTO] * 6))) == 6
         samples = settled(scrape, "camserve_streams_total", 1, code="OK")
@@ -131,7 +131,7 @@ def test_each_request_of_a_stream_is_one_and_the_stream_itself_none(start):
     assert total(samples, COUNT, rpc="ExplainStream", code="OK") == total(samples, COUNT) == 6
 
 
-def test_an_inference_of_another_protocol_is_a_request_as_any_other(start):
+def test_open_inference_requests_are_counted(start):
     asked = inference_pb2.ModelInferRequest(model_name="tiny")
     asked.inputs.add(name="image", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([jpeg(PHOTO)] * 2)
     unknown = inference_pb2.ModelInferRequest(model_name="made-up")
@@ -157,7 +157,7 @@ def test_an_inference_of_another_protocol_is_a_request_as_any_other(start):
     assert labels_of(samples, COUNT, "rpc") <= set(oip.NAMES)
 
 
-def test_no_label_takes_what_a_caller_makes_up(start):
+def test_callers_cannot_create_label_values(start):
     """However many names are tried, there are no more series than words of ours."""
     with start() as (served, scrape), camserve.Client(served.address) as client:
         client.explain(PHOTO, methods=["gradcam", "saliency"])
@@ -178,7 +178,7 @@ def test_no_label_takes_what_a_caller_makes_up(start):
     assert len({has for name, has in ours if name == COUNT}) <= 6
 
 
-def test_what_is_shed_is_counted_by_why(start):
+def test_shed_requests_are_counted_by_reason(start):
     with start(max_queue_rows=4) as (served, scrape), camserve.Client(served.address, retries=0) as client:
         batcher = served.pipeline.batcher
         served.do(batcher.pause)
@@ -201,7 +201,7 @@ def test_what_is_shed_is_counted_by_why(start):
     assert total(after, "camserve_queue_rows") == total(after, "camserve_calls_in_flight") == 0
 
 
-def test_what_nobody_waits_for_is_counted_by_why(start):
+def test_cancelled_requests_are_counted_by_reason(start):
     with start() as (served, scrape):
         served.do(served.pipeline.batcher.pause)
         with camserve.Client(served.address, retries=0) as client:
@@ -225,17 +225,17 @@ def test_what_nobody_waits_for_is_counted_by_why(start):
     assert total(samples, COUNT, code="DEADLINE_EXCEEDED") == total(samples, COUNT, code="CANCELLED") == 1
 
 
-def test_every_reason_that_the_code_gives_is_one_that_is_counted():
+def test_every_reason_in_the_code_is_counted():
     code = "".join(path.read_text() for path in (ROOT / "service/camserve_server").rglob("*.py"))
     given = set(re.findall(r'\bshed ?= ?"(\w+)"', code))
 
-    assert given == set(prometheus.SHED)
+    assert given == set(prometheus.SHED_REASONS)
     assert errors.WorkerLost("x").shed == "engine_lost"
     assert errors.OutOfMemory("x", shed="other").shed == "other"
     assert errors.NotFound("x").shed == ""
 
 
-def test_models_that_come_and_go_are_counted(start, tmp_path):
+def test_loaded_and_unloaded_models_are_counted(start, tmp_path):
     with (
         start(admin=True, model_folder=str(tmp_path)) as (served, scrape),
         camserve.Client(served.address, retries=0) as client,
@@ -256,7 +256,7 @@ def test_models_that_come_and_go_are_counted(start, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_an_engine_tells_how_much_memory_it_has_of_its_gpu_too(device, tiny):
+def test_worker_reports_its_gpu_memory(device, tiny):
     engine = InProcessWorker(Setup(device, 1))
     before = engine.memory()
     engine.load("tiny@1", parse(tiny))
@@ -285,11 +285,11 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
     record = telemetry.RequestTrace(
         "Explain", model="tiny", method="gradcam", seconds={"decode": 1.0}, explained=[("a", "OK")]
     )
-    told.answered(record, "OK", 1.0)
-    told.answered(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
-    told.ran(telemetry.Ran("tiny@1", "cam", 1, 0.0, 1.0, []))
-    told.loaded("tiny", 1.0, well=True)
-    told.begun(0, "cpu")
+    told.record_request(record, "OK", 1.0)
+    told.record_request(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
+    told.record_batch(telemetry.Ran("tiny@1", "cam", 1, 0.0, 1.0, []))
+    told.record_load("tiny", 1.0, succeeded=True)
+    told.add_worker(0, "cpu")
     own = {"le"}
     found = set()
     for family in told.registry.collect():
@@ -301,7 +301,7 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
     assert {(name, kind, frozenset(labels)) for name, kind, labels in documented()} == found
 
 
-def test_with_metrics_and_traces_off_nothing_of_them_is_imported_and_no_request_is_recorded(tiny):
+def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
     code = (
         "import sys; from camserve_server.app import server; from camserve_server.cli import commands; "
         "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
@@ -341,12 +341,12 @@ def scraped(**given):
     """Serve metrics, and nothing else; yield the address."""
     port = free_port()
     now = telemetry.State(ready=True, in_flight=3)
-    with metrics_endpoint.told(settings(metrics_address=str(port), **given), lambda: now) as told:
+    with metrics_endpoint.open_telemetry(settings(metrics_address=str(port), **given), lambda: now) as told:
         assert told.prometheus_metrics
         yield f"127.0.0.1:{port}"
 
 
-def test_a_port_alone_is_on_this_machine_alone():
+def test_port_without_a_host_is_on_loopback():
     assert settings(metrics_address="9464").metrics_address == "127.0.0.1:9464"
     assert settings().metrics_address == ""
     for wrong in ("localhost", "70000", "0.0.0.0:70000", "unix:/x", "a:b:1", "-1"):
@@ -354,7 +354,7 @@ def test_a_port_alone_is_on_this_machine_alone():
             settings(metrics_address=wrong)
 
 
-def test_a_port_for_metrics_that_others_can_reach_wants_what_the_servers_wants():
+def test_public_metrics_port_needs_tls_and_tokens():
     for address in ("0.0.0.0:9464", "[::]:9464", "10.0.0.1:9464"):
         with pytest.raises(ConfigError, match=rf"{re.escape(address)} can be reached from other machines.*--insecure"):
             auth.check(settings(metrics_address=address))
@@ -362,7 +362,7 @@ def test_a_port_for_metrics_that_others_can_reach_wants_what_the_servers_wants()
         auth.check(settings(metrics_address=address, insecure=True))
 
 
-def test_with_tls_and_tokens_metrics_are_for_who_may_observe(tmp_path):
+def test_metrics_need_a_token_with_the_role_observe(tmp_path):
     authority = Authority()
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
     looker, known = tokens.new("prometheus", ["observe"])
@@ -375,7 +375,7 @@ def test_with_tls_and_tokens_metrics_are_for_who_may_observe(tmp_path):
         code, text = status(url, looker, trusting)
         assert (code, "camserve_calls_in_flight 3.0" in text) == (200, True)
         assert status(url, None, trusting)[0] == status(url, "wrong", trusting)[0] == 401
-        assert status(url, asker, trusting) == (403, "this needs a token with the role observe\n")
+        assert status(url, asker, trusting) == (403, "metrics need a token with the role observe\n")
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             status(f"http://{address}/metrics", looker)
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -383,7 +383,7 @@ def test_with_tls_and_tokens_metrics_are_for_who_may_observe(tmp_path):
         assert status(url, looker, trusting)[0] == 200
 
 
-def test_with_mutual_tls_metrics_are_for_who_has_a_certificate(tmp_path):
+def test_metrics_need_a_certificate_with_mutual_tls(tmp_path):
     authority = Authority()
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
     mine = authority.issue("prometheus").write(tmp_path, "prometheus")
@@ -396,7 +396,7 @@ def test_with_mutual_tls_metrics_are_for_who_has_a_certificate(tmp_path):
         assert status(f"https://{address}/metrics", context=trusting)[0] == 200
 
 
-def test_any_other_path_says_where_the_metrics_are_and_tells_nothing_else():
+def test_other_paths_return_only_the_path_of_the_metrics():
     with scraped() as address:
         assert status(f"http://{address}/") == (404, "the metrics are at /metrics\n")
         assert status(f"http://{address}/metrics?x=1")[0] == 200
@@ -412,7 +412,8 @@ def slow_connections(address):
     """Open as many connections as are served at a time, each with the beginning of a request."""
     with contextlib.ExitStack() as stack:
         lines = [
-            stack.enter_context(socket.create_connection(address.split(":"))) for _ in range(metrics_endpoint.AT_ONCE)
+            stack.enter_context(socket.create_connection(address.split(":")))
+            for _ in range(metrics_endpoint.MAX_CONNECTIONS)
         ]
         for line in lines:
             line.settimeout(20)
@@ -426,19 +427,19 @@ def test_scrape_replaces_a_slow_connection(monkeypatch):
     with scraped() as address, slow_connections(address) as lines:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             status(f"http://{address}/metrics")
-        now[0] += metrics_endpoint.SLOW + 0.1
+        now[0] += metrics_endpoint.SLOW_AFTER + 0.1
         for line in lines:
             line.sendall(b"s")  # they are slow, and not silent
 
         assert status(f"http://{address}/metrics")[0] == 200
 
 
-def test_a_connection_that_is_never_silent_is_closed_at_its_deadline(monkeypatch):
+def test_slow_sender_is_closed_at_the_timeout(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics_endpoint, "clock", lambda: now[0])
     with scraped() as address, slow_connections(address) as lines:
         received = []
-        now[0] += metrics_endpoint.DEADLINE + 0.1
+        now[0] += metrics_endpoint.CONNECTION_TIMEOUT + 0.1
         for line in lines:
             with contextlib.suppress(ConnectionResetError):
                 received.append(line.recv(1))
@@ -447,7 +448,7 @@ def test_a_connection_that_is_never_silent_is_closed_at_its_deadline(monkeypatch
         assert status(f"http://{address}/metrics")[0] == 200
 
 
-def test_a_port_for_metrics_that_is_taken_is_said_in_a_line(tiny):
+def test_used_metrics_port_is_reported_in_one_line(tiny):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with (
@@ -466,7 +467,7 @@ def test_scraping_a_hundred_times_leaves_no_thread_and_no_file():
         wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 1)
 
 
-def test_prometheus_and_openmetrics_get_their_own_forms():
+def test_prometheus_and_openmetrics_get_their_own_formats():
     with scraped() as address:
         for accept, kind in (
             ("application/openmetrics-text;version=1.0.0", "application/openmetrics-text"),

@@ -67,7 +67,7 @@ def test_the_examples_method_and_source_work_as_soon_as_it_is_installed(installe
         result = client.explain(PHOTOS["chelsea"], methods=["signed_layercam", "gradcam"])
 
     assert "signed_layercam" in table
-    assert listed["signed_layercam"].summary.startswith("Weigh each value by its gradient, those that speak against")
+    assert listed["signed_layercam"].summary.startswith("Weight each activation by its gradient, including")
     assert {one.label for one in result.predictions} <= {"plain", "striped"}
     assert [one.method for one in result.explanations] == ["signed_layercam", "gradcam"]
     assert all(one.overlay and one.verdict != "FLAT" for one in result.explanations)
@@ -88,7 +88,7 @@ def test_an_engine_knows_the_plugins_methods_wherever_it_lives(installed, monkey
 def test_the_zoo_says_what_it_has(installed, monkeypatch):
     monkeypatch.syspath_prepend(str(installed))
     with pytest.raises(
-        ConfigError, match=r'example-plugin 0.1.0 brings "zoo" .*there is no "spots" in the zoo: stripes'
+        ConfigError, match=r'example-plugin 0.1.0 provides "zoo" .*there is no "spots" in the zoo: stripes'
     ):
         models.load(models.parse("zoo:spots"))
 
@@ -96,7 +96,7 @@ def test_the_zoo_says_what_it_has(installed, monkeypatch):
 @pytest.mark.parametrize(
     ("entry", "code", "words"),
     [
-        ("new = planted:nothing", "", r"the plugin planted 1.0 brings \"new\" .* cannot be loaded: AttributeError"),
+        ("new = planted:nothing", "", r"the plugin planted 1.0 provides \"new\" .* cannot be loaded: AttributeError"),
         ("new = absent:it", "", "cannot be loaded: ModuleNotFoundError"),
         ("new = planted:it", "1 / 0", "cannot be loaded: ZeroDivisionError"),
         ("new = planted:it", "it = 3", "that is a int, and a method is one of Cam, Saliency, Perturbation"),
@@ -119,7 +119,7 @@ def test_two_packages_with_one_name_are_both_named(brought):
     brought("[camserve.sources]\nzoo = planted:it\n")
     brought("[camserve.sources]\nzoo = second:it\n", name="second")
 
-    with pytest.raises(ConfigError, match=r"(planted 1.0 and second|second 1.0 and planted) 1.0 both bring \"zoo\""):
+    with pytest.raises(ConfigError, match=r"(planted 1.0 and second|second 1.0 and planted) 1.0 both provide \"zoo\""):
         models.load(models.parse("zoo:net"))
 
 

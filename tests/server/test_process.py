@@ -1,4 +1,4 @@
-"""What a serving process does with its memory: it keeps what the next batch needs, within a bound."""
+"""Memory of a serving process: it keeps freed memory for the next batch, up to a limit."""
 
 import ctypes
 import platform
@@ -59,7 +59,7 @@ import numpy as np
 from camserve_server.core import process
 
 process.keep_memory()
-process.PAUSE = 0
+process.TRIM_INTERVAL = 0
 heap = process.Heap(int(sys.argv[1]) * 2**20)
 before = process.resident()
 blocks = [(np.ones(2**18, np.float32), np.ones(2**9, np.float32)) for _ in range(100)]  # 1 MiB each, and a small one
@@ -89,14 +89,14 @@ def said(script, *arguments):
 
 
 @glibc
-def test_batch_after_batch_uses_the_same_memory_instead_of_asking_for_fresh_pages():
+def test_batches_reuse_the_same_memory():
     (fresh,), (kept,) = said(CHURN, "default"), said(CHURN, "kept")
 
     assert int(kept) < int(fresh) / 20
 
 
 @glibc
-def test_what_a_large_batch_took_is_given_back_but_for_a_bound():
+def test_memory_of_a_large_batch_is_returned_up_to_a_limit():
     most, left = map(int, said(PEAK))
 
     assert most > 850
@@ -104,7 +104,7 @@ def test_what_a_large_batch_took_is_given_back_but_for_a_bound():
 
 
 @glibc
-def test_free_memory_between_small_blocks_is_given_back_once_a_process_has_grown_by_more_than_its_bound():
+def test_fragmented_free_memory_is_returned_once_the_process_has_grown():
     (beyond,), (within,) = said(PIECES, "64"), said(PIECES, "128")
 
     assert int(beyond) <= 48
@@ -113,7 +113,7 @@ def test_free_memory_between_small_blocks_is_given_back_once_a_process_has_grown
 
 @pytest.fixture
 def options(monkeypatch):
-    """Take down what the allocator is told, from an environment that says nothing of it."""
+    """Record the options of the allocator, in an environment without any."""
     told = {}
 
     class Libc:
@@ -128,14 +128,14 @@ def options(monkeypatch):
     return told
 
 
-def test_the_allocator_is_told_numbers_of_malloc_h(options):
+def test_allocator_gets_the_option_numbers_of_malloc_h(options):
     """M_ARENA_MAX is -8, M_MMAP_THRESHOLD -3, M_TRIM_THRESHOLD -1."""
     process.keep_memory()
 
     assert options == {-8: 1, -3: 128 * 2**20, -1: 256 * 2**20}
 
 
-def test_what_the_operator_says_of_the_allocator_stays(options, monkeypatch):
+def test_allocator_options_of_the_environment_are_kept(options, monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
     process.keep_memory()
     assert options == {-3: 128 * 2**20, -1: 256 * 2**20}
@@ -146,14 +146,14 @@ def test_what_the_operator_says_of_the_allocator_stays(options, monkeypatch):
     assert options == {}
 
 
-def test_an_allocator_that_is_not_glibcs_is_left_alone(options, monkeypatch):
+def test_allocators_other_than_glibc_are_left_alone(options, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     process.keep_memory()
 
     assert options == {}
 
 
-def test_the_collector_passes_over_what_was_there_and_collects_what_came_later():
+def test_garbage_collection_skips_old_objects_and_collects_new_ones():
     looked_at, collected = said(COLLECT)
 
     assert int(looked_at) < 100
@@ -181,14 +181,14 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 @pytest.mark.parametrize(("hard", "soft"), [(2000, 1256), (500, 500)])
-def test_the_limit_on_open_files_is_raised_for_the_connections_as_far_as_is_allowed(hard, soft):
+def test_open_file_limit_is_raised_for_connections_as_far_as_allowed(hard, soft):
     done = subprocess.run([sys.executable, "-c", LIMITS, str(hard)], capture_output=True, text=True, check=True)
 
     assert int(done.stdout) == soft
     assert ("lower max_connections" in done.stderr) is (soft < 1256)
 
 
-def test_a_limit_on_open_files_that_is_high_enough_stays():
+def test_sufficient_open_file_limit_is_kept():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     process.allow_files(1)
 

@@ -1,4 +1,4 @@
-"""What OpenTelemetry is told: a span for each request with its stages, one for each batch, linked to its requests."""
+"""Traces: a span for each request with its stages, and one for each batch, linked to its requests."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from camserve_server import telemetry
 from camserve_server.app import server
 from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError
-from camserve_server.telemetry import record, traces
+from camserve_server.telemetry import traces, values
 from support import jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
@@ -77,7 +77,7 @@ def key(context):
 
 
 async def all_at_once(served, count):
-    """Ask so many questions, all of which wait when the first batch is formed."""
+    """Send a number of requests that all wait when the first batch is formed."""
     async with camserve.AsyncClient(served.address) as client:
         served.do(served.pipeline.batcher.pause)
         asking = [asyncio.ensure_future(client.explain(PHOTO)) for _ in range(count)]
@@ -86,7 +86,7 @@ async def all_at_once(served, count):
         await asyncio.gather(*asking)
 
 
-def test_of_50_requests_at_once_each_has_its_stages_and_every_batch_is_linked_to_all_its_requests(start):
+def test_concurrent_requests_have_stages_and_batches_link_to_them(start):
     with start() as (served, spans):
         asyncio.run(all_at_once(served, 50))
         batches_ran = served.pipeline.batcher.stats.batches
@@ -151,7 +151,7 @@ def explained(address, *metadata):
         return explain_pb2_grpc.ExplainServiceStub(channel).Explain(request, metadata=metadata, timeout=20)
 
 
-def test_a_request_is_part_of_its_callers_trace_and_its_log_line_says_which(start):
+def test_request_joins_its_callers_trace_and_logs_its_id(start):
     with logged() as lines, start() as (served, spans):
         explained(served.address, ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-01"), ("x-request-id", "mine"))
         explained(served.address, ("traceparent", "no such thing"), ("x-request-id", "own"))
@@ -164,7 +164,7 @@ def test_a_request_is_part_of_its_callers_trace_and_its_log_line_says_which(star
     assert said == {"mine": THEIRS, "own": f"{of['own'].context.trace_id:032x}"}
 
 
-def test_what_its_caller_does_not_record_is_not_recorded_but_the_log_still_names_its_trace(start):
+def test_unsampled_request_is_not_recorded_but_logs_its_trace(start):
     with logged() as lines, start() as (served, spans):
         explained(served.address, ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-00"))
 
@@ -172,7 +172,7 @@ def test_what_its_caller_does_not_record_is_not_recorded_but_the_log_still_names
     assert [line["trace_id"] for line in lines() if line["message"] == "Explain"] == [THEIRS]
 
 
-def test_the_sampler_is_that_of_the_environment_and_a_batch_is_recorded_if_one_of_its_requests_is(start, monkeypatch):
+def test_sampler_is_configurable_and_batches_follow_their_requests(start, monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "maps")
     with start() as (served, spans), futures.ThreadPoolExecutor(4) as threads:
@@ -201,7 +201,7 @@ def test_each_request_of_a_stream_is_below_the_streams_span(start):
         assert (item.kind, item.attributes["camserve.model"]) == (SpanKind.INTERNAL, "tiny")
 
 
-def test_a_span_is_an_error_where_the_server_is_at_fault_and_says_why_it_was_turned_away(start):
+def test_span_is_an_error_if_the_server_is_at_fault_and_has_the_reason(start):
     with start() as (served, spans), camserve.Client(served.address, retries=0) as client:
         with pytest.raises(camserve.NotFound):
             client.explain(PHOTO, model="nope")
@@ -217,18 +217,18 @@ def test_a_span_is_an_error_where_the_server_is_at_fault_and_says_why_it_was_tur
     assert wrong.attributes["rpc.system"] == "grpc"
 
 
-def test_a_request_of_a_thousand_batches_has_a_hundred_spans_and_says_how_many_more_there_were(start):
+def test_long_request_has_100_spans_and_counts_the_dropped_ones(start):
     with start(max_batch_rows=1) as (served, spans), camserve.Client(served.address) as client:
         client.explain(PHOTO, methods=("smoothgrad", {"samples": 128}))
 
     (request,) = named(spans, EXPLAIN)
     stages = children(spans, request)
     parts = 2 * served.pipeline.batcher.stats.batches + 3
-    assert len(stages) == record.MOST_SPANS == 100
+    assert len(stages) == values.MAX_SPANS == 100
     assert request.attributes["camserve.stages_untold"] == parts - len(stages) > 100
 
 
-def test_a_request_whose_trace_is_kept_is_an_exemplar_of_its_histogram(start):
+def test_recorded_trace_is_an_exemplar_of_the_histogram(start):
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     with start(metrics_address=str(port)) as (served, spans):
@@ -242,7 +242,7 @@ def test_a_request_whose_trace_is_kept_is_an_exemplar_of_its_histogram(start):
     assert found == f"{named(spans, EXPLAIN)[0].context.trace_id:032x}"
 
 
-def test_without_the_extra_the_setting_says_what_to_install(monkeypatch):
+def test_traces_without_the_extra_name_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "camserve_server.telemetry.traces")
 
@@ -253,15 +253,15 @@ def test_without_the_extra_the_setting_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("OTEL_TRACES_EXPORTER", "zipkin", "nothing is installed that sends traces by zipkin"),
+        ("OTEL_TRACES_EXPORTER", "zipkin", "no exporter zipkin for traces is installed"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "pip install opentelemetry-exporter-otlp-proto-http"),
     ],
 )
-def test_an_exporter_that_is_not_there_is_said_in_a_line(name, value, words, monkeypatch):
+def test_missing_exporter_is_reported_in_one_line(name, value, words, monkeypatch):
     monkeypatch.setenv(name, value)
 
     with pytest.raises(ConfigError, match=words):
-        traces.opened()
+        traces.open_traces()
 
 
 def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
@@ -273,10 +273,10 @@ def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
     assert len(line["trace_id"]) == 32
 
 
-def test_a_collector_that_is_not_there_does_not_keep_the_server_from_stopping(tiny, monkeypatch):
+def test_unresponsive_collector_does_not_block_the_stop(tiny, monkeypatch):
     """The exporter would try for an hour, so the test passes if it ends at all."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
-    monkeypatch.setattr(traces, "MOMENT", 0.01)
+    monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with logged():
@@ -317,7 +317,7 @@ def collector():
     listening.stop(None).wait()
 
 
-def test_spans_come_to_the_collector_that_the_environment_names(collector, tiny, monkeypatch):
+def test_spans_are_sent_to_the_configured_collector(collector, tiny, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.port}")
     with serving(models=(tiny,), device="cpu", threads=1, traces=True) as served:
         explained(served.address)

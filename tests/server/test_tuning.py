@@ -1,4 +1,4 @@
-"""`camserve-server tune`: what is measured is chosen from by rules, and what is chosen is served."""
+"""`camserve-server tune`: measurements, the choice of settings, and the report."""
 
 import dataclasses
 import io
@@ -18,15 +18,15 @@ from camserve_server.cli import commands
 from camserve_server.core import config, hardware
 from camserve_server.core.errors import ConfigError, FailedPrecondition, OutOfMemory
 from camserve_server.tuning import bench, choice, report, survey
-from camserve_server.tuning.survey import Cell, Line, Survey
+from camserve_server.tuning.survey import Measurement, Survey, Variant
 from support import serving
 
-ONE, TWO, HALF = Line("net", "float32", 1), Line("net", "float32", 2), Line("net", "bfloat16", 2)
+ONE, TWO, HALF = Variant("net", "float32", 1), Variant("net", "float32", 2), Variant("net", "bfloat16", 2)
 MODEL = "torchvision:resnet18?weights=none&size=64"
 
 
 class Machine:
-    """A machine on which only batches take time: as many seconds as it is told."""
+    """Fake machine on which only batches take time, as given by a function."""
 
     def __init__(self, seconds):
         self.seconds, self.now, self.ran = seconds, 0.0, []
@@ -39,112 +39,112 @@ class Machine:
         self.now += self.seconds(line, batch)
 
     def survey(self, lines, seconds=1e6, latency=1e6):
-        return survey.surveyed(lines, self.run, seconds, latency, self.clock)
+        return survey.measure(lines, self.run, seconds, latency, self.clock)
 
 
 def cells(line, **seconds):
     """Cells of a line: b4=0.1 is a batch of four in 0.1 seconds."""
-    return tuple(Cell(line, int(name[1:]), took) for name, took in seconds.items())
+    return tuple(Measurement(line, int(name[1:]), took) for name, took in seconds.items())
 
 
 def chosen(*found, latency=1.0, usual="float32", **options):
     return choice.choose(Survey(found, ()), {"net": usual}, latency, **options)
 
 
-# What is measured
+# Measurements
 
 
-def test_batches_grow_while_that_brings_more_than_five_in_a_hundred():
+def test_batches_grow_while_they_gain_more_than_5_percent():
     """Up to 8 images a batch takes no longer than one; from there on an image takes its time."""
     machine = Machine(lambda _line, batch: max(1.0, batch / 8))
     found = machine.survey([ONE])
-    assert [cell.batch for cell in found.cells] == [1, 2, 4, 8, 16]
+    assert [cell.batch for cell in found.measurements] == [1, 2, 4, 8, 16]
     assert found.left_out == ()
 
 
-def test_a_batch_that_takes_too_long_is_measured_and_no_larger_one_is():
+def test_batches_stop_growing_after_one_that_is_too_slow():
     found = Machine(lambda _line, batch: batch**0.5).survey([ONE], latency=1.9)
-    assert [cell.batch for cell in found.cells] == [1, 2, 4]
+    assert [cell.batch for cell in found.measurements] == [1, 2, 4]
 
 
-def test_lines_take_turns_and_the_first_round_does_not_count():
+def test_variants_take_turns_and_the_first_round_is_a_warmup():
     seconds = iter([50, 50, 1, 2, 1, 2, 1, 2])
     machine = Machine(lambda _line, _batch: next(seconds))
     found = machine.survey([ONE, TWO], latency=0.5)
     assert machine.ran == [(ONE, 1), (TWO, 1)] * 4
-    assert [cell.seconds for cell in found.cells] == [1, 2]
+    assert [cell.seconds for cell in found.measurements] == [1, 2]
 
 
-def test_a_disturbed_round_does_not_count_either():
+def test_single_slow_round_does_not_change_the_median():
     seconds = iter([1.0, 1.0, 30.0, 1.25])
-    assert Machine(lambda _line, _batch: next(seconds)).survey([ONE], latency=0.5).cells[0].seconds == 1.25
+    assert Machine(lambda _line, _batch: next(seconds)).survey([ONE], latency=0.5).measurements[0].seconds == 1.25
 
 
 @pytest.mark.parametrize("seconds", [5, 20, 60, 300])
-def test_the_time_is_kept_and_what_it_was_too_short_for_is_told(seconds):
+def test_time_limit_is_kept_and_skipped_batches_are_reported(seconds):
     machine = Machine(lambda _line, batch: 0.9 * batch**0.9)
     found = machine.survey([ONE, TWO, HALF], seconds)
     assert machine.now <= seconds + 0.9
     assert found.left_out
-    told = {(cell.line, cell.batch) for cell in found.cells} | set(found.left_out)
+    told = {(cell.variant, cell.batch) for cell in found.measurements} | set(found.left_out)
     for line in (ONE, TWO, HALF):
         batches = [batch for its, batch in told if its == line]
         assert sorted(batches) == list(survey.BATCHES[: len(batches)])
 
 
-def test_a_batch_that_the_memory_is_too_small_for_ends_its_line_alone():
+def test_out_of_memory_ends_the_growth_of_one_variant_only():
     def run(line, batch):
         if line == ONE and batch == 4:
             raise OutOfMemory("the device has no memory for this", retry_after=1.0)
         return 0.1
 
     found = Machine(run).survey([ONE, TWO])
-    assert [(cell.batch, cell.seconds) for cell in found.cells if cell.line == ONE][-1] == (4, math.inf)
-    assert [cell.batch for cell in found.cells if cell.line == TWO] == list(survey.BATCHES)
+    assert [(cell.batch, cell.seconds) for cell in found.measurements if cell.variant == ONE][-1] == (4, math.inf)
+    assert [cell.batch for cell in found.measurements if cell.variant == TWO] == list(survey.BATCHES)
 
 
-# What is chosen
+# Choice
 
 
-def test_of_batches_that_are_as_fast_the_smallest_is_chosen():
+def test_smallest_of_equally_fast_batches_is_chosen():
     best = chosen(*cells(TWO, b1=0.1, b2=0.1, b4=0.1, b8=0.196, b16=0.39))
     assert (best.batch, best.threads) == (4, 2)
-    assert best.reason == "4 images a batch and 2 threads: 8 would bring 2% more"
+    assert best.reason == "4 images per batch and 2 threads: 8 would be 2% faster"
 
 
-def test_a_batch_that_is_too_slow_is_not_chosen_however_fast_it_is():
+def test_batch_beyond_the_latency_limit_is_not_chosen():
     best = chosen(*cells(TWO, b1=0.5, b2=0.6, b4=1.1, b8=1.2), latency=1.0)
     assert best.batch == 2
-    assert best.reason.endswith("4 would take 1,100 ms, and 1,000 ms is the limit")
+    assert best.reason.endswith("4 would take 1,100 ms, and the limit is 1,000 ms")
 
 
-def test_where_everything_is_too_slow_the_soonest_is_chosen_and_it_is_said():
+def test_shortest_batch_is_chosen_if_all_are_too_slow():
     best = chosen(*cells(ONE, b1=3.0, b2=5.0), *cells(TWO, b1=2.0, b2=3.5), latency=1.0)
     assert (best.batch, best.threads) == (1, 2)
-    assert "nothing measured takes less than 1,000 ms" in best.reason
+    assert "no measured batch takes less than 1,000 ms" in best.reason
 
 
 def test_fewer_threads_are_chosen_where_they_are_faster():
     assert chosen(*cells(ONE, b1=0.1), *cells(TWO, b1=0.2)).threads == 1
 
 
-def test_numbers_are_not_traded_for_speed_unasked():
+def test_faster_precision_is_chosen_only_if_allowed():
     found = *cells(TWO, b1=0.3), *cells(HALF, b1=0.1)
-    assert chosen(*found).cells["net"].line.precision == "float32"
-    assert chosen(*found, any_precision=True).cells["net"].line.precision == "bfloat16"
-    assert chosen(*found, usual="bfloat16").cells["net"].line.precision == "bfloat16"
+    assert chosen(*found).measurements["net"].variant.precision == "float32"
+    assert chosen(*found, any_precision=True).measurements["net"].variant.precision == "bfloat16"
+    assert chosen(*found, usual="bfloat16").measurements["net"].variant.precision == "bfloat16"
 
 
 def test_a_batch_without_memory_is_not_chosen():
     assert chosen(*cells(TWO, b1=0.1, b2=math.inf), latency=math.inf).batch == 1
 
 
-def test_of_several_models_none_is_sacrificed_for_another():
+def test_choice_is_fair_to_several_models():
     """One thread is twice as fast for the small one, and a quarter for the large one."""
-    small, large = Line("small", "float32", 1), Line("large", "float32", 1)
+    small, large = Variant("small", "float32", 1), Variant("large", "float32", 1)
     found = (
-        *(*cells(small, b1=0.1), *cells(Line("small", "float32", 2), b1=0.2)),
-        *(*cells(large, b1=0.8), *cells(Line("large", "float32", 2), b1=0.2)),
+        *(*cells(small, b1=0.1), *cells(Variant("small", "float32", 2), b1=0.2)),
+        *(*cells(large, b1=0.8), *cells(Variant("large", "float32", 2), b1=0.2)),
     )
     usual = {"small": "float32", "large": "float32"}
     best = choice.choose(Survey(found, ()), usual, 1.0)
@@ -153,16 +153,16 @@ def test_of_several_models_none_is_sacrificed_for_another():
         choice.choose(Survey(cells(small, b1=0.1), ()), usual, 1.0)
 
 
-# How it is said
+# Report
 
 
 def tuned(*found, left=(), **options):
-    return report.Tuned(
+    return report.TuningResult(
         Survey(found, left), chosen(*found, **options), {("net", "bfloat16"): 0.99987}, {"net": "net=timm:resnet18"}
     )
 
 
-def test_the_table_compares_with_float32_and_marks_what_is_chosen():
+def test_table_compares_with_float32_and_marks_the_choice():
     rows = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04)).rows()
     assert rows == [
         ("net", "float32", "2", "1", "100", "10", "1.00", "", "chosen"),
@@ -170,14 +170,14 @@ def test_the_table_compares_with_float32_and_marks_what_is_chosen():
     ]
 
 
-def test_what_another_precision_would_bring_and_cost_is_said():
-    words = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), left=[(ONE, 2)]).words()
-    alike = "(its maps and float32's: cosine 0.9998 or more)"
+def test_summary_has_speed_and_similarity_of_other_precisions():
+    words = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), left=[(ONE, 2)]).summary()
+    alike = "(cosine similarity of its maps to float32: at least 0.9998)"
     assert words[1:] == [
         f"net: float32, exact; bfloat16 would be 2.5 times as fast {alike}.",
-        "Not measured, for want of time: net in float32 by 1 from 2 a batch on.",
+        "Not measured, for lack of time: net in float32 with 1 thread from batch size 2 on.",
     ]
-    taken = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), any_precision=True).words()
+    taken = tuned(*cells(TWO, b1=0.1), *cells(HALF, b1=0.04), any_precision=True).summary()
     assert taken[1] == f"net: bfloat16, 2.5 times as fast as float32 {alike}."
 
 
@@ -191,16 +191,16 @@ def test_what_another_precision_would_bring_and_cost_is_said():
         ("timm:resnet18?precision=bfloat16", "bfloat16", "timm:resnet18?precision=bfloat16"),
     ],
 )
-def test_a_model_is_named_as_before_but_in_the_precision_that_was_chosen(text, precision, respelled):
-    assert report._respelled(text, precision) == respelled
+def test_chosen_precision_is_added_to_the_models_text(text, precision, respelled):
+    assert report._with_precision(text, precision) == respelled
 
 
-def test_settings_are_toml_whatever_their_words():
+def test_settings_with_special_characters_are_valid_toml():
     settings = {"models": ['a?labels=C:\\nötes"x.txt'], "threads": 2, "max_queue_delay_ms": 0.5, "log_level": "info"}
     assert tomllib.loads(report.toml(settings)) == settings
 
 
-def test_other_settings_of_a_file_stay(tmp_path):
+def test_other_settings_of_a_file_are_kept(tmp_path):
     path = tmp_path / "camserve.toml"
     path.write_text('# mine\nmax_queue_rows = 7\nthreads = 9\nmodels = [\n  "timm:vgg16",\n]\n')
     report.write(path, {"models": ["timm:resnet18"], "threads": 2, "max_batch_rows": 4}, ["Because."])
@@ -210,12 +210,12 @@ def test_other_settings_of_a_file_stay(tmp_path):
     assert "# Because.\n" in path.read_text()
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path):
+def test_unwritable_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: No such file or directory"):
         report.write(tmp_path / "gone" / "camserve.toml", {"threads": 2}, [])
 
 
-def test_a_file_with_a_mistake_in_it_is_left_alone(tmp_path):
+def test_invalid_file_is_not_overwritten(tmp_path):
     path = tmp_path / "camserve.toml"
     path.write_text("thread = 9\n")
     with pytest.raises(ConfigError, match=r'unknown setting "thread" \(did you mean "threads"'):
@@ -223,7 +223,7 @@ def test_a_file_with_a_mistake_in_it_is_left_alone(tmp_path):
     assert path.read_text() == "thread = 9\n"
 
 
-# The whole way
+# Command
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def run(*arguments):
     return CliRunner().invoke(commands.program, ["tune", "--seconds", "20", *device, *arguments])
 
 
-def test_what_is_tuned_is_written_and_served(folder):
+def test_tuned_settings_are_written_and_can_be_served(folder):
     found = run(MODEL, "--write", "camserve.toml", "--latency-ms", "60000")
     assert found.exit_code == 0, found.output
 
@@ -260,7 +260,7 @@ def test_what_is_tuned_is_written_and_served(folder):
         assert client.explain(packed.getvalue()).explanations[0].method == "gradcam"
 
 
-def test_without_a_file_the_settings_are_printed_after_the_table_and_without_control_codes(folder):
+def test_settings_are_printed_after_the_table_without_a_file(folder):
     found = run(MODEL)
     assert found.exit_code == 0, found.output
     heading, *lines = found.stdout.splitlines()
@@ -278,13 +278,13 @@ def test_without_a_file_the_settings_are_printed_after_the_table_and_without_con
         (["timm:resnet5000"], 'timm has no model "resnet5000" (did you mean'),
         ([MODEL, MODEL], 'two models are called "resnet18"'),
         ([MODEL, "--device", "gpu"], 'device "gpu"'),
-        ([MODEL, "--write", "here.toml"], "here.toml is there: --force keeps its other settings"),
+        ([MODEL, "--write", "here.toml"], "here.toml exists: --force replaces the tuned settings"),
         ([MODEL, "--write", "gone/camserve.toml"], "cannot write gone/camserve.toml: there is no folder gone"),
         ([MODEL, "--write", "."], "cannot write .: it is a folder"),
         (["--write", "wrong.toml", "--force"], 'unknown setting "thread"'),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line_before_anything_is_measured(arguments, words, folder, monkeypatch):
+def test_errors_are_reported_before_any_measurement(arguments, words, folder, monkeypatch):
     monkeypatch.setattr(bench.Bench, "run", lambda *_: pytest.fail("it was measured"))
     (folder / "here.toml").write_text("threads = 1\n")
     (folder / "wrong.toml").write_text("thread = 1\n")
@@ -295,7 +295,7 @@ def test_what_cannot_be_is_told_in_a_line_before_anything_is_measured(arguments,
     assert found.stdout == ""
 
 
-def test_models_are_those_of_the_file_where_none_is_named(folder):
+def test_models_default_to_those_of_the_file(folder):
     (folder / "camserve.toml").write_text(f'models = ["{MODEL}"]\nmax_queue_rows = 7\n')
     found = run("--write", "camserve.toml", "--force")
     assert found.exit_code == 0, found.output
@@ -306,37 +306,37 @@ def test_models_are_those_of_the_file_where_none_is_named(folder):
 def test_another_precisions_maps_are_compared_for_the_same_class(monkeypatch):
     """Float32 is like itself; a model with other weights, said to be another precision, is found out."""
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32", "bfloat16"))
-    ready = bench.prepare(server.named([MODEL]), "cpu")
+    ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     kinds = ready.models["resnet18"]
-    assert ready.likeness("resnet18", "float32") == pytest.approx(1, abs=1e-6)
-    assert 0.99 < ready.likeness("resnet18", "bfloat16") < 1
+    assert ready.similarity("resnet18", "float32") == pytest.approx(1, abs=1e-6)
+    assert 0.99 < ready.similarity("resnet18", "bfloat16") < 1
     kinds["bfloat16"] = dataclasses.replace(kinds["bfloat16"], accelerated=None)
     with torch.no_grad():
         kinds["bfloat16"].module.layer4[1].conv2.weight.mul_(-1)
-    assert ready.likeness("resnet18", "bfloat16") < 0.9
+    assert ready.similarity("resnet18", "bfloat16") < 0.9
 
 
-def test_a_model_that_cannot_be_explained_in_a_precision_is_told_with_its_name(monkeypatch):
+def test_failure_in_a_precision_names_the_model(monkeypatch):
     def refuse(*_):
         raise FailedPrecondition("no gradient came back")
 
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32",))
-    ready = bench.prepare(server.named([MODEL]), "cpu")
+    ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     monkeypatch.setattr(bench.Engine, "run", refuse)
     with pytest.raises(ConfigError, match="model resnet18 in float32: no gradient came back"):
-        ready.run(Line("resnet18", "float32", torch.get_num_threads()), 1)
+        ready.run(Variant("resnet18", "float32", torch.get_num_threads()), 1)
 
 
 @pytest.mark.parametrize(("load", "told"), [((9.0, 0, 0), True), ((0.1, 0, 0), False)])
-def test_a_machine_that_is_at_work_is_said_to_be(load, told, monkeypatch, capsys):
+def test_busy_machine_is_reported(load, told, monkeypatch, capsys):
     monkeypatch.setattr(os, "getloadavg", lambda: load)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     commands._announce(["net"], 60)
-    assert ("at work (load 9.0)" in capsys.readouterr().err) is told
+    assert ("busy (load 9.0)" in capsys.readouterr().err) is told
 
 
 @pytest.mark.parametrize("can", ["amx_bf16", "avx512_bf16", ""])
-def test_a_processor_is_measured_in_what_it_has_instructions_for(can, monkeypatch):
+def test_cpu_is_measured_in_its_native_precisions(can, monkeypatch):
     monkeypatch.setattr(
         torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": False} | ({can: True} if can else {})
     )
@@ -347,7 +347,7 @@ def test_a_processor_is_measured_in_what_it_has_instructions_for(can, monkeypatc
     ("device", "precisions"),
     [("cuda:0", ("float32", "float16")), ("cuda:1", ("float32", "bfloat16", "float16"))],
 )
-def test_each_gpu_is_measured_in_the_precisions_that_it_has_instructions_for(monkeypatch, device, precisions):
+def test_gpu_is_measured_in_its_native_precisions(monkeypatch, device, precisions):
     """Below compute capability 8.0 bfloat16 is imitated."""
     capabilities = {torch.device("cuda:0"): (7, 5), torch.device("cuda:1"): (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
@@ -355,12 +355,12 @@ def test_each_gpu_is_measured_in_the_precisions_that_it_has_instructions_for(mon
     assert bench.precisions(device) == precisions
 
 
-def test_a_line_is_computed_by_its_threads_and_torch_has_its_own_again_after(monkeypatch):
+def test_variant_sets_its_threads_and_they_are_restored(monkeypatch):
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32",))
-    ready, before = bench.prepare(server.named([MODEL]), "cpu"), torch.get_num_threads()
-    with bench.threads_kept():
+    ready, before = bench.prepare(server.specs_by_name([MODEL]), "cpu"), torch.get_num_threads()
+    with bench.restore_threads():
         for threads in (2, 1):
-            assert len(ready.run(Line("resnet18", "float32", threads), 2)) == 2
+            assert len(ready.run(Variant("resnet18", "float32", threads), 2)) == 2
             assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == before
 

@@ -1,4 +1,4 @@
-"""A plugin of camserve: a method, `signed_layercam`, and a source of models, `zoo:NAME`."""
+"""Example plugin for camserve: the method `signed_layercam` and the model source `zoo:NAME`."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,9 +9,9 @@ from camserve_server.models import ModelSpec, Preprocess, Source
 
 
 def _signed_layercam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weigh each value by its gradient, those that speak against the target too.
+    """Weight each activation by its gradient, including activations against the target.
 
-    L = Σ_k g_k ⊙ |A_k|. Ours, to show how a method is added.
+    L = Σ_k g_k ⊙ |A_k|. It is not from a paper: it shows how to add a method.
     """
     return (gradients * activations.abs()).sum(1)
 
@@ -35,8 +35,8 @@ NETWORKS: Mapping[str, Callable[[int], nn.Module]] = {"stripes": _stripes}
 
 
 def zoo(spec: ModelSpec) -> Source:
-    """Make the model that is named `zoo:stripes`."""
+    """Build the model `zoo:stripes`."""
     if spec.arch not in NETWORKS:
         raise LookupError(f'there is no "{spec.arch}" in the zoo: {", ".join(NETWORKS)}')
-    sees = Preprocess((64, 64), 64, "bilinear", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    return Source(NETWORKS[spec.arch](spec.classes or 2), sees, ("plain", "striped") if not spec.classes else ())
+    preprocess = Preprocess((64, 64), 64, "bilinear", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    return Source(NETWORKS[spec.arch](spec.classes or 2), preprocess, ("plain", "striped") if not spec.classes else ())

@@ -1,4 +1,4 @@
-"""Composition root: builds a running server from settings, and serves its metrics.
+"""Composition root: build a running server from its settings, and serve its metrics.
 
 It may import `api` and the rooms below.
 """

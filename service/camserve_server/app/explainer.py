@@ -1,4 +1,4 @@
-"""Explanations in this process: a network in, heatmaps out, without a server."""
+"""Explain a network in this process, without a server."""
 
 import asyncio
 import math
@@ -34,19 +34,19 @@ class NetworkOptions(TypedDict, total=False):
     """Description of a network; every option may be left out.
 
     Attributes:
-        size: Height and width of the input in pixels, or one number for both. Default: that of what `transform`
+        size: Height and width of the input in pixels, or one number for both. Default: the size that `transform`
             returns, else 224.
-        crop: Share of the photo's shorter side that is kept around its centre, up to 1; "whole" squashes the whole
-            photo into the input. Default: 0.875, or "whole" with a `transform`.
-        mean: Of each channel, RGB from 0 to 1. Default: ImageNet's.
+        crop: Share of the photo's shorter side to keep around its centre, up to 1; "whole" squashes the whole photo
+            into the input. Default: 0.875, or "whole" with a `transform`.
+        mean: Mean of each channel, RGB from 0 to 1. Default: ImageNet's.
         std: Standard deviation of each channel. Default: ImageNet's.
-        labels: Of the classes, in the order of the logits.
-        transform: Makes the input [3, H, W] of a photo, instead of a resize, a crop and a normalisation: it gets a PIL
-            image, or a uint8 array [height, width, 3] if it fails with that. `crop` then says which part of the photo
-            the input shows, so that heatmaps are drawn where they belong.
-        output: Returns the logits [B, classes] from what the network returns.
-        task: What the network answers with, such as "multilabel". Default: what running it shows.
-        accelerate: Whether to run a faster copy of the network where there is one. Default: True.
+        labels: Labels of the classes, in the order of the logits.
+        transform: Function that turns a photo into the input [3, H, W], instead of a resize, a crop and a
+            normalisation. It gets a PIL image, or a uint8 array [height, width, 3] if it fails with an image. `crop`
+            then describes the part of the photo that the input shows, so that heatmaps are drawn in the right place.
+        output: Function that turns the network's output into logits [B, classes].
+        task: Task of the network, such as "multilabel". Default: detected by running it.
+        accelerate: True to run a faster copy of the network where one exists. Default: True.
     """
 
     size: int | inputs.Size | None
@@ -61,24 +61,23 @@ class NetworkOptions(TypedDict, total=False):
 
 
 class Explainer(camserve.Client):
-    """Explains a network of this process, or any model by its spec: the client's methods, without a server.
+    """Explains a network of this process, or any model by its spec, with the client's methods and without a server.
 
-    Nothing listens, and no process is started. A network stays as it is: its modes, hooks, device, parameters and
-    buffers. The memory of its parameters is shared, so do not train it while a call runs; after a training step, call
-    `refresh`.
+    It opens no port and starts no process. The network is left unchanged: its modes, hooks, device, parameters and
+    buffers. Its parameters share their memory with the explainer, so do not train the network during a call. After a
+    training step, call `refresh`.
 
-    Wherever the client takes a photo, an input of the network that is already preprocessed is also taken: a float
-    tensor [3, H, W].
+    All methods that take a photo also take a preprocessed input of the network: a float tensor [3, H, W].
 
     Args:
         model: A `torch.nn.Module`, or a model spec such as "timm:resnet50?weights=default".
-        device: Default: the network's own; for a spec, the first GPU if there is one.
+        device: Device to compute on. Default: the network's own; for a spec, the first GPU, else the CPU.
         timeout: Seconds that a call may take. Default: no limit.
-        settings: Settings of the server by their names, such as `{"max_batch_rows": 16}`.
-        **options: Description of the network: see `NetworkOptions`. A spec says all of that itself.
+        settings: Settings of the server by name, such as `{"max_batch_rows": 16}`.
+        **options: Description of the network: see `NetworkOptions`. Not for a spec, which contains it.
 
     Raises:
-        ConfigError: The model cannot be explained as it is described.
+        ConfigError: The model cannot be explained as described.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Explainer(camserve.Client):
         **options: Unpack[NetworkOptions],
     ) -> None:
         if isinstance(model, str) and options:
-            raise ConfigError(f"{', '.join(options)}: only of a network; a model spec says all of its model itself")
+            raise ConfigError(f"{', '.join(options)}: only for a network; a model spec contains its own options")
         spec = _spec(model) if isinstance(model, str) else _spec_of(model, options)
         self._preprocess: Preprocess | None = spec.live and spec.live.preprocess
         flags = {
@@ -102,34 +101,34 @@ class Explainer(camserve.Client):
             **(settings or {}),
         }
         self._service = _Service(config.load(flags=flags, environment={}), spec)
-        weakref.finalize(self, self._service.stop)  # a notebook may make another without closing this one
+        weakref.finalize(self, self._service.stop)  # a notebook may create another explainer without closing this one
         super().__init__("in-process", channel=self._service.channel, timeout=timeout)
 
     def close(self) -> None:
-        """End the calls that are under way, and let the model go."""
+        """Cancel the calls in progress, and free the model."""
         super().close()
         self._service.close()
 
     def refresh(self) -> None:
-        """Explain the weights that the network has now, after a training step.
+        """Use the network's current weights, after a training step.
 
         Raises:
-            ConfigError: The network cannot be explained any more.
+            ConfigError: The network can no longer be explained.
         """
         self._service.refresh()
 
     def file_of(self, image: Any) -> bytes:
-        """Return the file of an image, or of an input that is already preprocessed.
+        """Encode an image, or a preprocessed input, as a file.
 
         Raises:
-            InvalidArgument: It is neither.
+            InvalidArgument: The value is neither.
         """
         if isinstance(image, np.ndarray) and np.issubdtype(image.dtype, np.floating):
             image = torch.from_numpy(image)
         if not isinstance(image, Tensor):
             return super().file_of(image)
         if self._preprocess is None:
-            raise camserve.InvalidArgument("image: a model that is given by a spec takes photos, not tensors")
+            raise camserve.InvalidArgument("image: a model with a spec takes photos, not tensors")
         try:
             return inputs.file_of(image, self._preprocess)
         except ServiceError as error:
@@ -140,7 +139,7 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
     """Return the spec of a network.
 
     Raises:
-        ConfigError: it is no network, or is described in a way that makes no sense.
+        ConfigError: it is not a network, or an option is unknown or invalid.
     """
     if unknown := options.keys() - NetworkOptions.__annotations__.keys():
         name = min(unknown)
@@ -166,21 +165,21 @@ def _spec(text: str) -> ModelSpec:
 
 def _device_of(network: nn.Module) -> str:
     """Return the device of a network's first parameter; the CPU if it has none."""
-    return str(next((one.device for one in network.parameters()), "cpu"))
+    return str(next((parameter.device for parameter in network.parameters()), "cpu"))
 
 
 class _Service:
-    """An engine and the services over it, on an event loop in a thread of its own.
+    """A worker and its services, on an event loop in a thread of their own.
 
     Args:
-        settings: of the engine.
-        spec: of the model.
+        settings: settings of the server.
+        spec: spec of the model.
 
     Raises:
         ConfigError: the model cannot be loaded.
 
     Attributes:
-        channel: a `grpc.Channel` on which the services are called.
+        channel: a `grpc.Channel` to the services.
     """
 
     def __init__(self, settings: config.Settings, spec: ModelSpec) -> None:
@@ -196,7 +195,7 @@ class _Service:
 
     def _run(self, settings: config.Settings, spec: ModelSpec, started: "Future[Any]") -> None:
         async def main() -> None:
-            async with server.opened(settings, specs={spec.name: spec}, watch=False) as pipeline:
+            async with server.open_pipeline(settings, specs={spec.name: spec}, watch=False) as pipeline:
                 services = inprocess.services_of(pipeline, settings.stream_in_flight)
                 started.set_result((asyncio.get_running_loop(), pipeline, services))
                 await self._stop.wait()
@@ -213,11 +212,11 @@ class _Service:
         asyncio.run_coroutine_threadsafe(self._pipeline.lifecycle.reload(self._name), self._loop).result()
 
     def stop(self) -> None:
-        """Let the model go."""
-        with suppress(RuntimeError):  # the loop is closed: that was done before
+        """Start to stop; thread-safe."""
+        with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._stop.set)
 
     def close(self) -> None:
-        """Let the model go, and return when that is done."""
+        """Stop, and wait until the model is freed."""
         self.stop()
         self._thread.join()

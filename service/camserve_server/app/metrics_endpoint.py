@@ -1,4 +1,4 @@
-"""Where Prometheus finds the metrics: a port and threads of its own, with TLS and tokens where the server has them."""
+"""Metrics endpoint for Prometheus: an HTTP server on its own port and threads, with the server's TLS and tokens."""
 
 import logging
 import socketserver
@@ -25,43 +25,46 @@ log = logging.getLogger(__name__)
 clock = time.monotonic
 
 PATH = "/metrics"
-AT_ONCE = 8  # connections that are served at a time; one more replaces a slow one, or is closed at once
-SLOW = 2.0  # seconds after which a connection may be replaced by a new one
-DEADLINE = 10.0  # seconds that a connection has in total, for TLS, its request and the answer
-POLL = 0.1  # seconds that stopping takes at most
+MAX_CONNECTIONS = 8  # concurrent connections; one more replaces a slow one, or is closed immediately
+SLOW_AFTER = 2.0  # seconds after which a new connection may replace an open one
+CONNECTION_TIMEOUT = 10.0  # seconds that a connection has in total, for TLS, its request and the response
+POLL_INTERVAL = 0.1  # seconds between two checks for a stop, so the longest time that stopping takes
 
 
 @contextmanager
-def told(settings: Settings, state: Callable[[], State]) -> Iterator[Telemetry | None]:
-    """Hold open inside the block what is told of a server: its metrics, and its traces.
+def open_telemetry(settings: Settings, state: Callable[[], State]) -> Iterator[Telemetry | None]:
+    """Serve the metrics and export the traces of a server inside the block.
 
     Args:
-        settings: of the server; by default nothing is told.
-        state: what is read when Prometheus asks.
+        settings: settings of the server; both are disabled by default.
+        state: function that returns the server's state, called at each request of Prometheus.
+
+    Yields:
+        The telemetry, or None if both are disabled.
 
     Raises:
-        ConfigError: the address cannot be listened on, or traces cannot be sent.
+        ConfigError: the metrics address cannot be listened on, or traces cannot be exported.
     """
-    found = telemetry(state, metrics=bool(settings.metrics_address), traces=settings.traces)
-    if found is None:
+    enabled = telemetry(state, metrics=bool(settings.metrics_address), traces=settings.traces)
+    if enabled is None:
         yield None
         return
     try:
-        if found.prometheus_metrics is None:
-            yield found
+        if enabled.prometheus_metrics is None:
+            yield enabled
         else:
-            with _served(settings, found.prometheus_metrics):
-                yield found
+            with _serve_metrics(settings, enabled.prometheus_metrics):
+                yield enabled
     finally:
-        if found.traces:
-            found.traces.close()
+        if enabled.traces:
+            enabled.traces.close()
 
 
 @contextmanager
-def _served(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> Iterator[None]:
-    server = _listening(settings, prometheus_metrics)
+def _serve_metrics(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> Iterator[None]:
+    server = _listen(settings, prometheus_metrics)
     log.info("metrics", extra=logs.fields(address=settings.metrics_address, port=server.server_address[1]))
-    thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="metrics", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_INTERVAL,), name="metrics", daemon=True)
     thread.start()
     try:
         yield
@@ -71,7 +74,7 @@ def _served(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> Iter
         thread.join()
 
 
-def _listening(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> "_Server":
+def _listen(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> "_Server":
     try:
         return _Server(settings, prometheus_metrics)
     except (OSError, OverflowError) as error:
@@ -81,11 +84,11 @@ def _listening(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> "
 
 
 class _Server(socketserver.ThreadingMixIn, HTTPServer):
-    """Answers Prometheus.
+    """HTTP server of the metrics.
 
     Args:
-        settings: of the server.
-        meters: what it is told.
+        settings: settings of the server.
+        prometheus_metrics: the metrics.
     """
 
     daemon_threads = True
@@ -94,21 +97,22 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
     def __init__(self, settings: Settings, prometheus_metrics: "PrometheusMetrics") -> None:
         host, _, port = settings.metrics_address.rpartition(":")
         self.address_family = AF_INET6 if host.startswith("[") else AF_INET
-        self.metrics = prometheus_metrics.written
+        self.metrics = prometheus_metrics.encode
         self._settings = settings
         self._tokens = auth.known(settings.tokens_file) if settings.tokens_file else None
-        self._open: dict[Any, tuple[float, socket]] = {}  # opening time, a handle that TLS leaves alone; oldest first
+        self._open: dict[Any, tuple[float, socket]] = {}
+        """Start time of each connection, and a duplicate of its socket, which TLS does not wrap; the oldest first."""
         super().__init__((host.strip("[]"), int(port)), _Handler)
 
     def server_bind(self) -> None:
-        """Bind; the base class would look its own name up in the network, too."""
+        """Bind without the base class's lookup of the host's name in the network."""
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread, if there is room for one more."""
-        if len(self._open) >= AT_ONCE:
-            self._cut(SLOW)
-        if len(self._open) >= AT_ONCE:
+        """Answer a connection in a thread, unless too many are open."""
+        if len(self._open) >= MAX_CONNECTIONS:
+            self._close_older_than(SLOW_AFTER)
+        if len(self._open) >= MAX_CONNECTIONS:
             self.shutdown_request(request)
             return
         self._open[request] = clock(), request.dup()
@@ -122,25 +126,26 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
             self._forget(request)
 
     def service_actions(self) -> None:
-        """Close the connections that are past their deadline; a slow sender is never silent, so silence is no test."""
-        self._cut(DEADLINE)
+        """Close the connections that have timed out. Their age counts: a slow sender would never be idle."""
+        self._close_older_than(CONNECTION_TIMEOUT)
 
-    def _cut(self, seconds: float) -> None:
-        """Close the connections that are older than a number of seconds; their threads end when they notice."""
+    def _close_older_than(self, seconds: float) -> None:
+        """Close the connections that are older than a number of seconds. Their threads end with an error."""
         for request, (since, handle) in list(self._open.items()):
             if clock() - since > seconds:
-                with suppress(OSError):  # the connection has just ended by itself
+                with suppress(OSError):  # the connection has just ended
                     handle.shutdown(SHUT_RDWR)
                 self._forget(request)
 
     def _forget(self, request: Any) -> None:
-        if known := self._open.pop(request, None):
-            known[1].close()
+        if entry := self._open.pop(request, None):
+            _, handle = entry
+            handle.close()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Read what it asks, and answer; with TLS after a handshake, with the certificates as they are now."""
+        """Answer a connection. The certificates are read for each TLS handshake, so renewed ones take effect."""
         connection = cast("socket", request)
-        connection.settimeout(DEADLINE)
+        connection.settimeout(CONNECTION_TIMEOUT)
         if not self._settings.tls_cert:
             super().finish_request(connection, client_address)
             return
@@ -148,64 +153,64 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
             super().finish_request(secured, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- as the base class calls it
-        """Say little of a connection that broke: it is the other side's affair."""
-        log.debug("a scrape failed: %s", sys.exc_info()[1])
+        """Log a broken connection at debug level: the client is usually the cause."""
+        log.debug("a request for metrics failed: %s", sys.exc_info()[1])
 
-    def check(self, shown: list[str]) -> None:
-        """Refuse who may not see metrics.
+    def check(self, authorization: list[str]) -> None:
+        """Check that a client may read the metrics.
 
         Args:
-            shown: every value of the header Authorization.
+            authorization: every value of the Authorization header.
 
         Raises:
-            ServiceError: it shows no token, or none that is for this.
+            ServiceError: the token is missing or unknown, or lacks the role "observe".
         """
         if self._tokens is None:
             return
-        token = tokens.authenticate(self._tokens.current(), list(shown))
+        token = tokens.authenticate(self._tokens.current(), list(authorization))
         if "observe" not in token.roles:
-            raise ServiceError("this needs a token with the role observe")
+            raise ServiceError("metrics need a token with the role observe")
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handler of one connection."""
 
     protocol_version = "HTTP/1.1"
     server: _Server
-    timeout: ClassVar[float] = DEADLINE
+    timeout: ClassVar[float] = CONNECTION_TIMEOUT
 
     def do_GET(self) -> None:
-        """Answer with the metrics, in the form that is asked for."""
+        """Send the metrics in the requested format."""
         try:
             self.server.check(self.headers.get_all("Authorization") or [])
         except ServiceError as error:
-            self._say(401 if isinstance(error, Unauthenticated) else 403, str(error))
+            self._send_text(401 if isinstance(error, Unauthenticated) else 403, str(error))
             return
         if self.path.partition("?")[0] != PATH:
-            self._say(404, f"the metrics are at {PATH}")
+            self._send_text(404, f"the metrics are at {PATH}")
             return
         self._send(200, *self.server.metrics(self.headers.get("Accept", "")))
 
     def version_string(self) -> str:
-        """Return what answers, and not by which versions of what."""
+        """Return a Server header without the versions of Python and of the library."""
         return "camserve"
 
-    def _say(self, code: int, words: str) -> None:
-        self._send(code, "text/plain; charset=utf-8", f"{words}\n".encode())
+    def _send_text(self, code: int, text: str) -> None:
+        self._send(code, "text/plain; charset=utf-8", f"{text}\n".encode())
 
-    def _send(self, code: int, kind: str, body: bytes) -> None:
+    def _send(self, code: int, content_type: str, body: bytes) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")  # the deadline is for the connection, so it gets one request
+        self.send_header("Connection", "close")  # the timeout is for the whole connection
         if code == 401:  # noqa: PLR2004 -- HTTP's own number
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
-        with suppress(OSError):  # it did not wait
+        with suppress(OSError):  # the client has gone
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the base class's name
-        """Say nothing of a scrape: there is one every few seconds."""
+        """Do not log requests: Prometheus sends one every few seconds."""
 
 
 def _context(settings: Settings) -> ssl.SSLContext:

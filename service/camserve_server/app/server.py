@@ -1,4 +1,4 @@
-"""Wiring: settings in, a running server out; health, reflection, and a stop that loses nothing."""
+"""Build and run a server from its settings: workers, gRPC services, health, telemetry and a graceful stop."""
 
 import asyncio
 import itertools
@@ -28,80 +28,84 @@ from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import FairThreads
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.repository import Lifecycle
-from camserve_server.serving.worker_pool import LOADING, Well, WorkerPool
+from camserve_server.serving.worker_pool import LOADING, WorkerPool
 from camserve_server.telemetry import State, TelemetrySink
 
 log = logging.getLogger(__name__)
 
 
+HealthCallback: TypeAlias = Callable[[bool], object]
+"""Called with False when the server can no longer explain, and with True when it can again."""
+
+
 @asynccontextmanager
-async def opened(
+async def open_pipeline(
     settings: Settings,
-    well: Well = lambda _well: None,
-    told: TelemetrySink | None = None,
+    on_health_change: HealthCallback = lambda _healthy: None,
+    sink: TelemetrySink | None = None,
     specs: Mapping[str, ModelSpec] | None = None,
     *,
     watch: bool = True,
 ) -> AsyncIterator[Pipeline]:
-    """Load the models, warm them up, and hold a pipeline open inside the block.
+    """Load the models, warm them up, and keep a pipeline open inside the block.
 
     Args:
-        settings: of the server.
-        well: told when explanations can no longer be had, and when they can again.
-        told: who hears of batches, models and engines, if somebody does.
-        specs: the models by name, where they are not those that the settings name.
-        watch: whether an idle engine explains an image now and then, to see whether it still can.
+        settings: settings of the server.
+        on_health_change: callback for changes of the server's health.
+        sink: receiver of telemetry on batches, models and workers.
+        specs: models by name, instead of those in the settings.
+        watch: True to have idle workers explain an image now and then, as a health check.
 
     Raises:
-        ConfigError: no model can be loaded, or a plugin or device cannot.
+        ConfigError: no model can be loaded, or a plugin or a device cannot be used.
     """
-    specs = named(settings.models) if specs is None else specs
+    specs = specs_by_name(settings.models) if specs is None else specs
     if settings.isolation != "thread" and any(spec.live for spec in specs.values()):
-        raise ConfigError('a network of this process is served in this process: leave isolation at "thread"')
+        raise ConfigError('a network of this process can only be served in this process: leave isolation at "thread"')
     add_plugins()
-    found = await asyncio.to_thread(_devices, settings)
-    settings = settings.model_copy(update={"device": ",".join(found)})
-    _warn_of_precisions(specs.values(), found)
+    devices = await asyncio.to_thread(_prepare_devices, settings)
+    settings = settings.model_copy(update={"device": ",".join(devices)})
+    _warn_of_precisions(specs.values(), devices)
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
-        async with WorkerPool(settings, well, told, watch=watch) as fleet:
-            lifecycle = Lifecycle(fleet, specs, settings)
+        async with WorkerPool(settings, on_health_change, sink, watch=watch) as workers:
+            lifecycle = Lifecycle(workers, specs, settings)
             try:
                 await lifecycle.start()
-                yield Pipeline(lifecycle, fleet.batcher, FairThreads(pool), settings.limits)
+                yield Pipeline(lifecycle, workers.batcher, FairThreads(pool), settings.limits)
             finally:
                 await lifecycle.close()
 
 
-def _devices(settings: Settings) -> list[str]:
-    """Find the devices of the engines; make them ready where the engines live in this process.
+def _prepare_devices(settings: Settings) -> list[str]:
+    """Return the devices of the workers, initialized if the workers run in this process.
 
-    Not on the event loop: a driver may take minutes to start, in which the server shall answer that it lives.
+    Do not call it on the event loop: a driver may take minutes to start, and the liveness check must work meanwhile.
 
     Raises:
-        ConfigError: one is not there, or cannot be used.
+        ConfigError: a device does not exist, or cannot be used.
     """
-    found = devices_named(settings.device)
-    for name in found if settings.isolation == "thread" else ():
+    devices = devices_named(settings.device)
+    for name in devices if settings.isolation == "thread" else ():
         try:
             device_of(name).initialize()
         except RuntimeError as error:
             raise ConfigError(f'device "{name}": {error}') from error
-    return found
+    return devices
 
 
 def _warn_of_precisions(specs: Iterable[ModelSpec], devices: Iterable[str]) -> None:
-    """Log each model that is in a precision which a device has no instructions for."""
+    """Log each model whose precision a device has no native instructions for."""
     for spec, device in itertools.product(specs, dict.fromkeys(devices)):
         if spec.precision not in ("float32", *device_of(device).precisions()):
-            words = "model %s: %s has no instructions for %s, which is slow there: leave out precision="
-            log.warning(words, spec.name, device, spec.precision)
+            message = "model %s: %s has no instructions for %s, which is slow there: leave out precision="
+            log.warning(message, spec.name, device, spec.precision)
 
 
-def named(models: Sequence[str]) -> dict[str, ModelSpec]:
-    """Read models as they are named on a command line; return them by the names that requests use.
+def specs_by_name(models: Sequence[str]) -> dict[str, ModelSpec]:
+    """Parse models in the format of the command line; return their specs by the names that requests use.
 
     Raises:
-        ConfigError: one cannot be read, or two have one name.
+        ConfigError: a model cannot be parsed, or two have the same name.
     """
     specs: dict[str, ModelSpec] = {}
     for spec in map(parse, models):
@@ -112,21 +116,23 @@ def named(models: Sequence[str]) -> dict[str, ModelSpec]:
 
 
 def specs_of(models: Mapping[str, str | nn.Module | Source]) -> dict[str, ModelSpec]:
-    """Return what models to load, by name.
+    """Return the specs of models by name.
 
     Args:
-        models: by name, a text as on a command line, a network of this process, or that with what is known of it.
+        models: models by name, each as a text in the format of the command line without a name, a network of this
+            process, or a `Source` with a network and its preprocessing and labels.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a model cannot be parsed.
     """
     return {
-        name: parse(f"{name}={one}") if isinstance(one, str) else of_network(name, one) for name, one in models.items()
+        name: parse(f"{name}={model}") if isinstance(model, str) else of_network(name, model)
+        for name, model in models.items()
     }
 
 
 Ready: TypeAlias = Callable[[int, Pipeline], None]
-"""Told the port and the pipeline once the models are warm."""
+"""Called with the port and the pipeline once the models are warm."""
 
 
 async def serve(
@@ -135,106 +141,113 @@ async def serve(
     ready: Ready = lambda _port, _pipeline: None,
     specs: Mapping[str, ModelSpec] | None = None,
 ) -> None:
-    """Serve until told to stop.
+    """Serve until `stop` is set.
 
-    The port is open from the start, with a health of NOT_SERVING until the models are warm. Told to stop, the server
-    turns NOT_SERVING, refuses what is new, finishes what it accepted, and returns.
+    The port is open from the start; the health is NOT_SERVING until the models are warm. On a stop, the health turns to
+    NOT_SERVING, new calls are refused, and accepted calls are finished before this returns.
 
     Args:
-        settings: of this server.
-        stop: tells it to stop.
-        ready: called once the models are warm.
-        specs: the models by name, where they are not those that the settings name.
+        settings: settings of the server.
+        stop: request to stop.
+        ready: callback for when the models are warm.
+        specs: models by name, instead of those in the settings.
 
     Raises:
-        ConfigError: the address cannot be listened on, or should not be as the settings are; a file of certificates or
-            tokens is no good; or no model can be loaded.
+        ConfigError: the address, a certificate or the tokens file cannot be used, or no model can be loaded.
     """
-    house = ServerState(settings.stream_in_flight, settings.idle_seconds, names={**RPC_NAMES, **oip.NAMES})
+    state = ServerState(settings.stream_in_flight, settings.idle_seconds, names={**RPC_NAMES, **oip.NAMES})
     checks = HealthServicer()
     auth.check(settings)
     credentials = auth.credentials(settings)
-    said = grpc_server.Health(checks)
-    inference = oip.InferenceServicer(house, lambda: said.serving, settings.max_queue_delay_ms)
-    server = grpc_server.build(settings, house, checks, inference)
-    with metrics_endpoint.told(settings, lambda: _state(house, said)) as house.telemetry:
+    health = grpc_server.Health(checks)
+    inference = oip.InferenceServicer(state, lambda: health.serving, settings.max_queue_delay_ms)
+    server = grpc_server.build(settings, state, checks, inference)
+    with metrics_endpoint.open_telemetry(settings, lambda: _metrics_state(state, health)) as state.telemetry:
         port = grpc_server.listen(server, settings.address, credentials)
-        said.live()
+        health.live()
         await server.start()
         try:
-            async with opened(settings, said.told, house.telemetry, specs) as pipeline:
-                said.turn(warm=True)
-                house.pipeline = pipeline
-                log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
+            async with open_pipeline(settings, health.told, state.telemetry, specs) as pipeline:
+                _start_serving(state, health, pipeline, port)
                 ready(port, pipeline)
                 await stop.asked.wait()
-                said.turn(warm=False)
-                await grpc_server.drain(server, house, settings.drain_seconds, stop)
+                health.turn(warm=False)
+                await grpc_server.drain(server, state, settings.drain_seconds, stop)
         finally:
             await server.stop(None)
 
 
-def _state(house: ServerState, said: grpc_server.Health) -> State:
-    """Return what Prometheus is told of the server as it is now; from any thread."""
-    pipeline = house.pipeline
+def _start_serving(state: ServerState, health: grpc_server.Health, pipeline: Pipeline, port: int) -> None:
+    """Turn the health to SERVING, and pass requests to the pipeline."""
+    health.turn(warm=True)
+    state.pipeline = pipeline
+    log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
+
+
+def _metrics_state(state: ServerState, health: grpc_server.Health) -> State:
+    """Return the current state of the server for the metrics; thread-safe."""
+    pipeline = state.pipeline
     if pipeline is None:
-        return State(said.serving, house.active)
+        return State(health.serving, state.active)
     models, stats = list(pipeline.models.items()), pipeline.batcher.stats
     return State(
-        said.serving,
-        house.active,
+        health.serving,
+        state.active,
         pipeline.batcher.admitted,
         pipeline.batcher.limit,
         stats.answered,
         stats.failed,
-        [(name, one.version, isinstance(one, ModelInfo)) for name, one in models],
+        [(name, model.version, isinstance(model, ModelInfo)) for name, model in models],
         pipeline.lifecycle.engines(),
     )
 
 
 async def serve_until_signal(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; a second one cuts the drain short.
+    """Serve until SIGTERM or SIGINT; a second signal ends the drain at once.
 
-    Does not return, but ends the process, where a thread could hold it up: one that still loads a model, or one in
-    which a model hangs.
+    The function exits the process instead of returning where a thread would keep it alive: one that still loads a
+    model, or one in which a model hangs.
 
     Returns:
-        The exit code: 0 after a clean stop; 1 if the stop was cut short or accepted calls were not answered.
+        The exit code: 0 after a clean stop; 1 if a second signal ended the drain or accepted calls were not answered.
     """
     stop, loop, warm = grpc_server.Stop(), asyncio.get_running_loop(), asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
     process.allow_files(settings.max_connections)
-    if settings.isolation == "process":  # batches run in other processes: here memory is only for photos and messages
-        process.keep_memory(process.SERVER_KEEPS)
+    if settings.isolation == "process":  # batches run in other processes; this one holds photos and messages
+        process.keep_memory(process.SERVER_FREE_MEMORY)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signalled)
 
     def ready(_port: int, _pipeline: Pipeline) -> None:
         process.keep_objects()
         if settings.isolation == "process":
-            tasks.append(loop.create_task(_checked(process.Heap(process.SERVER_KEEPS + process.PIECES))))
+            tasks.append(
+                loop.create_task(_trim_regularly(process.Heap(process.SERVER_FREE_MEMORY + process.HEAP_GROWTH)))
+            )
         warm.set()
 
     serving = asyncio.ensure_future(serve(settings, stop, ready))
-    asked, hurry = asyncio.ensure_future(stop.asked.wait()), asyncio.ensure_future(stop.hurry.wait())
-    await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+    stopping, hurry = asyncio.ensure_future(stop.asked.wait()), asyncio.ensure_future(stop.hurry.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not (serving.done() or warm.is_set()):
         log.info("stopped before the models were loaded")
         os._exit(0)
-    longest = settings.drain_seconds + 2 * grpc_server.LONGEST_QUIET
-    await asyncio.wait((serving, hurry), return_when=asyncio.FIRST_COMPLETED, timeout=longest)
+    drain_timeout = settings.drain_seconds + 2 * grpc_server.LONGEST_QUIET
+    await asyncio.wait((serving, hurry), return_when=asyncio.FIRST_COMPLETED, timeout=drain_timeout)
     await asyncio.wait((serving,), timeout=grpc_server.LONGEST_QUIET)
     if not serving.done():
         os._exit(1)
     await serving
     if any(thread.name == LOADING for thread in threading.enumerate()):
-        os._exit(stop.code)  # a model that nobody waits for any more
+        os._exit(stop.code)  # the model is not needed any more
     return stop.code
 
 
-async def _checked(heap: process.Heap) -> None:
+async def _trim_regularly(heap: process.Heap) -> None:
+    """Return freed memory whenever the process has grown too much."""
     while True:
-        await asyncio.sleep(process.PAUSE)
+        await asyncio.sleep(process.TRIM_INTERVAL)
         await asyncio.to_thread(heap.check)
 
 
@@ -243,8 +256,8 @@ def serve_in_thread(settings: Settings, specs: Mapping[str, ModelSpec] | None = 
     """Serve in a thread inside the block.
 
     Args:
-        settings: of the server.
-        specs: the models by name, where they are not those that the settings name.
+        settings: settings of the server.
+        specs: models by name, instead of those in the settings.
 
     Yields:
         The address, such as "127.0.0.1:41234".

@@ -1,4 +1,4 @@
-"""The command `camserve-server`; without the extra [server] it says which one is missing.
+"""The command `camserve-server`. Without the extra [server], it exits with a hint to install it.
 
 It may import `cluster` and `tuning` and the rooms below.
 """
@@ -11,21 +11,21 @@ from camserve_server.core.process import keep_memory
 
 
 def _stop(*_: object) -> None:
-    """Exit at once if the server has not started yet; end any other command with an exception."""
+    """Handle SIGTERM: exit at once if the server has not started yet, else raise SystemExit."""
     if sys.argv[1:2] == ["serve"]:
-        os._exit(0)  # in a callback after a fork or in a finalizer, Python would print an exception and go on
+        os._exit(0)  # in a fork callback or a finalizer, Python would only print an exception and continue
     sys.exit(128 + signal.SIGTERM)
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line interface."""
     keep_memory()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what gRPC itself says of a port that is taken is said better here
-    # The first process of a container has no default handler: without this one, a stop in the seconds until the server
-    # has its own would be ignored.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the server has better messages, for example for a port in use
+    # The first process of a container has no default handler. Without this one, SIGTERM would be ignored in the seconds
+    # until the server installs its own.
     signal.signal(signal.SIGTERM, _stop)
     try:
-        from camserve_server.cli.commands import program  # noqa: PLC0415 -- what it imports may not be installed
+        from camserve_server.cli.commands import program  # noqa: PLC0415 -- its dependencies may not be installed
 
         program()
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What `camserve-server` can do: serve, and explain files without a network."""
+"""Commands of `camserve-server`: serve, check settings, tune, and explain files without a server."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
@@ -20,9 +20,10 @@ from camserve_server.core.errors import ConfigError
 if TYPE_CHECKING:
     from camserve_server.app.explainer import Explainer
     from camserve_server.models.values import ModelInfo
-    from camserve_server.tuning import Tuned
+    from camserve_server.tuning import TuningResult
 
-BUSY = 0.25  # share of the cores that others may keep at work: threads that compute together wait for the last one
+# Share of the cores that other programs may use before `tune` warns: a parallel computation ends with its last thread.
+MAX_LOAD = 0.25
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,14 +31,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _settings_options(command: F) -> F:
     """Give a command a flag for every setting."""
     for name, setting in reversed(config.Settings.model_fields.items()):
+        text = f"{setting.description}{_default_text(setting.default)}"
         if name == "models":
-            option = click.option("--model", "models", multiple=True, metavar="MODEL", help=setting.description)
+            option = click.option("--model", "models", multiple=True, metavar="MODEL", help=text)
         elif setting.annotation is bool:
-            option = click.option(f"--{name}", name, is_flag=True, default=None, help=setting.description)
+            option = click.option(f"--{name}", name, is_flag=True, default=None, help=text)
         else:
-            option = click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=setting.description)
+            option = click.option(f"--{name.replace('_', '-')}", name, metavar=_metavar(setting.annotation), help=text)
         command = option(command)
     return click.option("--config", "path", metavar="FILE", help="TOML file with settings.")(command)
+
+
+def _default_text(default: object) -> str:
+    """Return a setting's default as the help shows it; the options themselves have none, as files come before it."""
+    if default is False or default == "":
+        return ""
+    text = (
+        ", ".join(default) if isinstance(default, tuple) else f"{default:g}" if isinstance(default, float) else default
+    )
+    return f"  [default: {text}]"
+
+
+def _metavar(annotation: Any) -> str:
+    if choices := get_args(annotation):
+        return f"[{'|'.join(choices)}]"
+    return {int: "INTEGER", float: "FLOAT"}.get(annotation, "TEXT")
 
 
 def _load(path: str | None, flags: dict[str, Any]) -> config.Settings:
@@ -47,17 +65,17 @@ def _load(path: str | None, flags: dict[str, Any]) -> config.Settings:
     return settings
 
 
-def _search_current_folder(named: Iterable[str]) -> None:
-    """Make the modules of users' own factories importable from the current folder."""
-    from camserve_server import models  # noqa: PLC0415 -- importing torch takes seconds, which --help does not need
+def _search_current_folder(specs: Iterable[str]) -> None:
+    """Make users' own model modules importable from the current folder."""
+    from camserve_server import models  # noqa: PLC0415 -- it imports torch, which takes seconds
 
-    for text in named:
+    for text in specs:
         models.search_current_folder(models.parse(text))
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Say what the operator got wrong in a line, without a traceback."""
+def _usage_errors() -> Iterator[None]:
+    """Report a ConfigError as one line, without a traceback."""
     try:
         yield
     except ConfigError as error:
@@ -67,21 +85,23 @@ def _told() -> Iterator[None]:
 @click.group(cls=client_cli.Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="camserve")
 def program() -> None:
-    """Explain what vision models see: Grad-CAM and saliency heatmaps over gRPC."""
+    """Explain what vision models see, with Grad-CAM and saliency heatmaps over gRPC."""
 
 
 @program.command()
 @_settings_options
 def serve(path: str | None, **flags: Any) -> int:
-    """Serve until SIGTERM or Ctrl-C; a second one cuts the drain short.
+    """Start the server.
 
-    Every setting can also stand in the TOML file (by its name with underscores) or in the environment (as
-    CAMSERVE_MAX_QUEUE_ROWS); flags win over the environment, and the environment over the file.
+    It runs until SIGTERM or Ctrl-C, and then finishes the calls that it accepted. A second signal stops it at once.
+
+    Every setting can also be set in the TOML file, such as max_queue_rows = 64, or in the environment, such as
+    CAMSERVE_MAX_QUEUE_ROWS=64. Flags override the environment, and the environment overrides the file.
     """
-    from camserve_server import workers  # noqa: PLC0415 -- torch takes seconds, which --help need not
-    from camserve_server.app import server  # noqa: PLC0415 -- torch takes seconds, which --help need not
+    from camserve_server import workers  # noqa: PLC0415 -- it imports torch, which takes seconds
+    from camserve_server.app import server  # noqa: PLC0415 -- it imports torch, which takes seconds
 
-    with _told():
+    with _usage_errors():
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
         if settings.isolation == "process":
@@ -90,36 +110,38 @@ def serve(path: str | None, **flags: Any) -> int:
 
 
 @program.command("check-config")
-@click.argument("path", metavar="FILE", required=False)
-@click.option("--load", is_flag=True, help="Load every model too, and show what was found in it.")
-@click.option("--schema", is_flag=True, help="Print the JSON schema of such a file, for editors, in place of checking.")
+@click.argument("path", metavar="[FILE]", required=False)
+@click.option("--load", is_flag=True, help="Also load every model, and show its properties.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of settings files, and check nothing.")
 def check_config(path: str | None, *, load: bool, schema: bool) -> int:
-    """Say all that is wrong with a TOML file of settings; exit with 1 if anything is.
+    """Check a settings file.
 
-    No model is loaded without --load. The environment and flags, which may add to the file when it is served, are left
-    out. With the first line `#:schema ./camserve.schema.json` in it, and that file written by --schema, editors such as
-    VS Code complete and check settings while they are written.
+    FILE is a TOML file for `serve --config`. Every fault is printed with its line, and the exit code is 1 if there are
+    any. Models are not loaded, unless --load is given. Environment variables and flags are ignored.
+
+    Editors such as VS Code check and complete the file while you write it: save the output of --schema as
+    camserve.schema.json, and begin the file with `#:schema ./camserve.schema.json`.
     """
     if schema:
         echo(json.dumps(config.schema(), indent=2))
         return 0
     if path is None:
-        raise click.UsageError("name the FILE to check, or ask for its --schema")
-    from camserve_server.cli import config_check  # noqa: PLC0415 -- torch takes seconds, which --help need not
+        raise click.UsageError("missing FILE or --schema")
+    from camserve_server.cli import config_check  # noqa: PLC0415 -- it imports torch, which takes seconds
 
     logs.configure("error", "text")
-    seen: list[ModelInfo] = []
-    faults = config_check.check(path, seen.append if load else None)
-    for info in seen:
-        echo(_shown(info))
+    infos: list[ModelInfo] = []
+    faults = config_check.check(path, infos.append if load else None)
+    for info in infos:
+        echo(_describe(info))
     for fault in faults:
-        echo(f"{path}:{fault.line}: {fault.words}" if fault.line else f"{path}: {fault.words}", err=True)
-    summary = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "nothing is wrong"
+        echo(f"{path}:{fault.line}: {fault.message}" if fault.line else f"{path}: {fault.message}", err=True)
+    summary = f"{len(faults)} fault{'s' * (len(faults) > 1)}" if faults else "valid"
     echo(f"{path}: {summary}", err=bool(faults))
     return int(bool(faults))
 
 
-def _shown(info: "ModelInfo") -> str:
+def _describe(info: "ModelInfo") -> str:
     labels = f'"{info.labels[0]}" to "{info.labels[-1]}"' if info.labels else "without labels"
     size = "x".join(map(str, info.preprocess.size))
     return f"{info.name}: {info.source}, {size} pixels, {info.classes} classes, {labels}; layer {info.default_layer}"
@@ -127,7 +149,7 @@ def _shown(info: "ModelInfo") -> str:
 
 @program.group()
 def token() -> None:
-    """Make the tokens by which callers are known: see the setting tokens_file."""
+    """Create access tokens."""
 
 
 @token.command("new")
@@ -139,18 +161,25 @@ def token() -> None:
     type=click.Choice(tokens.ROLES),
     default=("explain", "observe"),
     show_default=True,
-    help="What it is for: to explain and judge; to see models and methods; to change something. Repeat it.",
+    help="Role of the token: `explain` and evaluate photos, `observe` models, methods and metrics, or `admin` to load"
+    " and unload models. Repeat it for several roles.",
 )
 @click.option(
-    "--expires", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Its last day, in UTC. Default: none."
+    "--expires",
+    type=click.DateTime(["%Y-%m-%d"]),
+    metavar="YYYY-MM-DD",
+    help="Last day on which the token is valid, in UTC. Default: no limit.",
 )
 def new_token(name: str, roles: tuple[str, ...], expires: datetime | None) -> None:
-    """Make a token for NAME; print it, and the line of the tokens file by which the server knows it.
+    """Create a token.
 
-    The token is shown this once: the file has but its hash. The server takes the file up within a second of a change:
-    a token is revoked by removing its line, and renewed by a second line for the same name.
+    NAME is the name of its holder, which is logged. The command prints the token, and the line to add to the server's
+    tokens file (the setting tokens_file). The token cannot be shown again: the file contains only its hash.
+
+    The server reloads the file within a second of a change. Remove a line to revoke its token. To replace a token, add
+    a second line with the same name.
     """
-    with _told():
+    with _usage_errors():
         secret, known = tokens.new(name, roles, expires.date() if expires else None)
     echo(f"token: {secret}")
     echo(f"line:  {known.line()}")
@@ -158,77 +187,106 @@ def new_token(name: str, roles: tuple[str, ...], expires: datetime | None) -> No
 
 @program.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--seconds", type=click.FloatRange(min=1), default=60, show_default=True, help="Measuring may take.")
 @click.option(
-    "--latency-ms", type=click.FloatRange(min=1), default=1000, show_default=True, help="A batch may take, at most."
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit of the measurements.",
+)
+@click.option(
+    "--latency-ms",
+    type=click.FloatRange(min=1),
+    default=1000,
+    show_default=True,
+    metavar="MS",
+    help="Time limit of a batch.",
 )
 @click.option(
     "--precision",
     type=click.Choice(("same", "any")),
     default="same",
     show_default=True,
-    help="Leave each model in its own, float32 unless it says otherwise; or take any that is faster.",
+    help="`same` keeps the precision of each model, which is float32 by default. `any` may choose a faster one.",
 )
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--write", "path", type=click.Path(path_type=Path), metavar="FILE", help="Settings file to write.")
-@click.option("--force", is_flag=True, help="Write it though it is there; what is not tuned stays in it.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="DEVICE",
+    help="Device to measure: auto, cpu, cuda or cuda:N.",
+)
+@click.option(
+    "--write", "path", type=click.Path(path_type=Path), metavar="FILE", help="Write the chosen settings to a file."
+)
+@click.option("--force", is_flag=True, help="Overwrite an existing FILE, keeping the settings that are not tuned.")
 def tune(
     models: tuple[str, ...], path: Path | None, *, precision: str, device: str, force: bool, **limits: float
 ) -> None:
-    """Measure models on this machine; choose threads, and how many images a batch may have.
+    """Choose the number of threads and the batch size for this machine.
 
-    MODEL is [NAME=]SOURCE:ARCH[?option=value]; without one, those of the settings that there are. Precisions that the
-    device has instructions for are measured beside float32, and how alike their maps are; one that is not a model's own
-    is chosen only with --precision any. What is chosen is printed as settings, or written for `serve --config FILE`.
+    MODEL is [NAME=]SOURCE:ARCH[?option=value]. The default is the models of FILE, if it exists, or of the environment.
+
+    Each model is measured in float32 and in every precision that the device supports natively, and the maps are
+    compared with those in float32. A model's precision is changed only with --precision any. The chosen settings are
+    printed, or written to a file for `serve --config FILE`.
     """
-    from camserve_server import tuning  # noqa: PLC0415 -- torch takes seconds, which --help need not
+    from camserve_server import tuning  # noqa: PLC0415 -- it imports torch, which takes seconds
 
-    with _told():
+    with _usage_errors():
         if path:
             tuning.check_writable(path, force=force)
         models = models or config.load(path if path and path.exists() else None).models
         _search_current_folder(models)
         logs.configure("error", "text")
         _announce(models, limits["seconds"])
-        wishes = tuning.Wishes(limits["seconds"], limits["latency_ms"] / 1e3, precision == "any")
-        _tell(tuning.tune(models, device, wishes), path)
+        constraints = tuning.Constraints(limits["seconds"], limits["latency_ms"] / 1e3, precision == "any")
+        _report(tuning.tune(models, device, constraints), path)
 
 
 def _announce(models: Iterable[str], seconds: float) -> None:
-    echo(f"measuring {', '.join(models)}: {seconds:g} seconds at most, once loaded", err=True)
+    echo(f"measuring {', '.join(models)}: at most {seconds:g} seconds after loading", err=True)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > BUSY * (os.cpu_count() or 1):
-        echo(f"this machine is at work (load {load:.1f}): what is measured now says little of it idle", err=True)
+    if load > MAX_LOAD * (os.cpu_count() or 1):
+        echo(f"other programs are busy (load {load:.1f}): the measurements will be inaccurate", err=True)
 
 
-def _tell(tuned: "Tuned", path: Path | None) -> None:
-    """Print what was measured and chosen; print the settings too, or write them."""
+def _report(result: "TuningResult", path: Path | None) -> None:
+    """Print the measurements and the choice; print the settings too, or write them to a file."""
     from camserve_server import tuning  # noqa: PLC0415 -- as above
 
-    print_table(tuning.HEADINGS, tuned.rows())
-    echo("\n" + "\n".join(tuned.words()) + "\n")
+    print_table(tuning.HEADINGS, result.rows())
+    echo("\n" + "\n".join(result.summary()) + "\n")
     if path:
-        tuning.write(path, tuned.settings(), tuned.words())
-        echo(f"written: {path}")
+        tuning.write(path, result.settings(), result.summary())
+        echo(f"wrote {path}")
     else:
-        echo(tuning.toml(tuned.settings()).rstrip("\n"))
+        echo(tuning.toml(result.settings()).rstrip("\n"))
 
 
-# What `camserve explain` and `camserve replay` ask a server, their namesakes here ask an `Explainer`: in this process,
-# and with the same answers.
-def _questions(command: click.Command) -> list[click.Parameter]:
+# The commands `explain` and `replay` below run those of the client on an `Explainer` in this process instead of a
+# server, with the same results.
+def _client_parameters(command: click.Command) -> list[click.Parameter]:
+    """Return the parameters of a client's command, except those that choose the server and the model."""
     return [option for option in command.params if option.name not in ("server", "model", *client_cli.ACCESS)]
 
 
 def _model_options(command: F) -> F:
-    """Give a command the flags of the one model that it loads."""
-    command = click.option("--device", default="auto", show_default=True, help="cpu or cuda:N.")(command)
+    """Add the flags of the one model that a command loads."""
+    command = click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        metavar="DEVICE",
+        help="Device to compute on: auto, cpu or cuda:N.",
+    )(command)
     return click.option(
         "--model",
         default="efficientnet_lite0",
         show_default=True,
         metavar="MODEL",
-        help="[NAME=]SOURCE:ARCH[?option=value].",
+        help="Model to load, as [NAME=]SOURCE:ARCH[?option=value].",
     )(command)
 
 
@@ -237,47 +295,59 @@ def _explainer(model: str, device: str, isolation: str, timeout: float) -> "Expl
     from camserve_server import Explainer  # noqa: PLC0415 -- as above
 
     logs.configure("warning", "text")
-    # The environment may also say where a server listens, and what it serves.
-    found = config.from_environment()
-    settings = {name: value for name, value in found.items() if name == "threads" or name.startswith("max_")}
-    with _told():
+    # Only these settings apply here: the environment may also have the address and the models of a server.
+    environment = config.from_environment()
+    settings = {name: value for name, value in environment.items() if name == "threads" or name.startswith("max_")}
+    with _usage_errors():
         return Explainer(model, device=device, timeout=timeout, settings={**settings, "isolation": isolation})
 
 
-@program.command(params=_questions(client_cli.explain), help=client_cli.explain.help)
+@program.command(params=_client_parameters(client_cli.explain), help=client_cli.explain.help)
 @_model_options
 @click.pass_context
-def explain(context: click.Context, /, model: str, device: str, **question: Any) -> int:
+def explain(context: click.Context, /, model: str, device: str, **options: Any) -> int:
     """Explain photos without a server."""
-    # A photo that brings its engine down is not to take a job along.
-    isolation = "process" if question["resume"] else "thread"
-    with _explainer(model, device, isolation, question["timeout"]) as explainer:
-        code: int = context.invoke(client_cli.explain, connect=lambda: explainer, server="", model=None, **question)
+    # In a job, a photo that crashes its worker must not end the whole job.
+    isolation = "process" if options["resume"] else "thread"
+    with _explainer(model, device, isolation, options["timeout"]) as explainer:
+        code: int = context.invoke(client_cli.explain, connect=lambda: explainer, server="", model=None, **options)
         return code
 
 
-@program.command(params=_questions(client_cli.replay), help=client_cli.replay.help)
+@program.command(params=_client_parameters(client_cli.replay), help=client_cli.replay.help)
 @_model_options
 @click.pass_context
-def replay(context: click.Context, /, model: str, device: str, **question: Any) -> int:
+def replay(context: click.Context, /, model: str, device: str, **options: Any) -> int:
     """Replay a receipt without a server."""
-    with _explainer(model, device, "thread", question["timeout"]) as explainer:
-        code: int = context.invoke(client_cli.replay, connect=lambda: explainer, server="", **question)
+    with _explainer(model, device, "thread", options["timeout"]) as explainer:
+        code: int = context.invoke(client_cli.replay, connect=lambda: explainer, server="", **options)
         return code
 
 
 @program.group()
 def ray() -> None:
-    """Serve, or explain a data set, on many machines: on a Ray cluster."""
+    """Serve or explain a data set on a Ray cluster."""
 
 
 def _engine_options(command: F) -> F:
-    """Give a command the flags that say how many engines there are, and what each has."""
+    """Add the flags for the number of engines and the resources of each."""
     options = (
-        click.option("--cluster", metavar="ADDRESS", envvar="RAY_ADDRESS", help="Default: this machine alone."),
-        click.option("--engines", "count", default="1", show_default=True, metavar="N or LEAST-MOST"),
-        click.option("--cpus", type=click.IntRange(min=1), default=1, show_default=True, help="Cores of each engine."),
-        click.option("--gpus", type=float, default=-1, help="GPUs of each engine. Default: one where there are any."),
+        click.option(
+            "--cluster", metavar="ADDRESS", envvar="RAY_ADDRESS", help="Ray cluster. Default: start one here."
+        ),
+        click.option(
+            "--engines", "count", default="1", show_default=True, metavar="N|MIN-MAX", help="Number of engines."
+        ),
+        click.option(
+            "--cpus", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Cores per engine."
+        ),
+        click.option(
+            "--gpus",
+            type=float,
+            default=-1,
+            metavar="N",
+            help="GPUs per engine. Default: 1 if the cluster has any, else 0.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -291,19 +361,21 @@ def _engine_options(command: F) -> F:
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="In flight for each engine; with more of them an engine is added, up to the most.",
+    metavar="N",
+    help="Rows in flight per engine. With more, an engine is added, up to the maximum.",
 )
 @_settings_options
 def ray_serve(
     path: str | None, cluster: str | None, count: str, rows: int, cpus: int, gpus: float, **flags: Any
 ) -> int:
-    """Serve by Ray Serve until SIGTERM or Ctrl-C: the same service behind Ray's gRPC proxy.
+    """Serve with Ray Serve, behind its gRPC proxy.
 
-    The proxy listens on the port of --address, on every interface, without TLS and tokens: it wants --insecure.
+    It runs until SIGTERM or Ctrl-C. The proxy listens on the port of --address on every interface, without TLS and
+    tokens, so --insecure is required.
     """
     from camserve_server.cluster import application, commands  # noqa: PLC0415 -- as above
 
-    with _told():
+    with _usage_errors():
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
         application.check(settings)
@@ -311,32 +383,38 @@ def ray_serve(
             return commands.serve(settings, engines)
 
 
-def _job_questions() -> list[click.Parameter]:
-    given = ("paths", "output", "resume", "timeout")
-    return [option for option in _questions(client_cli.explain) if option.name not in given]
+def _job_parameters() -> list[click.Parameter]:
+    defined_here = ("paths", "output", "resume", "timeout")
+    return [option for option in _client_parameters(client_cli.explain) if option.name not in defined_here]
 
 
-@ray.command("explain", params=_job_questions())
+@ray.command("explain", params=_job_parameters())
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
-@click.option("-o", "--output", required=True, metavar="DIR", help="A folder or URI that all machines can write to.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="DIR",
+    help="Folder or URI for the results, which all machines can write to.",
+)
 @_engine_options
 @_model_options
 def ray_explain(
     paths: tuple[str, ...], output: str, column: str, cluster: str | None, count: str, **options: Any
 ) -> int:
-    """Explain a data set by Ray Data: what `explain --resume` does, by many machines at once.
+    """Explain a data set with Ray Data.
 
-    PATH is a folder, a glob, a Parquet file or a URI such as s3://BUCKET/PREFIX, which all machines can read. Begun
-    again with the same words it goes on where it was.
+    It runs `explain --resume` on many machines at once. PATH is a folder, a glob, a Parquet file or a URI such as
+    s3://BUCKET/PREFIX that all machines can read. Run the same command again to resume an interrupted job.
     """
     from camserve_server.cluster import commands, job  # noqa: PLC0415 -- as above
 
     cpus, gpus, model, device = (options.pop(name) for name in ("cpus", "gpus", "model", "device"))
-    with _told():
+    with _usage_errors():
         _search_current_folder((model,))
         settings = commands.settings_for_job((model,), device, cpus)
-        asked = job.Job.new(settings, paths, column, output, options)
+        work = job.Job.new(settings, paths, column, output, options)
         with commands.cluster(cluster, commands.engines_of(count, 1, cpus, gpus), device) as engines:
-            tally = job.explain(asked, engines)
-            echo(client_cli.job_summary(tally, asked.output))
+            tally = job.explain(work, engines)
+            echo(client_cli.job_summary(tally, work.output))
             return client_cli.FAILED if tally.left else 0

@@ -1,4 +1,4 @@
-"""Serve, and explain data sets, on a Ray cluster.
+"""Serve and explain data sets on a Ray cluster.
 
 It may import `app` and the rooms below.
 """

@@ -1,21 +1,21 @@
-"""What goes between a door and its engines, and how many of these there shall be: nothing here needs torch or Ray."""
+"""Messages between an ingress and its engines, and the scaling policy. This module needs neither torch nor Ray."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-AGAIN = 250  # milliseconds after which a call that lost its engine, or found no room, is to be sent again
+RETRY_DELAY = 250  # milliseconds after which clients retry a call whose engine was lost or had a full queue
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who called.
+    """Caller of an RPC.
 
     Attributes:
-        request_id: of the call.
-        peer: the address, as gRPC writes it.
+        request_id: ID of the call.
+        peer: address in gRPC's format.
     """
 
     request_id: str
@@ -24,34 +24,34 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a call.
+    """Outcome of a call.
 
     Attributes:
-        reply: the message; None where it failed.
-        trailers: metadata that follow it.
-        code: the status's name.
-        words: what went wrong.
+        reply: the response; None if the call failed.
+        trailers: trailing metadata.
+        code: name of the status.
+        message: error message.
     """
 
     reply: Any
     trailers: Trailers = ()
     code: str = "OK"
-    words: str = ""
+    message: str = ""
 
 
 class RowsInFlight:
-    """How many engines there shall be: one for so many rows that are accepted and not yet answered.
+    """Scaling policy: the number of engines is proportional to the rows that are accepted and not yet answered.
 
     Args:
-        rows: that keep one engine at work.
+        rows: rows in flight per engine.
     """
 
     def __init__(self, rows: float) -> None:
         self._rows = rows
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Return the number, which Ray keeps within its bounds and its delays, and no state."""
-        found = (context.aggregated_metrics or {}).get("rows", {})
-        if not found:  # none has said yet how many it has
+        """Return the number of engines and an empty state. Ray applies its limits and delays to the number."""
+        rows_by_engine = (context.aggregated_metrics or {}).get("rows", {})
+        if not rows_by_engine:  # no engine has reported its rows yet
             return context.target_num_replicas, {}
-        return math.ceil(sum(found.values()) / self._rows), {}
+        return math.ceil(sum(rows_by_engine.values()) / self._rows), {}

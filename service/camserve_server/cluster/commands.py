@@ -1,4 +1,4 @@
-"""What `camserve-server ray` does: it begins, waits, and lets go."""
+"""Run the commands of `camserve-server ray`: connect to a cluster, serve, and stop."""
 
 import logging
 import os
@@ -21,44 +21,45 @@ from camserve_server.core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 NAME = "camserve"
-PATIENCE = 15.0  # seconds after which is said what is waited for
-LONGEST_STOP = 15.0  # seconds that Ray Serve takes to stop, in addition to the drain
-LONGEST_START = 60.0  # seconds from when Ray says that it is ready until its proxy knows where calls go
+WARN_AFTER = 15.0  # seconds of waiting for the cluster after which the reason is logged
+STOP_TIMEOUT = 15.0  # seconds that Ray Serve may take to stop, in addition to the drain
+PROXY_TIMEOUT = 60.0  # seconds that Ray's proxy may take to find the application after Ray reports it as running
 
-_CANNOT = re.compile(r"\bConfigError: (.+)")
+_CONFIG_ERROR = re.compile(r"\bConfigError: (.+)")
 
 
 def engines_of(count: str, rows: int, cpus: int, gpus: float) -> Engines:
-    """Read how many engines there shall be: a number, or the least and the most with a dash between.
+    """Parse the number of engines: a number, or a minimum and a maximum with a dash between them.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the number is invalid.
     """
-    form = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", count, re.ASCII)
-    least, most = (int(form[1]), int(form[2] or form[1])) if form else (0, 0)
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", count, re.ASCII)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        raise ConfigError(f"engines = {count}: write a number such as 2, or the least and the most, as 1-4")
+        raise ConfigError(f"engines = {count}: write a number such as 2, or a minimum and a maximum such as 1-4")
     return Engines(least, most, rows, cpus, gpus)
 
 
 @contextmanager
 def cluster(address: str | None, engines: Engines, device: str) -> Iterator[Engines]:
-    """Be connected to a cluster inside the block, or begin one of this machine alone.
+    """Connect to a Ray cluster inside the block, or start one on this machine.
 
     Args:
-        address: of the cluster's head, "auto" for the one that this machine is of, or None.
-        engines: how many, and what each has.
-        device: what each computes on, as the setting has it.
+        address: address of the cluster's head, "auto" for the cluster that this machine belongs to, or None to start
+            one.
+        engines: number and resources of the engines; with a negative number of GPUs, it is chosen here.
+        device: device of the engines, in the format of the setting.
 
     Yields:
-        The engines, each with a GPU where the cluster has any, none was said and the device is not a CPU.
+        The engines. If the number of GPUs was not given, each has one if the cluster has any and the device is no CPU.
 
     Raises:
-        ConfigError: there is no such cluster, or Ray is not installed.
+        ConfigError: the cluster does not exist, or Ray is not installed.
     """
     ray_ = ray()
-    _reached(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody was asked whether he wants to tell
+    _check_reachable(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics without consent
     try:
         ray_.init(
             address=address,
@@ -71,33 +72,33 @@ def cluster(address: str | None, engines: Engines, device: str) -> Iterator[Engi
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"no cluster at {address}: {error}") from error
     try:
-        there = 0 if device == "cpu" else ray_.cluster_resources().get("GPU", 0)
-        yield engines if engines.gpus >= 0 else replace(engines, gpus=min(1, there))
+        available = 0 if device == "cpu" else ray_.cluster_resources().get("GPU", 0)
+        yield engines if engines.gpus >= 0 else replace(engines, gpus=min(1, available))
     finally:
         ray_.shutdown()
 
 
 def _job() -> Any:
-    """Return the job's configuration for Ray, with which workers do not search the current folder for modules first.
+    """Return a job configuration that keeps the current folder out of the workers' module search path.
 
     Ray puts the current folder first in the search path, unless the job has its own working directory, which would have
-    to be copied. If a model names a user's own module, the engines get the folder as the last place, by their `path`.
+    to be copied. If a model needs a user's own module, the engines get the folder as the last entry, by their `path`.
     """
     job = ray("job_config").JobConfig()
-    job._runtime_env_has_working_dir = lambda: True  # noqa: SLF001 -- Ray has no setting for it
+    job._runtime_env_has_working_dir = lambda: True  # noqa: SLF001 -- Ray has no public setting
     return job
 
 
-def _reached(address: str | None) -> None:
-    """Find out whether anything listens at HOST:PORT: Ray itself would try for minutes.
+def _check_reachable(address: str | None) -> None:
+    """Check that a server listens at HOST:PORT. Ray itself would retry for minutes.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: no server listens there.
     """
-    form = re.fullmatch(r"([\w.-]+):(\d{1,5})", address or "")
-    if form:
+    match = re.fullmatch(r"([\w.-]+):(\d{1,5})", address or "")
+    if match:
         try:
-            socket.create_connection((form[1], int(form[2])), timeout=5).close()
+            socket.create_connection((match[1], int(match[2])), timeout=5).close()
         except OSError as error:
             raise ConfigError(f"no cluster at {address}: {error}") from error
 
@@ -106,11 +107,10 @@ def serve(settings: Settings, engines: Engines) -> int:
     """Serve on the cluster until SIGTERM or Ctrl-C.
 
     Returns:
-        The exit code: 0 after a stop that was asked for.
+        The exit code: 0 after a signal.
 
     Raises:
-        ConfigError: a setting has no meaning on a cluster, the models cannot be loaded, or the cluster's Ray Serve has
-            its proxy elsewhere.
+        ConfigError: a setting is not supported, the models cannot be loaded, or Ray's proxy is on another port already.
     """
     stop, serve_ = Event(), ray("serve")
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -118,47 +118,50 @@ def serve(settings: Settings, engines: Engines) -> int:
     port = _port(settings.address)
     app = application(settings, engines)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    others = bool(serve_.status().proxies)
+    already_running = bool(serve_.status().proxies)
     serve_.start(
         http_options={"host": "127.0.0.1", "port": 0},
         grpc_options={"port": port, "grpc_servicer_functions": list(SERVICERS)},
         logging_config={"log_level": "WARNING"},
     )
     try:
-        # It waits for nothing, so that a stop is heeded and a model that there is none of is told at once.
+        # It does not wait, so that a signal can stop it and a missing model is reported at once.
         serve_.run_many(
             [serve_.RunTarget(app, name=NAME, route_prefix=f"/{NAME}")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
-        _until_running(serve_, stop)
-        _until_known(f"127.0.0.1:{port}", stop)
+        _wait_until_running(serve_, stop)
+        _wait_for_proxy(f"127.0.0.1:{port}", stop)
         if not stop.is_set():
             log.info("serving", extra=logs.fields(port=port, engines=engines.least, models=",".join(settings.models)))
         stop.wait()
     finally:
         log.info("draining")
-        serve_.delete(NAME) if others else stop_ray_serve(ray(), settings.drain_seconds + LONGEST_STOP)
+        if already_running:
+            serve_.delete(NAME)  # other applications continue
+        else:
+            stop_ray_serve(ray(), settings.drain_seconds + STOP_TIMEOUT)
     return 0
 
 
 def stop_ray_serve(ray_: Any, timeout: float) -> None:
-    """Make Ray Serve's controller stop everything, and wait until the controller itself has ended.
+    """Tell Ray Serve's controller to stop everything, and wait until the controller itself has ended.
 
     `serve.shutdown()` would wait in a call to the controller that never returns, because the controller ends by being
     killed. Ray then reports "Task ServeController.graceful_shutdown failed. There are infinite retries remaining" at
     every stop. This makes the same call without waiting in it.
 
     Args:
-        ray_: Ray.
-        timeout: in seconds, after which the controller is left alone.
+        ray_: the module `ray`.
+        timeout: seconds to wait for the controller.
     """
-    named = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
-    late = time.monotonic() + timeout
+    controller = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
+    deadline = time.monotonic() + timeout
     try:
-        ray_.get(ray_.get_actor(**named).graceful_shutdown.remote(wait=False))
-        while time.monotonic() < late:
-            ray_.get_actor(**named)
+        ray_.get(ray_.get_actor(**controller).graceful_shutdown.remote(wait=False))
+        while time.monotonic() < deadline:
+            ray_.get_actor(**controller)
             time.sleep(0.1)
     except ValueError:  # the controller has ended
         return
@@ -169,63 +172,61 @@ def _port(address: str) -> int:
     """Return the port of an address.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the address has no port.
     """
-    form = re.search(r":([1-9]\d{0,4})$", address, re.ASCII)
-    if not form:
-        raise ConfigError(f"address = {address}: Ray's proxy wants a port, as in 0.0.0.0:50051")
-    return int(form[1])
+    match = re.search(r":([1-9]\d{0,4})$", address, re.ASCII)
+    if not match:
+        raise ConfigError(f"address = {address}: Ray's proxy needs a port, as in 0.0.0.0:50051")
+    return int(match[1])
 
 
-def _until_running(serve_: Any, stop: Event) -> None:
-    """Wait until all is in place; log what it waits for, once.
+def _wait_until_running(serve_: Any, stop: Event) -> None:
+    """Wait until the application runs. Log the reason for a long wait once.
 
     Raises:
-        ConfigError: an engine said that it cannot begin, which it would say again; or Ray gave up.
+        ConfigError: an engine failed with a ConfigError, which a retry would not change; or Ray gave up.
     """
-    late, said = time.monotonic() + PATIENCE, ""
+    warn_at, logged = time.monotonic() + WARN_AFTER, ""
     while not stop.wait(0.2):
-        one = serve_.status().applications[NAME]
-        if one.status == "RUNNING":
+        status = serve_.status().applications[NAME]
+        if status.status == "RUNNING":
             return
-        words = "\n".join(each.message for each in one.deployments.values() if each.message)
-        if one.status == "DEPLOY_FAILED" or _CANNOT.search(words):
-            raise ConfigError(reason([words, one.message]))
-        if words and words != said and time.monotonic() > late:
-            log.warning("waiting for the cluster: %s", words)
-            said = words
+        message = "\n".join(deployment.message for deployment in status.deployments.values() if deployment.message)
+        if status.status == "DEPLOY_FAILED" or _CONFIG_ERROR.search(message):
+            raise ConfigError(reason([message, status.message]))
+        if message and message != logged and time.monotonic() > warn_at:
+            log.warning("waiting for the cluster: %s", message)
+            logged = message
 
 
 def reason(messages: Iterable[str]) -> str:
-    """Find in what Ray says of its deployments, tracebacks and all, what an engine said when it could not begin."""
-    found = _CANNOT.search("\n".join(messages))
-    return found[1] if found else "the application could not be started: Ray's log says why"
+    """Extract an engine's own error message from Ray's messages on its deployments, which contain tracebacks."""
+    match = _CONFIG_ERROR.search("\n".join(messages))
+    return match[1] if match else "the application could not be started: see Ray's log"
 
 
-def _until_known(address: str, stop: Event) -> None:
-    """Wait until the proxy, which learns it some time later, passes calls on.
+def _wait_for_proxy(address: str, stop: Event) -> None:
+    """Wait until the proxy passes calls on: it learns of the application some time after it is running.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the proxy does not respond in time.
     """
-    late = time.monotonic() + LONGEST_START
+    deadline = time.monotonic() + PROXY_TIMEOUT
     with Client(address, metadata={"application": NAME}) as client:
         while not stop.is_set():
             try:
                 client.health()
             except CamserveError as error:
-                if time.monotonic() > late:
-                    words = (
-                        "Ray's proxy does not answer for it; did Ray Serve run already, with another port or services?"
-                    )
-                    raise ConfigError(f"{address}: {words} ({error.message})") from error
+                if time.monotonic() > deadline:
+                    hint = "Ray's proxy does not respond; was Ray Serve already running, with another port or services?"
+                    raise ConfigError(f"{address}: {hint} ({error.message})") from error
                 stop.wait(0.1)
             else:
                 return
 
 
 def settings_for_job(models: tuple[str, ...], device: str, cpus: int) -> dict[str, Any]:
-    """Return the settings of an actor's own server: nobody else calls it."""
+    """Return the settings of the server inside an actor, which only the actor calls."""
     return {
         "models": models,
         "device": device,

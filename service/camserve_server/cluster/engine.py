@@ -1,4 +1,4 @@
-"""A replica: the whole server but for its port. What gRPC would ask of the servicers, a door asks by Ray."""
+"""Engine: a Ray Serve replica that runs the whole server without a port. Its calls come from ingresses, through Ray."""
 
 import asyncio
 import os
@@ -20,28 +20,28 @@ from camserve_server.cluster.calls import Answer, Caller
 from camserve_server.core import config, logs
 
 ENGINE = "x-camserve-engine"
-"""The metadata of a reply that say which engine it came from: whose log to read."""
+"""Key of the trailing metadata with the name of the engine that ran the call, to find its log."""
 
 NAME = f"{socket.gethostname()}-{os.getpid()}"
 
 
 class Aborted(Exception):
-    """A call that a servicer ended with a status."""
+    """Raised when a servicer aborts a call with a status."""
 
     def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.words)
+        super().__init__(answer.message)
         self.answer = answer
 
 
 @dataclass(slots=True)
 class _Context:
-    """What servicers take for gRPC's context.
+    """Replacement of gRPC's context for the servicers.
 
     Attributes:
-        caller: who called.
-        trailers: metadata of the reply.
-        replies: of a stream; None after the last.
-        done: closed when the call has ended.
+        caller: caller of the RPC.
+        trailers: trailing metadata of the response.
+        replies: responses of a stream; None after the last one.
+        done: callbacks for the end of the call.
     """
 
     caller: Caller
@@ -53,7 +53,7 @@ class _Context:
         self.done.callback(callback, self)
 
     def time_remaining(self) -> None:
-        """Return nothing: Ray cancels a call whose caller is gone, and does not say when that will be."""
+        """Return None: Ray does not pass the deadline on. It cancels a call when its caller has gone."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return (("x-request-id", self.caller.request_id),)
@@ -74,87 +74,90 @@ class _Context:
 
 
 class Engine:
-    """Explains, with a batcher and models of its own, in a process of its own.
+    """A server with its own batcher and models, in a process of its own.
 
     Args:
-        settings: of the server, but for its port and who may call.
-        path: where modules are looked for, as in the process that began all this.
+        settings: settings of the server, without its address and access control.
+        path: `sys.path` of the process that started the application.
 
     Raises:
         ConfigError: no model can be loaded.
     """
 
     async def __init__(self, settings: dict[str, Any], path: Sequence[str] = ()) -> None:  # type: ignore[misc]  # Ray's way
-        sys.path.extend(each for each in path if each not in sys.path)
+        sys.path.extend(folder for folder in path if folder not in sys.path)
         chosen = config.load(flags=settings, environment={})
         logs.configure(chosen.log_level, chosen.log_format)
         self._open = AsyncExitStack()
-        self._well = True
-        self._house = ServerState(chosen.stream_in_flight, chosen.idle_seconds)
-        self._house.pipeline = await self._open.enter_async_context(server.opened(chosen, self._told))
-        self._explain = ExplainServicer(self._house)
-        self._servicers = (self._explain, EvaluateServicer(self._house), ModelServicer(self._house))
+        self._healthy = True
+        self._state = ServerState(chosen.stream_in_flight, chosen.idle_seconds)
+        self._state.pipeline = await self._open.enter_async_context(server.open_pipeline(chosen, self._set_healthy))
+        self._explain = ExplainServicer(self._state)
+        self._servicers = (self._explain, EvaluateServicer(self._state), ModelServicer(self._state))
 
-    def _told(self, well: bool) -> None:  # noqa: FBT001 -- what a callback is told
-        self._well = well
+    def _set_healthy(self, healthy: bool) -> None:  # noqa: FBT001 -- the signature of the callback
+        self._healthy = healthy
 
     async def close(self) -> None:
-        """Let the models go."""
+        """Free the models."""
         await self._open.aclose()
 
     async def answer(self, rpc: str, request: Any, caller: Caller) -> Answer:
-        """Answer a call of one message.
+        """Run a unary RPC.
 
         Args:
-            rpc: its name.
-            request: the message.
-            caller: who called.
+            rpc: name of the RPC.
+            request: the request.
+            caller: caller of the RPC.
         """
         context = _Context(caller)
-        method = next(getattr(one, rpc) for one in self._servicers if rpc in type(one).__dict__)
+        method = next(getattr(servicer, rpc) for servicer in self._servicers if rpc in type(servicer).__dict__)
         with context.done:
             try:
                 return Answer(await method(request, context), (*context.trailers, (ENGINE, NAME)))
-            except Aborted as ended:
-                return ended.answer
+            except Aborted as abort:
+                return abort.answer
 
-    async def told(
+    async def stream_item(
         self, item: explain_pb2.ExplainStreamRequest, caller: Caller
     ) -> AsyncIterator[explain_pb2.ExplainStreamResponse]:
-        """Answer one request of a stream; say before how far it has come, where that was asked for."""
+        """Run one request of a stream; yield progress messages, if requested, and the response."""
         context = _Context(caller)
 
-        async def only() -> AsyncIterator[Received[explain_pb2.ExplainStreamRequest]]:
+        async def single_request() -> AsyncIterator[Received[explain_pb2.ExplainStreamRequest]]:
             yield Received(item)
 
-        answering = asyncio.ensure_future(self._explain.ExplainStream(only(), context))  # type: ignore[arg-type]
-        answering.add_done_callback(lambda _: context.replies.put_nowait(None))
+        stream = self._explain.ExplainStream(single_request(), context)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(stream)
+        running.add_done_callback(lambda _: context.replies.put_nowait(None))
         try:
             while (reply := await context.replies.get()) is not None:
                 yield reply
-            await answering
+            await running
         finally:
-            answering.cancel()
+            running.cancel()
             context.done.close()
 
-    async def one(self, item: explain_pb2.ExplainStreamRequest, caller: Caller) -> explain_pb2.ExplainStreamResponse:
-        """Answer one request of a stream."""
-        (reply,) = [reply async for reply in self.told(item, caller)]
+    async def explain_item(
+        self, item: explain_pb2.ExplainStreamRequest, caller: Caller
+    ) -> explain_pb2.ExplainStreamResponse:
+        """Run one request of a stream without progress messages."""
+        (reply,) = [reply async for reply in self.stream_item(item, caller)]
         return reply
 
     async def ready(self) -> bool:
-        """Say whether explanations can be had."""
-        return self._well
+        """Return True if the engine can explain."""
+        return self._healthy
 
     def check_health(self) -> None:
-        """Have Ray put another in this one's place when no explanations come out of it.
+        """Health check of Ray, which replaces an engine that fails it.
 
         Raises:
-            RuntimeError: so it is.
+            RuntimeError: the engine cannot explain.
         """
-        if not self._well:
-            raise RuntimeError("no explanations come out of this engine")
+        if not self._healthy:
+            raise RuntimeError("this engine is unhealthy: it cannot explain")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the rows that were accepted and not yet answered: what engines are added for."""
-        return {"rows": float(self._house.accepted().batcher.admitted)}
+        """Return the rows that are accepted and not yet answered, for the scaling policy."""
+        return {"rows": float(self._state.accepted().batcher.admitted)}

@@ -1,6 +1,6 @@
-"""What Ray's gRPC proxy hands calls to: it passes each to an engine, and each request of a stream to any engine.
+"""Ingress: receives calls from Ray's gRPC proxy, and passes each call or request of a stream to an engine.
 
-Ray itself would answer INTERNAL for an engine that dies. Here such a call is UNAVAILABLE, and clients send it again.
+For an engine that dies, Ray itself would respond with INTERNAL. The ingress responds with UNAVAILABLE: clients retry.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
 
 from camserve.v1 import explain_pb2
-from camserve_server.cluster.calls import AGAIN, Answer, Caller
+from camserve_server.cluster.calls import RETRY_DELAY, Answer, Caller
 
 log = logging.getLogger(__name__)
 
@@ -23,162 +23,163 @@ UNARY = (
     *("Explain", "InspectLayers", "ExtractFeatures", "Evaluate", "ListMetrics", "ListModels", "GetModel"),
     *("ListLayers", "ListMethods", "LoadModel", "UnloadModel"),
 )
-"""The calls of one message; Ray goes by these names alone, whatever the service."""
+"""The unary RPCs. Ray dispatches by the RPC's name alone, whatever the service."""
 
-_News = asyncio.Queue[explain_pb2.ExplainStreamResponse | asyncio.Semaphore | None]
-"""What comes of a stream: replies, its semaphore whenever a request has ended, None at the end."""
+_StreamEvents = asyncio.Queue[explain_pb2.ExplainStreamResponse | asyncio.Semaphore | None]
+"""Events of a stream: responses, the stream's semaphore after each finished request, and None at the end."""
 
-LOOK = 2.0  # seconds that an engine may take to say that it is well, and between two looks
+HEALTH_CHECK_INTERVAL = 2.0  # seconds between two health checks, and the timeout of each
 
 
 class Ingress:
-    """Passes calls on.
+    """Passes calls to engines.
 
     Args:
         engine: Ray's handle of the engines.
-        refusals: the status's name for each of Ray's errors that is not the caller's fault.
-        longest: size of a request at most, in bytes.
-        in_flight: requests of one stream under way at most.
+        refusals: name of the status for each of Ray's errors that is not the caller's fault.
+        max_bytes: maximum size of a request, in bytes.
+        in_flight: maximum of requests of one stream in progress.
     """
 
     def __init__(
-        self, engine: Any, refusals: Mapping[type[Exception], str], longest: int = 8 * 2**20, in_flight: int = 32
+        self, engine: Any, refusals: Mapping[type[Exception], str], max_bytes: int = 8 * 2**20, in_flight: int = 32
     ) -> None:
         self._engine, self._refusals = engine, refusals
-        self._longest, self._in_flight = longest, in_flight
+        self._max_bytes, self._in_flight = max_bytes, in_flight
 
-    async def pass_on(self, rpc: str, request: Any, context: Any) -> Any:
-        """Have an engine answer a call of one message."""
+    async def forward(self, rpc: str, request: Any, context: Any) -> Any:
+        """Pass a unary call to an engine."""
         caller = _caller(context)
-        answer = await self._attempted(caller, request, lambda: self._engine.answer.remote(rpc, request, caller))
-        # Whatever is raised here would lose its metadata on its way through Ray's proxy.
+        answer = await self._call_engine(caller, request, lambda: self._engine.answer.remote(rpc, request, caller))
+        # The status is set, not raised: an exception would lose its metadata in Ray's proxy.
         context.set_trailing_metadata(list(answer.trailers))
         if answer.reply is not None:
             return answer.reply
         context.set_code(grpc.StatusCode[answer.code])
-        context.set_details(answer.words)
-        return empty_pb2.Empty()  # which gRPC does not send
+        context.set_details(answer.message)
+        return empty_pb2.Empty()  # gRPC does not send it
 
-    async def _attempted(self, caller: Caller, request: Any, ask: Callable[[], Awaitable[Answer]]) -> Answer:
-        if request.ByteSize() > self._longest:
-            words = f"the message is larger than max_message_mib: {request.ByteSize():,} bytes"
-            return Answer(None, (("x-request-id", caller.request_id),), "RESOURCE_EXHAUSTED", words)
+    async def _call_engine(self, caller: Caller, request: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        if request.ByteSize() > self._max_bytes:
+            message = f"the message is larger than max_message_mib: {request.ByteSize():,} bytes"
+            return Answer(None, (("x-request-id", caller.request_id),), "RESOURCE_EXHAUSTED", message)
         try:
-            return await ask()
-        except Exception as error:  # noqa: BLE001 -- the border: nothing goes out unmapped
-            return self._refused(caller, error)
+            return await call()
+        except Exception as error:  # noqa: BLE001 -- the border: every error gets a status
+            return self._error_answer(caller, error)
 
-    def _refused(self, caller: Caller, error: Exception) -> Answer:
+    def _error_answer(self, caller: Caller, error: Exception) -> Answer:
         trailers: tuple[tuple[str, str], ...] = (("x-request-id", caller.request_id),)
         for kind, code in self._refusals.items():
             if isinstance(error, kind):
-                words = "the engine that ran this was lost" if code == "UNAVAILABLE" else "the engines' queue is full"
-                return Answer(None, (*trailers, ("grpc-retry-pushback-ms", str(AGAIN))), code, words)
+                message = "the engine that ran this was lost" if code == "UNAVAILABLE" else "the engines' queue is full"
+                return Answer(None, (*trailers, ("grpc-retry-pushback-ms", str(RETRY_DELAY))), code, message)
         log.error("a call failed", exc_info=error)
-        words = f"internal error; the log has more under request id {caller.request_id}"
-        return Answer(None, trailers, "INTERNAL", words)
+        message = f"internal error; the log has more under request id {caller.request_id}"
+        return Answer(None, trailers, "INTERNAL", message)
 
     async def ExplainStream(  # noqa: N802 -- the RPC's name
         self, requests: AsyncIterator[explain_pb2.ExplainStreamRequest], grpc_context: Any
     ) -> AsyncIterator[explain_pb2.ExplainStreamResponse]:
-        """Have engines answer the requests of a stream, each by whichever has least to do."""
+        """Pass each request of a stream to the engine with the lowest load."""
         peer = _caller(grpc_context).peer
-        news = _News()
-        free = asyncio.Semaphore(self._in_flight)
+        events = _StreamEvents()
+        slots = asyncio.Semaphore(self._in_flight)
 
-        async def answered(item: explain_pb2.ExplainStreamRequest) -> None:
-            await self._answered(item, Caller(item.request_id, peer), news)
-            news.put_nowait(free)
+        async def run(item: explain_pb2.ExplainStreamRequest) -> None:
+            await self._run_item(item, Caller(item.request_id, peer), events)
+            events.put_nowait(slots)
 
-        async def listen() -> None:
+        async def read() -> None:
             async with asyncio.TaskGroup() as group:
-                await free.acquire()
+                await slots.acquire()
                 async for item in requests:
-                    group.create_task(answered(item))
-                    await free.acquire()
+                    group.create_task(run(item))
+                    await slots.acquire()
 
-        listening = asyncio.create_task(listen())
-        listening.add_done_callback(lambda _: news.put_nowait(None))
+        reading = asyncio.create_task(read())
+        reading.add_done_callback(lambda _: events.put_nowait(None))
         try:
-            while (reply := await news.get()) is not None:
-                if isinstance(reply, asyncio.Semaphore):  # not before: who only sends is not read on and on
-                    reply.release()
+            while (event := await events.get()) is not None:
+                # A slot is released after its responses were sent: a client that only sends is not read further.
+                if isinstance(event, asyncio.Semaphore):
+                    event.release()
                 else:
-                    yield reply
-            await listening
+                    yield event
+            await reading
         finally:
-            listening.cancel()
+            reading.cancel()
 
-    async def _answered(
+    async def _run_item(
         self,
         item: explain_pb2.ExplainStreamRequest,
         caller: Caller,
-        news: _News,
+        events: _StreamEvents,
     ) -> None:
-        """Put all that comes of one request of a stream among the news."""
+        """Add all responses to one request of a stream to the events."""
 
-        async def ask() -> Answer:
+        async def call() -> Answer:
             if item.request.progress:
-                async for reply in self._engine.options(stream=True).told.remote(item, caller):
-                    news.put_nowait(reply)
+                async for reply in self._engine.options(stream=True).stream_item.remote(item, caller):
+                    events.put_nowait(reply)
                 return Answer(None)
-            return Answer(await self._engine.one.remote(item, caller))
+            return Answer(await self._engine.explain_item.remote(item, caller))
 
-        answer = await self._attempted(caller, item, ask)
+        answer = await self._call_engine(caller, item, call)
         if answer.reply is not None:
-            news.put_nowait(answer.reply)
+            events.put_nowait(answer.reply)
         elif answer.code != "OK":
-            news.put_nowait(_failure(item.request_id, answer))
+            events.put_nowait(_error_response(item.request_id, answer))
 
     async def Check(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any
     ) -> health_pb2.HealthCheckResponse:
-        """Say whether an engine is there and well."""
-        del request, grpc_context  # all services are behind the same engines
+        """Return SERVING if an engine is healthy."""
+        del request, grpc_context  # all services have the same engines
         kinds = health_pb2.HealthCheckResponse
-        return kinds(status=kinds.SERVING if await self._well() else kinds.NOT_SERVING)
+        return kinds(status=kinds.SERVING if await self._is_healthy() else kinds.NOT_SERVING)
 
     async def Watch(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Say so whenever it changes."""
-        said = None
+        """Return the health now and whenever it changes."""
+        previous = None
         while True:
-            found = await self.Check(request, grpc_context)
-            if found != said:
-                yield found
-            said = found
-            await asyncio.sleep(LOOK)
+            current = await self.Check(request, grpc_context)
+            if current != previous:
+                yield current
+            previous = current
+            await asyncio.sleep(HEALTH_CHECK_INTERVAL)
 
-    async def _well(self) -> bool:
+    async def _is_healthy(self) -> bool:
         try:
-            async with asyncio.timeout(LOOK):
+            async with asyncio.timeout(HEALTH_CHECK_INTERVAL):
                 return bool(await self._engine.ready.remote())
-        except Exception as error:  # noqa: BLE001 -- whatever it is, there is no explanation to be had
-            log.warning("no engine is well: %s", str(error) or type(error).__name__)
+        except Exception as error:  # noqa: BLE001 -- any error means that no engine can explain
+            log.warning("no engine is healthy: %s", str(error) or type(error).__name__)
             return False
 
 
-def _passing(rpc: str) -> Callable[..., Awaitable[Any]]:
-    # Ray looks for an argument of this name.
-    async def passed(self: Ingress, request: Any, grpc_context: Any) -> Any:
-        return await self.pass_on(rpc, request, grpc_context)
+def _unary_method(rpc: str) -> Callable[..., Awaitable[Any]]:
+    # Ray passes its context to an argument with the name `grpc_context`.
+    async def method(self: Ingress, request: Any, grpc_context: Any) -> Any:
+        return await self.forward(rpc, request, grpc_context)
 
-    passed.__name__ = rpc
-    return passed
+    method.__name__ = rpc
+    return method
 
 
 for _rpc in UNARY:
-    setattr(Ingress, _rpc, _passing(_rpc))
+    setattr(Ingress, _rpc, _unary_method(_rpc))
 
 
 def _caller(context: Any) -> Caller:
-    theirs = dict(context.invocation_metadata() or ()).get("x-request-id")
-    return Caller(str(theirs or uuid.uuid4().hex), context.peer())
+    request_id = dict(context.invocation_metadata() or ()).get("x-request-id")
+    return Caller(str(request_id or uuid.uuid4().hex), context.peer())
 
 
-def _failure(request_id: str, answer: Answer) -> explain_pb2.ExplainStreamResponse:
+def _error_response(request_id: str, answer: Answer) -> explain_pb2.ExplainStreamResponse:
     code = code_pb2.Code.Value(answer.code)
-    retry = AGAIN if any(name == "grpc-retry-pushback-ms" for name, _ in answer.trailers) else None
-    error = explain_pb2.Error(code=code, message=answer.words, retry_after_ms=retry)
+    retry = RETRY_DELAY if any(name == "grpc-retry-pushback-ms" for name, _ in answer.trailers) else None
+    error = explain_pb2.Error(code=code, message=answer.message, retry_after_ms=retry)
     return explain_pb2.ExplainStreamResponse(request_id=request_id, error=error)

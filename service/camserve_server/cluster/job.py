@@ -1,7 +1,7 @@
-"""The job over many photos on Ray Data: the same photos, rows and pictures as on one machine, by many at once.
+"""Explain a data set with Ray Data: the same photos, rows and pictures as on one machine, but on many at once.
 
-A batch of photos is one part of the results, and the part's name is made of theirs: a batch that Ray does again, since
-its actor was lost, writes the same part again. Photos that are done are left out when the job is begun.
+Each batch of photos is one part of the results, named after its photos. When Ray repeats a batch because its actor was
+lost, the batch overwrites the same part. Photos that are done already are skipped when the job starts.
 """
 
 import logging
@@ -24,29 +24,29 @@ from camserve_server.cluster.application import Engines, device_of, ray
 from camserve_server.core import config
 
 RUN = "run"
-"""The file that says which run may write parts: an older one, whose driver was killed, may not be gone yet."""
+"""File with the ID of the run that may write results: actors of an older run with a dead driver may still exist."""
 
-GRACE = 3.0  # seconds that an older run has to finish the part that it is just writing
-TOGETHER = 64  # photos in a batch, and in a part, at most
-PATIENCE = 600.0  # seconds that one photo may take
+GRACE_PERIOD = 3.0  # seconds in which an older run finishes the part that it is writing
+MAX_BATCH = 64  # photos in a batch, and so in a part
+PHOTO_TIMEOUT = 600.0  # seconds that one photo may take
 
 _COUNTED = ("explained", "failed", "left")
 
-Told: TypeAlias = Callable[[dataset.Tally], object]
+ProgressCallback: TypeAlias = Callable[[dataset.Tally], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an actor has to know.
+    """Description of a job for its actors.
 
     Attributes:
-        settings: of its server.
-        spec: the options of the job.
-        paths: where the photos are.
-        column: of a Parquet file.
-        output: the job's folder, a path or a URI that all machines can write to.
-        run: which run this is.
-        allow_outside: whether to read photos outside of the named folders.
+        settings: settings of an actor's server.
+        spec: options of the job.
+        paths: paths or URIs of the photos.
+        column: column of a Parquet file with the photos.
+        output: folder of the results, as a path or a URI that all machines can write to.
+        run: ID of this run.
+        allow_outside: True to read photos outside of the given folders.
     """
 
     settings: Mapping[str, Any]
@@ -58,34 +58,34 @@ class Job:
     allow_outside: bool = False
 
     @staticmethod
-    def new(settings: Mapping[str, Any], paths: Sequence[str], column: str, output: str, wishes: Any) -> "Job":
-        """Return a run of a job; paths of this machine are made absolute, since others begin elsewhere.
+    def new(settings: Mapping[str, Any], paths: Sequence[str], column: str, output: str, options: Any) -> "Job":
+        """Return a new run of a job. Paths are made absolute, since actors run in other folders.
 
         Raises:
-            InvalidArgument: what is asked for makes no sense.
+            InvalidArgument: an option is invalid.
         """
-        at_home = tuple(path if "://" in path else str(Path(path).absolute()) for path in paths)
+        absolute = tuple(path if "://" in path else str(Path(path).absolute()) for path in paths)
         folder = output if "://" in output else str(Path(output).absolute())
-        options = {"model": None, **wishes}
+        options = {"model": None, **options}
         allow_outside = options.pop("allow_outside", False)
         spec = job_spec(cast("Any", options))
-        return Job(settings, spec, at_home, column, folder, uuid.uuid4().hex, allow_outside)
+        return Job(settings, spec, absolute, column, folder, uuid.uuid4().hex, allow_outside)
 
-    def photos(self, without: str = "") -> dataset.Photos:
-        """Return the photos, except those in one folder."""
-        return dataset.Photos(self.paths, self.column, without, allow_outside=self.allow_outside)
+    def photos(self, excluded: str = "") -> dataset.Photos:
+        """Return the photos, without those in an excluded folder."""
+        return dataset.Photos(self.paths, self.column, excluded, allow_outside=self.allow_outside)
 
 
 class Explainer:
-    """An actor: a server of its own, and the part of the job that takes photos to it.
+    """Actor that explains batches of photos with a server of its own.
 
     Args:
-        job: which it is of.
-        path: where modules are looked for, as in the process that began all this.
+        job: the job.
+        path: `sys.path` of the process that started the job.
     """
 
     def __init__(self, job: Job, path: Sequence[str] = ()) -> None:
-        sys.path.extend(each for each in path if each not in sys.path)
+        sys.path.extend(folder for folder in path if folder not in sys.path)
         self._job = job
         self._open = ExitStack()
         self._client = self._open.enter_context(_serving(job.settings))
@@ -96,30 +96,30 @@ class Explainer:
         """Explain a batch of photos.
 
         Returns:
-            How many were explained, failed and were left, and what ends the job, if anything: Ray would do again what
-            is raised, or hide it in a traceback.
+            The number of photos that were explained, failed and are left, and the error that ends the job, if any. It
+            is returned, because Ray would repeat a batch that raises, or hide the error in a traceback.
         """
-        keys, tally, done = list(map(_text, batch["image"])), dataset.Tally(), list[dataset.Rows]()
+        keys, tally, results = list(map(_text, batch["image"])), dataset.Tally(), list[dataset.Rows]()
         try:
-            for found in dataset.explain(self._client, self._photos, keys, self._store, self._job.spec):
-                tally.add(found)
-                if not isinstance(found, CamserveError):
-                    done.append(found)
+            for result in dataset.explain(self._client, self._photos, keys, self._store, self._job.spec):
+                tally.add(result)
+                if not isinstance(result, CamserveError):
+                    results.append(result)
         except CamserveError as error:
-            return _said(dataset.Tally(), str(error))
+            return _batch_result(dataset.Tally(), str(error))
         if _run_of(self._store) != self._job.run:
-            return _said(dataset.Tally(), "another run of this job was begun: this one ends")
-        dataset.write_results(self._store, done, keys)
-        return _said(tally)
+            return _batch_result(dataset.Tally(), "another run of this job was started: this one ends")
+        dataset.write_results(self._store, results, keys)
+        return _batch_result(tally)
 
 
-def _said(tally: dataset.Tally, wrong: str = "") -> dict[str, Any]:
-    counted = {name: np.array([getattr(tally, name)]) for name in _COUNTED}
-    return counted | {"why": np.array([tally.why]), "wrong": np.array([wrong])}
+def _batch_result(tally: dataset.Tally, error: str = "") -> dict[str, Any]:
+    counts = {name: np.array([getattr(tally, name)]) for name in _COUNTED}
+    return counts | {"why": np.array([tally.why]), "error": np.array([error])}
 
 
 def _bytes(key: str) -> bytes:
-    """Return a key as Arrow and Ray can hold it: a file's name need be no text."""
+    """Return a key as bytes for Arrow and Ray: the name of a file may not be valid text."""
     return key.encode("utf-8", "surrogateescape")
 
 
@@ -131,32 +131,32 @@ def _run_of(store: dataset.Store) -> str:
     return (store.read(RUN) or b"").decode()
 
 
-def begun(job: Job) -> tuple[list[str], dataset.Tally]:
-    """Take the job over; return the keys of the photos that are still to be explained, and how many are not.
+def start_run(job: Job) -> tuple[list[str], dataset.Tally]:
+    """Take over the job; return the keys of the remaining photos, and a tally with the number of completed ones.
 
     Raises:
-        CamserveError: it is another job, or a path is none.
+        CamserveError: the folder belongs to another job, or a path does not exist.
         ConfigError: the model cannot be loaded.
     """
     store, tally = dataset.Store(job.output), dataset.Tally()
-    dataset.open_job(store, job.spec, _described(job.settings))
-    before = _run_of(store)
+    dataset.open_job(store, job.spec, _describe_model(job.settings))
+    previous_run = _run_of(store)
     store.write(RUN, job.run.encode())
-    if before:
-        time.sleep(GRACE)
-    seen, left = dataset.completed(store), list[str]()
+    if previous_run:
+        time.sleep(GRACE_PERIOD)
+    completed, remaining = dataset.completed(store), list[str]()
     for key in job.photos(job.output):
-        if seen.add(key):
-            left.append(key)
+        if completed.add(key):
+            remaining.append(key)
         else:
             tally.before += 1
-    return left, tally
+    return remaining, tally
 
 
-def _described(settings: Mapping[str, Any]) -> Model:
-    """Return the model as a server describes it: that it can be loaded is found out before anything is begun.
+def _describe_model(settings: Mapping[str, Any]) -> Model:
+    """Return the server's description of the model. A model that cannot be loaded fails here, before the job starts.
 
-    On the CPU: the machine of the driver may have no GPU, and those that there are belong to the actors.
+    It runs on the CPU: the driver's machine may have no GPU, and the cluster's GPUs are for the actors.
     """
     with _serving({**settings, "device": "cpu"}) as client:
         return client.model()
@@ -164,67 +164,69 @@ def _described(settings: Mapping[str, Any]) -> Model:
 
 @contextmanager
 def _serving(settings: Mapping[str, Any]) -> Iterator[Client]:
-    """Serve for this process alone inside the block, over a socket in a folder of its own."""
+    """Serve inside the block on a socket in a temporary folder, which only this process uses; yield a client."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = config.load(flags={**settings, "address": f"unix:{folder}/camserve"}, environment={})
-        with server.serve_in_thread(chosen) as address, Client(address, timeout=PATIENCE) as client:
+        with server.serve_in_thread(chosen) as address, Client(address, timeout=PHOTO_TIMEOUT) as client:
             yield client
 
 
 def batch_size(photos: int, engines: int) -> int:
-    """Return how many photos an actor gets at a time, such that even a few photos are divided among all actors."""
-    return min(TOGETHER, -(-photos // engines))
+    """Return the number of photos in a batch, such that even a few photos are divided among all actors."""
+    return min(MAX_BATCH, -(-photos // engines))
 
 
-def run(job: Job, engines: Engines, left: Sequence[str], tally: dataset.Tally, told: Told) -> None:
+def run(
+    job: Job, engines: Engines, remaining: Sequence[str], tally: dataset.Tally, on_progress: ProgressCallback
+) -> None:
     """Explain photos on the cluster.
 
     Args:
-        job: which.
-        engines: how many actors, and what each has.
-        left: the photos that are to be explained.
-        tally: to count in what is done.
-        told: called as batches are done.
+        job: the job.
+        engines: number and resources of the actors.
+        remaining: keys of the photos to explain.
+        tally: tally that is updated.
+        on_progress: callback for each finished batch.
 
     Raises:
-        FailedPrecondition: what was asked makes no sense, whatever the photo; or another run of the job was begun.
+        FailedPrecondition: the options are invalid for all photos, or another run of the job was started.
     """
-    if not left:
+    if not remaining:
         return
     arrow, data = dataset.arrow(), ray("data")
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its plans and its times would tear the bar apart
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its messages would break the progress bar
     data.DataContext.get_current().enable_progress_bars = False
-    names = arrow.array(map(_bytes, left), arrow.binary())
-    size = batch_size(len(left), engines.most)
-    parts = [arrow.table({"image": names[at : at + size]}) for at in range(0, len(left), size)]
-    done = data.from_arrow(parts).map_batches(
+    names = arrow.array(map(_bytes, remaining), arrow.binary())
+    size = batch_size(len(remaining), engines.most)
+    parts = [arrow.table({"image": names[at : at + size]}) for at in range(0, len(remaining), size)]
+    results = data.from_arrow(parts).map_batches(
         Explainer,
         fn_constructor_args=(job, tuple(sys.path)),
-        batch_size=None,  # a part is a batch, also when it is done again
+        batch_size=None,  # a part is a batch, also when Ray repeats it
         batch_format="numpy",
         concurrency=engines.most if engines.least == engines.most else (engines.least, engines.most),
         num_cpus=engines.cpus,
         num_gpus=engines.gpus,
     )
-    for batch in done.iter_batches(batch_size=None, prefetch_batches=0):
-        if wrong := [str(each) for each in batch["wrong"] if each]:
-            raise FailedPrecondition(wrong[0])
+    for batch in results.iter_batches(batch_size=None, prefetch_batches=0):
+        if errors := [str(error) for error in batch["error"] if error]:
+            raise FailedPrecondition(errors[0])
         for name in _COUNTED:
             setattr(tally, name, getattr(tally, name) + int(batch[name].sum()))
-        tally.why = next((str(each) for each in batch["why"] if each), tally.why)
-        told(tally)
+        tally.why = next((str(reason) for reason in batch["why"] if reason), tally.why)
+        on_progress(tally)
 
 
 def explain(job: Job, engines: Engines) -> dataset.Tally:
-    """Run a job and draw how far it has come; return what became of it.
+    """Run a job with a progress bar; return the tally.
 
     Raises:
-        CamserveError: it is another job, or a path is none.
-        ConfigError: the model cannot be loaded, or its device is a GPU and actors have none.
+        CamserveError: the folder belongs to another job, or a path does not exist.
+        ConfigError: the model cannot be loaded, or the device is a GPU and actors have none.
     """
     job = replace(job, settings={**job.settings, "device": device_of(str(job.settings["device"]), engines.gpus)})
-    left, tally = begun(job)
-    with dataset.progress_bar(len(left) + tally.before) as told:
-        told(tally)
-        run(job, engines, left, tally, told)
+    remaining, tally = start_run(job)
+    with dataset.progress_bar(len(remaining) + tally.before) as on_progress:
+        on_progress(tally)
+        run(job, engines, remaining, tally, on_progress)
     return tally

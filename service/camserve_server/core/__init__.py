@@ -1,4 +1,4 @@
-"""What every room uses: errors, settings, logging, devices, plugins, reloading files and shared values.
+"""Errors, settings, logging, devices, plugins, reloading files and shared values, for every other package.
 
-It imports no other room.
+It imports none of them.
 """

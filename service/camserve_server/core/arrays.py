@@ -1,4 +1,4 @@
-"""Names of the arrays that pass between the rooms."""
+"""Types of the arrays that packages exchange."""
 
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ Map: TypeAlias = NDArray[np.float32]
 """A raw map, float32 [h, w]: signed, not normalised, on the layer's own grid."""
 
 Input: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
-"""What a model sees of an image: uint8 [h,w,3], to be normalised, or float32 [h,w,3], which is already normalised."""
+"""Input of a model: uint8 [h, w, 3], not yet normalised, or float32 [h, w, 3], already normalised."""
 
 Mask: TypeAlias = NDArray[np.bool_]
-"""A part of an image, bool [h,w]."""
+"""A region of an image, bool [h, w]."""

@@ -1,4 +1,4 @@
-"""Settings: a TOML file, overridden by the environment, overridden by flags."""
+"""Settings of the server, from a TOML file, environment variables and flags; later sources override earlier ones."""
 
 import os
 import re
@@ -13,151 +13,175 @@ from pydantic_core import PydanticCustomError
 from camserve_server.core.errors import ConfigError, did_you_mean
 from camserve_server.core.limits import Limits
 
-ENVIRONMENT = "CAMSERVE_"
+ENVIRONMENT = "CAMSERVE_"  # prefix of the environment variables
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\[\]]+):(?P<port>\d{1,5})", re.ASCII)
 LAST_PORT = 65_535
 
 
 class Settings(BaseModel):
-    """All that an operator can set; each field's description is what the README says of it."""
+    """Every setting of the server.
+
+    The description of a field is its text in `camserve-server serve --help`, in the JSON schema and in the README.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    address: str = Field(default="127.0.0.1:50051", description="Host and port to listen on; port 0 takes a free one.")
+    address: str = Field(
+        default="127.0.0.1:50051",
+        description="Address to listen on, as `HOST:PORT` or `unix:PATH`. Port 0 picks a free port.",
+    )
     models: tuple[str, ...] = Field(
         default=("efficientnet_lite0",),
         min_length=1,
-        description="Models to load, as `[NAME=]SOURCE:ARCH[?option=value]`; the first is the default.",
+        description="Models to load, each as `[NAME=]SOURCE:ARCH[?option=value]`. The first is the default model.",
     )
     device: str = Field(
         default="auto",
-        description="`cpu`, `cuda:N`, or `cuda` for every GPU; several with commas between, an engine for each, and two"
-        " for one named twice. `auto` takes the first GPU if there is one.",
+        description="Where models run: `auto` (the first usable GPU, else the CPU), `cpu`, `cuda:N`, or `cuda` for"
+        " every GPU. Separate several with commas. Each entry starts one worker, so naming a device twice starts two"
+        " workers on it.",
     )
     isolation: Literal["process", "thread"] = Field(
         default="process",
-        description="Where engines live: each in a process of its own, which is watched, and started anew when it dies"
-        " or hangs; or in threads of the server.",
+        description="Where workers run. `process` gives each worker a process of its own, which is monitored and"
+        " restarted when it dies or hangs. `thread` runs workers in threads of the server.",
     )
     metrics_address: str = Field(
         default="",
-        description="Where Prometheus finds the metrics, as HOST:PORT; a port alone is on 127.0.0.1. None without it.",
+        description="Address of the Prometheus metrics endpoint, as `HOST:PORT`, or a port alone for 127.0.0.1. Without"
+        " it there is no endpoint.",
     )
     traces: bool = Field(
         default=False,
-        description="Send traces by OpenTelemetry, to where its own variables `OTEL_*` say; needs `camserve[otel]`.",
+        description="Send OpenTelemetry traces, as its standard `OTEL_*` environment variables configure it. Needs"
+        " `camserve[otel]`.",
     )
     max_batch_seconds: float = Field(
-        default=60.0, ge=1, le=3600, description="How long a batch may take; then its engine is taken for hung."
+        default=60.0, ge=1, le=3600, description="Seconds that a batch may take before its worker is considered hung."
     )
     threads: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="Threads that decode and draw, and that torch computes with; 0 for one a core.",
+        default=0, ge=0, le=1024, description="Threads for image processing and for torch. 0 uses one per core."
     )
     max_batch_rows: int = Field(
         default=0,
         ge=0,
         le=4096,
-        description="Inputs in a batch at most (the targets of one image share one); 0 for 8 on a CPU, and 64 on a GPU."
-        " Where the memory is enough for fewer, a batch has fewer.",
+        description="Maximum inputs in a batch. The targets of one image share one input. 0 uses 8 on a CPU"
+        " and 64 on a GPU. Batches are smaller where the memory does not suffice.",
     )
     max_batch_mib: int = Field(
         default=256,
         ge=1,
         le=1_048_576,
-        description="Memory, in MiB, that the batches under way on a CPU may take together: fewer inputs go into one"
-        " where they would take more. A sixth of all memory, or of a container's limit, if that is less.",
+        description="Memory budget of all batches that run on a CPU at the same time, in MiB. Batches that would exceed"
+        " it get fewer inputs. The budget is never more than a sixth of the machine's memory, or of the container's"
+        " memory limit.",
     )
     max_queue_rows: int = Field(
-        default=1024, ge=1, le=1_000_000, description="Rows accepted and not yet answered at most; more is refused."
+        default=1024, ge=1, le=1_000_000, description="Maximum rows accepted and not yet answered. More are refused."
     )
     max_queue_delay_ms: float = Field(
-        default=0.0, ge=0, le=10_000, description="How long the oldest row may be held back for company."
+        default=0.0,
+        ge=0,
+        le=10_000,
+        description="Milliseconds that the oldest row waits at most for others to join its batch. 0 never waits.",
     )
     max_request_rows: int = Field(
-        default=16_384, ge=1, le=1_000_000, description="Rows that one request may cost: copies of its image to run."
+        default=16_384, ge=1, le=1_000_000, description="Maximum rows of one request: copies of its image to run."
     )
-    max_explanations: int = Field(default=64, ge=1, le=4096, description="Maps that one request may ask for.")
+    max_explanations: int = Field(default=64, ge=1, le=4096, description="Maximum maps in one request.")
     max_drawn_pixels: int = Field(
-        default=200_000_000, ge=1, description="Pixels of all the pictures that one request may ask for, together."
+        default=200_000_000, ge=1, description="Maximum pixels in all pictures of one request, in total."
     )
-    max_message_mib: int = Field(default=8, ge=1, le=1024, description="Size of a request at most.")
+    max_message_mib: int = Field(default=8, ge=1, le=1024, description="Maximum size of a request, in MiB.")
     max_metadata_kib: int = Field(
-        default=8, ge=1, le=1024, description="Size of a call's metadata at most, a token's too."
+        default=8, ge=1, le=1024, description="Maximum size of a call's metadata, its token included, in KiB."
     )
-    max_pixels: int = Field(default=16_777_216, ge=1, description="Pixels of a photo at most; checked before decoding.")
-    max_side: int = Field(default=16_384, ge=1, description="Longer side of a photo at most, in pixels.")
-    max_streams: int = Field(default=100, ge=1, le=10_000, description="Calls under way on one connection at most.")
+    max_pixels: int = Field(default=16_777_216, ge=1, description="Maximum pixels in a photo. Checked before decoding.")
+    max_side: int = Field(default=16_384, ge=1, description="Maximum length of a photo's longer side, in pixels.")
+    max_streams: int = Field(default=100, ge=1, le=10_000, description="Maximum concurrent calls on one connection.")
     max_connections: int = Field(
-        default=1000, ge=1, le=1_000_000, description="Connections open at most; one more is closed at once."
+        default=1000, ge=1, le=1_000_000, description="Maximum open connections. Further ones are closed at once."
     )
     idle_seconds: float = Field(
         default=20.0,
         gt=0,
         le=86_400,
-        description="How long a call may keep the server waiting for its message, and a stream for its next one while"
-        " none of it is under way.",
+        description="Seconds that a call may take to send its first message. Also the seconds that a stream may pause"
+        " between two messages while none of its requests is in progress.",
     )
     connection_idle_seconds: float = Field(
-        default=300.0, gt=0, le=86_400, description="How long a connection may be open without a call."
+        default=300.0, gt=0, le=86_400, description="Seconds after which a connection without calls is closed."
     )
     connection_age_seconds: float = Field(
         default=3600.0,
         gt=0,
         le=604_800,
-        description="How long a connection may take new calls; a client then opens another by itself.",
+        description="Seconds for which a connection accepts new calls. Clients then open another one automatically.",
     )
     connection_grace_seconds: float = Field(
         default=900.0,
         gt=0,
         le=86_400,
-        description="How long calls that are under way then may take, before they are cut off.",
+        description="Seconds that the calls in progress on a connection may take once it accepts no new ones. They are"
+        " cancelled afterwards.",
     )
     stream_in_flight: int = Field(
-        default=32, ge=1, le=1024, description="Requests of one ExplainStream under way at most; the rest wait unread."
+        default=32,
+        ge=1,
+        le=1024,
+        description="Maximum requests of one ExplainStream in progress at the same time. The server reads no"
+        " further requests until one of them ends.",
     )
     tls_cert: str = Field(
-        default="", description="PEM file of the certificate, and of those that vouch for it; with `tls_key`, for TLS."
+        default="",
+        description="PEM file with the server's certificate and intermediate certificates. TLS needs `tls_key` too.",
     )
-    tls_key: str = Field(default="", description="PEM file of the certificate's key, not encrypted.")
+    tls_key: str = Field(default="", description="PEM file with the certificate's private key, unencrypted.")
     tls_client_ca: str = Field(
-        default="", description="PEM file of the authority by which callers must have a certificate (mutual TLS)."
+        default="",
+        description="PEM file with the certificate authority that must have issued the clients' certificates (mutual"
+        " TLS).",
     )
     tokens_file: str = Field(
-        default="", description="File of the tokens that may call: see `camserve-server token new`."
+        default="",
+        description="File with the tokens that clients authenticate with. `camserve-server token new` creates tokens.",
     )
     insecure: bool = Field(
         default=False,
-        description="Listen beyond this machine even without TLS and tokens; whoever reaches it may call.",
+        description="Allow other machines to connect even without TLS and tokens. Anyone who can reach the server may"
+        " call it.",
     )
     admin: bool = Field(
         default=False,
-        description="Whether models can be loaded again and unloaded while the server runs; with `tokens_file` by those"
-        " with the role `admin`, else by all who may call.",
+        description="Allow clients to reload and unload models while the server runs. With `tokens_file` this takes a"
+        " token with the role `admin`. Without it, every client may.",
     )
     model_folder: str = Field(
-        default="", description="Folder whose files of weights may be named when a model is loaded again."
+        default="", description="Folder of the weights files that clients may name when they reload a model."
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, le=3600, description="How long a stopping server may take to finish what it accepted."
+        default=30.0, ge=0, le=3600, description="Seconds that a stopping server has to finish accepted calls."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
-    log_format: Literal["text", "json"] = Field(default="text", description="`text` for people, `json` for machines.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged: `debug`, `info`, `warning` or `error`."
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Format of the log: `text` for people, `json` for programs."
+    )
 
     @field_validator("models", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """Take the models apart that an environment variable holds, separated by spaces or commas."""
+        """Split the models of an environment variable at spaces and commas."""
         return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
 
     @field_validator("address")
     @classmethod
     def _check_address(cls, value: str) -> str:
-        """Refuse what gRPC would guess at: no port, or one that is none."""
+        """Refuse an address without a valid port. gRPC would guess one."""
         if not value.startswith("unix:") and not (
-            (form := ADDRESS.fullmatch(value)) and int(form["port"]) <= LAST_PORT
+            (match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT
         ):
             raise PydanticCustomError("address", f"write HOST:PORT, the port from 0 to {LAST_PORT}")
         return value
@@ -165,15 +189,15 @@ class Settings(BaseModel):
     @field_validator("metrics_address")
     @classmethod
     def _check_metrics_address(cls, value: str) -> str:
-        """Take a port alone for one of this machine's own; refuse what is no address."""
+        """Complete a port alone to an address on 127.0.0.1; refuse an invalid address."""
         value = f"127.0.0.1:{value}" if re.fullmatch(r"\d{1,5}", value, re.ASCII) else value
-        if value and not ((form := ADDRESS.fullmatch(value)) and int(form["port"]) <= LAST_PORT):
+        if value and not ((match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT):
             raise PydanticCustomError("address", f"write HOST:PORT, or a port alone, from 0 to {LAST_PORT}")
         return value
 
     @property
     def limits(self) -> Limits:
-        """What one request may ask for."""
+        """The limits on one request."""
         return Limits(
             pixels=self.max_pixels,
             side=self.max_side,
@@ -189,49 +213,49 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """Put the settings together.
+    """Load the settings.
 
     Args:
-        path: of a TOML file, or None.
-        flags: that were given; those that are None were not.
-        environment: where `CAMSERVE_MAX_QUEUE_ROWS` stands for `max_queue_rows`.
+        path: a TOML file, or None.
+        flags: values by setting; None stands for a flag that was not given.
+        environment: the environment variables; `CAMSERVE_MAX_QUEUE_ROWS` sets `max_queue_rows`.
 
     Raises:
-        ConfigError: something cannot be read, is unknown or is out of range.
+        ConfigError: the file cannot be read, or a setting is unknown or out of range.
     """
     values = read(path) if path else {}
     values |= from_environment(environment)
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
     faults = faults_of(values)
     if faults:
-        raise ConfigError("; ".join(words for _, words in faults))
+        raise ConfigError("; ".join(message for _, message in faults))
     return Settings.model_validate(values)
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the settings that the environment has, as texts, by their names."""
-    known = Settings.model_fields
-    return {name: environment[key] for name in known if (key := ENVIRONMENT + name.upper()) in environment}
+    """Return the settings that environment variables give, as strings by name."""
+    names = Settings.model_fields
+    return {name: environment[key] for name in names if (key := ENVIRONMENT + name.upper()) in environment}
 
 
 def faults_of(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return all that is wrong with settings, each as the setting's name and words for the operator."""
+    """Return every invalid setting as its name and an error message."""
     try:
         Settings.model_validate(values)
     except ValidationError as error:
-        return [(str(one["loc"][0]), _words(one)) for one in error.errors()]
+        return [(str(details["loc"][0]), _message(details)) for details in error.errors()]
     return []
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a file of settings, by which editors complete and check it as it is written."""
-    made = Settings.model_json_schema()
-    for setting in made["properties"].values():
-        del setting["title"]  # the name once more
-    made["properties"]["models"]["items"]["pattern"] = r"^([\w.-]+=)?([\w.]+:)?[^?]+(\?.*)?$"
+    """Return the JSON schema of a settings file, with which editors complete and check it."""
+    generated = Settings.model_json_schema()
+    for setting in generated["properties"].values():
+        del setting["title"]  # pydantic repeats the name here
+    generated["properties"]["models"]["items"]["pattern"] = r"^([\w.-]+=)?([\w.]+:)?[^?]+(\?.*)?$"
     return (
         {"$schema": "http://json-schema.org/draft-07/schema#"}
-        | made
+        | generated
         | {
             "title": "Settings of camserve-server",
             "description": "The file of `camserve-server serve --config FILE`.",
@@ -240,22 +264,24 @@ def schema() -> dict[str, Any]:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read what stands in a file, unchecked.
+    """Return the contents of a settings file, unchecked.
 
     Raises:
-        ConfigError: it cannot be read, or is no TOML.
+        ConfigError: the file cannot be read, or is not valid TOML.
     """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def _words(error: Any) -> str:
-    name = str(error["loc"][0])
-    if error["type"] == "extra_forbidden":
+def _message(details: Any) -> str:
+    """Return the message for one of pydantic's error details."""
+    name = str(details["loc"][0])
+    if details["type"] == "extra_forbidden":
         return f'unknown setting "{name}"{did_you_mean(name, Settings.model_fields)}'
-    said = "name at least one" if error["type"] == "too_short" else f"{error['msg'][0].lower()}{error['msg'][1:]}"
-    return f"{name} = {error['input']!r}: {said}"
+    message = details["msg"]
+    fault = "name at least one" if details["type"] == "too_short" else f"{message[0].lower()}{message[1:]}"
+    return f"{name} = {details['input']!r}: {fault}"

@@ -1,4 +1,4 @@
-"""The devices that models run on. Whatever differs between a CPU and a GPU is here, and nothing else names CUDA.
+"""Devices that models run on. All differences between CPUs and GPUs are in this module; no other one uses CUDA.
 
 `cpu` and `cuda` are supported. `mps` and `xpu` work as far as `torch.accelerator` supports them; they are not tested.
 """
@@ -30,20 +30,23 @@ NO_MEMORY = (
     "out of memory",
     "ALLOC_FAILED",  # cuBLAS and cuSOLVER
     "ALLOCATION_FAILED",  # cuDNN 9
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # there is no memory for a thread's handle
-    "unable to find an engine to execute this computation",  # cuDNN: none of those that torch tried found memory
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for a thread's handle
+    "unable to find an engine to execute this computation",  # cuDNN: no algorithm that torch tried got memory
 )
-"""What libraries beneath torch say where it would raise `OutOfMemoryError`: cuBLAS and cuDNN have their own memory."""
+"""Parts of the messages of cuBLAS, cuDNN and cuSOLVER when they run out of memory.
+
+They allocate memory themselves, so torch raises a plain RuntimeError instead of its `OutOfMemoryError`.
+"""
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of memory that a device takes.
+    """Memory of a device, in bytes.
 
     Attributes:
-        allocated: of its own memory, in tensors.
-        reserved: of its own memory, by torch, for these and for later ones.
-        total: that it has.
-        pinned: of the host's memory, page-locked, for `host_buffer`.
+        allocated: device memory in tensors.
+        reserved: device memory that torch has reserved for present and later tensors.
+        total: device memory in total.
+        pinned: page-locked memory of the host, allocated by `host_buffer`.
     """
 
     allocated: int
@@ -53,18 +56,18 @@ class MemoryUse(NamedTuple):
 
 
 class Device:
-    """A CPU, and the base of all other devices.
+    """A CPU, and the base class of all other devices.
 
     Args:
-        name: as torch has it, with an index if there may be several: "cpu", "cuda:0".
+        name: torch's name of the device, with an index where there may be several: "cpu", "cuda:0".
 
     Attributes:
-        kind: the name that torch has for its type.
-        name: as it was given.
-        torch: the same, as torch's own type.
-        is_cpu: whether it computes in the memory of the process.
-        has_float64: whether it has numbers of 64 bits.
-        has_streams: whether two threads can compute on it at once, each with all of it, in streams of their own.
+        kind: torch's name of the device type.
+        name: the given name.
+        torch: the device as a `torch.device`.
+        is_cpu: True if it computes in the memory of the process.
+        has_float64: True if it supports float64.
+        has_streams: True if two threads can compute on it at the same time, each in its own stream.
     """
 
     kind: ClassVar[str] = "cpu"
@@ -78,63 +81,63 @@ class Device:
 
     @classmethod
     def count(cls) -> int:
-        """Return how many there are; this may start the driver, which may take minutes."""
+        """Return the number of such devices. This may start the driver, which may take minutes."""
         return 1
 
     @classmethod
     def why_none(cls) -> str:
-        """Return why torch sees none, in words for the operator; nothing if there is no more to say."""
+        """Return the reason why torch sees no such device, for the operator; an empty string if it is unknown."""
         return ""
 
     def fault(self) -> str:
-        """Return why it cannot be used although torch sees it, in words for the operator; nothing if it can."""
+        """Return the reason why the device cannot be used although torch sees it; an empty string if it can be used."""
         return ""
 
     def initialize(self) -> None:
-        """Make it ready to compute in this process, and current in this thread; starting the driver may take minutes.
+        """Prepare the device for this process, and make it current in this thread. This may start the driver (minutes).
 
         Raises:
-            RuntimeError: it does not compute.
+            RuntimeError: the device does not compute.
         """
-        _start_cuda()  # on a CPU too: else torch does so in the first backward pass
+        _start_cuda()  # on a CPU too: otherwise torch starts the driver in the first backward pass
 
     def make_current(self) -> None:
-        """Make the calling thread use this device where none is named."""
+        """Make this device the default of the calling thread."""
 
     def context(self, *, own_stream: bool) -> AbstractContextManager[object]:
-        """Return a context, to be entered again and again, in which torch computes on this device.
+        """Return a reusable context in which torch computes on this device.
 
         Args:
-            own_stream: whether it has a stream of its own, so that two threads do not wait for each other's work.
+            own_stream: True for a stream of its own, so that two threads do not wait for each other's work.
         """
         del own_stream
         return nullcontext()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory of the host, uninitialised, from which `upload` need not wait."""
+        """Return uninitialised host memory from which `upload` copies without blocking."""
         return torch.empty(shape, dtype=dtype)
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host's on this device; it returns before the copy is done if it is a `host_buffer`."""
+        """Copy a host tensor to this device. From a `host_buffer`, the call returns before the copy is done."""
         return tensor
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return some numbers as a tensor on this device, without waiting for it."""
+        """Return numbers as a tensor on this device, without waiting for the copy."""
         return self.copied(torch.tensor(values, dtype=dtype))
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host's on this device, without waiting for it."""
+        """Copy a host tensor to this device, without waiting for the copy."""
         return tensor
 
     def randn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return standard normal numbers, float32. They are drawn on the host, so that every device draws the same."""
+        """Return standard normal numbers, float32, drawn on the host so that every device gets the same ones."""
         return self.upload(torch.randn(shape, generator=generator, out=self.host_buffer(shape, torch.float32)))
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was asked."""
+        """Wait until the device has finished all submitted work."""
 
     def measure(self, function: Callable[[], object]) -> float:
-        """Return the seconds from a function's call until the device has done all that the function asked of it."""
+        """Return the seconds from the call of a function until the device has finished all of its work."""
         self.synchronize()
         began = time.perf_counter()
         function()
@@ -142,148 +145,149 @@ class Device:
         return time.perf_counter() - began
 
     def check(self) -> None:
-        """Check that it still computes: after some errors a process cannot use its GPU any more.
+        """Check that the device still computes: after some errors a process can no longer use its GPU.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it does not compute any more.
         """
 
     def memory(self) -> MemoryUse | None:
-        """Return the use of its own memory; None if it has none, or was not initialised. Does not wait for it."""
+        """Return the use of device memory without synchronizing; None for a CPU or before `initialize`."""
         return None
 
     def free_memory(self) -> int:
-        """Return how many bytes of its own memory this process can still fill; 0 if it has none, or does not tell."""
+        """Return the bytes of device memory that this process can still allocate; 0 for a CPU or if unknown."""
         return 0
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """Do some work, and return how many bytes more of its own memory were in tensors at most; 0 as above.
+        """Run a function and return the peak growth of device memory in tensors, in bytes; 0 for a CPU or if unknown.
 
-        What other threads do on it at the same time counts too.
+        The work of other threads on the device at the same time is included.
         """
         work()
         return 0
 
     def release_memory(self) -> None:
-        """Return memory that torch has reserved, and does not use, to the device."""
+        """Return memory that torch has reserved but does not use to the device."""
 
     def precisions(self) -> tuple[Precision, ...]:
-        """Return the names of the dtypes, beside float32, in which it has instructions of its own to multiply."""
-        can: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-        return ("bfloat16",) if any(can.get(name) for name in _BFLOAT16) else ()
+        """Return the dtypes besides float32 for which the device has native multiply instructions."""
+        capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+        return ("bfloat16",) if any(capabilities.get(name) for name in _BFLOAT16) else ()
 
     @staticmethod
     def is_out_of_memory(error: BaseException) -> bool:
-        """Tell whether an error says that the device has not enough memory."""
+        """Return True if an error means that the device is out of memory."""
         return isinstance(error, torch.OutOfMemoryError)
 
 
-# As torch names what a processor can do.
+# torch's names of the processor features for bfloat16.
 _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16", "sve_bf16")
 
 
 class Accelerator(Device):
-    """A device that has memory of its own, or shares the host's, as `torch.accelerator` has it."""
+    """A device that `torch.accelerator` supports, with memory of its own or shared with the host."""
 
     is_cpu = False
 
     @classmethod
     def count(cls) -> int:
-        """Return how many there are; see `Device.count`."""
+        """Return the number of such devices; see `Device.count`."""
         current = torch.accelerator.current_accelerator()
         return torch.accelerator.device_count() if current and current.type == cls.kind else 0
 
     def initialize(self) -> None:
-        """Make it ready to compute in this process, and current in this thread; see `Device.initialize`."""
+        """Prepare the device for this process, and make it current in this thread; see `Device.initialize`."""
         super().initialize()
         self.make_current()
         torch.zeros(1, device=self.torch)
         self.synchronize()
 
     def make_current(self) -> None:
-        """Make the calling thread use this device where none is named."""
+        """Make this device the default of the calling thread."""
         torch.accelerator.set_device_index(self.torch.index or 0)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was asked."""
+        """Wait until the device has finished all submitted work."""
         torch.accelerator.synchronize(self.torch)
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host's on this device; it returns before the copy is done if it is a `host_buffer`."""
+        """Copy a host tensor to this device. From a `host_buffer`, the call returns before the copy is done."""
         return tensor.to(self.torch, non_blocking=True)
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host's on this device, without waiting for it."""
+        """Copy a host tensor to this device, without waiting for the copy."""
         return self.upload(self.host_buffer(tuple(tensor.shape), tensor.dtype).copy_(tensor))
 
     def check(self) -> None:
-        """Check that it still computes; see `Device.check`."""
+        """Check that the device still computes; see `Device.check`."""
         self.synchronize()
 
     def release_memory(self) -> None:
-        """Return memory that torch has reserved, and does not use, to the device."""
+        """Return memory that torch has reserved but does not use to the device."""
         torch.accelerator.empty_cache()
 
     def precisions(self) -> tuple[Precision, ...]:
-        """Return the names of the dtypes, beside float32, in which it has instructions of its own to multiply."""
+        """Return the dtypes besides float32 for which the device has native multiply instructions."""
         return ("bfloat16", "float16")
 
     @staticmethod
     def is_out_of_memory(error: BaseException) -> bool:
-        """Tell whether an error says that the device has not enough memory."""
+        """Return True if an error means that the device is out of memory."""
         if isinstance(error, torch.OutOfMemoryError):
             return True
-        return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 class Cuda(Accelerator):
-    """A GPU of NVIDIA's, or of AMD's, which torch calls by the same name."""
+    """A GPU by NVIDIA, or by AMD, which torch gives the same name."""
 
     kind = "cuda"
     has_streams = True
 
     @classmethod
     def count(cls) -> int:
-        """Return how many there are; see `Device.count`."""
+        """Return the number of such devices; see `Device.count`."""
         _start_cuda()
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     @classmethod
     def why_none(cls) -> str:
-        """Return why torch sees none; see `Device.why_none`."""
+        """Return the reason why torch sees no such device; see `Device.why_none`."""
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return f"torch {torch.__version__} is built for CPUs only; install a build for CUDA"
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-            words = "" if hidden is None else f'; CUDA_VISIBLE_DEVICES is "{hidden}"'
-            return f"{str(error).rstrip('.')} (torch {torch.__version__}, built for CUDA {torch.version.cuda}{words})"
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            hint = "" if visible is None else f'; CUDA_VISIBLE_DEVICES is "{visible}"'
+            return f"{str(error).rstrip('.')} (torch {torch.__version__}, built for CUDA {torch.version.cuda}{hint})"
         return ""
 
     def fault(self) -> str:
-        """Return why it cannot be used; see `Device.fault`."""
-        built = [int(found[1]) for one in torch.cuda.get_arch_list() if (found := re.match(r"[a-z]+_(\d+)", one))]
-        least, own = min(built, default=0), torch.cuda.get_device_capability(self.torch)
-        if 10 * own[0] + own[1] >= least:
+        """Return the reason why the GPU cannot be used; see `Device.fault`."""
+        archs = torch.cuda.get_arch_list()
+        supported = [int(match[1]) for arch in archs if (match := re.match(r"[a-z]+_(\d+)", arch))]
+        lowest, (major, minor) = min(supported, default=0), torch.cuda.get_device_capability(self.torch)
+        if 10 * major + minor >= lowest:
             return ""
-        words = f"it has compute capability {own[0]}.{own[1]}, and torch {torch.__version__} is built for"
-        return f"{words} {least // 10}.{least % 10} or more; install a build for CUDA that has it"
+        capability = f"it has compute capability {major}.{minor}, and torch {torch.__version__} is built for"
+        return f"{capability} {lowest // 10}.{lowest % 10} or more; install a build for CUDA that supports it"
 
     def context(self, *, own_stream: bool) -> AbstractContextManager[object]:
         """Return a context in which torch computes on this device; see `Device.context`."""
         if not own_stream:
             return torch.cuda.device(self.torch)
         stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]  # torch does not declare it
-        stream.wait_stream(torch.cuda.default_stream(self.torch))  # in which the models were made
+        stream.wait_stream(torch.cuda.default_stream(self.torch))  # the models were loaded in it
         return torch.cuda.stream(stream)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return page-locked memory of the host: all that a GPU can fetch from while the calling thread goes on."""
+        """Return page-locked host memory: a GPU copies from no other memory while the calling thread goes on."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def memory(self) -> MemoryUse | None:
-        """Return the use of its own memory; see `Device.memory`."""
+        """Return the use of device memory; see `Device.memory`."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         total = torch.cuda.get_device_properties(self.torch).total_memory
@@ -291,79 +295,82 @@ class Cuda(Accelerator):
         return MemoryUse(torch.cuda.memory_allocated(self.torch), torch.cuda.memory_reserved(self.torch), total, pinned)
 
     def free_memory(self) -> int:
-        """Return how many bytes of its own memory this process can still fill; see `Device.free_memory`."""
-        free, _ = torch.cuda.mem_get_info(self.torch)  # what no process has, this one's cache included
+        """Return the bytes of device memory that this process can still allocate; see `Device.free_memory`."""
+        free, _ = torch.cuda.mem_get_info(self.torch)  # free for all processes; torch's cache is not in it
         return free + torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """Do some work, and return how many bytes more of its own memory were in tensors; see `Device.peak_of`."""
+        """Run a function and return the peak growth of device memory in tensors; see `Device.peak_of`."""
         torch.cuda.reset_peak_memory_stats(self.torch)
         before = torch.cuda.memory_allocated(self.torch)
         work()
         return torch.cuda.max_memory_allocated(self.torch) - before
 
     def precisions(self) -> tuple[Precision, ...]:
-        """Return the names of the dtypes, beside float32, in which it has instructions of its own to multiply."""
-        # Of this GPU: `torch.cuda.is_bf16_supported` looks at the current one.
+        """Return the dtypes besides float32 for which the device has native multiply instructions."""
+        # Not `torch.cuda.is_bf16_supported`: it checks the current GPU, which may be another one.
         native = bool(torch.version.hip) or torch.cuda.get_device_capability(self.torch) >= (8, 0)
         return ("bfloat16", "float16") if native else ("float16",)
 
 
 @functools.cache
 def _start_cuda() -> None:
-    """Start NVIDIA's driver, and leave Python to other threads meanwhile: it takes seconds, on some machines minutes.
+    """Start NVIDIA's driver without blocking other Python threads. It takes seconds, on some machines minutes.
 
-    torch, which would start it at its first use, holds Python's lock until it is done. No memory of a GPU is taken.
+    torch would start the driver at its first use, and hold Python's global lock meanwhile. ctypes releases it. No GPU
+    memory is allocated.
     """
     if torch.version.cuda:
-        with suppress(OSError):  # there is none
-            ctypes.CDLL("libcuda.so.1").cuInit(0)  # torch finds out whether it went well
+        with suppress(OSError):  # no driver is installed
+            ctypes.CDLL("libcuda.so.1").cuInit(0)  # torch reports any error later
 
 
 class Xpu(Accelerator):
-    """A GPU of Intel's."""
+    """A GPU by Intel."""
 
     kind = "xpu"
 
 
 class Mps(Accelerator):
-    """A GPU of Apple's."""
+    """A GPU by Apple."""
 
     kind = "mps"
     has_float64 = False
 
 
-KINDS: dict[str, type[Device]] = {one.kind: one for one in (Device, Cuda, Xpu, Mps)}
-"""Classes of devices, by the names that torch has for their types."""
+KINDS: dict[str, type[Device]] = {device.kind: device for device in (Device, Cuda, Xpu, Mps)}
+"""Device classes by torch's name of the device type."""
 
 
 @functools.lru_cache(64)
-def device_of(place: str | torch.device) -> Device:
-    """Return a device by its name, or as a tensor names it."""
-    name = str(place)
+def device_of(device: str | torch.device) -> Device:
+    """Return the device with a name, or of a `torch.device`."""
+    name = str(device)
     return KINDS[name.partition(":")[0]](name)
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Map]:
-    """Return tensors as plain float32 arrays, by one copy: this thread waits for the device once, not for each."""
-    if all(one.device.type == "cpu" for one in tensors):
-        return [to_numpy(one) for one in tensors]
-    flat = to_numpy(torch.cat([one.detach().flatten().float() for one in tensors]))
-    ends = np.cumsum([one.numel() for one in tensors])[:-1]
-    return [part.reshape(one.shape) for part, one in zip(np.split(flat, ends), tensors, strict=True)]
+    """Return tensors as float32 arrays, with one copy: this thread waits for the device once, not once per tensor."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [to_numpy(tensor) for tensor in tensors]
+    flat = to_numpy(torch.cat([tensor.detach().flatten().float() for tensor in tensors]))
+    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+    return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
 
 
 def to_numpy(tensor: Tensor) -> Map:
-    """Return a tensor as a plain float32 array."""
+    """Return a tensor as a float32 array."""
     return cast("Map", tensor.detach().float().cpu().numpy())
 
 
 def restore_settings() -> None:
-    """Undo settings of torch that a user's module may have changed, and one of torch's defaults.
+    """Reset torch's global settings, which a user's module may have changed, and one of torch's defaults.
 
-    Float32 has its full precision: by default a GPU rounds to TF32's ten bits in convolutions. That is set by the older
-    names, which torch's compiler reads, where there are two. And cuDNN chooses its algorithms by heuristics: timing all
-    of them would stop every batch of a new size for seconds, and choose others in each process.
+    Float32 gets its full precision: by default, a GPU rounds to the 10-bit mantissa of TF32 in convolutions. Where
+    torch has an old and a new name for a setting, the old one is set, since torch's compiler reads it.
+
+    cuDNN chooses its algorithms by heuristics. Benchmarking them would delay every batch of a new size by seconds, and
+    would choose different ones in each process.
     """
     torch.backends.cudnn.benchmark = False
     torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch does not declare it
@@ -373,12 +380,12 @@ def restore_settings() -> None:
 
 
 def devices_named(names: str) -> list[str]:
-    """Return the devices that a setting means, one for each engine.
+    """Return the devices that a setting means, one per worker.
 
-    It may start a driver, which may take minutes: this is not for a thread in which others wait.
+    It may start a driver, which may take minutes. Do not call it on the event loop.
 
     Raises:
-        ConfigError: one is not there, or cannot be used.
+        ConfigError: a device does not exist, or cannot be used.
     """
     if names == "auto":
         return [_automatic()]
@@ -386,38 +393,39 @@ def devices_named(names: str) -> list[str]:
 
 
 def _automatic() -> str:
-    """Return the first GPU that can be used, or else the CPU; log why, if that is not for want of a GPU."""
-    faults = {name: device_of(name).fault() for name in _there("cuda")}
+    """Return the first usable GPU, or the CPU. Log a warning if the machine has a GPU that cannot be used."""
+    faults = {name: device_of(name).fault() for name in _available("cuda")}
     for name, fault in faults.items():
         if not fault:
             return name
-    why = "; ".join(f"{name}: {fault}" for name, fault in faults.items()) or Cuda.why_none()
+    reason = "; ".join(f"{name}: {fault}" for name, fault in faults.items()) or Cuda.why_none()
     if faults or has_nvidia_gpu():
-        log.warning("this machine has a GPU that cannot be used: %s. Models run on the CPU instead", why)
+        log.warning("this machine has a GPU that cannot be used: %s. Models run on the CPU instead", reason)
     return "cpu"
 
 
 def _devices_of(name: str) -> list[str]:
-    """Return the devices that one name of a setting means."""
-    found = re.fullmatch(r"(\w+?)(:(?:0|[1-9]\d*))?", name)
-    if not found or found[1] not in KINDS or (found[1] == "cpu" and found[2]):
-        here = ", ".join(["cpu", *(one for kind in KINDS if kind != "cpu" for one in _there(kind))])
-        words = "name one, several with commas between, cuda for every GPU, or auto"
-        raise ConfigError(f'device "{name}": torch sees {here} here; {words}')
+    """Return the devices that one name in the setting means."""
+    match = re.fullmatch(r"(\w+?)(:(?:0|[1-9]\d*))?", name)
+    if not match or match[1] not in KINDS or (match[1] == "cpu" and match[2]):
+        existing = ", ".join(["cpu", *(device for kind in KINDS if kind != "cpu" for device in _available(kind))])
+        hint = "name one, several with commas between, cuda for every GPU, or auto"
+        raise ConfigError(f'device "{name}": torch sees {existing} here; {hint}')
     if name == "cpu":
         return [name]
-    there = _there(found[1])
-    if name not in there if found[2] else not there:
-        words = ", ".join(there) or KINDS[found[1]].why_none()
-        seen = f"torch sees {len(there)} {found[1].upper()} devices here" + (f": {words}" if words else "")
-        raise ConfigError(f'device "{name}": {seen}')
-    meant = [name] if found[2] else there
-    for one in meant:
-        if fault := device_of(one).fault():
-            raise ConfigError(f'device "{one}": {fault}')
-    return meant
+    kind, index = match[1], match[2]
+    available = _available(kind)
+    if name not in available if index else not available:
+        details = ", ".join(available) or KINDS[kind].why_none()
+        summary = f"torch sees {len(available)} {kind.upper()} devices here" + (f": {details}" if details else "")
+        raise ConfigError(f'device "{name}": {summary}')
+    devices = [name] if index else available
+    for device in devices:
+        if fault := device_of(device).fault():
+            raise ConfigError(f'device "{device}": {fault}')
+    return devices
 
 
-def _there(kind: str) -> list[str]:
+def _available(kind: str) -> list[str]:
     """Return the names of all devices of a kind."""
     return [f"{kind}:{number}" for number in range(KINDS[kind].count())]

@@ -1,17 +1,17 @@
-"""What can go wrong, in camserve's own words; `statuses.STATUS` says what each is on the wire.
+"""Errors of the server. `api.statuses.STATUS` maps each one to its gRPC status.
 
 ServiceError
-├── InvalidArgument      a field or the image is wrong, whatever the server's state
+├── InvalidArgument      a field or the image is invalid, whatever the server's state
 ├── NotFound             no such model, layer, label or method
-├── FailedPrecondition   it exists, but not together: a method that cannot explain a layer
-├── ResourceExhausted    no room now; `retry_after` says when to come again
-│   └── OutOfMemory      on the device, for a batch of this size
-├── DeadlineExceeded     too late to be worth computing
-├── Unauthenticated      no token, or none that is known
-├── PermissionDenied     a token that is not for this
-├── Unavailable          starting, draining, or the engine is gone
-│   └── WorkerLost       while it ran this
-└── Internal             our fault; the log has the rest
+├── FailedPrecondition   valid parts that cannot be combined, such as a method and a layer that it cannot explain
+├── ResourceExhausted    no capacity now; `retry_after` says when to retry
+│   └── OutOfMemory      the device has no memory for a batch of this size
+├── DeadlineExceeded     the caller's deadline has passed
+├── Unauthenticated      no token, or an unknown one
+├── PermissionDenied     the token's roles do not allow the call
+├── Unavailable          the server is starting or draining, or has lost its worker
+│   └── WorkerLost       the worker process ended while it ran the request
+└── Internal             a fault of the server; the log has the details
 """
 
 import difflib
@@ -20,24 +20,24 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Self
 
-LONGEST_NAME = 200  # characters; the comparison takes time that grows with their square
-MANY_NAMES = 1000  # compared letter by letter
-SUGGESTED = 4
+LONGEST_NAME = 200  # characters; the time of a comparison grows with their square
+MANY_NAMES = 1000  # names that are compared letter by letter, at most
+SUGGESTED = 4  # names in one hint
 
 _WORD = re.compile(r"\w+")
 
 
 class ServiceError(Exception):
-    """A refusal or failure that a caller may read.
+    """Base of the errors that are returned to callers.
 
     Args:
-        message: what is wrong, in words for the caller; never a path, an address or a traceback.
-        field: path of the request's field at fault, such as `targets[0].label`; empty if none is.
-        retry_after: seconds after which trying again makes sense.
-        shed: where the server's state is to blame and not the request, which state that is, in a word that is counted.
+        message: the fault, in words for the caller; never contains a path, an address or a traceback.
+        field: path of the request's invalid field, such as `targets[0].label`; empty if no field is at fault.
+        retry_after: seconds after which a retry makes sense.
+        shed: the state of the server that made it refuse a valid request, as one word for the metrics.
 
     Attributes:
-        fault: the message without the name of the field that it begins with; empty where it begins with no field.
+        fault: the message without the field's name; empty if the message does not begin with a field's name.
     """
 
     shed = ""
@@ -52,26 +52,26 @@ class ServiceError(Exception):
 
     @classmethod
     def of_field(cls, field: str, fault: str) -> Self:
-        """Return an error whose message is the name of a field and what is wrong with it."""
+        """Return an error whose message is the name of a field followed by its fault."""
         error = cls(f"{field} {fault}", field=field)
         error.fault = fault
         return error
 
 
 class InvalidArgument(ServiceError):
-    """A field or the image is wrong, whatever the server's state."""
+    """A field or the image is invalid, whatever the server's state."""
 
 
 class NotFound(ServiceError):
-    """No such model, layer, label or method."""
+    """The model, layer, label or method does not exist."""
 
 
 class FailedPrecondition(ServiceError):
-    """The parts exist, but cannot be used together."""
+    """The parts of the request are valid, but cannot be combined."""
 
 
 class ResourceExhausted(ServiceError):
-    """No room now."""
+    """The server has no capacity now."""
 
 
 class OutOfMemory(ResourceExhausted):
@@ -85,24 +85,24 @@ class DeadlineExceeded(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """The caller showed no token, or none that is known."""
+    """The caller sent no token, or an unknown one."""
 
 
 class PermissionDenied(ServiceError):
-    """The caller's token is not for this."""
+    """The roles of the caller's token do not allow the call."""
 
 
 class Unavailable(ServiceError):
-    """The server is starting, draining, or has lost its engine."""
+    """The server is starting or draining, or has lost its worker."""
 
 
 class WorkerLost(Unavailable):
-    """The worker process of an engine ended before it answered.
+    """The worker process ended before it answered.
 
     Args:
-        message: why it ended.
-        process_id: the process that was working on this request; 0 if none was.
-        others: how many other requests the process had.
+        message: the reason why it ended.
+        process_id: ID of the process that ran the request; 0 if none did.
+        others: number of other requests that the process had.
     """
 
     shed = "engine_lost"
@@ -114,15 +114,15 @@ class WorkerLost(Unavailable):
 
 
 class Internal(ServiceError):
-    """Our fault; the log has the rest."""
+    """A fault of the server; the log has the details."""
 
 
 class ConfigError(Exception):
-    """The configuration, or a model that it names, cannot be used; for the operator, never on the wire."""
+    """The configuration or one of its models cannot be used. It is shown to operators and never sent to callers."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean "…"?)` with the known names that have all words of a name, else with the nearest name.
+    """Return a hint ` (did you mean "…"?)` with the known names that have all words of a name, else with the nearest.
 
     Example:
         >>> did_you_mean("cat", ["crate", "tiger cat", "cat flap", "Egyptian cat"])
@@ -134,27 +134,28 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     if len(name) > LONGEST_NAME:
         return ""
-    by_lower = {k.lower(): k for k in known}
-    near = _with_words_of(name.lower(), by_lower) or _spelled_like(name.lower(), by_lower)
-    named = [f'"{by_lower[each]}"' for each in near]
-    return f" (did you mean {' or '.join(filter(None, (', '.join(named[:-1]), named[-1])))}?)" if named else ""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = _with_words_of(name.lower(), by_lower) or _spelled_like(name.lower(), by_lower)
+    quoted = [f'"{by_lower[match]}"' for match in matches]
+    return f" (did you mean {' or '.join(filter(None, (', '.join(quoted[:-1]), quoted[-1])))}?)" if quoted else ""
 
 
 def _with_words_of(name: str, known: Collection[str]) -> list[str]:
-    """Return a few known names that have all words of a name; names that end with its last word come first."""
+    """Return up to four known names that have all words of a name, those that end with its last word first."""
     words = list(dict.fromkeys(_WORD.findall(name)))
     if not words:
         return []
-    likely = [each for each in known if all(word in each for word in words)]
-    likely.sort(key=lambda each: (not each.endswith(words[-1]), len(each), each))
-    whole = [re.compile(rf"\b{word}\b") for word in words]
-    return list(islice((each for each in likely if all(word.search(each) for word in whole)), SUGGESTED))
+    candidates = [candidate for candidate in known if all(word in candidate for word in words)]
+    candidates.sort(key=lambda candidate: (not candidate.endswith(words[-1]), len(candidate), candidate))
+    patterns = [re.compile(rf"\b{word}\b") for word in words]
+    matches = (candidate for candidate in candidates if all(pattern.search(candidate) for pattern in patterns))
+    return list(islice(matches, SUGGESTED))
 
 
 def _spelled_like(name: str, known: Collection[str]) -> list[str]:
     """Return the most similar known name, if one is similar enough."""
     names = known
-    if len(names) > MANY_NAMES:  # the comparison blocks the event loop: 50 us a name
-        names = [each for each in names if each[:1] == name[:1]]
-        names = sorted(names, key=lambda each: abs(len(each) - len(name)))[:MANY_NAMES]
+    if len(names) > MANY_NAMES:  # a comparison blocks the event loop for 50 us
+        names = [candidate for candidate in names if candidate[:1] == name[:1]]
+        names = sorted(names, key=lambda candidate: abs(len(candidate) - len(name)))[:MANY_NAMES]
     return difflib.get_close_matches(name, names, n=1, cutoff=0.6)

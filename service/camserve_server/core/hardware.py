@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory and GPUs."""
+"""Detect the cores, memory and GPUs of this machine."""
 
 import contextlib
 import os
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
-GROUPS_OF_THIS = Path("/proc/self/cgroup")
-ROOT = Path("/")  # of the file system
-NVIDIA, DISPLAY = "0x10de", "0x03"  # on the PCI bus: a vendor, and how the classes of its GPUs begin
+GROUPS_OF_THIS = Path("/proc/self/cgroup")  # control groups of this process
+ROOT = Path("/")  # of the file system; tests replace it
+NVIDIA, DISPLAY = "0x10de", "0x03"  # on the PCI bus: the ID of the vendor, and the prefix of its GPUs' class
 
 
 def cores() -> int:
-    """Return how many cores this process may use: a container's share counts, not the host's."""
+    """Return the number of cores that this process may use; in a container, its quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -23,13 +23,13 @@ def cores() -> int:
 
 
 def memory_limit() -> int:
-    """Return how many bytes of memory this process may use: the lowest limit of the machine and its control groups."""
+    """Return the bytes of memory that this process may use: the lowest limit of the machine and its control groups."""
     if not hasattr(os, "sysconf"):  # Windows
         return sys.maxsize
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         groups = GROUPS_OF_THIS.read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return machine
     return min([machine, *(limit for group in groups for limit in _limits_of(group))])
 
@@ -49,7 +49,7 @@ def _limits_of(group: str) -> Iterator[int]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Tell whether there is a GPU of NVIDIA's, whether or not this process can use it. Nothing is loaded for that."""
+    """Return True if the machine has an NVIDIA GPU, usable by this process or not. No library or driver is loaded."""
     if any(ROOT.glob("proc/driver/nvidia/gpus/*")) or any(ROOT.glob("dev/nvidia[0-9]*")):
         return True
     return any(

@@ -5,31 +5,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for; more is refused before it costs anything. SECURITY.md has them as a table.
+    """Limits on one request, checked before any computation. SECURITY.md lists them in a table.
 
     Attributes:
-        pixels: of a photo.
+        pixels: pixels in a photo.
         side: longer side of a photo, in pixels.
-        rows: that it may cost.
-        chunk: rows of it that may be under way at once: what it takes up of the queue, and how soon it stops when it is
-            cancelled.
+        rows: rows that a request may need.
+        chunk: rows of one request that are queued or running at the same time. It bounds the share of the queue that a
+            request takes, and the work left to do when the request is cancelled.
         explanations: maps.
-        drawn_pixels: of all its pictures together.
-        methods: named.
-        metrics: named.
-        parameters: of one method or metric.
-        targets: named.
-        against: classes that one target is told from.
-        layers: named, to be explained.
-        inspected: layers named, to be measured.
-        predictions: told.
-        channels: told of a layer.
-        raw_bytes: of a layer's raw maps; what is larger belongs in smaller pieces than one message.
+        drawn_pixels: pixels in all pictures of a request together.
+        methods: methods.
+        metrics: metrics.
+        parameters: parameters of one method or metric.
+        targets: targets.
+        against: classes that one target is compared with.
+        layers: layers to explain.
+        inspected: layers to inspect.
+        predictions: predictions in a response.
+        channels: channels of a layer in a response.
+        raw_bytes: bytes of a layer's raw maps in one response. Callers request fewer channels at a time above it.
         text: characters of a name, a label or any other text.
-        images: of one ModelInfer.
-        tensors: of one ModelInfer, that go in or come out.
-        axes: of a tensor's shape.
-        asked: parameters of one ModelInfer.
+        images: images in one ModelInfer request.
+        tensors: inputs or outputs of one ModelInfer request.
+        axes: axes of a tensor's shape.
+        asked: parameters of one ModelInfer request.
     """
 
     pixels: int = 16_777_216

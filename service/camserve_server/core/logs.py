@@ -1,4 +1,4 @@
-"""Logs: one line an event, as text for people or JSON for machines, each with the id of its request."""
+"""Logging: one line per event, as text or JSON, each with the ID of its request."""
 
 import json
 import logging
@@ -9,28 +9,31 @@ from typing import Any
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="")
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""The name of the token that a call shows; never the token."""
+"""Name of the token that a call was authenticated with; never the token itself."""
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, then `key=value` for each field; what could be misread as a line of its own is quoted."""
+    """Formats a record as time, level, message and `key=value` fields.
+
+    Control characters are escaped, so that no value can forge another line.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the formatted record."""
         record.message = record.getMessage()
         parts = [self.formatTime(record), record.levelname, _printable(record.message)]
         line = " ".join(parts + [f"{key}={_quoted(value)}" for key, value in _fields(record).items()])
         if record.exc_info:
             trace = self.formatException(record.exc_info).splitlines()
-            line = "\n".join([line, *("    " + _printable(each) for each in trace)])
+            line = "\n".join([line, *("    " + _printable(part) for part in trace)])
         return line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats a record as one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the formatted record."""
         entry = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
@@ -43,7 +46,7 @@ def _quoted(value: object) -> str:
 
 
 def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -58,12 +61,17 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Return what a logging call takes as `extra` to log these fields."""
+    """Return the argument `extra` of a logging call that logs these fields."""
     return {"fields": values}
 
 
 def configure(level: str, form: str) -> None:
-    """Log to standard error, from this level up, as "text" or "json"."""
+    """Log to standard error.
+
+    Args:
+        level: the lowest level that is logged.
+        form: "text" or "json".
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logger = logging.getLogger("camserve_server")

@@ -1,7 +1,7 @@
-"""What other packages bring: methods and sources of models, by entry points.
+"""Plugins: methods and model sources that other packages provide as entry points.
 
-Packages count that are installed where the server is. The folder in which it was started does not, though modules are
-found there: whoever may write a file into a folder shall not thereby have code run in whatever is started in it.
+Only installed packages count. The current folder is skipped, although modules can be imported from it: being allowed to
+write a file into a folder must not be enough to run code in every server that is started there.
 """
 
 import sys
@@ -17,45 +17,46 @@ SOURCES = "camserve.sources"
 
 
 def found(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of a group by their names.
+    """Return the entry points of a group by name.
 
     Raises:
-        ConfigError: two packages bring the same name.
+        ConfigError: two packages provide the same name.
     """
-    here = Path.cwd()
-    path = [one for one in sys.path if one and Path(one).resolve() != here]
-    seen: dict[str, EntryPoint] = {}
-    # A package may be found twice, as by a link from lib to lib64.
-    for entry in {(one.name, one.value, _package(one)): one for one in _entries(group, path)}.values():
-        if entry.name in seen:
-            both = f"{_package(seen[entry.name])} and {_package(entry)}"
-            raise ConfigError(f'{both} both bring "{entry.name}" for {group}: uninstall one of them')
-        seen[entry.name] = entry
-    return seen
+    current_folder = Path.cwd()
+    path = [folder for folder in sys.path if folder and Path(folder).resolve() != current_folder]
+    # A package may be listed twice, for example through a link from lib to lib64.
+    unique = {(entry.name, entry.value, _package(entry)): entry for entry in _entries(group, path)}
+    by_name: dict[str, EntryPoint] = {}
+    for entry in unique.values():
+        if entry.name in by_name:
+            both = f"{_package(by_name[entry.name])} and {_package(entry)}"
+            raise ConfigError(f'{both} both provide "{entry.name}" for {group}: uninstall one of them')
+        by_name[entry.name] = entry
+    return by_name
 
 
 def _entries(group: str, path: list[str]) -> list[EntryPoint]:
-    return [entry for one in distributions(path=path) for entry in one.entry_points.select(group=group)]
+    return [entry for package in distributions(path=path) for entry in package.entry_points.select(group=group)]
 
 
 def loaded(entry: EntryPoint) -> Any:
-    """Return what an entry point names.
+    """Import the object of an entry point.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: the import failed.
     """
     try:
         return entry.load()
     except Exception as error:
         raise ConfigError(
-            f'the plugin {_package(entry)} brings "{entry.name}" for {entry.group}, which cannot be loaded: '
+            f'the plugin {_package(entry)} provides "{entry.name}" for {entry.group}, which cannot be loaded: '
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def refused(entry: EntryPoint, why: str) -> ConfigError:
-    """Return the error for what an entry point named."""
-    return ConfigError(f'the plugin {_package(entry)} brings "{entry.name}" for {entry.group}: {why}')
+    """Return the error for an entry point whose object is invalid."""
+    return ConfigError(f'the plugin {_package(entry)} provides "{entry.name}" for {entry.group}: {why}')
 
 
 def _package(entry: EntryPoint) -> str:

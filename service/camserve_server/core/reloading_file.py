@@ -1,4 +1,4 @@
-"""What is made of files, and made again when they change: certificates and tokens are renewed without a restart."""
+"""Reload files when they change on disk, such as certificates and tokens, without a restart."""
 
 import logging
 import threading
@@ -15,10 +15,10 @@ Contents: TypeAlias = tuple[bytes, ...]
 
 
 def read(paths: Sequence[str]) -> Contents:
-    """Return what is in files.
+    """Return the contents of files.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a file cannot be read.
     """
     return tuple(map(_read, paths))
 
@@ -31,45 +31,45 @@ def _read(path: str) -> bytes:
 
 
 class ReloadingFile(Generic[T]):
-    """A value made of files; files that are broken or gone leave the last good one.
+    """A value built from files, rebuilt when they change. Broken or missing files leave the last valid value in use.
 
-    What is in the files is compared, not when they were written: clocks are coarse, and the files are small.
+    Changes are detected by comparing contents, not modification times: clocks are coarse, and the files are small.
 
     Args:
-        what: its name in the log.
+        what: name of the value in the log.
         paths: the files.
-        make: makes the value of their contents, or raises ConfigError.
+        make: function that builds the value from the contents, or raises ConfigError.
 
     Raises:
-        ConfigError: the files are no good to begin with.
+        ConfigError: the files are invalid at the start.
     """
 
     def __init__(self, what: str, paths: Sequence[str], make: Callable[[Contents], T]) -> None:
         self._what, self._paths, self._make = what, tuple(paths), make
-        self._seen = read(self._paths)
-        self._value = make(self._seen)
-        self._complaint = ""
-        self._one_at_a_time = threading.Lock()  # or one thread would be handed the old while another makes the new
+        self._contents = read(self._paths)
+        self._value = make(self._contents)
+        self._last_error = ""
+        self._lock = threading.Lock()  # else a thread could get the old value while another builds the new one
 
     def current(self) -> T:
-        """Return the value, made again if the files are others; from any thread."""
-        with self._one_at_a_time:
+        """Return the value, rebuilt if the files have changed. Thread-safe."""
+        with self._lock:
             try:
-                self._look()
+                self._reload()
             except ConfigError as error:
-                self._complain(str(error))
+                self._log_error(str(error))
             return self._value
 
-    def _look(self) -> None:
-        seen = read(self._paths)
-        if seen == self._seen:
+    def _reload(self) -> None:
+        contents = read(self._paths)
+        if contents == self._contents:
             return
-        self._seen = seen  # what is broken is looked at once
-        self._value = self._make(seen)
-        self._complaint = ""
-        log.info("%s read again", self._what)
+        self._contents = contents  # before `make`, so that broken contents are tried once and not on every call
+        self._value = self._make(contents)
+        self._last_error = ""
+        log.info("%s reloaded", self._what)
 
-    def _complain(self, words: str) -> None:
-        if words != self._complaint:  # once, not on every call
-            self._complaint = words
-            log.error("%s: the old stay in force: %s", self._what, words)
+    def _log_error(self, message: str) -> None:
+        if message != self._last_error:  # log it once, not on every call
+            self._last_error = message
+            log.error("%s: keeping the previous ones: %s", self._what, message)

@@ -1,11 +1,11 @@
-"""What is told of a server's work: metrics for Prometheus, traces for OpenTelemetry; what is off costs nothing.
+"""Telemetry of a server: metrics for Prometheus and traces for OpenTelemetry. What is switched off is not imported.
 
 It may import `core`.
 """
 
-from camserve_server.telemetry.record import IN_PROCESS, Engine, Memory, Origin, Ran, RequestTrace, State, TelemetrySink
 from camserve_server.telemetry.sink import Telemetry, telemetry
-from camserve_server.telemetry.spent import Spent
+from camserve_server.telemetry.timings import Spent
+from camserve_server.telemetry.values import IN_PROCESS, Engine, Memory, Origin, Ran, RequestTrace, State, TelemetrySink
 
 __all__ = [
     "IN_PROCESS",

@@ -1,7 +1,7 @@
-"""Every metric that Prometheus is told, and the one place where each is counted: docs/metrics.md lists them.
+"""Metrics for Prometheus: all definitions, and the only place that counts them. docs/metrics.md lists them.
 
-No label can take a value that callers make up: RPCs, codes, methods, verdicts, stages and reasons are words of the
-code, and a model's name is one of the configuration.
+Callers cannot create label values: RPCs, codes, methods, verdicts, stages and reasons are constants of the code, and
+models' names come from the configuration.
 """
 
 import platform
@@ -13,13 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from camserve_server.telemetry.record import Engine, Ran, RequestTrace, State
+from camserve_server.telemetry.values import Engine, Ran, RequestTrace, State
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LOADS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)  # seconds
-SHED = (
+SHED_REASONS = (
     "queue_full",
     "starting",
     "draining",
@@ -29,197 +29,203 @@ SHED = (
     "engine_lost",
     "out_of_memory",
 )
-"""Why a server does not do what it is asked though the request is in order; what `ServiceError.shed` may be."""
-GONE = {"CANCELLED": "caller", "DEADLINE_EXCEEDED": "deadline"}
+"""Reasons why a server refuses or drops a valid request: the values of `ServiceError.shed`."""
+CANCELLED_BY = {"CANCELLED": "caller", "DEADLINE_EXCEEDED": "deadline"}
+"""The cause of a cancelled request, by its status."""
 
 
 class PrometheusMetrics:
     """The metrics of one server.
 
     Args:
-        state: tells what is read only when Prometheus asks; called in a thread of its own.
+        state: function that returns the server's state. It is called for each request of Prometheus, in another thread.
     """
 
     def __init__(self, state: Callable[[], State]) -> None:
         self.registry = CollectorRegistry()
-        self._made()
-        self._made_of_engines()
-        self.registry.register(_Now(state))
+        self._define_request_metrics()
+        self._define_worker_metrics()
+        Info("camserve_build", "Versions of the server, torch and Python.", registry=self.registry).info(
+            {"version": version("camserve"), "torch": version("torch"), "python": platform.python_version()}
+        )
+        self.registry.register(_StateCollector(state))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
-    def _made(self) -> None:
-        """Make what is counted of requests."""
-        into = self.registry
+    def _define_request_metrics(self) -> None:
+        registry = self.registry
         self._requests = Histogram(
             "camserve_request_duration_seconds",
-            "From a request's arrival to its answer; each request of a stream is one.",
+            "Time from the arrival of a request to its response. Requests of a stream are counted one by one.",
             ("rpc", "method", "model", "code"),
             buckets=LATENCIES,
-            registry=into,
+            registry=registry,
         )
         self._stages = Histogram(
             "camserve_stage_duration_seconds",
-            "How long a request spent in a stage, its parts added up.",
+            "Time that a request spent in a stage, in total.",
             ("stage",),
             buckets=STAGES,
-            registry=into,
+            registry=registry,
         )
         self._explained = Counter(
             "camserve_explanations",
-            "Maps by what can be read from them.",
+            "Maps by their verdict.",
             ("method", "model", "verdict"),
-            registry=into,
+            registry=registry,
         )
         self._shed = Counter(
-            "camserve_requests_shed", "Requests that the server could not take or finish.", ("reason",), registry=into
+            "camserve_requests_shed",
+            "Valid requests that the server refused or dropped.",
+            ("reason",),
+            registry=registry,
         )
         self._cancelled = Counter(
-            "camserve_requests_cancelled", "Requests that nobody waits for any more.", ("reason",), registry=into
+            "camserve_requests_cancelled",
+            "Requests cancelled by the caller or the deadline.",
+            ("reason",),
+            registry=registry,
         )
-        for reason in SHED:  # so that the first one is a rise from 0
+        for reason in SHED_REASONS:  # start at 0, so that the first one is an increase
             self._shed.labels(reason)
-        for reason in GONE.values():
+        for reason in CANCELLED_BY.values():
             self._cancelled.labels(reason)
-        self._streams = Counter("camserve_streams", "Streams that ended.", ("rpc", "code"), registry=into)
-        Info("camserve_build", "What runs.", registry=into).info(
-            {"version": version("camserve"), "torch": version("torch"), "python": platform.python_version()}
-        )
+        self._streams = Counter("camserve_streams", "Streams that ended.", ("rpc", "code"), registry=registry)
 
-    def _made_of_engines(self) -> None:
-        """Make what is counted of batches, models and engines."""
-        into = self.registry
-        self._batch_rows = Histogram("camserve_batch_rows", "Rows in a batch.", ("kind",), buckets=ROWS, registry=into)
+    def _define_worker_metrics(self) -> None:
+        """Define the metrics of batches, models and workers."""
+        registry = self.registry
+        self._batch_rows = Histogram(
+            "camserve_batch_rows", "Rows in a batch.", ("kind",), buckets=ROWS, registry=registry
+        )
         self._batch_seconds = Histogram(
             "camserve_batch_duration_seconds",
-            "How long a batch ran, on its way to the engine and back too.",
+            "Duration of a batch, with the transfer to the worker and back.",
             ("kind",),
             buckets=STAGES,
-            registry=into,
+            registry=registry,
         )
         self._busy = Counter(
             "camserve_engine_busy_seconds",
-            "How long engines ran batches, those together; two that ran at once each count half.",
-            registry=into,
+            "Time in which workers ran batches, in total. Batches that share a worker count half each.",
+            registry=registry,
         )
         self._loads = Histogram(
             "camserve_model_load_duration_seconds",
-            "How long loading a model took, or failing to; a restarted engine's own loads are not among them.",
+            "Duration of loading a model, or of failing to. The loads of a restarted worker are not counted.",
             ("model", "outcome"),
             buckets=LOADS,
-            registry=into,
+            registry=registry,
         )
-        self._lost = Counter(
+        self._restarts = Counter(
             "camserve_engine_restarts",
-            "Engines that died or hung while they worked, and were started again.",
+            "Workers that died or hung while they worked, and were restarted.",
             ("engine", "device"),
-            registry=into,
+            registry=registry,
         )
 
-    def answered(self, record: RequestTrace, code: str, seconds: float) -> None:
+    def record_request(self, record: RequestTrace, code: str, seconds: float) -> None:
         """Count a request, or a stream.
 
         Args:
-            record: of it.
-            code: the name of its status.
-            seconds: that it took.
+            record: record of the request.
+            code: name of its status.
+            seconds: its duration.
         """
         if record.stream:
             self._streams.labels(record.rpc, code).inc()
             return
         requests = self._requests.labels(record.rpc, record.method, record.model, code)
-        # Of a trace that is kept: who sees a slow request in a histogram can look at it.
+        # An exemplar links the histogram to the trace, if the trace is recorded.
         requests.observe(seconds, {"trace_id": record.trace_id} if record.stages is not None else None)
-        for stage, took in record.seconds.items():
-            self._stages.labels(stage).observe(took)
+        for stage, duration in record.seconds.items():
+            self._stages.labels(stage).observe(duration)
         for method, verdict in record.explained:
             self._explained.labels(method, record.model, verdict).inc()
-        if code in GONE:
-            self._cancelled.labels(GONE[code]).inc()
+        if code in CANCELLED_BY:
+            self._cancelled.labels(CANCELLED_BY[code]).inc()
         elif record.reason:
             self._shed.labels(record.reason).inc()
 
-    def ran(self, batch: Ran) -> None:
+    def record_batch(self, batch: Ran) -> None:
         """Count a batch."""
         self._batch_rows.labels(batch.kind).observe(batch.rows)
         self._batch_seconds.labels(batch.kind).observe(batch.ended - batch.began)
         self._busy.inc(batch.work)
 
-    def loaded(self, model: str, seconds: float, *, well: bool) -> None:
-        """Count a model that was loaded, or could not be."""
-        ok, failed = (self._loads.labels(model, outcome) for outcome in ("ok", "failed"))  # both, for a rise from 0
-        (ok if well else failed).observe(seconds)
+    def record_load(self, model: str, seconds: float, *, succeeded: bool) -> None:
+        """Count a model that was loaded, or failed to load."""
+        # Both labels are created, so that the first failure is an increase from 0.
+        ok, failed = (self._loads.labels(model, outcome) for outcome in ("ok", "failed"))
+        (ok if succeeded else failed).observe(seconds)
 
-    def written(self, accept: str) -> tuple[str, bytes]:
-        """Return the content type and the text of all metrics, in the form that a header Accept asks for."""
-        encode, kind = choose_encoder(accept)
-        return kind, encode(self.registry)
+    def encode(self, accept: str) -> tuple[str, bytes]:
+        """Return the content type and the text of all metrics, in the format that an Accept header requests."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self.registry)
 
-    def begun(self, engine: int, device: str) -> None:
-        """Begin an engine's count at 0, so that its first restart is a rise."""
-        self._lost.labels(str(engine), device)
+    def add_worker(self, number: int, device: str) -> None:
+        """Start the restarts of a worker at 0, so that the first one is an increase."""
+        self._restarts.labels(str(number), device)
 
-    def lost(self, engine: int, device: str) -> None:
-        """Count an engine that was lost."""
-        self._lost.labels(str(engine), device).inc()
+    def record_restart(self, number: int, device: str) -> None:
+        """Count a worker that was lost."""
+        self._restarts.labels(str(number), device).inc()
 
 
-class _Now(Collector):
-    """What is read when it is asked for."""
+class _StateCollector(Collector):
+    """Collector of the metrics that are read from the server's state at each request of Prometheus."""
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric."""
-        now = self._state()
-        yield _gauge("camserve_ready", "Whether the server answers: 1 where its health is SERVING.", now.ready)
-        yield _gauge("camserve_calls_in_flight", "Calls under way; a stream is one.", now.in_flight)
-        yield _gauge("camserve_queue_rows", "Rows accepted and not yet answered.", now.queue_rows)
-        yield _gauge("camserve_queue_limit_rows", "Rows that are accepted at most.", now.queue_limit)
-        rows = CounterMetricFamily("camserve_rows", "Rows that engines ran.", labels=("outcome",))
-        rows.add_metric(("answered",), now.answered)
-        rows.add_metric(("failed",), now.failed)
+        state = self._state()
+        yield GaugeMetricFamily("camserve_ready", "1 if the server's health is SERVING, else 0.", state.ready)
+        yield GaugeMetricFamily("camserve_calls_in_flight", "Calls in progress; a stream is one.", state.in_flight)
+        yield GaugeMetricFamily("camserve_queue_rows", "Rows accepted and not yet answered.", state.queue_rows)
+        yield GaugeMetricFamily("camserve_queue_limit_rows", "Maximum of camserve_queue_rows.", state.queue_limit)
+        rows = CounterMetricFamily("camserve_rows", "Rows that workers ran.", labels=("outcome",))
+        rows.add_metric(("answered",), state.answered)
+        rows.add_metric(("failed",), state.failed)
         yield rows
-        yield from _models(now)
-        yield from _engines(now)
+        yield from _model_metrics(state)
+        yield from _worker_metrics(state)
 
 
-def _gauge(name: str, words: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, words, value)
-
-
-def _models(now: State) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("camserve_model_ready", "Whether a model answers.", labels=("model",))
-    versions = GaugeMetricFamily("camserve_model_version", "How often a model was loaded.", labels=("model",))
-    for name, number, well in now.models:
-        ready.add_metric((name,), well)
-        versions.add_metric((name,), number)
+def _model_metrics(state: State) -> Iterator[Metric]:
+    ready = GaugeMetricFamily("camserve_model_ready", "1 if a model can be used, else 0.", labels=("model",))
+    versions = GaugeMetricFamily("camserve_model_version", "Number of times a model was loaded.", labels=("model",))
+    for name, model_version, is_ready in state.models:
+        ready.add_metric((name,), is_ready)
+        versions.add_metric((name,), model_version)
     yield ready
     yield versions
 
 
-def _engines(now: State) -> Iterator[Metric]:
-    up = GaugeMetricFamily("camserve_engine_up", "Whether an engine takes batches.", labels=("engine", "device"))
+def _worker_metrics(state: State) -> Iterator[Metric]:
+    up = GaugeMetricFamily("camserve_engine_up", "1 if a worker accepts batches, else 0.", labels=("engine", "device"))
     memory = GaugeMetricFamily(
         "camserve_engine_memory_bytes",
-        "Memory of an engine: resident and pinned of its process; allocated, reserved and total of its GPU.",
+        "Memory of a worker: resident and pinned of its process; allocated, reserved and total of its GPU.",
         labels=("engine", "device", "kind"),
     )
-    for place, engine in enumerate(now.engines):
-        up.add_metric((str(place), engine.device), engine.up)
-        for kind, size in _sizes(engine):
-            memory.add_metric((str(place), engine.device, kind), size)
+    for number, worker in enumerate(state.engines):
+        up.add_metric((str(number), worker.device), worker.up)
+        for kind, size in _memory_of(worker):
+            memory.add_metric((str(number), worker.device, kind), size)
     yield up
     yield memory
 
 
-def _sizes(engine: Engine) -> Iterator[tuple[str, int]]:
-    if engine.memory is None:
+def _memory_of(worker: Engine) -> Iterator[tuple[str, int]]:
+    """Yield the kinds of a worker's memory, and their bytes."""
+    if worker.memory is None:
         return
-    yield "resident", engine.memory.resident
-    if engine.memory.total:
-        yield "allocated", engine.memory.allocated
-        yield "reserved", engine.memory.reserved
-        yield "total", engine.memory.total
-        yield "pinned", engine.memory.pinned
+    yield "resident", worker.memory.resident
+    if worker.memory.total:
+        yield "allocated", worker.memory.allocated
+        yield "reserved", worker.memory.reserved
+        yield "total", worker.memory.total
+        yield "pinned", worker.memory.pinned

@@ -1,10 +1,10 @@
-"""Tells metrics and traces of each request, batch, model and engine; which of the two there are, is settled once."""
+"""Telemetry sink: passes each request, batch, model and worker on to the metrics and the traces that are enabled."""
 
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from camserve_server.telemetry.record import Ran, RequestTrace, State
+from camserve_server.telemetry.values import Ran, RequestTrace, State
 
 if TYPE_CHECKING:
     from camserve_server.telemetry.prometheus import PrometheusMetrics
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """What a server tells.
+    """The metrics and the traces of a server.
 
     Args:
-        meters: what Prometheus is told, or None.
-        traces: what OpenTelemetry is told, or None.
+        prometheus_metrics: metrics for Prometheus, or None.
+        traces: traces for OpenTelemetry, or None.
     """
 
     def __init__(self, prometheus_metrics: "PrometheusMetrics | None", traces: "Traces | None") -> None:
@@ -32,10 +32,10 @@ class Telemetry:
         """Begin to record a request.
 
         Args:
-            record: of it, empty.
-            name: that its span has.
-            metadata: of the call, where a caller may say which trace it is part of.
-            parent: the record of the stream that the request is part of.
+            record: empty record of the request.
+            name: name of its span.
+            metadata: metadata of the call, which may name the caller's trace.
+            parent: record of the stream that the request is part of.
         """
         if self.traces:
             self.traces.begin(record, name, metadata or {}, parent)
@@ -45,54 +45,54 @@ class Telemetry:
         """Count a request, and end its span."""
         ended = time.monotonic()
         if self.prometheus_metrics:
-            self.prometheus_metrics.answered(record, code, ended - record.began)
+            self.prometheus_metrics.record_request(record, code, ended - record.began)
         if self.traces:
             self.traces.end(record, code, ended)
 
     def ran(self, batch: Ran) -> None:
-        """Hear of a batch."""
-        span = self.traces.ran(batch) if self.traces else None
+        """Record a batch."""
+        span = self.traces.record_batch(batch) if self.traces else None
         for record in batch.records:
             record.stage("compute", batch.began, batch.ended, span)
         if self.prometheus_metrics:
-            self.prometheus_metrics.ran(batch)
+            self.prometheus_metrics.record_batch(batch)
 
     def loaded(self, model: str, seconds: float, *, well: bool) -> None:
-        """Hear that a model was loaded, or could not be."""
+        """Record a model that was loaded, or failed to load."""
         if self.prometheus_metrics:
-            self.prometheus_metrics.loaded(model, seconds, well=well)
+            self.prometheus_metrics.record_load(model, seconds, succeeded=well)
 
     def begun(self, engine: int, device: str) -> None:
-        """Hear that there is an engine."""
+        """Record the start of a worker."""
         if self.prometheus_metrics:
-            self.prometheus_metrics.begun(engine, device)
+            self.prometheus_metrics.add_worker(engine, device)
 
     def lost(self, engine: int, device: str) -> None:
-        """Hear that an engine's process ended, and another is started in its place."""
+        """Record that a worker's process ended, and another one is started in its place."""
         if self.prometheus_metrics:
-            self.prometheus_metrics.lost(engine, device)
+            self.prometheus_metrics.record_restart(engine, device)
 
 
 def telemetry(state: Callable[[], State], *, metrics: bool, traces: bool) -> Telemetry | None:
-    """Return what a server tells, or None if it tells nothing; what that needs is imported only then.
+    """Return the telemetry of a server, or None if all of it is disabled.
 
     Args:
-        state: what is read when Prometheus asks.
-        metrics: whether Prometheus is told.
-        traces: whether OpenTelemetry is.
+        state: function that returns the server's state; called when Prometheus requests the metrics.
+        metrics: True to enable metrics.
+        traces: True to enable traces.
 
     Raises:
-        ConfigError: what traces need is not installed, or their settings make no sense.
+        ConfigError: OpenTelemetry is not installed, or its settings are invalid.
     """
     if not (metrics or traces):
         return None
     prometheus_metrics, spans = None, None
     if metrics:
-        from camserve_server.telemetry.prometheus import PrometheusMetrics  # noqa: PLC0415 -- as above
+        from camserve_server.telemetry.prometheus import PrometheusMetrics  # noqa: PLC0415 -- only if enabled
 
         prometheus_metrics = PrometheusMetrics(state)
     if traces:
-        from camserve_server.telemetry.traces import opened  # noqa: PLC0415 -- as above
+        from camserve_server.telemetry.traces import open_traces  # noqa: PLC0415 -- only if enabled
 
-        spans = opened()
+        spans = open_traces()
     return Telemetry(prometheus_metrics, spans)

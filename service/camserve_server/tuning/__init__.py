@@ -1,4 +1,4 @@
-"""Measure this machine, and choose how a server computes on it.
+"""Measure this machine, and choose settings for a server on it.
 
 It may import `app` and the rooms below.
 """
@@ -12,47 +12,48 @@ from camserve_server.app import server
 from camserve_server.core import devices, hardware
 from camserve_server.tuning import bench
 from camserve_server.tuning.choice import choose
-from camserve_server.tuning.report import HEADINGS, Tuned, check_writable, toml, write
-from camserve_server.tuning.survey import surveyed
+from camserve_server.tuning.report import HEADINGS, TuningResult, check_writable, toml, write
+from camserve_server.tuning.survey import measure
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What an operator allows.
+class Constraints:
+    """Limits that an operator sets.
 
     Attributes:
-        seconds: that measuring may take.
-        latency: seconds that a batch may take.
-        any_precision: whether a faster precision may be chosen in place of the one that a model is in.
+        seconds: time limit of the measurements.
+        max_batch_seconds: time limit of a batch.
+        any_precision: True to allow a faster precision than the model's own.
     """
 
     seconds: float = 60.0
-    latency: float = 1.0
+    max_batch_seconds: float = 1.0
     any_precision: bool = False
 
 
-def tune(models: Sequence[str], device: str, wishes: Wishes) -> Tuned:
-    """Measure models on this machine and choose threads, batches and, if allowed, precisions.
+def tune(models: Sequence[str], device: str, constraints: Constraints) -> TuningResult:
+    """Measure models on this machine and choose threads, the batch size and, if allowed, precisions.
 
     Args:
-        models: as they are named on a command line.
-        device: as in the settings.
-        wishes: what is allowed.
+        models: models in the format of the command line.
+        device: device in the format of the setting.
+        constraints: limits of the operator.
 
     Raises:
-        ConfigError: a model cannot be loaded, the device is none, or there is too little time.
+        ConfigError: a model cannot be loaded, the device is invalid, or there is too little time.
     """
-    specs, cores = server.named(models), hardware.cores()
-    usual = {name: spec.precision for name, spec in specs.items()}
-    with bench.threads_kept():
+    specs, cores = server.specs_by_name(models), hardware.cores()
+    precisions = {name: spec.precision for name, spec in specs.items()}
+    with bench.restore_threads():
         torch.set_num_threads(cores)
-        place = devices.devices_named(device)[0]  # one engine is measured; another is its equal
-        ready = bench.prepare(specs, place)
-        threads = tuple(dict.fromkeys((cores, max(1, cores // 2), 1))) if place == "cpu" else (cores,)
-        likeness = ready.likenesses()
-        found = surveyed(ready.lines(threads, usual), ready.run, wishes.seconds, wishes.latency)
-    choice = choose(found, usual, wishes.latency, any_precision=wishes.any_precision)
-    return Tuned(found, choice, likeness, dict(zip(specs, models, strict=True)))
+        name = devices.devices_named(device)[0]  # only the first worker is measured; the others are its equals
+        prepared = bench.prepare(specs, name)
+        threads = tuple(dict.fromkeys((cores, max(1, cores // 2), 1))) if name == "cpu" else (cores,)
+        similarities = prepared.similarities()
+        variants = prepared.variants(threads, precisions)
+        survey = measure(variants, prepared.run, constraints.seconds, constraints.max_batch_seconds)
+    choice = choose(survey, precisions, constraints.max_batch_seconds, any_precision=constraints.any_precision)
+    return TuningResult(survey, choice, similarities, dict(zip(specs, models, strict=True)))
 
 
-__all__ = ["HEADINGS", "Tuned", "Wishes", "check_writable", "toml", "tune", "write"]
+__all__ = ["HEADINGS", "Constraints", "TuningResult", "check_writable", "toml", "tune", "write"]

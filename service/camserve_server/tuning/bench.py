@@ -1,4 +1,4 @@
-"""What is measured: Grad-CAM at the default layer, of images that are made here, by models in several precisions."""
+"""Benchmark for tuning: Grad-CAM at the default layer, on synthetic images, with models in several precisions."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,74 +18,74 @@ from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import Pass
 from camserve_server.targets import anything
-from camserve_server.tuning.survey import BATCHES, Line
+from camserve_server.tuning.survey import BATCHES, Variant
 
-LIKENESS_IMAGES = 6
+SIMILARITY_IMAGES = 6
 GRADCAM = MethodCall("gradcam")
 
 
 def precisions(device: str) -> tuple[Precision, ...]:
-    """Return the precisions that a device multiplies in by instructions of its own, float32 first."""
+    """Return float32 and the other precisions that a device supports natively."""
     return ("float32", *device_of(device).precisions())
 
 
 def images(size: tuple[int, int], count: int) -> list[Pixels]:
-    """Make images [height, width, 3]: soft patches of colour, always the same."""
-    chance = np.random.default_rng(0)
-    coarse = chance.integers(0, 256, (count, 8, 8, 3), np.uint8)
-    return [cv2.resize(one, size[::-1], interpolation=cv2.INTER_CUBIC).astype(np.uint8, copy=False) for one in coarse]
+    """Return synthetic images [height, width, 3]: soft patches of colour, the same ones at every call."""
+    random = np.random.default_rng(0)
+    coarse = random.integers(0, 256, (count, 8, 8, 3), np.uint8)
+    return [cv2.resize(grid, size[::-1], interpolation=cv2.INTER_CUBIC).astype(np.uint8, copy=False) for grid in coarse]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Models, each in several precisions, ready to be measured.
+    """Models that are loaded in several precisions, ready to measure.
 
     Attributes:
-        models: by name and precision.
-        pictures: for a model of each name, as many as the largest batch has.
+        models: models by name and precision.
+        images: images for each model by name, enough for the largest batch.
     """
 
     models: Mapping[str, Mapping[str, LoadedModel]]
-    pictures: Mapping[str, list[Pixels]]
+    images: Mapping[str, list[Pixels]]
 
-    def lines(self, threads: tuple[int, ...], usual: Mapping[str, str]) -> list[Line]:
-        """Return all that can be measured, what models are in anyway first."""
-        every = [
-            Line(name, precision, number)
+    def variants(self, threads: tuple[int, ...], precisions: Mapping[str, str]) -> list[Variant]:
+        """Return all variants to measure, those with the models' own precisions first."""
+        variants = [
+            Variant(name, precision, number)
             for number in threads
-            for name, kinds in self.models.items()
-            for precision in kinds
+            for name, by_precision in self.models.items()
+            for precision in by_precision
         ]
-        return sorted(every, key=lambda line: line.precision != usual[line.model])
+        return sorted(variants, key=lambda variant: variant.precision != precisions[variant.model])
 
-    def run(self, line: Line, batch: int) -> list[RowResult]:
-        """Explain a batch, in so many threads of torch."""
-        if torch.get_num_threads() != line.threads:
-            torch.set_num_threads(line.threads)
-        info = self.models[line.model][line.precision].info
-        rows = [Row(image, anything(info), (GRADCAM,)) for image in self.pictures[line.model][:batch]]
-        return self._explained(line.model, line.precision, rows)
+    def run(self, variant: Variant, batch: int) -> list[RowResult]:
+        """Explain a batch, with the variant's number of torch threads."""
+        if torch.get_num_threads() != variant.threads:
+            torch.set_num_threads(variant.threads)
+        info = self.models[variant.model][variant.precision].info
+        rows = [Row(image, anything(info), (GRADCAM,)) for image in self.images[variant.model][:batch]]
+        return self._explain(variant.model, variant.precision, rows)
 
-    def likenesses(self) -> dict[tuple[str, str], float | None]:
-        """Compare the maps of every model in every precision but float32 with those in float32."""
-        pairs = [(name, precision) for name, kinds in self.models.items() for precision in kinds]
-        return {pair: self.likeness(*pair) for pair in pairs if pair[1] != "float32"}
+    def similarities(self) -> dict[tuple[str, str], float | None]:
+        """Compare the maps of every model in every other precision with those in float32."""
+        pairs = [(name, precision) for name, by_precision in self.models.items() for precision in by_precision]
+        return {pair: self.similarity(*pair) for pair in pairs if pair[1] != "float32"}
 
-    def likeness(self, name: str, precision: str) -> float | None:
-        """Compare a model's maps with those that it gives in float32, for the same targets.
+    def similarity(self, name: str, precision: str) -> float | None:
+        """Compare the maps of a model with those in float32, for the same targets.
 
         Returns:
-            The least cosine among a few images; None where every map is zero.
+            The lowest cosine similarity on a few images; None if every map is zero.
         """
         info = self.models[name]["float32"].info
         cosines = []
-        for image in self.pictures[name][:LIKENESS_IMAGES]:
-            (exact,) = self._explained(name, "float32", [Row(image, anything(info), (GRADCAM,))])
-            (other,) = self._explained(name, precision, [Row(image, exact.target, (GRADCAM,))])
+        for image in self.images[name][:SIMILARITY_IMAGES]:
+            (exact,) = self._explain(name, "float32", [Row(image, anything(info), (GRADCAM,))])
+            (other,) = self._explain(name, precision, [Row(image, exact.target, (GRADCAM,))])
             cosines.append(_cosine(exact.maps[0][0], other.maps[0][0]))
         return min((value for value in cosines if value is not None), default=None)
 
-    def _explained(self, name: str, precision: str, rows: list[Row]) -> list[RowResult]:
+    def _explain(self, name: str, precision: str, rows: list[Row]) -> list[RowResult]:
         info = self.models[name][precision].info
         pass_ = Pass(name, "cam", info.preprocess.size, (info.default_layer,))
         try:
@@ -97,26 +97,26 @@ class Bench:
 
 
 def prepare(specs: Mapping[str, ModelSpec], device: str) -> Bench:
-    """Load models, each in its own precision, in float32, and in what else the device is made for.
+    """Load each model in its own precision, in float32, and in the other precisions that the device supports natively.
 
     Raises:
         ConfigError: a model cannot be loaded.
     """
     models: dict[str, dict[str, LoadedModel]] = {
         name: {
-            # Without a compiler, which would take longer than all the measuring.
+            # Without compilation, which would take longer than the measurements.
             precision: load(replace(spec, precision=precision, compile=False), device)
             for precision in dict.fromkeys((*precisions(device), spec.precision))
         }
         for name, spec in specs.items()
     }
-    sizes = {name: kinds["float32"].info.preprocess.size for name, kinds in models.items()}
+    sizes = {name: by_precision["float32"].info.preprocess.size for name, by_precision in models.items()}
     return Bench(models, {name: images(size, max(BATCHES)) for name, size in sizes.items()})
 
 
 @contextmanager
-def threads_kept() -> Iterator[None]:
-    """Give torch back the number of threads that it had, at the end of the block."""
+def restore_threads() -> Iterator[None]:
+    """Restore torch's number of threads at the end of the block."""
     before = torch.get_num_threads()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Say what was measured and chosen: as a table, in words, and as settings."""
+"""Report the measurements and the choice as a table, as text and as settings."""
 
 import json
 import math
@@ -11,95 +11,106 @@ from camserve_server.core import config
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import parse
 from camserve_server.tuning.choice import Choice
-from camserve_server.tuning.survey import Cell, Line, Survey
+from camserve_server.tuning.survey import Measurement, Survey, Variant
 
-HEADINGS = ("model", "precision", "threads", "batch", "ms a batch", "images/s", "× float32", "map cosine", "")
+HEADINGS = ("model", "precision", "threads", "batch", "ms/batch", "images/s", "× float32", "map cosine", "")
 
-Likeness = Mapping[tuple[str, str], float | None]
-"""Of a model's name and precision: the least cosine of its maps to those in float32."""
+Similarities = Mapping[tuple[str, str], float | None]
+"""Lowest cosine similarity of a model's maps to those in float32, by the model's name and precision."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
-    """What was measured and chosen.
+class TuningResult:
+    """Measurements and the settings chosen from them.
 
     Attributes:
         survey: the measurements.
-        choice: from them.
-        likeness: of the precisions.
-        models: as they were named, by name.
+        choice: the chosen settings.
+        similarities: similarity of each precision's maps to those in float32.
+        models: models by name, in the format of the command line.
     """
 
     survey: Survey
     choice: Choice
-    likeness: Likeness
+    similarities: Similarities
     models: Mapping[str, str]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Describe what was measured, one batch a row; in the order of model, precision, threads and batch."""
-        at = {(cell.line, cell.batch): cell for cell in self.survey.cells}
-        cells = sorted(at.values(), key=lambda cell: _place(cell.line))
-        return [self._row(cell, at) for cell in cells]
+        """Return the table of the measurements, sorted by model, precision, threads and batch size."""
+        by_key = {(measurement.variant, measurement.batch): measurement for measurement in self.survey.measurements}
+        ordered = sorted(by_key.values(), key=lambda measurement: _sort_key(measurement.variant))
+        return [self._row(measurement, by_key) for measurement in ordered]
 
-    def _row(self, cell: Cell, at: Mapping[tuple[Line, int], Cell]) -> tuple[str, ...]:
-        line = cell.line
-        exact = at.get((Line(line.model, "float32", line.threads), cell.batch))
-        same = self.likeness.get((line.model, line.precision))
+    def _row(self, measurement: Measurement, by_key: Mapping[tuple[Variant, int], Measurement]) -> tuple[str, ...]:
+        variant, rate = measurement.variant, measurement.rate
+        exact = by_key.get((Variant(variant.model, "float32", variant.threads), measurement.batch))
+        similarity = self.similarities.get((variant.model, variant.precision))
+        chosen = self.choice.measurements[variant.model] == measurement
         return (
-            *(line.model, line.precision, str(line.threads), str(cell.batch)),
-            *(_number(1e3 * cell.seconds) if math.isfinite(cell.seconds) else "no memory", _number(cell.rate)),
-            f"{cell.rate / exact.rate:.2f}" if exact and exact.rate else "",
-            "" if same is None else _least(same),
-            "chosen" if self.choice.cells[line.model] == cell else "",
+            *(variant.model, variant.precision, str(variant.threads), str(measurement.batch)),
+            _number(1e3 * measurement.seconds) if math.isfinite(measurement.seconds) else "no memory",
+            _number(rate),
+            f"{rate / exact.rate:.2f}" if exact and exact.rate else "",
+            "" if similarity is None else _rounded_down(similarity),
+            "chosen" if chosen else "",
         )
 
-    def words(self) -> list[str]:
-        """Say what was chosen and why, what another precision would bring, and what was left out."""
-        lines = [self.choice.reason, *map(self._precision, self.models)]
-        if left := self.survey.left_out:
-            lines.append(f"Not measured, for want of time: {', '.join(_left(*one) for one in left)}")
+    def summary(self) -> list[str]:
+        """Explain the choice, the speed of other precisions, and the variants that were not measured."""
+        lines = [self.choice.reason, *map(self._precision_line, self.models)]
+        if left_out := self.survey.left_out:
+            variants = ", ".join(_describe(variant, batch) for variant, batch in left_out)
+            lines.append(f"Not measured, for lack of time: {variants}")
         return [f"{line}." for line in lines]
 
-    def _precision(self, name: str) -> str:
-        chosen = self.choice.cells[name]
-        others = [cell for cell in self.survey.cells if cell.batch == chosen.batch and self._other(cell, chosen)]
-        if chosen.line.precision != "float32":
-            exact = next((cell for cell in others if cell.line.precision == "float32"), None)
-            faster = f", {chosen.rate / exact.rate:.1f} times as fast as float32" if exact else ""
-            return f"{name}: {chosen.line.precision}{faster}{self._alike(chosen.line)}"
-        told = (
-            f"{cell.line.precision} would be {cell.rate / chosen.rate:.1f} times as fast{self._alike(cell.line)}"
-            for cell in others
+    def _precision_line(self, name: str) -> str:
+        chosen = self.choice.measurements[name]
+        others = [
+            measurement
+            for measurement in self.survey.measurements
+            if measurement.batch == chosen.batch and _differ_in_precision(measurement.variant, chosen.variant)
+        ]
+        if chosen.variant.precision != "float32":
+            exact = next((other for other in others if other.variant.precision == "float32"), None)
+            speed = f", {chosen.rate / exact.rate:.1f} times as fast as float32" if exact else ""
+            return f"{name}: {chosen.variant.precision}{speed}{self._similarity(chosen.variant)}"
+        alternatives = (
+            f"{other.variant.precision} would be {other.rate / chosen.rate:.1f} times as fast"
+            f"{self._similarity(other.variant)}"
+            for other in others
         )
-        return "; ".join((f"{name}: float32, exact", *told))
+        return "; ".join((f"{name}: float32, exact", *alternatives))
 
-    @staticmethod
-    def _other(cell: Cell, chosen: Cell) -> bool:
-        """Whether a cell differs from the chosen one in nothing but its precision."""
-        mine, its = chosen.line, cell.line
-        return (mine.model, mine.threads) == (its.model, its.threads) and mine.precision != its.precision
-
-    def _alike(self, line: Line) -> str:
-        same = self.likeness.get((line.model, line.precision))
-        return "" if same is None else f" (its maps and float32's: cosine {_least(same)} or more)"
+    def _similarity(self, variant: Variant) -> str:
+        similarity = self.similarities.get((variant.model, variant.precision))
+        if similarity is None:
+            return ""
+        return f" (cosine similarity of its maps to float32: at least {_rounded_down(similarity)})"
 
     def settings(self) -> dict[str, object]:
-        """Return the settings that say what was chosen."""
-        cells = self.choice.cells
-        models = [_respelled(text, cells[name].line.precision) for name, text in self.models.items()]
+        """Return the chosen settings."""
+        measurements = self.choice.measurements
+        models = [_with_precision(text, measurements[name].variant.precision) for name, text in self.models.items()]
         return {"models": models, "threads": self.choice.threads, "max_batch_rows": self.choice.batch}
 
 
-def _place(line: Line) -> tuple[str, bool, str, int]:
-    return line.model, line.precision != "float32", line.precision, -line.threads
+def _sort_key(variant: Variant) -> tuple[str, bool, str, int]:
+    return variant.model, variant.precision != "float32", variant.precision, -variant.threads
 
 
-def _left(line: Line, batch: int) -> str:
-    return f"{line.model} in {line.precision} by {line.threads} from {batch} a batch on"
+def _describe(variant: Variant, batch: int) -> str:
+    threads = "1 thread" if variant.threads == 1 else f"{variant.threads} threads"
+    return f"{variant.model} in {variant.precision} with {threads} from batch size {batch} on"
 
 
-def _least(cosine: float) -> str:
-    """Write a cosine in four digits, rounded down: 1 is said only of what is the same."""
+def _differ_in_precision(variant: Variant, other: Variant) -> bool:
+    """Return True if two variants differ in their precision only."""
+    same = (variant.model, variant.threads) == (other.model, other.threads)
+    return same and variant.precision != other.precision
+
+
+def _rounded_down(cosine: float) -> str:
+    """Format a cosine with four digits, rounded down: only identical maps have 1."""
     return f"{math.floor(1e4 * cosine) / 1e4:.4f}"
 
 
@@ -107,45 +118,45 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 -- three digits
 
 
-def _respelled(text: str, precision: str) -> str:
-    """Name a model as before, but in a precision."""
+def _with_precision(text: str, precision: str) -> str:
+    """Return a model in the format of the command line, with another precision."""
     if parse(text).precision == precision:
         return text
-    named, _, options = text.partition("?")
+    model, _, options = text.partition("?")
     kept = [option for option in options.split("&") if option and not option.startswith("precision=")]
-    return f"{named}?{'&'.join((*kept, f'precision={precision}'))}"
+    return f"{model}?{'&'.join((*kept, f'precision={precision}'))}"
 
 
 def toml(settings: Mapping[str, object]) -> str:
-    """Write settings as TOML: JSON's strings, numbers and lists are TOML's too."""
+    """Return settings as TOML. Strings, numbers and lists in JSON are valid TOML."""
     return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings.items())
 
 
 def check_writable(path: Path, *, force: bool) -> None:
-    """See before a minute of measuring whether its result can be written.
+    """Check that a settings file can be written, before a minute of measurements.
 
     Raises:
-        ConfigError: it cannot, or a file is there.
+        ConfigError: it cannot be written, or it exists.
     """
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: it is a folder")
     if path.exists() and not force:
-        raise ConfigError(f"{path} is there: --force keeps its other settings and replaces those that are tuned")
+        raise ConfigError(f"{path} exists: --force replaces the tuned settings in it and keeps the others")
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"cannot write {path}: permission denied")
 
 
-def write(path: Path, tuned: Mapping[str, object], why: Sequence[str]) -> None:
-    """Write settings into a file that `serve --config` reads; what else stands in it stays, but for comments.
+def write(path: Path, tuned: Mapping[str, object], summary: Sequence[str]) -> None:
+    """Write settings to a file for `serve --config`. Other settings in the file are kept; its comments are lost.
 
     Raises:
-        ConfigError: it cannot be written, or what stands in it is wrong.
+        ConfigError: the file cannot be written, or its settings are invalid.
     """
     settings = (config.read(path) if path.exists() else {}) | dict(tuned)
     config.load(flags=settings, environment={})
-    comments = "".join(f"# {line}\n" for line in ("Tuned by `camserve-server tune`.", *why))
+    comments = "".join(f"# {line}\n" for line in ("Tuned by `camserve-server tune`.", *summary))
     try:
         path.write_text(comments + toml(settings), encoding="utf-8")
     except OSError as error:

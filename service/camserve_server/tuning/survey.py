@@ -1,4 +1,4 @@
-"""Measure in growing batches, in turn, for as long as it pays and time is left."""
+"""Measure batches of growing size, in turn, as long as it pays and time is left."""
 
 import math
 import statistics
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from camserve_server.core.errors import OutOfMemory
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-ROUNDS = 3  # that count, after one that warms up
-GAIN = 1.05  # times as many images a second: what a larger batch must bring
+ROUNDS = 3  # timed rounds, after one that warms up
+MIN_GAIN = 1.05  # factor in images per second that a larger batch must reach to be worth it
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What is measured in growing batches.
+class Variant:
+    """A way to run a model, measured in growing batches.
 
     Attributes:
-        model: its name.
-        precision: that it runs in.
-        threads: that it is computed by.
+        model: name of the model.
+        precision: its precision.
+        threads: number of threads.
     """
 
     model: str
@@ -29,93 +29,115 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """What was measured of one batch.
+class Measurement:
+    """The time of one batch size.
 
     Attributes:
-        line: of which.
-        batch: images in it.
-        seconds: that it takes, the median; infinite where the device has no memory for it.
+        variant: the measured variant.
+        batch: number of images in the batch.
+        seconds: median time of the batch; infinite if the device has no memory for it.
     """
 
-    line: Line
+    variant: Variant
     batch: int
     seconds: float
 
     @property
     def rate(self) -> float:
-        """Images a second."""
+        """Images per second."""
         return self.batch / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was measured, smaller batches first, and what there was no time for."""
+    """Results of a series of measurements.
 
-    cells: tuple[Cell, ...]
-    left_out: tuple[tuple[Line, int], ...]
+    Attributes:
+        measurements: the measurements, small batches first.
+        left_out: variants and batch sizes that there was no time for.
+    """
+
+    measurements: tuple[Measurement, ...]
+    left_out: tuple[tuple[Variant, int], ...]
 
 
-Run = Callable[[Line, int], object]
-"""Runs a batch of so many images."""
+Run = Callable[[Variant, int], object]
+"""Runs a batch with a number of images."""
 
 
-def surveyed(
-    lines: Sequence[Line], run: Run, seconds: float, latency: float, clock: Callable[[], float] = time.perf_counter
+def measure(
+    variants: Sequence[Variant],
+    run: Run,
+    seconds: float,
+    max_batch_seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Survey:
-    """Measure every line, all in turn at each size of batch, so that a noisy machine is noisy for all of them.
+    """Measure all variants, in turn at each batch size, so that noise on the machine affects all of them.
 
-    A line's batches stop growing when the last one took too long or brought too little.
+    The batches of a variant stop growing when the last one took too long or gained too little.
 
     Args:
-        lines: those that matter most first.
-        run: what is timed.
-        seconds: that it may take; what would not end by then is left out. The first batch of a line is always begun.
-        latency: seconds that a batch may take.
-        clock: tells the time.
+        variants: the variants, the most important ones first.
+        run: function to time.
+        seconds: time limit. Batches that would exceed it are left out; the first batch of a variant is always started.
+        max_batch_seconds: time limit of a batch.
+        clock: clock in seconds.
     """
-    late, growing = clock() + seconds, list(lines)
-    last: dict[Line, Cell] = {}
-    cells: list[Cell] = []
-    left_out: list[tuple[Line, int]] = []
+    deadline, growing = clock() + seconds, list(variants)
+    previous: dict[Variant, Measurement] = {}
+    measurements: list[Measurement] = []
+    left_out: list[tuple[Variant, int]] = []
     for batch in BATCHES:
-        affordable = list(_affordable(growing, last, late - clock()))
-        times = _timed(affordable, batch, run, late, clock)
-        now = {line: Cell(line, batch, statistics.median(took)) for line, took in times.items() if took}
-        left_out += [(line, batch) for line in growing if line not in now]
-        cells += now.values()
-        growing = [line for line, cell in now.items() if _grows(cell, last.get(line), latency)]
-        last |= now
-    return Survey(tuple(cells), tuple(left_out))
+        affordable = list(_affordable(growing, previous, deadline - clock()))
+        times = _time_batches(affordable, batch, run, deadline, clock)
+        current = {
+            variant: Measurement(variant, batch, statistics.median(durations))
+            for variant, durations in times.items()
+            if durations
+        }
+        left_out += [(variant, batch) for variant in growing if variant not in current]
+        measurements += current.values()
+        growing = [
+            variant
+            for variant, measurement in current.items()
+            if _should_grow(measurement, previous.get(variant), max_batch_seconds)
+        ]
+        previous |= current
+    return Survey(tuple(measurements), tuple(left_out))
 
 
-def _affordable(lines: Iterable[Line], last: Mapping[Line, Cell], left: float) -> Iterator[Line]:
-    """Yield the lines whose next batch there is time for: it takes twice as long as the last one, at most."""
-    for line in lines:
-        cost = 2 * last[line].seconds * (ROUNDS + 1) if line in last else 0
-        if cost <= left:
-            left -= cost
-            yield line
+def _affordable(
+    variants: Iterable[Variant], previous: Mapping[Variant, Measurement], seconds_left: float
+) -> Iterator[Variant]:
+    """Yield the variants whose next batch fits into the time left: it takes at most twice as long as the last one."""
+    for variant in variants:
+        cost = 2 * previous[variant].seconds * (ROUNDS + 1) if variant in previous else 0
+        if cost <= seconds_left:
+            seconds_left -= cost
+            yield variant
 
 
-def _timed(
-    lines: Sequence[Line], batch: int, run: Run, late: float, clock: Callable[[], float]
-) -> dict[Line, list[float]]:
-    times: dict[Line, list[float]] = {line: [] for line in lines}
+def _time_batches(
+    variants: Sequence[Variant], batch: int, run: Run, deadline: float, clock: Callable[[], float]
+) -> dict[Variant, list[float]]:
+    """Return the durations of a batch of each variant."""
+    times: dict[Variant, list[float]] = {variant: [] for variant in variants}
     for turn in range(ROUNDS + 1):
-        for line, took in times.items():
-            if clock() >= late or math.inf in took:
+        for variant, durations in times.items():
+            if clock() >= deadline or math.inf in durations:
                 continue
             began = clock()
             try:
-                run(line, batch)
+                run(variant, batch)
             except OutOfMemory:
-                took[:] = [math.inf]
+                durations[:] = [math.inf]
                 continue
             if turn:
-                took.append(clock() - began)
+                durations.append(clock() - began)
     return times
 
 
-def _grows(cell: Cell, before: Cell | None, latency: float) -> bool:
-    return cell.seconds <= latency and (before is None or cell.rate > GAIN * before.rate)
+def _should_grow(measurement: Measurement, previous: Measurement | None, max_batch_seconds: float) -> bool:
+    if measurement.seconds > max_batch_seconds:
+        return False
+    return previous is None or measurement.rate > MIN_GAIN * previous.rate

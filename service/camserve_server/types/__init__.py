@@ -1,4 +1,7 @@
-"""Deprecated, and removed in the next release: import `Edit` and `View` from `camserve_server.methods`."""
+"""Deprecated aliases of `Edit` and `View`: import them from `camserve_server.methods`.
+
+This module is removed in the next release.
+"""
 
 import warnings
 from typing import Any
@@ -9,7 +12,7 @@ _MOVED = ("Edit", "View")
 
 
 def __getattr__(name: str) -> Any:
-    """Return a value from its new place, with a warning."""
+    """Return a class from its new module, with a deprecation warning."""
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"import {name} from camserve_server.methods", DeprecationWarning, stacklevel=2)

@@ -43,7 +43,7 @@ class _Child:
         self._worked = 0.0  # when the last request ended; 0 once its memory was given back
         self._measured: InProcessWorker | None = None
         self._device = "cpu"
-        self._heap = process.Heap(process.MOST_KEPT + process.PIECES)
+        self._heap = process.Heap(process.WORKER_FREE_MEMORY + process.HEAP_GROWTH)
 
     def work(self) -> None:
         """Work until the server is gone."""
@@ -98,7 +98,7 @@ class _Child:
         size = len(message)
         del message
         if ask.what == "load":
-            self._heap.rest()
+            self._heap.trim()
         elif size > LARGE:
             process.give_back()
         else:
@@ -109,9 +109,9 @@ class _Child:
     def _beat(self) -> None:
         while True:
             self._send(packed(Heartbeat(self._ready, self._measured.memory() if self._measured else None)))
-            if self._worked and not self._under_way and time.monotonic() - self._worked > process.IDLE:
+            if self._worked and not self._under_way and time.monotonic() - self._worked > process.IDLE_TIMEOUT:
                 self._worked = 0.0
-                self._heap.rest()
+                self._heap.trim()
             time.sleep(HEARTBEAT_INTERVAL)
 
     def _send(self, message: bytes) -> None:
