@@ -14,7 +14,7 @@ from camserve_server.engine.inputs import viewed
 from camserve_server.engine.values import Row
 from camserve_server.jobs import LayerMaps, RawMap
 from camserve_server.jobs.cost import AUGMENTED
-from camserve_server.jobs.fuse import JOINT, fused, pyramid
+from camserve_server.jobs.fuse import JOINT, fuse_layers, pyramid
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.cams import sess, windows
 from camserve_server.methods.values import MethodCall
@@ -77,7 +77,7 @@ def test_a_layer_that_says_the_same_everywhere_changes_no_product_if_it_speaks_f
         LayerMaps(name, [RawMap(np.array(heatmap, np.float32))])
         for name, heatmap in (("told", [[1.0, 5.0]]), ("flat", [[value, value]]))
     ]
-    np.testing.assert_array_equal(fused(layers, "product").maps[0].heatmap, expected)
+    np.testing.assert_array_equal(fuse_layers(layers, "product").maps[0].heatmap, expected)
 
 
 def test_refinecam_is_the_product_of_grad_cams_of_the_layers_named(resnet, stages):

@@ -14,7 +14,7 @@ from camserve_server import engine, jobs
 from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Box
-from camserve_server.jobs.runs import run_method
+from camserve_server.jobs.run_methods import run_method
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Cam, cams, method_of
 from camserve_server.metrics import METRICS

@@ -16,7 +16,7 @@ from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.scheduling import admission
-from camserve_server.serving import explain
+from camserve_server.serving import memory
 from robustness import hygiene, nets
 from support import serving
 
@@ -79,11 +79,16 @@ def of_a_request():
         ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
-        ("bytes of its pictures", mib(explain.PICTURES), "", pictures),
-        ("memory to decode and draw in, of all", mib(explain.DRAWING_LIMIT), "", "the others wait"),
-        ("memory of replies that are not sent yet, of all", mib(explain.REPLIES), "", "the others are not drawn yet"),
-        ("of these, of one caller", mib(explain.CALLERS_REPLIES), "", "the others are not drawn yet"),
-        ("decoded photos held, of all", mib(explain.PHOTO_BUDGET), "", "the others are decoded again"),
+        ("bytes of its pictures", mib(memory.MAX_PICTURES), "", pictures),
+        ("memory to decode and draw in, of all", mib(memory.DRAWING_LIMIT), "", "the others wait"),
+        (
+            "memory of replies that are not sent yet, of all",
+            mib(memory.REPLY_LIMIT),
+            "",
+            "the others are not drawn yet",
+        ),
+        ("of these, of one caller", mib(memory.CALLER_REPLY_LIMIT), "", "the others are not drawn yet"),
+        ("decoded photos held, of all", mib(memory.PHOTO_BUDGET), "", "the others are decoded again"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
         ("parameters of one of these", f"{limits.parameters}", "", f"{INVALID}, its `parameters`"),
@@ -137,8 +142,8 @@ def test_security_md_states_the_memory_limits_of_the_code():
     queue = SETTINGS.max_queue_rows * scheduling.PLACE
     bounds = (
         f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
-        f"decoded photos {mib(explain.PHOTO_BUDGET)}; "
-        f"what is being decoded and drawn {mib(explain.DRAWING_LIMIT)}; replies {mib(explain.REPLIES)}; "
+        f"decoded photos {mib(memory.PHOTO_BUDGET)}; "
+        f"what is being decoded and drawn {mib(memory.DRAWING_LIMIT)}; replies {mib(memory.REPLY_LIMIT)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
     receiving = f"at most {deserialization.RECEIVED} calls and {deserialization.RECEIVED} streams receive a message"
