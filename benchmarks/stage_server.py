@@ -32,7 +32,7 @@ STAGES = {
     "read": "api.codec.read_order",
     "respond": "api.codec.explain_response",
     "engine": "engine.Engine.run",
-    "inputs": "engine.cam.inputs_of",
+    "inputs": "engine.cam.make_inputs",
     "forward": "engine.cam.forward",
     "maps": "engine.cam._results",
 }

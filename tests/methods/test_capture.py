@@ -284,7 +284,7 @@ def test_a_model_that_overwrites_the_captured_output_through_an_alias_is_refused
     model = plant(lambda: Toy(middle, layer))
     row = Row(noise(0, 16), ClassTarget(1), (call("hirescam"),))
     # What is behind "conv" may be found out when the model is loaded: its own tensor is the one that was overwritten.
-    words = 'overwrites what layer "layer" returns|layer "conv" cannot be explained'
+    words = 'overwrites the output of layer "layer"|layer "conv" cannot be explained'
     with pytest.raises(FailedPrecondition, match=words):
         run(model, [row], watched)
 

@@ -224,7 +224,7 @@ def test_a_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant
     used, unused = result.readings
 
     assert used.gradient.norm > 0
-    assert unused.gradient == inspection.NOTHING
+    assert unused.gradient == inspection.ALL_ZERO
     assert unused.activation.norm > 0
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from camserve_server.core.arrays import Input
-from camserve_server.engine import normalise, viewed
+from camserve_server.engine import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import View
 from camserve_server.jobs.row_runner import RowRunner
@@ -52,7 +52,7 @@ class ExplanationRun:
         """The model's input, normalised and with the views, [3,H,W]."""
         image = normalise(torch.from_numpy(self.image)[None], self.job.model.preprocess)[0]
         for view in self.views:
-            image = viewed(image, view)
+            image = apply_view(image, view)
         return image
 
     def row(self, target: FixedTarget, calls: tuple[MethodCall, ...] = (), copy: int | None = None) -> Row:
