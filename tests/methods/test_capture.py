@@ -149,7 +149,7 @@ def elementwise(zoo, oracle, name):
     return {"terms": terms, "hirescam": terms.sum(0), "layercam": (gradient.clamp(min=0) * activation).sum(0)}
 
 
-def test_layers_watched_together_capture_what_each_captures_alone_and_leave_the_model_as_it_was(zoo):
+def test_layers_captured_together_equal_each_alone_and_leave_the_model_unchanged(zoo):
     together = backward(zoo.model, zoo.image, zoo.layers)
     assert set(together) == set(zoo.layers)
     assert max(error_ratios(zoo, together))[0] <= 1
@@ -165,7 +165,7 @@ def test_planted_fault_in_a_capture_is_detected(zoo, fault):
 
 
 def untouched(model):
-    """Whether a model is what it was when it was loaded."""
+    """Return True if a model is the same as when it was loaded."""
     parameters, modules = list(model.module.parameters()), list(model.module.modules())
     return (
         hook_count(model.module) == 0

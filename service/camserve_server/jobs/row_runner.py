@@ -71,7 +71,7 @@ class RowRunner:
         self._slots = _Slots(chunk)
 
     async def run(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-        """Run rows; call `collect` with the index and the result of each row as soon as it is there."""
+        """Run rows; call `collect` with the index and the result of each row as soon as it is available."""
         for start in range(0, len(rows), self._chunk):
             await self._run_chunk(pass_, rows[start : start + self._chunk], partial(_collect_from, start, collect))
 

@@ -146,11 +146,11 @@ class Pipeline:
         """Decode the photo of an admitted request, compute its explanations, draw them, and make the reply.
 
         Args:
-            request: the request.
+            request: the photo, and the pictures to draw.
             compute: computes the explanations.
-            encode: see `explain`, as for the other two.
-            deadline: likewise.
-            unsent: likewise.
+            encode: makes the reply from the result.
+            deadline: time on the event loop's clock after which no row of the request starts.
+            unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
         """
         clock, trace = asyncio.get_running_loop().time, self.origin.record
         times = _Times(clock, began=clock())
@@ -180,6 +180,8 @@ class Pipeline:
         times: "_Times",
         unsent: ExitStack,
     ) -> T:
+        """Draw the explanations and make the reply, as soon as there is memory for both."""
+
         def make_reply(explanations: list[jobs.Explanation]) -> T:
             timing = times.timing()
             prediction = ModelPrediction(request.job.model, result.logits, photo.seen)
