@@ -27,7 +27,7 @@ Collect: TypeAlias = Callable[[int, RowResult], None]
 
 
 class Submit(Protocol):
-    """Runs rows in batches with those of other requests; calls `collect` with each result as soon as it is available."""
+    """Runs rows in batches with those of other requests; passes each result to `collect` when it is available."""
 
     def __call__(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> Awaitable[None]:
         """Return when every result is collected."""
