@@ -59,7 +59,7 @@ def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
 
 
 def _cams(count: int) -> list[MethodCall]:
-    return [jobs.part(name) for name in CAMS[:count]]
+    return [jobs.default_call(name) for name in CAMS[:count]]
 
 
 def _more(scale: Scale, model: models.LoadedModel) -> dict[str, Run]:
@@ -69,13 +69,13 @@ def _more(scale: Scale, model: models.LoadedModel) -> dict[str, Run]:
         **{f"{count} CAM methods": asking(model, _cams(count)) for count in range(2, len(CAMS) + 1)},
         "10 targets by 5 CAM methods": asking(model, _cams(5), 10),
         **{f"{count} layers": asking(model, _cams(1), layers=layers[:count]) for count in range(2, len(layers) + 1)},
-        "saliency": asking(model, [jobs.part("saliency")]),
+        "saliency": asking(model, [jobs.default_call("saliency")]),
         **{f"smoothgrad of {count}": asking(model, [_smoothgrad(count)]) for count in scale.smoothgrad},
     }
 
 
 def _smoothgrad(count: int) -> MethodCall:
-    call = jobs.part("smoothgrad")
+    call = jobs.default_call("smoothgrad")
     return MethodCall(call.name, {**call.parameters, "samples": count})
 
 

@@ -16,7 +16,7 @@ from benchmarks.results import Part, Table
 from benchmarks.timing import Run
 from camserve_server.core.arrays import Map, Pixels
 from camserve_server.core.limits import Limits
-from camserve_server.engine.inputs import uploaded
+from camserve_server.engine.inputs import upload
 from camserve_server.imaging import images, render
 from camserve_server.imaging.values import Preprocess, Rendering
 
@@ -67,7 +67,7 @@ def _steps(scale: Scale) -> Mapping[str, Mapping[str, Run]]:
         "fit to the model's input": {"cpu": lambda: [images.fit(one, wanted) for one in decoded]},
         "draw and encode": {"cpu": partial(_drawn, decoded, heat, wanted)},
         "upload, as float32 from pageable memory": {"cpu": partial(_pageable, small, scale)},
-        "upload, as the engine does": {"cpu": lambda: uploaded(small, torch.device(scale.device))},
+        "upload, as the engine does": {"cpu": lambda: upload(small, torch.device(scale.device))},
     }
     if not scale.gpu:
         return steps

@@ -77,7 +77,7 @@ def cost(name: str) -> str:
     method, rows = METHODS[name], describe_method(name).rows
     if isinstance(method, Perturbation) and method.layered:
         return f"{rows} for a layer of 512 channels"
-    if jobs.is_clean(jobs.part(name)):
+    if jobs.is_clean(jobs.default_call(name)):
         return "1, shared with all others that say so"
     return f"{rows:,}"
 

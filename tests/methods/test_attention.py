@@ -21,7 +21,7 @@ from torchvision import models as zoo
 
 from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
-from camserve_server.engine.attention import _Explicit
+from camserve_server.engine.attention import _AttentionCapture
 from camserve_server.engine.values import Row
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Attention
@@ -273,7 +273,7 @@ def test_half_precision_gives_almost_the_maps_of_full(load):
 
 @contextmanager
 def watched():
-    with torch.enable_grad(), _Explicit() as seen:
+    with torch.enable_grad(), _AttentionCapture() as seen:
         yield seen
 
 
@@ -372,7 +372,7 @@ BUILT = {
     ),
     "xcit": (
         lambda: timm.create_model("xcit_nano_12_p16_224", num_classes=5),
-        "xcit's attention is between 32 things that are no patches of a known grid",
+        "xcit's attention is between 32 items that are not the patches of a known grid",
     ),
     "parallel": (
         lambda: VisionTransformer(**SHAPE, block_fn=timm.models.vision_transformer.ParallelThingsBlock),
@@ -412,7 +412,7 @@ class Loose(VisionTransformer):
 def test_legrad_refuses_blocks_that_are_no_modules_and_rollouts_do_not(plant):
     model = plant(lambda: vivid(Loose(**SHAPE)), size=SIZE)
 
-    assert "hand their tokens to one another as they are" in refusal(model, "legrad")
+    assert "pass their tokens on unchanged" in refusal(model, "legrad")
     for method in ROLLING:
         assert answer(model, method, noise(4, SIZE))[0].shape == (4, 4)
 
@@ -435,7 +435,7 @@ class Pair(VisionTransformer):
 def test_legrad_refuses_a_head_that_takes_no_other_tokens(plant):
     model = plant(lambda: vivid(Pair(**SHAPE)), size=SIZE)
 
-    assert "cannot be given other tokens" in refusal(model, "legrad")
+    assert "does not accept other tokens" in refusal(model, "legrad")
 
 
 def test_every_attention_method_says_what_it_needs():

@@ -149,7 +149,7 @@ def elementwise(zoo, oracle, name):
     return {"terms": terms, "hirescam": terms.sum(0), "layercam": (gradient.clamp(min=0) * activation).sum(0)}
 
 
-def test_layers_watched_together_capture_what_each_captures_alone_and_leave_the_model_as_it_was(zoo):
+def test_layers_captured_together_equal_each_alone_and_leave_the_model_unchanged(zoo):
     together = backward(zoo.model, zoo.image, zoo.layers)
     assert set(together) == set(zoo.layers)
     assert max(error_ratios(zoo, together))[0] <= 1
@@ -165,7 +165,7 @@ def test_planted_fault_in_a_capture_is_detected(zoo, fault):
 
 
 def untouched(model):
-    """Whether a model is what it was when it was loaded."""
+    """Return True if a model is the same as when it was loaded."""
     parameters, modules = list(model.module.parameters()), list(model.module.modules())
     return (
         hook_count(model.module) == 0
@@ -284,7 +284,7 @@ def test_a_model_that_overwrites_the_captured_output_through_an_alias_is_refused
     model = plant(lambda: Toy(middle, layer))
     row = Row(noise(0, 16), ClassTarget(1), (call("hirescam"),))
     # What is behind "conv" may be found out when the model is loaded: its own tensor is the one that was overwritten.
-    words = 'overwrites what layer "layer" returns|layer "conv" cannot be explained'
+    words = 'overwrites the output of layer "layer"|layer "conv" cannot be explained'
     with pytest.raises(FailedPrecondition, match=words):
         run(model, [row], watched)
 

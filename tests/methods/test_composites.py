@@ -10,11 +10,11 @@ from torch.nn import functional
 from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine import bias
-from camserve_server.engine.inputs import viewed
+from camserve_server.engine.inputs import apply_view
 from camserve_server.engine.values import Row
 from camserve_server.jobs import LayerMaps, RawMap
 from camserve_server.jobs.cost import AUGMENTED
-from camserve_server.jobs.fuse import JOINT, fused, pyramid
+from camserve_server.jobs.fuse import JOINT, fuse_layers, pyramid
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.cams import sess, windows
 from camserve_server.methods.values import MethodCall
@@ -72,12 +72,12 @@ def test_layers_are_fused_target_by_target(resnet):
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3.0, [[0.0, 1.0]]), (0.0, [[0.0, 0.0]]), (-1.0, [[0.0, 0.0]])])
-def test_a_layer_that_says_the_same_everywhere_changes_no_product_if_it_speaks_for_the_target(value, expected):
+def test_constant_layer_changes_no_product_if_it_supports_the_target(value, expected):
     layers = [
         LayerMaps(name, [RawMap(np.array(heatmap, np.float32))])
         for name, heatmap in (("told", [[1.0, 5.0]]), ("flat", [[value, value]]))
     ]
-    np.testing.assert_array_equal(fused(layers, "product").maps[0].heatmap, expected)
+    np.testing.assert_array_equal(fuse_layers(layers, "product").maps[0].heatmap, expected)
 
 
 def test_refinecam_is_the_product_of_grad_cams_of_the_layers_named(resnet, stages):
@@ -170,7 +170,7 @@ def test_a_window_is_what_is_cut_out_of_the_enlarged_image():
         height, width = view.enlarged(20, 28)
         large = functional.interpolate(image[None], (height, width), mode="bilinear", align_corners=False)[0]
         expected = large[:, view.top : view.top + 20, view.left : view.left + 28]
-        assert torch.equal(viewed(image, view), expected)
+        assert torch.equal(apply_view(image, view), expected)
 
 
 def test_windows_cost_one_row_each_and_a_target_costs_them_again(resnet):
@@ -219,9 +219,9 @@ def test_the_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
     """Completeness, equation 3: of a network of ReLUs and linear layers. In float64, for the terms cancel."""
     model = exact(biased)
     pictures = inputs(model, noise(0, 64), noise(1, 64)).requires_grad_()
-    said, biases = bias.seen(model, pictures)
+    said, biases = bias.run_with_biases(model, pictures)
     scores = said.values[:, 7]
-    terms = bias.contributions(scores, pictures, biases)
+    terms = bias.score_terms(scores, pictures, biases)
     total = sum(one.sum((1, 2, 3)) for one in terms) + model.module.fc.bias[7]
     assert len(biases) == sum(isinstance(one, nn.BatchNorm2d) for one in model.module.modules())
     assert gap(total.detach(), scores.detach()) <= 1e-6
@@ -230,9 +230,9 @@ def test_the_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
 def test_without_a_batch_normalisations_mean_they_would_not(biased):
     """A planted fault: the parameter called bias is not all that a batch normalisation adds."""
     pictures = inputs(biased, noise(0, 64)).requires_grad_()
-    said, biases = bias.seen(biased, pictures)
+    said, biases = bias.run_with_biases(biased, pictures)
     layers = [one for one in biased.module.modules() if isinstance(one, nn.BatchNorm2d)]
-    terms = bias.contributions(said.values[:, 7], pictures, biases)
+    terms = bias.score_terms(said.values[:, 7], pictures, biases)
     named = [t * (b.bias / one.value)[:, None, None] for t, one, b in zip(terms[1:], biases, layers, strict=False)]
     total = terms[0].sum() + sum(one.sum() for one in named) + biased.module.fc.bias[7]
     assert gap(total.detach(), said.values[0, 7].detach()) > 0.05
@@ -259,9 +259,9 @@ def test_fullgrad_answers_every_row_of_a_batch_as_if_it_were_alone(biased):
 
 
 def counted(model, size=16):
-    """How many biases are found, and the shapes of their sums."""
+    """Return the shape of the sum with each bias that is found."""
     pictures = inputs(model, noise(0, size)).requires_grad_()
-    return [tuple(one.output.shape[1:]) for one in bias.seen(model, pictures)[1]]
+    return [tuple(one.output.shape[1:]) for one in bias.run_with_biases(model, pictures)[1]]
 
 
 class Adds(nn.Module):

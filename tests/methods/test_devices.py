@@ -12,7 +12,7 @@ from camserve_server import models
 from camserve_server.core.devices import fetched
 from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine import Engine, cam, normalise
-from camserve_server.engine.inputs import uploaded
+from camserve_server.engine.inputs import upload
 from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models.values import Pass
@@ -133,7 +133,7 @@ def test_second_derivatives_leave_the_attention_of_other_threads_as_it_is(monkey
 def test_arrays_arrive_on_the_device_as_they_were(device, dtype):
     arrays = [noise(seed, 8).astype(dtype) for seed in range(3)]
     arrays[1].flags.writeable = False  # as a decoded photo may be
-    found = uploaded(arrays, torch.device(device))
+    found = upload(arrays, torch.device(device))
 
     assert str(found.device) == device
     assert (found.cpu().numpy() == np.stack(arrays)).all()
@@ -152,9 +152,9 @@ def waits_are_errors():
 @pytest.mark.parametrize("device", [GPU])
 def test_a_gpu_is_given_a_batch_without_a_wait(device):
     preprocess = models.load(models.parse(RESNET)).info.preprocess
-    normalise(uploaded([noise(0, 64)], torch.device(device)), preprocess)
+    normalise(upload([noise(0, 64)], torch.device(device)), preprocess)
     with waits_are_errors():
-        normalise(uploaded([noise(0, 64), noise(1, 64)], torch.device(device)), preprocess)
+        normalise(upload([noise(0, 64), noise(1, 64)], torch.device(device)), preprocess)
     with waits_are_errors(), pytest.raises(RuntimeError):
         torch.ones(1, device=device).item()
 

@@ -47,7 +47,7 @@ def oracle(model, image, index):
 
 
 def described(tensor):
-    """What Statistics promises, in numpy and float64."""
+    """Compute Statistics with numpy, in float64."""
     values = tensor.detach().numpy().astype(np.float64).ravel()
     finite = values[np.isfinite(values)]
     return {
@@ -175,7 +175,7 @@ class Chain(nn.Module):
 
 @pytest.fixture
 def living(monkeypatch):
-    """How much of what was measured before still lives, at each measuring."""
+    """Count, at each measurement, the tensors measured before that are still alive."""
     seen, counts, plain = [], [], inspection.measure
 
     def measure(values):
@@ -224,7 +224,7 @@ def test_a_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant
     used, unused = result.readings
 
     assert used.gradient.norm > 0
-    assert unused.gradient == inspection.NOTHING
+    assert unused.gradient == inspection.ALL_ZERO
     assert unused.activation.norm > 0
 
 

@@ -1,4 +1,4 @@
-"""Jobs: what a request costs, in which order it is answered, what is shared, and whether a map can be read."""
+"""Jobs: number and order of rows and explanations, shared passes, verdicts, and memory of an evaluation."""
 
 import asyncio
 import math
@@ -14,7 +14,7 @@ from camserve_server import engine, jobs
 from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Box
-from camserve_server.jobs.runs import run_method
+from camserve_server.jobs.run_methods import run_method
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Cam, cams, method_of
 from camserve_server.metrics import METRICS
@@ -53,7 +53,7 @@ def test_layers_cost_no_rows(resnet):
     assert job(resnet, ["gradcam"], THREE, ["layer3", "layer4"]).rows == 3
 
 
-def test_findings_come_method_by_method_then_layer_by_layer_then_target_by_target(resnet):
+def test_explanations_are_ordered_by_method_then_layer_then_target(resnet):
     calls = ["layercam", call("smoothgrad", samples=2), "gradcam", "saliency"]
     asked = job(resnet, calls, THREE, ["layer4", "layer2"])
     outcome = explain(resnet, IMAGE, asked)
@@ -63,7 +63,7 @@ def test_findings_come_method_by_method_then_layer_by_layer_then_target_by_targe
     assert [(one.call, one.layer, one.target) for one in outcome.explanations] == expected
 
 
-def test_every_finding_is_what_it_would_be_alone(smooth):
+def test_explanations_computed_together_equal_each_computed_alone(smooth):
     calls = ["layercam", call("smoothgrad", samples=2), "gradcam", "saliency"]
     together = explain(smooth, noise(0, 16), job(smooth, calls, THREE_OF_FIVE, ["layer", "conv"]), chunk=4)
     in_float64 = exact(smooth)
@@ -75,7 +75,7 @@ def test_every_finding_is_what_it_would_be_alone(smooth):
         assert one.verdict is finding.verdict
 
 
-def test_the_score_is_that_of_the_image_as_it_is(resnet):
+def test_score_is_that_of_the_unchanged_image(resnet):
     outcome = explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=2, noise=0.9)], THREE))
     logits = outcome.logits
     expected = [logits.max(), logits[5], logits[1] - logits[2]]
@@ -83,7 +83,7 @@ def test_the_score_is_that_of_the_image_as_it_is(resnet):
 
 
 class Scaled(Cam):
-    """A kind of method that somebody else derived."""
+    """A kind of method derived by a plugin."""
 
 
 def test_method_of_a_derived_kind_runs_as_its_base_kind(resnet, monkeypatch):
@@ -103,13 +103,13 @@ def test_method_of_another_kind_than_its_pass_is_refused():
         method_of(Cam, "saliency")
 
 
-def test_a_method_asked_for_twice_is_answered_twice(resnet):
+def test_method_requested_twice_returns_two_maps(resnet):
     first, second = explain(resnet, IMAGE, job(resnet, ["gradcam", "gradcam"], THREE[:1])).explanations
     np.testing.assert_array_equal(first.heatmap, second.heatmap)
 
 
 def counted(model, monkeypatch):
-    """Count images that go forward, and backward passes."""
+    """Count the images of forward passes, and the passes."""
     counts = {"images": 0, "forwards": 0, "backwards": 0}
     backward = torch.autograd.backward
 
@@ -166,7 +166,7 @@ def test_copies_with_different_noise_do_not_share_a_forward_pass(resnet, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("heatmap", "dead", "verdict"),
+    ("heatmap", "zero_gradient", "verdict"),
     [
         ([[1.0, -2.0]], False, Verdict.OK),
         ([[1e-30, 0.0]], False, Verdict.OK),
@@ -180,11 +180,11 @@ def test_copies_with_different_noise_do_not_share_a_forward_pass(resnet, monkeyp
         ([[np.nan, 0.0]], True, Verdict.NON_FINITE),
     ],
 )
-def test_a_planted_map_gets_its_verdict(heatmap, dead, verdict):
-    assert jobs.judge(np.array(heatmap, np.float32), zero_gradient=dead) is verdict
+def test_planted_map_gets_its_verdict(heatmap, zero_gradient, verdict):
+    assert jobs.judge(np.array(heatmap, np.float32), zero_gradient=zero_gradient) is verdict
 
 
-class Only(nn.Module):
+class UniformHead(nn.Module):
     """A head that gives every class the same weight on every channel."""
 
     def __init__(self, weight):
@@ -195,12 +195,12 @@ class Only(nn.Module):
         return self.weight * pooled.sum(1, keepdim=True).expand(-1, 5)
 
 
-class Judged(Toy):
+class PlantedMaps(Toy):
     """A model whose maps can be planted."""
 
     def __init__(self):
         super().__init__()
-        self.head = Only(1.0)
+        self.head = UniformHead(1.0)
 
     def forward(self, image):
         return self.head(self.layer(self.conv(image).abs()).mean((2, 3)))
@@ -217,7 +217,7 @@ class Judged(Toy):
     ],
 )
 def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight, verdict):
-    model = plain(plant(Judged))
+    model = plain(plant(PlantedMaps))
     model.module.head.weight = weight
     for method in ("gradcam", "hirescam"):
         (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)], ["layer"])).explanations
@@ -229,21 +229,21 @@ def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight,
 )
 @pytest.mark.parametrize("method", ["saliency", "smoothgrad"])
 def test_the_verdict_of_a_saliency_map_says_what_is_wrong_with_it(plant, method, weight, verdict):
-    model = plant(Judged)
+    model = plant(PlantedMaps)
     model.module.head.weight = weight
     (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)])).explanations
     assert finding.verdict is verdict
 
 
 def test_a_map_with_the_same_value_everywhere_is_called_flat(plant):
-    model = plant(Judged)
+    model = plant(PlantedMaps)
     nn.init.zeros_(model.module.conv.weight)
     (finding,) = explain(model, noise(0, 16), job(model, ["gradcam"], [ClassTarget(1)], ["layer"])).explanations
     assert finding.heatmap.max() > 0
     assert finding.verdict is Verdict.FLAT
 
 
-def test_one_images_dead_gradient_says_nothing_of_its_neighbours(plant):
+def test_zero_gradient_of_one_image_does_not_affect_its_batch_neighbours(plant):
     def dark_is_dead(net, seen):
         return net.layer(seen) * (seen.amax((1, 2, 3), keepdim=True) > 1)
 
@@ -254,8 +254,8 @@ def test_one_images_dead_gradient_says_nothing_of_its_neighbours(plant):
     assert [one.zero_gradient for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
 
 
-def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(resnet, monkeypatch):
-    """What led to it would hold the tensors that fill the memory, while its halves are tried."""
+def test_out_of_memory_error_keeps_no_tensors_alive(resnet, monkeypatch):
+    """torch's error as the context would keep the tensors that fill the memory, while halves of the batch are tried."""
 
     def full(*_args):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -268,8 +268,8 @@ def test_running_out_of_memory_is_an_error_of_ours_that_holds_no_tensors(resnet,
     assert caught.value.__context__ is None
 
 
-class Untold:
-    """Answers rows without a model, and keeps count of those that are under way."""
+class FakeEngine:
+    """Returns results for rows without a model, and counts the rows under way."""
 
     def __init__(self, failing=None):
         self.rows = self.under_way = self.most = 0
@@ -289,7 +289,7 @@ class Untold:
         self.under_way -= len(rows)
 
 
-def evaluated(model, calls, metrics, engine):
+def evaluate(model, calls, metrics, engine):
     """Return an assessment of a job's maps, its readings, and its peak memory in bytes."""
     chosen = tuple(
         jobs.MetricCall(name, {one.name: one.default for one in METRICS[name].parameters} | parameters)
@@ -313,12 +313,12 @@ MASKS = 64 * 64 * 64 * 4
     [
         [("max_sensitivity", {"samples": 32})],  # 32 maps of 64 masks each
         [("deletion", {"steps": 512}), ("insertion", {"steps": 512})],
-        [("deletion", {"steps": steps}) for steps in range(60, 76)],  # 16 metrics of so many masks each
+        [("deletion", {"steps": steps}) for steps in range(60, 76)],  # 16 metrics of 60 to 75 masks each
     ],
 )
 def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
-    engine = Untold()
-    asked, (readings,), peak = evaluated(resnet, [call("rise", samples=64)], metrics, engine)
+    engine = FakeEngine()
+    asked, (readings,), peak = evaluate(resnet, [call("rise", samples=64)], metrics, engine)
 
     assert engine.rows == asked.rows
     assert len(readings) == len(metrics)
@@ -327,30 +327,30 @@ def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
 
 
 def test_maps_that_are_computed_again_are_not_kept(resnet):
-    _, (readings,), peak = evaluated(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], Untold())
+    _, (readings,), peak = evaluate(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], FakeEngine())
 
     assert math.isfinite(readings[0].value)
     assert peak < 100 * IMAGE.size / 3 * 4  # of 128 maps of as many pixels
 
 
 def test_small_repeats_still_share_batches(resnet):
-    engine = Untold()
-    evaluated(resnet, ["gradcam"], [("max_sensitivity", {"samples": 128})], engine)
+    engine = FakeEngine()
+    evaluate(resnet, ["gradcam"], [("max_sensitivity", {"samples": 128})], engine)
 
     assert engine.most == 64
 
 
 def test_failed_repeat_cancels_the_others(resnet):
-    engine = Untold(failing=100)
+    engine = FakeEngine(failing=100)
     with pytest.raises(OutOfMemory):
-        evaluated(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})], engine)
+        evaluate(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})], engine)
 
     assert engine.rows < 200
 
 
 def test_surrogate_makes_its_masks_only_when_they_are_tried(resnet):
     pytest.importorskip("captum")
-    evaluated(resnet, [call("kernel_shap", samples=32)], [], Untold())  # for its imports, which must not count
-    _, _, peak = evaluated(resnet, [call("kernel_shap", samples=2048)], [], Untold())
+    evaluate(resnet, [call("kernel_shap", samples=32)], [], FakeEngine())  # for its imports, which must not count
+    _, _, peak = evaluate(resnet, [call("kernel_shap", samples=2048)], [], FakeEngine())
 
     assert peak < 6 * MASKS

@@ -457,7 +457,7 @@ def test_where_the_score_is_linear_in_a_layer_there_is_no_curvature(colours):
 
 def test_what_cannot_be_differentiated_twice_is_refused_in_words(plant):
     model = plant(lambda: Toy(lambda net, seen: functional.hardsigmoid(net.layer(seen))))
-    with pytest.raises(FailedPrecondition, match=r"cannot be differentiated twice behind this layer: .*hardsig"):
+    with pytest.raises(FailedPrecondition, match=r"cannot be differentiated twice after this layer: .*hardsig"):
         explain(model, noise(1, 16), job(model, ["shapleycam"], [ClassTarget(1)], ["conv"]))
 
 

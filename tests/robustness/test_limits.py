@@ -16,7 +16,7 @@ from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.scheduling import admission
-from camserve_server.serving import explain
+from camserve_server.serving import memory
 from robustness import hygiene, nets
 from support import serving
 
@@ -99,11 +99,11 @@ def of_a_request():
         ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of a picture", f"{LARGEST_SIDE:,}", "", pictures),
-        ("bytes of a reply's pictures", mib(explain.PICTURES), "", pictures),
-        ("memory for decoding and drawing, all requests", mib(explain.DRAWING_LIMIT), "", "the others wait"),
-        ("memory of unsent replies, all callers", mib(explain.REPLIES), "", "other pictures are drawn later"),
-        ("memory of unsent replies, one caller", mib(explain.CALLERS_REPLIES), "", "other pictures are drawn later"),
-        ("memory of decoded photos, all requests", mib(explain.PHOTO_BUDGET), "", "the photo is decoded again later"),
+        ("bytes of a reply's pictures", mib(memory.MAX_PICTURES), "", pictures),
+        ("memory for decoding and drawing, all requests", mib(memory.DRAWING_LIMIT), "", "the others wait"),
+        ("memory of unsent replies, all callers", mib(memory.REPLY_LIMIT), "", "other pictures are drawn later"),
+        ("memory of unsent replies, one caller", mib(memory.CALLER_REPLY_LIMIT), "", "other pictures are drawn later"),
+        ("memory of decoded photos, all requests", mib(memory.PHOTO_BUDGET), "", "the photo is decoded again later"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
         ("parameters of a method or metric", f"{limits.parameters}", "", f"{INVALID}, its `parameters`"),
@@ -172,8 +172,8 @@ def test_security_md_states_the_memory_limits_of_the_code():
     queue = SETTINGS.max_queue_rows * scheduling.PLACE
     bounds = (
         f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
-        f"decoded photos {mib(explain.PHOTO_BUDGET)}; "
-        f"what is being decoded and drawn {mib(explain.DRAWING_LIMIT)}; replies {mib(explain.REPLIES)}; "
+        f"decoded photos {mib(memory.PHOTO_BUDGET)}; "
+        f"what is being decoded and drawn {mib(memory.DRAWING_LIMIT)}; replies {mib(memory.REPLY_LIMIT)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
     receiving = f"at most {deserialization.RECEIVED} calls and {deserialization.RECEIVED} streams receive a message"

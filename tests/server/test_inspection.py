@@ -220,9 +220,9 @@ def test_of_equal_channels_the_first_comes_first_and_what_is_not_finite_last():
     values = np.array([1, np.nan, 3, 3, -5], np.float32)
     ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
 
-    assert [one.index for one in inspection.ranked(ones, values, order("activation", 5))] == [2, 3, 0, 4, 1]
-    assert [one.index for one in inspection.ranked(ones, values, order("gradient", 5))] == [4, 2, 3, 0, 1]
-    assert [one.index for one in inspection.ranked(ones, values, order("gradient", 2))] == [4, 2]
+    assert [one.index for one in inspection.rank_channels(ones, values, order("activation", 5))] == [2, 3, 0, 4, 1]
+    assert [one.index for one in inspection.rank_channels(ones, values, order("gradient", 5))] == [4, 2, 3, 0, 1]
+    assert [one.index for one in inspection.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])

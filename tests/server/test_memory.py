@@ -12,7 +12,7 @@ from PIL import Image
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.imaging import images
 from camserve_server.scheduling import PLACE
-from camserve_server.serving.explain import COPIES
+from camserve_server.serving.memory import REPLY_COPIES
 from robustness.flood_it import NO_WINDOW, Connection
 from support import PHOTOS, serving, wait_until
 
@@ -21,7 +21,7 @@ PHOTO = PHOTOS["rocket"].read_bytes()
 DRAWN = explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_PNG, max_side=400)
 IMAGE = 3 * 128 * 128  # bytes that the model sees
 ROWS = 64
-REPLY = COPIES * 3 * 300 * 200  # bytes of one with a PNG
+REPLY = REPLY_COPIES * 3 * 300 * 200  # bytes of one with a PNG
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limi
 
 
 def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than_there_is(served, stub, monkeypatch):
-    monkeypatch.setattr("camserve_server.serving.explain.DRAWING_LIMIT", 100_000)
+    monkeypatch.setattr("camserve_server.serving.memory.DRAWING_LIMIT", 100_000)
     monkeypatch.setattr(served.pipeline.drawing_limit, "_places", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
@@ -168,24 +168,24 @@ def leave(served, connection):
     connection.socket.shutdown(socket.SHUT_RDWR)
     connection.listener.join()
     connection.socket.close()
-    wait_until(lambda: served.pipeline.replies.taken == 0)
+    wait_until(lambda: served.pipeline.reply_limit.taken == 0)
 
 
 def test_reply_that_its_caller_does_not_read_is_counted_until_the_caller_leaves(served, stub):
     connection = unread(served, 2)
-    wait_until(lambda: served.pipeline.replies.taken == 2 * REPLY)
+    wait_until(lambda: served.pipeline.reply_limit.taken == 2 * REPLY)
 
     assert explaining(stub, rendering=DRAWN)().code() is grpc.StatusCode.OK
-    wait_until(lambda: served.pipeline.replies.taken == 2 * REPLY)
+    wait_until(lambda: served.pipeline.reply_limit.taken == 2 * REPLY)
     leave(served, connection)
 
 
 def test_no_more_is_drawn_for_a_caller_than_it_reads(served, monkeypatch):
-    monkeypatch.setattr(served.pipeline.replies, "_most", 2 * REPLY)
+    monkeypatch.setattr(served.pipeline.reply_limit, "_most", 2 * REPLY)
     connection = unread(served, 4)
-    wait_until(lambda: served.do(served.pipeline.replies._waiting.total) == 2 * REPLY)
+    wait_until(lambda: served.do(served.pipeline.reply_limit._waiting.total) == 2 * REPLY)
 
-    assert served.pipeline.replies.taken == 2 * REPLY
+    assert served.pipeline.reply_limit.taken == 2 * REPLY
     leave(served, connection)
 
 
@@ -210,7 +210,7 @@ def test_what_is_no_picture_takes_nothing_to_decode():
 
 
 def test_pictures_of_too_many_bytes_are_refused(stub, monkeypatch):
-    monkeypatch.setattr("camserve_server.serving.explain.PICTURES", 50_000)
+    monkeypatch.setattr("camserve_server.serving.memory.MAX_PICTURES", 50_000)
     error = explaining(stub, rendering=DRAWN, top_k=2)().exception()
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -32,7 +32,7 @@ from camserve_server.core.errors import ConfigError, ServiceError, WorkerLost
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images, render
 from camserve_server.methods import METHODS, Cam, Parameter
-from camserve_server.serving import explain
+from camserve_server.serving import drawing, explain
 from camserve_server.serving.explain import Pipeline
 from support import StoppedClock, wait_in_loop_until
 
@@ -289,8 +289,8 @@ def explode(*_args, **_options):
 @pytest.mark.parametrize(
     "where",
     [
-        "serving.explain.images.decode",
-        "serving.explain.render.draw",
+        "serving.photos.images.decode",
+        "serving.drawing.render.draw",
         "serving.explain.jobs.explain",
         "api.servicers.explain.codec.read_order",
     ],
@@ -525,12 +525,12 @@ EIGHT = {
 
 @pytest.mark.parametrize(("pixels", "steps"), [(10**6, 1), (2 * 40 * 30, 4), (1, 8)])
 async def test_pictures_are_drawn_in_as_few_steps_as_leave_others_a_turn(pixels, steps, running, monkeypatch):
-    advanced, taken = explain._advanced, []
-    monkeypatch.setattr(explain, "DRAWN_AT_ONCE", pixels)
-    monkeypatch.setattr(explain, "_advanced", lambda drawing: taken.append(drawing) or advanced(drawing))
+    run_step, generators = explain._run_step, []
+    monkeypatch.setattr(drawing, "PIXELS_PER_STEP", pixels)
+    monkeypatch.setattr(explain, "_run_step", lambda steps: generators.append(steps) or run_step(steps))
     response = await running.explain(request(**EIGHT))
 
-    assert [one.__name__ for one in taken].count("_drawn") == steps
+    assert [each.__name__ for each in generators].count("draw_and_reply") == steps
     assert len({one.overlay.data for one in response.explanations}) == 1
     assert len(response.explanations) == 8
 
@@ -543,7 +543,7 @@ async def test_a_caller_who_hangs_up_while_pictures_are_drawn_stops_the_rest(run
         go.wait(20)
         return draw(*args)
 
-    monkeypatch.setattr(explain, "DRAWN_AT_ONCE", 1)
+    monkeypatch.setattr(drawing, "PIXELS_PER_STEP", 1)
     monkeypatch.setattr(render, "draw", slowly)
     call = running.explain(request(**EIGHT))
     await wait_in_loop_until(lambda: drawn)

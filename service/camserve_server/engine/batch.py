@@ -1,4 +1,4 @@
-"""What every pass does: the distinct inputs of a batch, made and run; its rows' scores, differentiated."""
+"""Steps that every kind of pass shares: make the inputs of a batch, run them forward, score the rows, go backward."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from camserve_server import targets
 from camserve_server.core.arrays import Input, Map
 from camserve_server.core.devices import device_of, fetched
-from camserve_server.engine.inputs import edited, normalise, uploaded, viewed
+from camserve_server.engine.inputs import apply_edit, apply_view, normalise, upload
 from camserve_server.engine.values import Reading, Row, RowResult
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel, tasks
@@ -21,81 +21,90 @@ from camserve_server.targets.values import FixedTarget
 
 @dataclass(frozen=True, slots=True)
 class UniqueInputs:
-    """The distinct inputs of a batch, and the rows of each; such an input is a unit here.
+    """The distinct inputs of a batch, and the rows of each.
+
+    Ten targets of one image share its input, so they cost one forward pass, and one backward pass each.
 
     Attributes:
-        rows: for each unit, one row that has its input.
-        of_row: for each row, its unit.
-        turns: the rows of each backward pass: at most one of each unit.
+        rows: for each input, one row that has it.
+        input_of_row: for each row of the batch, the index of its input.
+        backward_rows: for each backward pass, the indices of its rows: at most one row of each input.
     """
 
     rows: list[Row]
-    of_row: list[int]
-    turns: list[list[int]]
+    input_of_row: list[int]
+    backward_rows: list[list[int]]
 
     def index_of(self, rows: Sequence[int], device: torch.device) -> slice | Tensor:
-        """Return the index of some rows' units along the batch axis."""
-        chosen, place = [self.of_row[row] for row in rows], device_of(device)
-        # A slice copies nothing. On a CPU the copy stays: sums over it are rounded as they always were.
-        if chosen == list(range(len(self.rows))) and not place.is_cpu:
-            return slice(len(chosen))
-        return place.tensor(chosen)
+        """Return the index of the inputs of rows along the batch axis.
+
+        Args:
+            rows: indices of rows.
+            device: the device of the tensors to index.
+        """
+        inputs, place = [self.input_of_row[row] for row in rows], device_of(device)
+        # A slice copies nothing. On a CPU the copy stays: without it, sums over the tensor are rounded differently.
+        if inputs == list(range(len(self.rows))) and not place.is_cpu:
+            return slice(len(inputs))
+        return place.tensor(inputs)
 
 
-def units_of(rows: Sequence[Row]) -> UniqueInputs:
-    """Find the distinct inputs of a batch."""
-    units = UniqueInputs([], [], [])
-    known: dict[Hashable, int] = {}
-    asked: list[int] = []
-    for index, row in enumerate(rows):
-        unit = known.setdefault(row.input, len(known))
-        if unit == len(units.rows):
-            units.rows.append(row)
-            asked.append(0)
-        if asked[unit] == len(units.turns):
-            units.turns.append([])
-        units.turns[asked[unit]].append(index)
-        units.of_row.append(unit)
-        asked[unit] += 1
-    return units
+def find_unique_inputs(rows: Sequence[Row]) -> UniqueInputs:
+    """Find the distinct inputs of a batch, and divide its rows among backward passes."""
+    unique = UniqueInputs([], [], [])
+    indices: dict[Hashable, int] = {}
+    rows_of_input: list[int] = []  # the number of rows of each input so far
+    for row_index, row in enumerate(rows):
+        index = indices.setdefault(row.input, len(indices))
+        if index == len(unique.rows):
+            unique.rows.append(row)
+            rows_of_input.append(0)
+        if rows_of_input[index] == len(unique.backward_rows):
+            unique.backward_rows.append([])
+        unique.backward_rows[rows_of_input[index]].append(row_index)
+        unique.input_of_row.append(index)
+        rows_of_input[index] += 1
+    return unique
 
 
-def inputs_of(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
-    """Make the model's input [B,3,H,W] of each row: the image, normalised; its views; the method's copy; edited."""
-    order = torch.channels_last if info.channels_last else torch.contiguous_format
-    plain = _normalised([row.image for row in rows], info)  # channels last, as photos are
-    if all(_is_plain(row) for row in rows):
-        return plain.contiguous(memory_format=order)
-    changed = torch.stack([_changed(image, row) for image, row in zip(plain, rows, strict=True)])
-    # In the memory format of those that are not changed: another one has other kernels, which round in another way.
-    return changed.contiguous(memory_format=order)
+def make_inputs(info: ModelInfo, rows: Sequence[Row]) -> Tensor:
+    """Make the model's input [B,3,H,W] of each row: normalised, with the row's views, method's copy and edit."""
+    memory_format = torch.channels_last if info.channels_last else torch.contiguous_format
+    images = _normalise([row.image for row in rows], info)  # channels last, as photos are
+    if all(_is_unchanged(row) for row in rows):
+        return images.contiguous(memory_format=memory_format)
+    changed = torch.stack([_change(image, row) for image, row in zip(images, rows, strict=True)])
+    # The same memory format as unchanged images: another one has other kernels, which round differently.
+    return changed.contiguous(memory_format=memory_format)
 
 
-def _normalised(images: Sequence[Input], info: ModelInfo) -> Tensor:
+def _normalise(images: Sequence[Input], info: ModelInfo) -> Tensor:
     device = torch.device(info.device)
     if len({image.dtype for image in images}) == 1:
-        return normalise(uploaded(images, device), info.preprocess)
-    return torch.cat([normalise(uploaded([image], device), info.preprocess) for image in images])
+        return normalise(upload(images, device), info.preprocess)
+    return torch.cat([normalise(upload([image], device), info.preprocess) for image in images])
 
 
-def _is_plain(row: Row) -> bool:
+def _is_unchanged(row: Row) -> bool:
     return not row.views and row.edit is None and row.copy is None
 
 
-def _changed(image: Tensor, row: Row) -> Tensor:
+def _change(image: Tensor, row: Row) -> Tensor:
+    """Apply a row's views, its method's copy and its edit to a normalised image."""
     for view in row.views:
-        image = viewed(image, view)
+        image = apply_view(image, view)
     if row.copy is not None:
         call = row.calls[0]
         image = METHODS[call.name].copy(image, row.copy, **call.parameters)
-    return edited(image, row.edit) if row.edit else image
+    return apply_edit(image, row.edit) if row.edit else image
 
 
 def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
-    """Return what the model answers, float32."""
+    """Run a model; return its outputs in float32."""
     info = model.info
     precision: torch.dtype = getattr(torch, info.precision)
-    half = precision != torch.float32 and model.dtype == torch.float32  # else its weights are in that precision
+    # Weights that are already in half precision need no autocast.
+    half = precision != torch.float32 and model.dtype == torch.float32
     autocast = torch.autocast(inputs.device.type, precision if half else torch.bfloat16, enabled=half)
     with embedding_of(model.module, info.embedding) as embeddings, autocast:
         values = tasks.values_of(model.module(inputs.to(model.dtype)), info.task).float()
@@ -104,101 +113,132 @@ def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
-    """One backward pass, with what is still on the device.
+    """One backward pass, with tensors that are still on the device.
 
     Attributes:
-        rows: that it served.
-        units: of these rows.
-        at: the index of these units along the batch axis.
-        targets: of these rows.
-        scores: of these rows [b].
-        summaries: what is told of each row's image.
+        rows: indices of its rows.
+        inputs: for each of its rows, the index of the input.
+        at: index of these inputs along the batch axis.
+        targets: targets of the rows.
+        scores: scores of the rows [b].
+        summaries: tensors from which `RowResult.logits` of each row is read.
     """
 
     rows: list[int]
-    units: list[int]
+    inputs: list[int]
     at: slice | Tensor
     targets: list[FixedTarget]
     scores: Tensor
     summaries: list[Tensor]
 
-    def read(self, tensors: Sequence[Tensor]) -> "tuple[Answers, list[Map]]":
-        """Read its scores and summaries from the device together with other tensors, which is one wait for all."""
-        scores, *found = fetched([self.scores, *self.summaries, *tensors])
+    def fetch(self, tensors: Sequence[Tensor]) -> "tuple[PassResults, list[Map]]":
+        """Copy the scores, the summaries and other tensors to the host together, so that a GPU is waited for once.
+
+        Args:
+            tensors: the other tensors.
+
+        Returns:
+            The results of the pass, and the other tensors as arrays.
+        """
+        scores, *arrays = fetched([self.scores, *self.summaries, *tensors])
         count = len(self.summaries)
-        return Answers(self.rows, self.targets, scores.tolist(), found[:count]), found[count:]
+        return PassResults(self.rows, self.targets, scores.tolist(), arrays[:count]), arrays[count:]
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """What a backward pass found, in the host's memory: of each of its rows the target, the score and the summary."""
+class PassResults:
+    """The results of one backward pass in the host's memory, row by row.
+
+    Attributes:
+        rows: indices of the rows.
+        targets: targets of the rows.
+        scores: scores of the rows.
+        summaries: `RowResult.logits` of the rows.
+    """
 
     rows: list[int]
     targets: list[FixedTarget]
     scores: list[float]
     summaries: list[Map]
 
-    def result(
+    def row_result(
         self,
-        place: int,
+        position: int,
         maps: tuple[tuple[Map, ...], ...],
         zero_gradient: tuple[bool, ...],
         features: tuple[Map, ...] = (),
         readings: tuple[Reading | None, ...] = (),
     ) -> RowResult:
-        """Put together what was found for one of the rows."""
-        return RowResult(
-            self.summaries[place], self.targets[place], self.scores[place], maps, zero_gradient, features, readings
-        )
+        """Return the result of the row at a position in `rows`; the other arguments are as in `RowResult`."""
+        summary, target, score = self.summaries[position], self.targets[position], self.scores[position]
+        return RowResult(summary, target, score, maps, zero_gradient, features, readings)
 
-    def single_maps(self, maps: Sequence[Map], alive: Sequence[float]) -> dict[int, RowResult]:
-        """Return the results of rows with one map each, and no layer; `alive` says whose gradient is not zero."""
-        return {row: self.result(place, ((maps[place],),), (not alive[place],)) for place, row in enumerate(self.rows)}
+    def single_map_results(self, maps: Sequence[Map], nonzero: Sequence[float]) -> dict[int, RowResult]:
+        """Return the results, by row index, of rows with one map each and no layer.
+
+        Args:
+            maps: the maps of the rows.
+            nonzero: for each row, 0 if its gradient is zero everywhere.
+        """
+        return {
+            row: self.row_result(position, ((maps[position],),), (not nonzero[position],))
+            for position, row in enumerate(self.rows)
+        }
 
 
-def joined(turns: Sequence[BackwardPass]) -> BackwardPass:
-    """Put several turns together; each has its own units."""
-    if len(turns) == 1:
-        return turns[0]
+def join_passes(passes: Sequence[BackwardPass]) -> BackwardPass:
+    """Join several backward passes, so that methods run once for the rows of all."""
+    if len(passes) == 1:
+        return passes[0]
     return BackwardPass(
-        [row for turn in turns for row in turn.rows],
-        [unit for turn in turns for unit in turn.units],
-        slice(0),  # its rows are of several passes, each with tensors of its own
-        [target for turn in turns for target in turn.targets],
-        torch.cat([turn.scores for turn in turns]),
-        [one for turn in turns for one in turn.summaries],
+        [row for each in passes for row in each.rows],
+        [index for each in passes for index in each.inputs],
+        slice(0),  # not usable: each pass has tensors of its own
+        [target for each in passes for target in each.targets],
+        torch.cat([each.scores for each in passes]),
+        [summary for each in passes for summary in each.summaries],
     )
 
 
-def scored(outputs: Outputs, units: UniqueInputs, rows: Sequence[Row]) -> Iterator[tuple[BackwardPass, Tensor]]:
-    """Yield the turns of a batch, each with its rows' scores [b] still on the graph.
+def score_passes(outputs: Outputs, unique: UniqueInputs, rows: Sequence[Row]) -> Iterator[tuple[BackwardPass, Tensor]]:
+    """Yield the backward passes of a batch before they run, each with the scores [b] of its rows on the graph.
 
-    Nothing is read from the device but what targets depend on: a GPU goes on to the backward pass at once.
+    Only the values that fix targets are read from the device, so that a GPU goes on to the backward pass without a
+    pause.
     """
-    for indices in units.turns:
-        at = units.index_of(indices, outputs.values.device)
-        mine = outputs[at]
-        fixed, scores = resolve_targets(mine, [rows[index] for index in indices])
-        turn_units = [units.of_row[index] for index in indices]
-        yield BackwardPass(indices, turn_units, at, fixed, scores.detach(), targets.summary(mine)), scores
+    for indices in unique.backward_rows:
+        at = unique.index_of(indices, outputs.values.device)
+        pass_outputs = outputs[at]
+        fixed, scores = resolve_targets(pass_outputs, [rows[index] for index in indices])
+        inputs = [unique.input_of_row[index] for index in indices]
+        yield BackwardPass(indices, inputs, at, fixed, scores.detach(), targets.summary(pass_outputs)), scores
 
 
 def resolve_targets(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
-    """Return each row's target, fixed, and its score [b], of the outputs for the row's input."""
+    """Return each row's fixed target and its score [b].
+
+    Args:
+        outputs: outputs for the input of each row.
+        rows: the rows.
+    """
     fixed = targets.resolve(outputs, [row.target for row in rows])
     size = outputs.info.preprocess.size
-    seen = [targets.seen_in(target, row.views, size) for target, row in zip(fixed, rows, strict=True)]
-    return fixed, targets.scores(outputs, seen)
+    in_view = [targets.seen_in(target, row.views, size) for target, row in zip(fixed, rows, strict=True)]
+    return fixed, targets.scores(outputs, in_view)
 
 
-def differentiated(outputs: Outputs, units: UniqueInputs, rows: Sequence[Row]) -> Iterator[BackwardPass]:
-    """Differentiate every row's score: the sum over rows of different units has each one's own gradient."""
-    for number, (turn, scores) in enumerate(scored(outputs, units, rows), start=1):
-        if scores.requires_grad:  # else no score depends on what is watched, and its gradient is zero
-            torch.autograd.backward(scores.sum(), retain_graph=number < len(units.turns))
-        yield turn
+def run_backward_passes(outputs: Outputs, unique: UniqueInputs, rows: Sequence[Row]) -> Iterator[BackwardPass]:
+    """Differentiate every row's score, and yield each backward pass after it ran.
+
+    The rows of a pass have different inputs, so the gradient of the sum of their scores at one input is that of its
+    own row's score.
+    """
+    for number, (backward, scores) in enumerate(score_passes(outputs, unique, rows), start=1):
+        if scores.requires_grad:  # otherwise no score depends on a captured tensor, and the gradients are zero
+            torch.autograd.backward(scores.sum(), retain_graph=number < len(unique.backward_rows))
+        yield backward
 
 
-def in_order(results: dict[int, RowResult]) -> list[RowResult]:
-    """Return the results of all rows in the rows' order."""
+def in_row_order(results: dict[int, RowResult]) -> list[RowResult]:
+    """Return the results of all rows, which are given by row index, in the order of the rows."""
     return [results[index] for index in range(len(results))]

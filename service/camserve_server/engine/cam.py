@@ -1,4 +1,4 @@
-"""The passes over layers: their feature maps, the score's gradients there, and what the methods make of them."""
+"""Run passes at layers: capture feature maps and the score's gradients there, and compute maps from both."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
     BackwardPass,
-    differentiated,
+    find_unique_inputs,
     forward,
-    in_order,
-    inputs_of,
-    joined,
-    scored,
-    units_of,
+    in_row_order,
+    join_passes,
+    make_inputs,
+    run_backward_passes,
+    score_passes,
 )
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import Cam, method_of
@@ -34,30 +34,36 @@ from camserve_server.models.values import Layout, ModelInfo, Pass
 
 
 @dataclass(frozen=True, slots=True)
-class Grids:
-    """What one layer gave for some rows: activations, gradients and, where asked for, curvature, each [b,C,h,w]."""
+class LayerGrids:
+    """Tensors of one layer for several rows, on the layer's grid, [b,C,h,w] each.
+
+    Attributes:
+        activations: the feature maps.
+        gradients: gradients of the scores at the feature maps.
+        curvature: products of the scores' Hessians and the feature maps, in a pass that differentiates twice.
+    """
 
     activations: Tensor
     gradients: Tensor
     curvature: Tensor | None = None
 
     @property
-    def alive(self) -> Tensor:
-        """Whether each row's gradient is not zero somewhere [b]."""
+    def nonzero(self) -> Tensor:
+        """For each row, True if its gradient is not zero everywhere [b]."""
         return self.gradients.flatten(1).any(1)
 
 
-_Seen: TypeAlias = tuple[BackwardPass, list[Grids]]
-"""One backward pass, and what it showed of each layer."""
+_CapturedPass: TypeAlias = tuple[BackwardPass, list[LayerGrids]]
+"""A backward pass, and the tensors of each layer for its rows."""
 
-TOGETHER = 16
-"""Rows that methods are computed for at once, where there are as many; more would only take memory."""
+MAX_JOINED_ROWS = 16
+"""Number of rows at which the passes gathered so far are computed: more rows would not be faster, but take memory."""
 
-TOGETHER_BYTES = 8 * 2**20
-"""Bytes of activations and gradients at which no more rows are gathered."""
+MAX_JOINED_BYTES = 8 * 2**20
+"""Bytes of activations and gradients at which the passes gathered so far are computed."""
 
-LARGE = 8 * 2**20
-"""Bytes of activations and gradients of a row, after which freed memory goes back to the system on a CPU.
+LARGE_ROW_BYTES = 8 * 2**20
+"""Bytes of activations and gradients of a row from which freed memory is returned to the system, on a CPU.
 
 Blocks of this size, freed between small blocks that stay in use, leave the heap fragmented: 16 targets on four layers
 of 1.6 MB each took 215 MiB, half of it free.
@@ -65,105 +71,118 @@ of 1.6 MB each took 215 MiB, half of it free.
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
-    """Run one batch: one forward pass, and one backward pass a turn."""
-    units = units_of(rows)
+    """Run one batch: one forward pass, then the backward passes."""
+    unique = find_unique_inputs(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), capture_layers(layers) as captures:
-        outputs = forward(model, inputs_of(model.info, units.rows))
-        turns = differentiated(outputs, units, rows)
-        seen = ((turn, [see(model.info, captures, name, turn.at) for name in pass_.layers]) for turn in turns)
-        for some in _together(seen):
-            results |= _results(some, rows)
-            large = _bytes_of(some) >= LARGE * sum(len(turn.rows) for turn, _ in some)
-            some.clear()
+        outputs = forward(model, make_inputs(model.info, unique.rows))
+        captured = (
+            (backward, [grids_of(model.info, captures, name, backward.at) for name in pass_.layers])
+            for backward in run_backward_passes(outputs, unique, rows)
+        )
+        for passes in _gather(captured):
+            results |= _results(passes, rows)
+            large = _bytes_of(passes) >= LARGE_ROW_BYTES * sum(len(backward.rows) for backward, _ in passes)
+            passes.clear()
             if large and device_of(model.info.device).is_cpu:
                 process.give_back()
-    return in_order(results)
+    return in_row_order(results)
 
 
 def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
-    """Run one batch, differentiating twice: for each layer also the Hessian of the score times the activations."""
-    units = units_of(rows)
+    """Run one batch and differentiate twice: also compute the score's Hessian times the activations, at each layer."""
+    unique = find_unique_inputs(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    # Fused attention can be differentiated only once.
+    # torch can differentiate fused attention only once.
     with torch.enable_grad(), PlainAttention(), capture_layers(layers) as captures:
-        outputs = forward(model, inputs_of(model.info, units.rows))
-        for turn, scores in scored(outputs, units, rows):
-            grids = [_see_twice(model.info, captures, name, turn.at, scores) for name in pass_.layers]
-            results |= _results([(turn, grids)], rows)
-    return in_order(results)
+        outputs = forward(model, make_inputs(model.info, unique.rows))
+        for backward, scores in score_passes(outputs, unique, rows):
+            grids = [_curvature_grids(model.info, captures, name, backward.at, scores) for name in pass_.layers]
+            results |= _results([(backward, grids)], rows)
+    return in_row_order(results)
 
 
-def _together(seen: Iterable[_Seen]) -> Iterator[list[_Seen]]:
-    """Gather turns until they have enough rows: a method costs less for many rows at once than for each by itself."""
-    some: list[_Seen] = []
-    for one in seen:
-        some.append(one)
-        if _bytes_of(some) >= TOGETHER_BYTES or sum(len(turn.rows) for turn, _ in some) >= TOGETHER:
-            yield some
-            some = []
-    if some:
-        yield some
+def _gather(captured: Iterable[_CapturedPass]) -> Iterator[list[_CapturedPass]]:
+    """Gather passes until they have enough rows: a method costs less for many rows together than for each alone."""
+    passes: list[_CapturedPass] = []
+    for each in captured:
+        passes.append(each)
+        rows = sum(len(backward.rows) for backward, _ in passes)
+        if _bytes_of(passes) >= MAX_JOINED_BYTES or rows >= MAX_JOINED_ROWS:
+            yield passes
+            passes = []
+    if passes:
+        yield passes
 
 
-def _bytes_of(seen: Sequence[_Seen]) -> int:
-    """Return how many bytes of activations and gradients some backward passes showed."""
-    return sum(2 * grid.activations.nbytes for _, grids in seen for grid in grids)
+def _bytes_of(passes: Sequence[_CapturedPass]) -> int:
+    """Return the bytes of the activations and gradients of passes."""
+    return sum(2 * grids.activations.nbytes for _, layers in passes for grids in layers)
 
 
-def _results(seen: Sequence[_Seen], rows: Sequence[Row]) -> dict[int, RowResult]:
-    turn = joined([turn for turn, _ in seen])
-    grids = [_joined(layer) for layer in zip(*(grids for _, grids in seen), strict=True)]
-    mine = [rows[index] for index in turn.rows]
-    computed = [_weigh(mine, layer, turn.scores) for layer in grids]
-    featured = [place for place, row in enumerate(mine) if row.features]
-    answers, found = turn.read(
+def _results(passes: Sequence[_CapturedPass], rows: Sequence[Row]) -> dict[int, RowResult]:
+    """Compute the maps of all rows of passes; return the results by row index."""
+    joined = join_passes([backward for backward, _ in passes])
+    layers = [_join_grids(parts) for parts in zip(*(grids for _, grids in passes), strict=True)]
+    pass_rows = [rows[index] for index in joined.rows]
+    computed = [_compute_maps(pass_rows, grids, joined.scores) for grids in layers]
+    with_features = [position for position, row in enumerate(pass_rows) if row.features]
+    pass_results, arrays = joined.fetch(
         [
-            *(layer.alive for layer in grids),
-            *(some.values for layer in computed for some in layer),
-            *(layer.activations[place] for place in featured for layer in grids),
+            *(grids.nonzero for grids in layers),
+            *(maps.values for method_maps in computed for maps in method_maps),
+            *(grids.activations[position] for position in with_features for grids in layers),
         ]
     )
-    read = iter(found)
-    alive = [next(read) for _ in grids]
-    maps = [_by_row(mine, layer, read) for layer in computed]
-    features = {place: tuple(next(read) for _ in grids) for place in featured}
+    remaining = iter(arrays)  # in the same order
+    nonzero = [next(remaining) for _ in layers]
+    maps_by_layer = [_maps_by_row(pass_rows, method_maps, remaining) for method_maps in computed]
+    features = {position: tuple(next(remaining) for _ in layers) for position in with_features}
     return {
-        index: answers.result(
-            place,
-            tuple(layer[place] for layer in maps),
-            tuple(not layer[place] for layer in alive),
-            features.get(place, ()),
+        index: pass_results.row_result(
+            position,
+            tuple(maps[position] for maps in maps_by_layer),
+            tuple(not layer[position] for layer in nonzero),
+            features.get(position, ()),
         )
-        for place, index in enumerate(turn.rows)
+        for position, index in enumerate(joined.rows)
     }
 
 
-def _joined(parts: Sequence[Grids]) -> Grids:
+def _join_grids(parts: Sequence[LayerGrids]) -> LayerGrids:
     if len(parts) == 1:
         return parts[0]
-    return Grids(torch.cat([one.activations for one in parts]), torch.cat([one.gradients for one in parts]))
+    activations = torch.cat([grids.activations for grids in parts])
+    return LayerGrids(activations, torch.cat([grids.gradients for grids in parts]))
 
 
-def see(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor) -> Grids:
-    """Return what a layer gave for some units, and forget its gradients."""
-    capture, layout = _captured(info, captures, name)
+def grids_of(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor) -> LayerGrids:
+    """Return the tensors of a layer for some inputs, and clear its gradient for the next backward pass.
+
+    Args:
+        info: the model.
+        captures: captures of the layers, by name.
+        name: name of the layer.
+        at: index of the inputs along the batch axis.
+    """
+    capture, layout = _check_capture(info, captures, name)
     gradient, capture.gradient = capture.gradient, None
     activations = to_grid(capture.activation, layout)[at]
-    return Grids(activations, torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at])
+    gradients = torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at]
+    return LayerGrids(activations, gradients)
 
 
-def _see_twice(
+def _curvature_grids(
     info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor, scores: Tensor
-) -> Grids:
-    """Return what a layer gave for some units, with the Hessian-vector product H·A of each one's score."""
-    capture, layout = _captured(info, captures, name)
+) -> LayerGrids:
+    """Return the tensors of a layer for some inputs, with the product H·A of each score's Hessian and activations."""
+    capture, layout = _check_capture(info, captures, name)
     source = capture.source
     first = _gradient(scores.sum(), source)
     second = _gradient((first * capture.activation).sum(), source)
-    return Grids(
+    return LayerGrids(
         to_grid(capture.activation, layout)[at],
         to_grid(first.detach(), layout)[at],
         to_grid(second.detach(), layout)[at],
@@ -171,67 +190,87 @@ def _see_twice(
 
 
 def _gradient(score: Tensor, source: Tensor) -> Tensor:
-    """Differentiate once, so that it can be done again; zero where the score does not depend on the source.
+    """Return a gradient that can be differentiated again; zero if the score does not depend on the source.
 
     Raises:
-        FailedPrecondition: torch has no second derivative of something behind the source.
+        FailedPrecondition: torch has no second derivative of an operation after the source.
     """
     if not score.requires_grad:
         return torch.zeros_like(source)
     try:
-        found = cast("Tensor | None", torch.autograd.grad(score, source, create_graph=True, allow_unused=True)[0])
+        gradient = cast("Tensor | None", torch.autograd.grad(score, source, create_graph=True, allow_unused=True)[0])
     except RuntimeError as error:
+        # torch has no error class for this: "derivative for aten::... is not implemented".
         if "derivative for" not in str(error):
             raise
-        raise FailedPrecondition(f"the model cannot be differentiated twice behind this layer: {error}") from error
-    return torch.zeros_like(source) if found is None else found
+        raise FailedPrecondition(f"the model cannot be differentiated twice after this layer: {error}") from error
+    return torch.zeros_like(source) if gradient is None else gradient
 
 
-def _captured(info: ModelInfo, captures: Mapping[str, Capture], name: str) -> tuple[Capture, Layout]:
+def _check_capture(info: ModelInfo, captures: Mapping[str, Capture], name: str) -> tuple[Capture, Layout]:
+    """Return a layer's capture and layout.
+
+    Raises:
+        FailedPrecondition: the layer did not run, has no grid, or its output was overwritten.
+    """
     layer, capture = info.layers.get(name), captures.get(name)
     if layer is None or capture is None:
         raise FailedPrecondition(f'layer "{name}" did not run')
     if layer.layout is None:
         raise FailedPrecondition(f'layer "{name}" cannot be explained: {layer.reason}')
     if not capture.intact():
-        raise FailedPrecondition(f'the model overwrites what layer "{name}" returns')
+        raise FailedPrecondition(f'the model overwrites the output of layer "{name}"')
     return capture, layer.layout
 
 
 @dataclass(frozen=True, slots=True)
-class _Maps:
-    """The maps [b,h,w] of one method for those of some rows, by place, that ask for it."""
+class _MethodMaps:
+    """Maps of one method on one layer.
+
+    Attributes:
+        call: the method.
+        positions: positions of the rows that ask for it.
+        values: the maps of these rows [b,h,w].
+    """
 
     call: MethodCall
-    places: list[int]
+    positions: list[int]
     values: Tensor
 
 
-def _weigh(rows: Sequence[Row], grids: Grids, scores: Tensor) -> list[_Maps]:
-    """Compute every row's methods, each method once for all the rows that want it."""
-    wanted: dict[Hashable, tuple[MethodCall, list[int]]] = {}
-    for place, row in enumerate(rows):
+def _compute_maps(rows: Sequence[Row], grids: LayerGrids, scores: Tensor) -> list[_MethodMaps]:
+    """Compute the maps of every row's methods on one layer, each method once for all rows that ask for it."""
+    methods: dict[Hashable, tuple[MethodCall, list[int]]] = {}
+    for position, row in enumerate(rows):
         for call in row.calls:
-            wanted.setdefault(call.key, (call, []))[1].append(place)
-    return [_Maps(call, places, _maps(call, grids, scores, places)) for call, places in wanted.values()]
+            methods.setdefault(call.key, (call, []))[1].append(position)
+    return [
+        _MethodMaps(call, positions, _weigh(call, grids, scores, positions)) for call, positions in methods.values()
+    ]
 
 
-def _by_row(rows: Sequence[Row], computed: Sequence[_Maps], read: Iterator[Map]) -> list[tuple[Map, ...]]:
-    """Return each row's maps in the order of its methods, from what was read of each method."""
+def _maps_by_row(rows: Sequence[Row], computed: Sequence[_MethodMaps], arrays: Iterator[Map]) -> list[tuple[Map, ...]]:
+    """Return each row's maps in the order of its methods.
+
+    Args:
+        rows: the rows.
+        computed: the methods that were computed.
+        arrays: for each of these methods, the maps of its rows.
+    """
     maps: list[dict[Hashable, Map]] = [{} for _ in rows]
-    for some in computed:
-        for place, heatmap in zip(some.places, next(read), strict=True):
-            maps[place][some.call.key] = heatmap
-    return [tuple(found[call.key] for call in row.calls) for found, row in zip(maps, rows, strict=True)]
+    for method_maps in computed:
+        for position, heatmap in zip(method_maps.positions, next(arrays), strict=True):
+            maps[position][method_maps.call.key] = heatmap
+    return [tuple(by_method[call.key] for call in row.calls) for by_method, row in zip(maps, rows, strict=True)]
 
 
-def _maps(call: MethodCall, grids: Grids, scores: Tensor, places: list[int]) -> Tensor:
-    """Return a method's maps [b,h,w] for some rows; or what each adds to its mean, for a method that makes copies."""
+def _weigh(call: MethodCall, grids: LayerGrids, scores: Tensor, positions: list[int]) -> Tensor:
+    """Return a method's maps [b,h,w] of some rows; for a method that makes copies, the terms of its mean."""
     method = method_of(Cam, call.name)
     device = device_of(scores.device)
-    at = slice(None) if len(places) == len(scores) else device.tensor(places)  # all of them need not be copied
-    more = {} if grids.curvature is None else {"curvature": grids.curvature[at]}
-    found = method.weigh(grids.activations[at], grids.gradients[at], scores[at], **call.parameters, **more)
-    if method.finish is not as_it_is or found.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]
-        return found
-    return principal(found) if call.eigen else found.sum(1)
+    at = slice(None) if len(positions) == len(scores) else device.tensor(positions)  # a slice copies nothing
+    options = {} if grids.curvature is None else {"curvature": grids.curvature[at]}
+    terms = method.weigh(grids.activations[at], grids.gradients[at], scores[at], **call.parameters, **options)
+    if method.finish is not as_it_is or terms.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]
+        return terms
+    return principal(terms) if call.eigen else terms.sum(1)

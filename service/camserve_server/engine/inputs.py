@@ -1,4 +1,4 @@
-"""From the image that a model sees to the input that it gets: normalised, viewed, edited."""
+"""Make the model's input from an image: upload and normalise it, and apply views and edits."""
 
 import functools
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ from camserve_server.methods.values import Edit
 TYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.float32): torch.float32}
 
 
-def uploaded(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: torch.device) -> Tensor:
-    """Bring arrays of one shape to a device, one behind another [n,...].
+def upload(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: torch.device) -> Tensor:
+    """Stack arrays of one shape [n,...] on a device.
 
-    They go to a GPU from page-locked memory, so that this thread does not wait for the copy.
+    A GPU copies them from page-locked memory, so that this thread does not wait for the copy.
     """
     place = device_of(device)
-    held = place.host_buffer((len(arrays), *arrays[0].shape), TYPES[arrays[0].dtype])
-    np.stack(arrays, out=held.numpy())
-    return place.upload(held)
+    buffer = place.host_buffer((len(arrays), *arrays[0].shape), TYPES[arrays[0].dtype])
+    np.stack(arrays, out=buffer.numpy())
+    return place.upload(buffer)
 
 
 @functools.lru_cache(64)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return some numbers on a device; bringing them there makes a GPU wait, so it is done once."""
+    """Return numbers as a tensor on a device; cached, because the copy makes a GPU wait."""
     return device_of(device).copied(torch.tensor(values))
 
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:
-    """Turn images [B,h,w,3] into the model's input [B,3,h,w], float32; float32 images are already normalised."""
+    """Convert images [B,h,w,3] to the model's input [B,3,h,w], float32; float32 images are already normalised."""
     if images.dtype == torch.float32:
         return images.permute(0, 3, 1, 2)
     mean, std = (_constant(values, images.device) for values in (preprocess.mean, preprocess.std))
-    # In place: three more images of float32 would cost as much as half of a small model.
+    # In place: three more float32 copies of the images would cost as much as half a small model.
     return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
 
-def viewed(image: Tensor, view: View) -> Tensor:
+def apply_view(image: Tensor, view: View) -> Tensor:
     """Return a view of a normalised input [3,H,W]."""
     if view.scale != 1:
         height, width = image.shape[1:]
@@ -51,17 +51,17 @@ def viewed(image: Tensor, view: View) -> Tensor:
         image = large[:, view.top : view.top + height, view.left : view.left + width]
     if view.noise:
         generator = torch.Generator().manual_seed(view.seed)
-        drawn = device_of(image.device).randn(tuple(image.shape), generator)
-        image = image + view.noise * drawn.to(image.dtype)
+        noise = device_of(image.device).randn(tuple(image.shape), generator)
+        image = image + view.noise * noise.to(image.dtype)
     image = image * view.gain
     return image.flip(-1) if view.mirrored else image
 
 
-def edited(image: Tensor, edit: Edit) -> Tensor:
+def apply_edit(image: Tensor, edit: Edit) -> Tensor:
     """Return an edit of a normalised input [3,H,W]: keep · x + (1 − keep) · fill."""
     if edit.keep is None:
-        return image if edit.fill is None else uploaded([edit.fill], image.device)[0]
-    keep = uploaded([edit.keep], image.device)[0]
+        return image if edit.fill is None else upload([edit.fill], image.device)[0]
+    keep = upload([edit.keep], image.device)[0]
     if edit.fill is None:
         return keep * image
-    return torch.lerp(uploaded([edit.fill], image.device)[0], image, keep)
+    return torch.lerp(upload([edit.fill], image.device)[0], image, keep)

@@ -1,4 +1,4 @@
-"""The passes that look at layers for their own sake: what every one of them returns, and what one of them sees."""
+"""Run passes that inspect layers: statistics of every layer, or the feature maps of some."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,117 +8,141 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from camserve_server.engine.batch import differentiated, forward, in_order, inputs_of, units_of
-from camserve_server.engine.cam import see
+from camserve_server.engine.batch import (
+    find_unique_inputs,
+    forward,
+    in_row_order,
+    make_inputs,
+    run_backward_passes,
+)
+from camserve_server.engine.cam import grids_of
 from camserve_server.engine.values import Reading, Row, RowResult, Statistics
 from camserve_server.models import LoadedModel
 from camserve_server.models.hooks import capture_layers, observe_layers
 from camserve_server.models.values import Pass
 
-NOTHING = Statistics(mean=0.0, std=0.0, minimum=0.0, maximum=0.0, zeros=1.0, norm=0.0, non_finite=0)
-"""What a gradient is like that is zero everywhere."""
+ALL_ZERO = Statistics(mean=0.0, std=0.0, minimum=0.0, maximum=0.0, zeros=1.0, norm=0.0, non_finite=0)
+"""Statistics of a gradient that is zero everywhere."""
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
-    """Measure the pass's layers, or all of them, for each row: one forward pass and one backward pass each.
+    """Measure the pass's layers, or all layers, for each row: one forward and one backward pass each.
 
-    Row by row, since the graph of a whole network is large; and so that every layer is its own image's alone, wherever
-    in its output the batch may be.
+    Rows run one by one, for two reasons: the graph of a whole network is large; and the statistics of an output are
+    those of one image, whichever of its axes the batch is.
     """
-    return [_look(model, pass_.layers or tuple(model.info.layers), row) for row in rows]
+    return [_inspect(model, pass_.layers or tuple(model.info.layers), row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    """What the last call of every layer was like: measured at once, so that no tensor need stay."""
+class _LayerRecorder:
+    """Measures the outputs and gradients of layers as soon as they are there, so that no tensor is kept.
+
+    Attributes:
+        last: statistics of the last call of every layer, by name.
+    """
 
     last: dict[str, Reading] = field(default_factory=dict)
 
-    def glance(self, name: str, output: Tensor) -> Callable[[Tensor], None]:
-        self.last[name] = reading = Reading(tuple(output.shape), measure(output), NOTHING)
+    def observe(self, name: str, output: Tensor) -> Callable[[Tensor], None]:
+        """Measure a layer's output; return a function that measures the gradient at it."""
+        self.last[name] = reading = Reading(tuple(output.shape), measure(output), ALL_ZERO)
 
-        def take(gradient: Tensor) -> None:
-            if self.last[name] is reading:  # else there was a later call
+        def observe_gradient(gradient: Tensor) -> None:
+            if self.last[name] is reading:  # otherwise the layer was called again later
                 self.last[name] = replace(reading, gradient=measure(gradient))
 
-        return take
+        return observe_gradient
 
 
-def _look(model: LoadedModel, names: tuple[str, ...], row: Row) -> RowResult:
-    record = _Record()
+def _inspect(model: LoadedModel, names: tuple[str, ...], row: Row) -> RowResult:
+    recorder = _LayerRecorder()
     layers = {name: model.module.get_submodule(name) for name in names}
-    with torch.enable_grad(), observe_layers(layers, record.glance):
-        outputs = forward(model, inputs_of(model.info, [row]))
-        (turn,) = differentiated(outputs, units_of([row]), [row])
-    answers, _ = turn.read([])
-    return answers.result(0, (), (), readings=tuple(map(record.last.get, names)))
+    with torch.enable_grad(), observe_layers(layers, recorder.observe):
+        outputs = forward(model, make_inputs(model.info, [row]))
+        (backward,) = run_backward_passes(outputs, find_unique_inputs([row]), [row])
+    pass_results, _ = backward.fetch([])
+    return pass_results.row_result(0, (), (), readings=tuple(map(recorder.last.get, names)))
 
 
 def measure(values: Tensor) -> Statistics:
-    """Say what a tensor's values are like; sums are taken in float64.
+    """Return statistics of a tensor; sums are taken in float64.
 
     Args:
-        values: of any shape, at least one.
+        values: the tensor, of any shape, with at least one value.
     """
     flat = values.flatten().float()
-    finite, found = flat, _reduced(flat)
-    if not (math.isfinite(found.least) and math.isfinite(found.greatest)):  # NaN is the least of whatever has one
+    finite, reduced = flat, _reduce(flat)
+    # If a value is NaN, torch's minimum and maximum are NaN too.
+    if not (math.isfinite(reduced.minimum) and math.isfinite(reduced.maximum)):
         finite = flat[flat.isfinite()]
         if not finite.numel():
             nan = math.nan
             return Statistics(nan, nan, nan, nan, zeros=0.0, norm=nan, non_finite=flat.numel())
-        found = _reduced(finite)
-    number = finite.numel()
+        reduced = _reduce(finite)
+    count = finite.numel()
     return Statistics(
-        mean=found.total / number,
-        std=found.deviation / math.sqrt(number),
-        minimum=found.least,
-        maximum=found.greatest,
-        zeros=(number - found.others) / flat.numel(),
-        norm=found.norm,
-        non_finite=flat.numel() - number,
+        mean=reduced.total / count,
+        std=reduced.deviation / math.sqrt(count),
+        minimum=reduced.minimum,
+        maximum=reduced.maximum,
+        zeros=(count - reduced.nonzero) / flat.numel(),
+        norm=reduced.norm,
+        non_finite=flat.numel() - count,
     )
 
 
 class _Reduced(NamedTuple):
-    """The least of some values, the greatest, their sum, norm, norm about their mean, and how many are not zero."""
+    """Reductions of values.
 
-    least: float
-    greatest: float
+    Attributes:
+        minimum: the minimum.
+        maximum: the maximum.
+        total: the sum.
+        norm: square root of the sum of squares.
+        deviation: norm of the differences from the mean.
+        nonzero: number of the values that are not zero.
+    """
+
+    minimum: float
+    maximum: float
     total: float
     norm: float
     deviation: float
-    others: float
+    nonzero: float
 
 
-def _reduced(values: Tensor) -> _Reduced:
-    # Measured on a CPU: one copy in float64 is twice as fast as sums that convert as they go, and a mask counts fifteen
-    # times as fast as the values themselves.
-    others = (values != 0).count_nonzero().double()
-    wide, extremes = values.double(), [one.double() for one in values.aminmax()]
+def _reduce(values: Tensor) -> _Reduced:
+    # Measured on a CPU: one copy in float64 is twice as fast as sums that convert each value, and counting a mask is
+    # fifteen times as fast as counting the values themselves.
+    nonzero = (values != 0).count_nonzero().double()
+    wide, extremes = values.double(), [extreme.double() for extreme in values.aminmax()]
     total, norm = wide.sum(), torch.linalg.vector_norm(wide)
     deviation = torch.linalg.vector_norm(wide.sub_(total / values.numel()))
-    found = torch.stack((*extremes, total, norm, deviation, others))
-    return _Reduced(*found.tolist())  # the only wait for the device
+    reduced = torch.stack((*extremes, total, norm, deviation, nonzero))
+    return _Reduced(*reduced.tolist())  # a GPU is waited for only here
 
 
 def run_features(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
-    """Run one batch; of each row return the layers' feature maps and each channel's mean gradient over the grid.
+    """Run one batch; return each row's feature maps, and each channel's mean gradient over the grid.
 
     α_k = 1/Z Σ_ij ∂y/∂A_k,ij: Selvaraju et al. 2017, equation 1.
     """
-    units = units_of(rows)
+    unique = find_unique_inputs(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), capture_layers(layers) as captures:
-        outputs = forward(model, inputs_of(model.info, units.rows))
-        for turn in differentiated(outputs, units, rows):
-            grids = [see(model.info, captures, name, turn.at) for name in pass_.layers]
-            each = [(grid.alive, grid.gradients.mean((2, 3)), grid.activations) for grid in grids]
-            answers, read = turn.read([tensor for layer in each for tensor in layer])
-            alive, weights, maps = read[0::3], read[1::3], read[2::3]
-            for place, index in enumerate(turn.rows):
-                zero_gradient = tuple(not layer[place] for layer in alive)
-                means = tuple((layer[place],) for layer in weights)
-                results[index] = answers.result(place, means, zero_gradient, tuple(layer[place] for layer in maps))
-    return in_order(results)
+        outputs = forward(model, make_inputs(model.info, unique.rows))
+        for backward in run_backward_passes(outputs, unique, rows):
+            grids = [grids_of(model.info, captures, name, backward.at) for name in pass_.layers]
+            tensors = [(layer.nonzero, layer.gradients.mean((2, 3)), layer.activations) for layer in grids]
+            pass_results, arrays = backward.fetch([tensor for layer in tensors for tensor in layer])
+            nonzero, weights, maps = arrays[0::3], arrays[1::3], arrays[2::3]
+            for position, index in enumerate(backward.rows):
+                results[index] = pass_results.row_result(
+                    position,
+                    tuple((layer[position],) for layer in weights),
+                    tuple(not layer[position] for layer in nonzero),
+                    tuple(layer[position] for layer in maps),
+                )
+    return in_row_order(results)

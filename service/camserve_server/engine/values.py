@@ -1,4 +1,4 @@
-"""Values that the engine takes and returns: passes, rows and their results."""
+"""Values that the engine receives and returns: rows and their results."""
 
 import math
 from collections.abc import Hashable
@@ -14,23 +14,26 @@ from camserve_server.methods.values import Edit, MethodCall
 from camserve_server.targets.values import FixedTarget, Target
 
 Partition: TypeAlias = Literal[0, 1]
-"""Which of two batches that an engine runs at once: each has half of a CPU's cores, or one of two streams of a GPU."""
+"""Number of one of the two batches that an engine runs at a time.
+
+Each uses half of a CPU's cores, or one of two streams of a GPU.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """The unit of batching: one copy of an image with one target.
 
-    The model's input is the image, normalised; then its views; then the method's copy of that; then edited.
+    The model's input is the normalised image, with the views, then the method's copy, then the edit.
 
     Attributes:
-        image: what the model sees; rows of one request share the array.
-        target: whose score is differentiated.
-        calls: the methods that want this row: any number that take the image as it is, or one that makes copies.
-        copy: which of the method's copies of the image this is; None for the image as it is.
-        views: of the image, the second of the first and so on.
-        edit: of the input; rows of one edit share it.
-        features: whether the layers' feature maps are wanted, for "cam".
+        image: the model's input before normalisation; rows of one request share the array.
+        target: the target whose score is differentiated.
+        calls: the methods of this row: any number that use the unchanged image, or one that makes copies.
+        copy: index of the method's copy of the image; None for the unchanged image.
+        views: views of the image, applied one after the other.
+        edit: edit of the input; rows with the same edit share the object.
+        features: True to return the layers' feature maps, in a "cam" pass.
     """
 
     image: Input
@@ -43,23 +46,25 @@ class Row:
 
     @property
     def input(self) -> Hashable:
-        """What the model's input is made of: rows that have it in common share one, and a forward pass of it."""
+        """Key of the model's input: rows with the same key share the input and its forward pass."""
         copy = None if self.copy is None else (*(call.key for call in self.calls), self.copy)
         return id(self.image), self.views, copy, id(self.edit)
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a tensor's values are like; all but `zeros` and `non_finite` are of those that are finite, NaN if none is.
+    """Statistics of a tensor.
+
+    All but `zeros` and `non_finite` are statistics of the finite values, and NaN if no value is finite.
 
     Attributes:
-        mean: of the values.
-        std: standard deviation, dividing by their number.
-        minimum: the least.
-        maximum: the greatest.
+        mean: mean.
+        std: standard deviation, divided by the number of values (not one less).
+        minimum: minimum.
+        maximum: maximum.
         zeros: share of all values that are exactly zero, 0 to 1.
         norm: square root of the sum of squares.
-        non_finite: how many are NaN or infinite.
+        non_finite: number of values that are NaN or infinite.
     """
 
     mean: float
@@ -73,12 +78,12 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a layer gave for one image in the last of its calls.
+    """Statistics of a layer for one image, in the last call of the layer.
 
     Attributes:
-        shape: of its output, the first being the batch of one.
-        activation: what its output is like.
-        gradient: what the score's gradient is like there.
+        shape: shape of its output, with a batch axis of one.
+        activation: statistics of its output.
+        gradient: statistics of the score's gradient there.
     """
 
     shape: tuple[int, ...]
@@ -87,26 +92,26 @@ class Reading:
 
     @property
     def elements(self) -> int:
-        """How many values the output has."""
+        """The number of values of the output."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What came of one row.
+    """Result of one row.
 
     Attributes:
-        logits: what the model says of the row's input: float32 [classes]; of a segmentation [classes, 3], the share of
-            the image that each class covers, its mean probability there and its mean logit; of a detector [n, 6],
-            class, score, left, top, right and bottom in the input's pixels of each object, class -1 being none; of a
-            model without a head the embedding.
-        target: the row's, fixed by what the model says.
-        score: what was differentiated: the logit, or whatever else the target is.
-        maps: by layer, then by call: float32 [h,w] each; of a method that makes copies what it adds to its mean, of any
-            shape. What looks at no layer has one layer's place. For "features", one array: each channel's weight [C].
-        zero_gradient: by layer, whether the gradient was zero everywhere.
-        features: by layer, float32 [C,h,w], where the row asks for them.
-        readings: by layer, for "inspect"; None of one that returned no tensor of numbers.
+        logits: the model's outputs for the row's input, float32. Of a classifier [classes]. Of a segmentation
+            [classes, 3]: for each class the share of the image that it covers, its mean probability there, and its mean
+            logit. Of a detector [n, 6]: for each object the class, score, left, top, right and bottom in the input's
+            pixels; class -1 marks no object. Of a model without a head the embedding.
+        target: the row's target, fixed by the model's outputs.
+        score: score of the target: the value that was differentiated, for example a logit.
+        maps: maps by layer, then by method: float32 [h,w] each. For a method that makes copies, the terms of its mean,
+            of any shape. A pass without layers has one entry. For "features", one array: each channel's weight [C].
+        zero_gradient: by layer, True if the gradient was zero everywhere.
+        features: feature maps by layer, float32 [C,h,w], if the row asks for them.
+        readings: statistics by layer, for "inspect"; None for a layer that returned no tensor of numbers.
     """
 
     logits: NDArray[np.float32]

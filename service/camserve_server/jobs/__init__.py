@@ -1,38 +1,48 @@
-"""A request as the engine sees it: planned into rows, joined again into raw maps.
+"""Plan a job into rows, run them, and turn their results into raw maps.
 
-It may import `engine` and the rooms below.
+`values` has the jobs and their results, `run_methods` how each kind of method gets its maps, and `evaluate` how metrics
+rate them.
+
+This package may import `engine` and the packages below.
 """
 
 from camserve_server.core.arrays import Input
-from camserve_server.jobs.cost import channels_of, is_clean, part, rows_of
+from camserve_server.jobs.cost import channels_of, default_call, is_clean, rows_of
 from camserve_server.jobs.evaluate import Assessment, MetricCall, Readings, evaluate
-from camserve_server.jobs.report import reported, unheard
-from camserve_server.jobs.runs import examine
-from camserve_server.jobs.study import Executor, ExplanationRun, Progress, RowRunner, at_once
-from camserve_server.jobs.values import Collect, Explanation, Job, LayerMaps, Outcome, RawMap, Submit
+from camserve_server.jobs.explanation_run import ExplanationRun
+from camserve_server.jobs.result import make_result
+from camserve_server.jobs.row_runner import Executor, Progress, RowRunner, call_directly, ignore_progress
+from camserve_server.jobs.run_methods import run_job
+from camserve_server.jobs.values import Collect, Explanation, Job, JobResult, LayerMaps, RawMap, Submit
 from camserve_server.jobs.verdict import judge
 
 
 async def explain(
-    job: Job, image: Input, submit: Submit, *, chunk: int = 64, think: Executor = at_once, progress: Progress = unheard
-) -> Outcome:
+    job: Job,
+    image: Input,
+    submit: Submit,
+    *,
+    chunk: int = 64,
+    execute: Executor = call_directly,
+    progress: Progress = ignore_progress,
+) -> JobResult:
     """Run a job.
 
-    The image as it is goes first: what the model predicts for it fixes the targets given by rank, so that no noisy copy
-    of the image decides by itself what is explained.
+    The unchanged image runs first: its prediction resolves the targets given by rank. Otherwise each noisy copy of the
+    image would decide for itself which class is explained.
 
     Args:
-        job: what to explain.
-        image: what the model sees.
+        job: the methods, layers and targets to explain.
+        image: the model's input.
         submit: runs rows.
-        chunk: rows under way at most.
-        think: runs what takes a while beside them.
-        progress: is told how many rows are done, and of how many.
+        chunk: maximum number of rows queued or running at a time.
+        execute: runs slow functions without blocking the event loop.
+        progress: called with the number of rows done and the number of all rows.
     """
-    explanation, by_method = await examine(
-        ExplanationRun(job, image, RowRunner(submit, chunk, job.rows, progress, think))
+    run, maps_by_method = await run_job(
+        ExplanationRun(job, image, RowRunner(submit, chunk, job.rows, progress, execute))
     )
-    return reported(explanation, by_method)
+    return make_result(run, maps_by_method)
 
 
 __all__ = [
@@ -41,20 +51,20 @@ __all__ = [
     "Explanation",
     "ExplanationRun",
     "Job",
+    "JobResult",
     "LayerMaps",
     "MetricCall",
-    "Outcome",
     "Progress",
     "RawMap",
     "Readings",
     "RowRunner",
     "Submit",
     "channels_of",
+    "default_call",
     "evaluate",
     "explain",
+    "ignore_progress",
     "is_clean",
     "judge",
-    "part",
     "rows_of",
-    "unheard",
 ]

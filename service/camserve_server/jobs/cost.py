@@ -1,4 +1,4 @@
-"""What a method costs in rows, before any is run."""
+"""Count the rows and maps of a method before it runs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,66 +9,68 @@ from camserve_server.methods.values import MethodCall
 from camserve_server.models.values import LayerInfo, ModelInfo
 
 AUGMENTED = tuple(View(mirrored, gain) for mirrored in (False, True) for gain in (0.9, 1.0, 1.1))
-"""The views that augmentation smoothing takes the mean over."""
+"""The views over which augmentation smoothing takes the mean."""
 
-HEAVY_MAPS = 8  # heavy maps that a row makes at most; they take 4 s if one takes half a second
-HEAVY = 4  # maps that one heavy map counts as, until its cost was measured
+MAX_HEAVY_MAPS = 8  # heavy maps of one row; they take 4 s if one takes half a second
+HEAVY_COST = 4  # maps that a heavy map counts as, until its cost is measured
 
 
 def is_clean(call: MethodCall) -> bool:
-    """Tell whether a call is a CAM of the image as it is, which any number of others can share a pass with."""
+    """Return True for a CAM of the unchanged image: any number of these can share one pass."""
     return METHODS[call.name].answered_by == "cam" and not call.augmented
 
 
 def is_plain_gradient(call: MethodCall) -> bool:
-    """Tell whether a call takes the gradient at the image as it is."""
+    """Return True for a method that uses the gradient at the unchanged image."""
     return METHODS[call.name].answered_by == "saliency" and not call.augmented
 
 
 def wants_features(call: MethodCall) -> bool:
-    """Tell whether a call starts, or ends, with the feature maps that layers have for the image as it is."""
+    """Return True for a method that needs the layers' feature maps for the unchanged image."""
     return METHODS[call.name].needs_features and not call.augmented
 
 
 def is_heavy(call: MethodCall) -> bool:
-    """Return whether a map takes long to compute for any model, because it decomposes a matrix."""
+    """Return True for a method whose map takes long on any model, because it decomposes a matrix."""
     return call.eigen or METHODS[call.name].decomposes
 
 
 def rows_shared(calls: Sequence[MethodCall], layers: int) -> tuple[tuple[MethodCall, ...], ...]:
-    """Divide the calls that a pass over the unchanged image answers among rows, so that no row makes many heavy maps.
+    """Divide the methods that a pass over the unchanged image answers among rows, so that no row has many heavy maps.
 
     Args:
-        calls: at least one, in order.
-        layers: how many layers each call makes a map of.
+        calls: the methods, in order.
+        layers: the number of layers that each method makes a map of.
     """
     heavy = [call for call in calls if is_heavy(call)]
     light = [call for call in calls if call not in heavy]
-    each = max(1, HEAVY_MAPS // max(1, layers))
-    dealt = [tuple(heavy[start : start + each]) for start in range(0, len(heavy), each)] or [()]
-    return (*light, *dealt[0]), *dealt[1:]
+    per_row = max(1, MAX_HEAVY_MAPS // max(1, layers))
+    parts = [tuple(heavy[start : start + per_row]) for start in range(0, len(heavy), per_row)] or [()]
+    return (*light, *parts[0]), *parts[1:]
 
 
 def maps_of(calls: Sequence[MethodCall], layers: Sequence[str]) -> int:
-    """Return how many maps a row makes of its image; a heavy map counts as several."""
-    return max(1, sum(HEAVY if is_heavy(call) else 1 for call in calls)) * max(1, len(layers))
+    """Return the number of maps that a row makes; a heavy map counts as HEAVY_COST maps."""
+    return max(1, sum(HEAVY_COST if is_heavy(call) else 1 for call in calls)) * max(1, len(layers))
 
 
 def rows_of(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
-    """Return how many rows a call costs for one target, beside the one of the image as it is.
+    """Return the number of rows that a method runs for one target, without the row of the unchanged image.
 
     Args:
-        call: that the pass over the image as it is does not answer.
-        channels: how many each layer has.
+        call: a method that the pass over the unchanged image does not answer.
+        channels: the number of channels of each layer.
         size: height and width of the model's input.
     """
     if call.augmented:
-        return len(AUGMENTED) * _apart(replace(call, augmented=False), channels, size)
-    return METHODS[call.name].rows(call.parameters, channels, size, lambda name: _apart(part(name), channels, size))
+        return len(AUGMENTED) * _rows_alone(replace(call, augmented=False), channels, size)
+    return METHODS[call.name].rows(
+        call.parameters, channels, size, lambda name: _rows_alone(default_call(name), channels, size)
+    )
 
 
 def channels_of(model: ModelInfo, layers: Sequence[str]) -> list[int]:
-    """Return how many channels the layers have."""
+    """Return the number of channels of each layer."""
     return [_channels(model.layers[name]) for name in layers]
 
 
@@ -77,11 +79,11 @@ def _channels(layer: LayerInfo) -> int:
     return layer.shape[axis]
 
 
-def _apart(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
-    """Return what a call costs that is examined by itself, with a pass over the image as it is of its own."""
+def _rows_alone(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
+    """Return the number of rows of a method in a run of its own, with the row of the unchanged image."""
     return 1 + (0 if is_clean(call) or is_plain_gradient(call) else rows_of(call, channels, size))
 
 
-def part(name: str) -> MethodCall:
-    """Call a method that another one is made of, with its defaults."""
+def default_call(name: str) -> MethodCall:
+    """Return a call of a method with its default parameters."""
     return MethodCall(name, {parameter.name: parameter.default for parameter in METHODS[name].parameters})

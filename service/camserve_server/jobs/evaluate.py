@@ -1,4 +1,4 @@
-"""How explanations are judged: every metric, of every map that a job has."""
+"""Evaluate the explanations of a job: rate every map by metrics."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,11 @@ from torch.nn import functional
 from camserve_server.core.arrays import Input, Map
 from camserve_server.engine.values import RowResult
 from camserve_server.imaging.values import Box
-from camserve_server.jobs.report import reported, unheard
-from camserve_server.jobs.runs import examine
-from camserve_server.jobs.study import Executor, ExplanationRun, RowRunner, advanced, at_once
-from camserve_server.jobs.values import Explanation, Job, LayerMaps, Outcome, Submit
+from camserve_server.jobs.explanation_run import ExplanationRun
+from camserve_server.jobs.result import make_result
+from camserve_server.jobs.row_runner import Executor, RowRunner, call_directly, ignore_progress, next_edits
+from camserve_server.jobs.run_methods import run_job
+from camserve_server.jobs.values import Explanation, Job, JobResult, LayerMaps, Submit
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.values import Edit, MethodCall, ParameterValue
 from camserve_server.metrics import (
@@ -35,21 +36,21 @@ from camserve_server.models.values import Randomised
 from camserve_server.targets import metric_probability
 
 Readings: TypeAlias = list[list[Reading]]
-"""For each finding, one of each metric."""
+"""For each explanation, one reading of each metric."""
 
 _Numbers: TypeAlias = dict[tuple[int, int], float]
-"""By layer and target."""
+"""Numbers by the indices of the layer and the target."""
 
-_Place: TypeAlias = tuple[MethodCall, int, int]
-"""The method, layer and target of one map."""
+_MapIndex: TypeAlias = tuple[MethodCall, int, int]
+"""The method of one map, and the indices of its layer and target."""
 
 EVALUATED = (Verdict.OK, Verdict.ALL_NEGATIVE)
-"""Verdicts on maps that rank pixels."""
+"""Verdicts on maps that rank pixels, and so can be evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricCall:
-    """A metric and its parameters, by name, defaults filled in."""
+    """A metric and its parameters, by name, with the defaults filled in."""
 
     name: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
@@ -57,12 +58,12 @@ class MetricCall:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What to explain, and what to judge the maps by.
+    """A job, and the metrics to evaluate its maps by.
 
     Attributes:
-        job: what to explain.
-        metrics: by which every map is judged.
-        box: where the object is, in the photo's pixels; None where nobody says.
+        job: the explanations to compute.
+        metrics: the metrics to evaluate every map by.
+        box: box of the object, in the photo's pixels; None if the caller gave none.
     """
 
     job: Job
@@ -71,52 +72,55 @@ class Assessment:
 
     @property
     def rows(self) -> int:
-        """How many rows it costs: those of the job, and those of its metrics."""
-        return self.job.rows + sum(_cost(self.job, call, metric) for call in self.job.calls for metric in self.metrics)
+        """The number of rows of the job and of its metrics."""
+        return self.job.rows + sum(
+            _metric_rows(self.job, call, metric) for call in self.job.calls for metric in self.metrics
+        )
 
 
-def _cost(job: Job, call: MethodCall, metric: MetricCall) -> int:
+def _metric_rows(job: Job, call: MethodCall, metric: MetricCall) -> int:
+    """Return the number of rows that a metric runs for all maps of one method."""
     alone = replace(job, calls=(call,))
     return METRICS[metric.name].rows(metric.parameters, alone.explanations, alone.rows)
 
 
 async def evaluate(
-    asked: Assessment,
+    assessment: Assessment,
     image: Input,
     seen: Box,
     submit: Submit,
     *,
     chunk: int = 64,
-    think: Executor = at_once,
-) -> tuple[Outcome, Readings]:
-    """Run a job, and judge every map of it.
+    execute: Executor = call_directly,
+) -> tuple[JobResult, Readings]:
+    """Run a job, and evaluate every map.
 
     Args:
-        asked: what to explain, and the metrics.
-        image: what the model sees.
-        seen: the part of the photo that this is, in the photo's pixels.
+        assessment: the job and the metrics.
+        image: the model's input.
+        seen: the part of the photo that the model sees, in the photo's pixels.
         submit: runs rows.
-        chunk: rows under way at most.
-        think: runs what takes a while beside them.
+        chunk: maximum number of rows queued or running at a time.
+        execute: runs slow functions without blocking the event loop.
 
     Returns:
-        What came of the job; and for each of its explanations, a reading of each metric.
+        The result of the job; and for each of its explanations, one reading of each metric.
     """
-    explanation, by_method = await examine(
-        ExplanationRun(asked.job, image, RowRunner(submit, chunk, asked.rows, unheard, think))
-    )
-    outcome = reported(explanation, by_method)
-    places = [
+    row_runner = RowRunner(submit, chunk, assessment.rows, ignore_progress, execute)
+    run, maps_by_method = await run_job(ExplanationRun(assessment.job, image, row_runner))
+    result = make_result(run, maps_by_method)
+    indices = [
         (call, layer, target)
-        for call, layers in zip(asked.job.calls, by_method, strict=True)
+        for call, layers in zip(assessment.job.calls, maps_by_method, strict=True)
         for layer in range(len(layers))
-        for target in range(len(explanation.targets))
+        for target in range(len(run.targets))
     ]
-    explanations = dict(zip(((*call.key, *at) for call, *at in places), outcome.explanations, strict=True))
-    runner = _MetricRunner(asked, explanation, seen, explanations)
-    # One map after another: the edits of a few are enough to fill batches, those of all could fill the memory.
-    return outcome, [
-        await runner.evaluated(finding, *place) for finding, place in zip(outcome.explanations, places, strict=True)
+    by_key = dict(zip(((*call.key, *place) for call, *place in indices), result.explanations, strict=True))
+    runner = _MetricRunner(assessment, run, seen, by_key)
+    # One map after another: the edits of a few maps are enough to fill batches, those of all could fill the memory.
+    return result, [
+        await runner.evaluate(explanation, *index)
+        for explanation, index in zip(result.explanations, indices, strict=True)
     ]
 
 
@@ -125,155 +129,158 @@ class _MetricRunner:
     """Runs the metrics of a request, map by map.
 
     Attributes:
-        asked: the metrics.
-        explanation: the run of the image as it is, with its answers.
-        seen: the part of the photo that this is.
-        explanations: by method, layer and target.
-        repeated: by method and metric, how the maps that were computed again compare: for each repetition, one number
-            for each layer and target.
+        assessment: the job and the metrics.
+        run: the run of the unchanged image, with its results.
+        seen: the part of the photo that the model sees.
+        explanations: the explanations by key of the method, layer and target.
+        repeated: results of recomputations, by method and metric: for each repetition, one number for each layer and
+            target that compares the recomputed map with the original.
     """
 
-    asked: Assessment
-    explanation: ExplanationRun
+    assessment: Assessment
+    run: ExplanationRun
     seen: Box
     explanations: Mapping[tuple[object, ...], Explanation]
     repeated: dict[tuple[object, ...], list[_Numbers]] = field(default_factory=dict)
 
-    async def evaluated(self, finding: Explanation, call: MethodCall, layer: int, target: int) -> list[Reading]:
-        """Take every metric's reading of one map."""
-        if finding.verdict not in EVALUATED:
-            return [Reading(math.nan, words=finding.verdict.value)] * len(self.asked.metrics)
-        row_runner, place = self.explanation.row_runner, (call, layer, target)
-        metric_input = await row_runner.execute(self._input, finding, target)
+    async def evaluate(self, explanation: Explanation, call: MethodCall, layer: int, target: int) -> list[Reading]:
+        """Return every metric's reading of one map."""
+        metrics = self.assessment.metrics
+        if explanation.verdict not in EVALUATED:
+            return [Reading(math.nan, words=explanation.verdict.value)] * len(metrics)
+        row_runner, index = self.run.row_runner, (call, layer, target)
+        metric_input = await row_runner.execute(self._metric_input, explanation, target)
         return await row_runner.gather(
-            [(self._rows(one, call), partial(self._reading, one, metric_input, place)) for one in self.asked.metrics]
+            [(self._rows(metric, call), partial(self._read, metric, metric_input, index)) for metric in metrics]
         )
 
     def _rows(self, metric: MetricCall, call: MethodCall) -> int:
-        """Return how many rows a metric runs for one map; maps computed again count once for all layers and targets."""
-        alone = replace(self.asked.job, calls=(call,))
+        """Return the number of rows of a metric for one map; a recomputation counts once for all layers and targets."""
+        alone = replace(self.assessment.job, calls=(call,))
         return METRICS[metric.name].rows(metric.parameters, 1, alone.rows)
 
-    def _input(self, finding: Explanation, target: int) -> MetricInput:
-        image = self.explanation.input.numpy()
-        likely = metric_probability(self.explanation.job.model.task, self.explanation.answers[target])
-        return make_metric_input(image, finding.heatmap, likely, self.seen, self.asked.box)
+    def _metric_input(self, explanation: Explanation, target: int) -> MetricInput:
+        image = self.run.input.numpy()
+        probability = metric_probability(self.run.job.model.task, self.run.answers[target])
+        return make_metric_input(image, explanation.heatmap, probability, self.seen, self.assessment.box)
 
-    async def _reading(self, metric: MetricCall, metric_input: MetricInput, place: _Place) -> Reading:
-        return await run_metric(METRICS[metric.name], self, metric, metric_input, place)
+    async def _read(self, metric: MetricCall, metric_input: MetricInput, index: _MapIndex) -> Reading:
+        return await run_metric(METRICS[metric.name], self, metric, metric_input, index)
 
     async def probabilities(self, edits: Sequence[Edit], target: int) -> Array:
-        """Return the probability of a target in each of some edits of the image."""
-        found = np.zeros(len(edits), np.float32)
+        """Return the probability of a target for each edit of the image."""
+        probabilities = np.zeros(len(edits), np.float32)
 
         def keep(index: int, result: RowResult) -> None:
-            found[index] = metric_probability(self.explanation.job.model.task, result)
+            probabilities[index] = metric_probability(self.run.job.model.task, result)
 
-        rows = [replace(self.explanation.row(self.explanation.targets[target]), edit=edit) for edit in edits]
-        await self.explanation.row_runner.run(self.explanation.pass_("score"), rows, keep)
-        return found
+        rows = [replace(self.run.row(self.run.targets[target]), edit=edit) for edit in edits]
+        await self.run.row_runner.run(self.run.pass_("score"), rows, keep)
+        return probabilities
 
-    async def again(self, kind: RecomputationMetric, call: MethodCall, changed: ExplanationRun) -> _Numbers:
-        """Compute a method's maps again and compare them; only the numbers are kept, not the maps."""
-        _, (by_layer,) = await examine(changed)
-        return await changed.row_runner.execute(self._compared, kind, call, by_layer)
+    async def recompute(self, kind: RecomputationMetric, call: MethodCall, varied: ExplanationRun) -> _Numbers:
+        """Recompute a method's maps and compare them with the original ones; keep the numbers, not the maps."""
+        _, (maps_by_layer,) = await run_job(varied)
+        return await varied.row_runner.execute(self._compare, kind, call, maps_by_layer)
 
-    def _compared(self, kind: RecomputationMetric, call: MethodCall, by_layer: Sequence[LayerMaps]) -> _Numbers:
+    def _compare(self, kind: RecomputationMetric, call: MethodCall, maps_by_layer: Sequence[LayerMaps]) -> _Numbers:
         numbers: _Numbers = {}
-        for layer, layer_maps in enumerate(by_layer):
+        for layer, layer_maps in enumerate(maps_by_layer):
             for target, raw_map in enumerate(layer_maps.maps):
-                finding = self.explanations[(*call.key, layer, target)]
-                if finding.verdict in EVALUATED:
-                    numbers[layer, target] = kind.compare(finding.heatmap, raw_map.heatmap)
+                explanation = self.explanations[(*call.key, layer, target)]
+                if explanation.verdict in EVALUATED:
+                    numbers[layer, target] = kind.compare(explanation.heatmap, raw_map.heatmap)
         return numbers
 
-    def changed(self, call: MethodCall, variation: Variation) -> ExplanationRun:
-        """Return a run of one method, for the same targets, in changed conditions."""
+    def vary(self, call: MethodCall, variation: Variation) -> ExplanationRun:
+        """Return a run of one method for the same targets, with a view of the image or with random weights."""
         views = (variation.view,) if variation.view else ()
-        random = None
+        randomised = None
         if variation.modules is not None:
-            random = Randomised(round(len(stack(self.explanation.job.model)) ** variation.modules), variation.seed)
-        job = replace(self.explanation.job, calls=(call,), targets=self.explanation.targets)
-        return replace(self.explanation, job=job, views=views, answers=(), randomised=random)
+            randomised = Randomised(round(len(stack(self.run.job.model)) ** variation.modules), variation.seed)
+        job = replace(self.run.job, calls=(call,), targets=self.run.targets)
+        return replace(self.run, job=job, views=views, answers=(), randomised=randomised)
 
 
 @singledispatch
 async def run_metric(
-    metric: Metric, _runner: _MetricRunner, call: MetricCall, _input: MetricInput, _place: _Place
+    metric: Metric, _runner: _MetricRunner, call: MetricCall, _input: MetricInput, _index: _MapIndex
 ) -> Reading:
-    """Take a metric's reading of one map by its kind, which is the only place that depends on it."""
+    """Return a metric's reading of one map, by the metric's kind; no other function of this package depends on it."""
     raise TypeError(f"{call.name} is of an unknown kind: {type(metric).__name__}")
 
 
 @run_metric.register
-async def _static(
-    metric: StaticMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, _place: _Place
+async def _run_static(
+    metric: StaticMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, _index: _MapIndex
 ) -> Reading:
-    """Read a metric that looks at the map alone."""
-    return await runner.explanation.row_runner.execute(partial(metric.judge, **call.parameters), metric_input)
+    """Run a metric that needs only the map."""
+    return await runner.run.row_runner.execute(partial(metric.judge, **call.parameters), metric_input)
 
 
 @run_metric.register
-async def _perturbation(
-    metric: PerturbationMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, place: _Place
+async def _run_perturbation(
+    metric: PerturbationMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, index: _MapIndex
 ) -> Reading:
-    """Let a metric try one set of edits after another, until it has its reading."""
-    judging = metric.judge(metric_input, **call.parameters)
+    """Run the edits of a metric, one set after another, until it returns its reading."""
+    execute, target = runner.run.row_runner.execute, index[2]
+    search = metric.judge(metric_input, **call.parameters)
     reading: Reading | None
-    edits, reading = await runner.explanation.row_runner.execute(advanced, judging, None)
+    edits, reading = await execute(next_edits, search, None)
     while reading is None:
-        found = await runner.probabilities(edits, place[2])
-        edits, reading = await runner.explanation.row_runner.execute(advanced, judging, found)
+        probabilities = await runner.probabilities(edits, target)
+        edits, reading = await execute(next_edits, search, probabilities)
     return reading
 
 
 @run_metric.register
-async def _recomputation(
-    metric: RecomputationMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, place: _Place
+async def _run_recomputation(
+    metric: RecomputationMetric, runner: _MetricRunner, call: MetricCall, metric_input: MetricInput, index: _MapIndex
 ) -> Reading:
-    """Have a method's maps computed again, once for all layers and targets, and compare one of them."""
-    method, layer, target = place
-    row_runner = runner.explanation.row_runner
-    changes = [runner.changed(method, one) for one in metric.vary(metric_input.image, **call.parameters)]
+    """Recompute a method's maps, once for all layers and targets, and compare one of them."""
+    method, layer, target = index
+    row_runner = runner.run.row_runner
+    varied_runs = [runner.vary(method, variation) for variation in metric.vary(metric_input.image, **call.parameters)]
     key = (*method.key, call.name, *sorted(call.parameters.items()))
     if key not in runner.repeated:
-        parts = [(one.job.rows, partial(runner.again, metric, method, one)) for one in changes]
+        parts = [(varied.job.rows, partial(runner.recompute, metric, method, varied)) for varied in varied_runs]
         runner.repeated[key] = await row_runner.gather(parts)
-    numbers = [again[layer, target] for again in runner.repeated[key]]
-    total = len(stack(runner.explanation.job.model))
-    random = [one.randomised.modules / total if one.randomised else 0.0 for one in changes]
-    return await row_runner.execute(partial(metric.judge, **call.parameters), numbers, random)
+    numbers = [repetition[layer, target] for repetition in runner.repeated[key]]
+    total = len(stack(runner.run.job.model))
+    shares = [varied.randomised.modules / total if varied.randomised else 0.0 for varied in varied_runs]
+    return await row_runner.execute(partial(metric.judge, **call.parameters), numbers, shares)
 
 
-def make_metric_input(image: Array, heatmap: Map, likely: float, seen: Box, box: Box | None = None) -> MetricInput:
-    """Make the input of the metrics for one map.
+def make_metric_input(image: Array, heatmap: Map, probability: float, seen: Box, box: Box | None = None) -> MetricInput:
+    """Return the input of the metrics for one map.
 
     Args:
         image: the model's input, normalised, float32 [3,H,W].
-        heatmap: raw, float32 [h,w].
-        likely: how probable the target is for the image as it is.
+        heatmap: the raw map, float32 [h,w].
+        probability: probability of the target for the unchanged image.
         seen: the part of the photo that the map covers.
-        box: where the object is.
+        box: box of the object, in the photo's pixels; None if unknown.
     """
-    pixels, shown = (on_pixels(one, image.shape[1:]) for one in (heatmap, _intensity(heatmap)))
-    return MetricInput(image, heatmap, pixels, shown, likely, seen, box)
+    size = image.shape[1:]
+    pixels, intensity = _resize(heatmap, size), _resize(_to_intensity(heatmap), size)
+    return MetricInput(image, heatmap, pixels, intensity, probability, seen, box)
 
 
-def _intensity(heatmap: Map) -> Map:
-    """Cut a map at zero and divide it by its maximum; zero everywhere where nothing is above that."""
+def _to_intensity(heatmap: Map) -> Map:
+    """Cut a map at zero and divide it by its maximum; a map without positive values becomes zero."""
     cut = heatmap.clip(min=0)
     greatest = cut.max()
     return cast("Map", cut / greatest) if greatest > 0 else cut
 
 
-def on_pixels(heatmap: Map, size: tuple[int, ...]) -> Map:
-    """Bring a signed map to the input's pixels, bilinearly between the cells' centres.
+def _resize(heatmap: Map, size: tuple[int, ...]) -> Map:
+    """Resize a signed map to the input's pixels, bilinearly between the cells' centres.
 
     Args:
-        heatmap: float32 [h,w].
+        heatmap: the map, float32 [h,w].
         size: height and width of the input.
     """
-    found = functional.interpolate(
+    resized = functional.interpolate(
         torch.from_numpy(np.ascontiguousarray(heatmap))[None, None], tuple(size), mode="bilinear", align_corners=False
     )
-    return cast("Map", found[0, 0].numpy())
+    return cast("Map", resized[0, 0].numpy())

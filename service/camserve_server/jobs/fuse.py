@@ -1,4 +1,4 @@
-"""Several maps into one: layers fused, a layer's map brought to the pixels."""
+"""Fuse the maps of several layers into one, and resize maps to another grid."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -14,26 +14,26 @@ from camserve_server.methods.values import Fusion
 from camserve_server.models.values import ModelInfo
 
 JOINT = " + "
-"""Between the names of layers that were fused."""
+"""Separator between the names of fused layers."""
 
-FINEST = 4
-"""Layers that are fused where one is named: it, and the last of each finer grid, up to so many."""
+MAX_PYRAMID_LAYERS = 4
+"""Largest number of layers that `pyramid` returns."""
 
 
-def fused(by_layer: Sequence[LayerMaps], how: Fusion) -> LayerMaps:
+def fuse_layers(maps_by_layer: Sequence[LayerMaps], fusion: Fusion) -> LayerMaps:
     """Fuse the maps of several layers, target by target.
 
-    Each is cut at zero, scaled to 0 to 1 and brought to the finest grid among them bilinearly.
+    Each map is cut at zero, scaled to 0 to 1 and resized bilinearly to the finest grid among them.
     """
-    name = JOINT.join(layer_maps.layer for layer_maps in by_layer)
-    maps = [_fuse(layers, how) for layers in zip(*(layer_maps.maps for layer_maps in by_layer), strict=True)]
-    return LayerMaps(name, maps, how)
+    name = JOINT.join(layer_maps.layer for layer_maps in maps_by_layer)
+    by_target = zip(*(layer_maps.maps for layer_maps in maps_by_layer), strict=True)
+    return LayerMaps(name, [_fuse(raw_maps, fusion) for raw_maps in by_target], fusion)
 
 
-def _fuse(layers: tuple[RawMap, ...], how: Fusion) -> RawMap:
-    finest = max((one.heatmap.shape for one in layers), key=lambda shape: shape[0] * shape[1])
-    maps = np.stack([onto_pixels(_relative(one.heatmap), finest) for one in layers])
-    return RawMap(_FUSIONS[how](maps), zero_gradient=any(one.zero_gradient for one in layers))
+def _fuse(raw_maps: tuple[RawMap, ...], fusion: Fusion) -> RawMap:
+    finest = max((raw_map.heatmap.shape for raw_map in raw_maps), key=lambda shape: shape[0] * shape[1])
+    maps = np.stack([resize_positive(_relative(raw_map.heatmap), finest) for raw_map in raw_maps])
+    return RawMap(_FUSIONS[fusion](maps), zero_gradient=any(raw_map.zero_gradient for raw_map in raw_maps))
 
 
 _FUSIONS: Mapping[Fusion, Callable[[Map], Map]] = {
@@ -44,32 +44,34 @@ _FUSIONS: Mapping[Fusion, Callable[[Map], Map]] = {
 
 
 def _relative(heatmap: Map) -> Map:
-    """Cut a map at zero and scale it to 0 to 1; a map that is the same everywhere becomes 1 where it is positive."""
+    """Cut a map at zero and scale it to 0 to 1; a constant map becomes 1 if it is positive, else 0."""
     cut = heatmap.clip(min=0)
     least, greatest = cut.min(), cut.max()
     scaled = (cut - least) / (greatest - least) if greatest > least else cut > 0
     return cast("Map", scaled.astype(np.float32))
 
 
-def onto_pixels(heatmap: Map, size: tuple[int, ...]) -> Map:
-    """Cut a map at zero and bring it to another grid, bilinearly between the cells' centres.
+def resize_positive(heatmap: Map, size: tuple[int, ...]) -> Map:
+    """Cut a map at zero and resize it to another grid, bilinearly between the cells' centres.
 
     Args:
-        heatmap: float32 [h,w].
+        heatmap: the map, float32 [h,w].
         size: height and width of the other grid.
     """
     cut = torch.from_numpy(np.ascontiguousarray(heatmap)).clamp(min=0)
-    found = functional.interpolate(cut[None, None], tuple(size), mode="bilinear", align_corners=False)
-    return cast("Map", found[0, 0].numpy())
+    resized = functional.interpolate(cut[None, None], tuple(size), mode="bilinear", align_corners=False)
+    return cast("Map", resized[0, 0].numpy())
 
 
 def pyramid(model: ModelInfo, layer: str) -> tuple[str, ...]:
-    """Return a layer and, before it, the last layer of each finer grid that comes before it, finest first."""
+    """Return the layers to fuse when only one is named: the last layer of each finer grid before it, and the layer.
+
+    The finest grid is first. Only the MAX_PYRAMID_LAYERS layers nearest to the named one count.
+    """
     names = list(model.layers)
-    before = names[: names.index(layer) + 1]
     last: dict[tuple[int, int], str] = {}
-    for name in before:
+    for name in names[: names.index(layer) + 1]:
         if layout := model.layers[name].layout:
             last.pop((layout.height, layout.width), None)
             last[layout.height, layout.width] = name
-    return tuple(last.values())[-FINEST:]
+    return tuple(last.values())[-MAX_PYRAMID_LAYERS:]

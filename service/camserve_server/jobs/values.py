@@ -1,4 +1,4 @@
-"""A request as the engine sees it, and what comes of it."""
+"""Jobs, their raw maps and their explanations: plain values."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,25 +23,26 @@ from camserve_server.targets import kind_of
 from camserve_server.targets.values import FixedTarget, Target
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
+"""Takes the index of a row and its result."""
 
 
 class Submit(Protocol):
-    """Runs rows in batches with others' and hands over each result, by the row's index, as it is there."""
+    """Runs rows in batches with those of other requests; passes each result to `collect` when it is available."""
 
     def __call__(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> Awaitable[None]:
-        """Return when every result was collected."""
+        """Return when every result is collected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to explain: every method, on every layer, for every target.
+    """Explanations to compute: every method, on every layer, for every target.
 
     Attributes:
-        model: that is explained.
+        model: the model to explain.
         calls: the methods, with their parameters.
-        layers: for the methods that look at layers.
-        targets: what is explained.
-        fusion: how the maps of several layers become one; None for one map each.
+        layers: the layers, for methods that use layers.
+        targets: the targets to explain.
+        fusion: the way to fuse the maps of several layers into one; None for one map of each layer.
     """
 
     model: ModelInfo
@@ -52,54 +53,55 @@ class Job:
 
     @property
     def features(self) -> bool:
-        """Whether a method starts from the layers' feature maps."""
+        """True if a method needs the layers' feature maps for the unchanged image."""
         return any(wants_features(call) for call in self.calls)
 
     @property
     def clean(self) -> tuple[MethodCall, ...]:
-        """The methods that one pass over the image as it is can answer: all plain CAMs, or else one plain gradient."""
+        """The methods that one pass over the unchanged image answers: all plain CAMs, or else one plain gradient."""
         cams = tuple(call for call in self.calls if is_clean(call))
         plain = tuple(call for call in self.calls if is_plain_gradient(call))
         return cams if cams or self.features else plain[:1]
 
     @property
     def shared(self) -> tuple[tuple[MethodCall, ...], ...]:
-        """The same methods, divided among the rows that run for each target: one row, or several for heavy methods."""
+        """The methods of `clean`, divided among the rows of a target: one row, or several if many methods are heavy."""
         return rows_shared(self.clean, len(self.layers))
 
     @property
     def explanations(self) -> int:
-        """How many maps come of it."""
+        """The number of maps that the job returns."""
         layered = sum(METHODS[call.name].layered for call in self.calls)
         return len(self.targets) * (layered * (1 if self.fusion else len(self.layers)) + len(self.calls) - layered)
 
     @property
     def rows(self) -> int:
-        """How many rows it costs."""
+        """The number of rows that the job runs."""
         channels, clean = channels_of(self.model, self.layers), self.clean
         others = (call for call in self.calls if call not in clean)
-        each = len(self.shared) + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
-        # The other image of a likeness is run too.
+        per_target = len(self.shared) + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
+        # The other image of a similarity target runs too.
         compared = sum(kind_of(target).compared(target) is not None for target in self.targets)
-        return len(self.targets) * each + compared
+        return len(self.targets) * per_target + compared
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One raw map, what it explains, and the pictures that are drawn of it.
+    """A raw map, the target it explains, and the pictures drawn from it.
 
     Attributes:
         call: the method.
-        layer: its name, or those of several joined; empty for methods that look at the input.
-        target: the class, or contrast, explained.
-        score: its logit, or difference of logits, for the image as it is.
-        heatmap: float32 [h,w], signed, on the layer's grid.
-        verdict: whether it can be read as an explanation.
-        error: by how much the map fails to add up to what it must, as a share of that; None where nothing is promised.
-        fusion: how the maps of several layers became one; None where there is one layer.
-        overlay: the map on the photo, once it is drawn; None where it is not asked for.
+        layer: name of the layer, or the joined names of several; empty for methods of the input.
+        target: the explained target, for example a class or a contrast of two classes.
+        score: score of the target for the unchanged image, for example a logit or a difference of logits.
+        heatmap: the raw map, float32 [h,w], signed, on the layer's grid.
+        verdict: the verdict on the map.
+        error: the difference between the sum of the map and the sum that the method promises, as a share of the latter;
+            None if the method promises no sum.
+        fusion: the way in which the maps of several layers were fused; None for the map of one layer.
+        overlay: the map on the photo, once drawn; None if not requested.
         heatmap_image: the map alone, likewise.
-        intensity: what is coloured, float32 [height,width] of the model's input, likewise.
+        intensity: the values that are coloured, float32 [height,width] of the model's input, likewise.
     """
 
     call: MethodCall
@@ -116,8 +118,13 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a job: what the model says of the image, as `RowResult.logits`; the maps, as they were asked for."""
+class JobResult:
+    """The result of a job.
+
+    Attributes:
+        logits: outputs of the model for the unchanged image, as in `RowResult.logits`.
+        explanations: the explanations, in the order of the job.
+    """
 
     logits: Map
     explanations: tuple[Explanation, ...]
@@ -125,12 +132,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RawMap:
-    """One map, before it is judged.
+    """A map without a verdict.
 
     Attributes:
-        heatmap: float32 [h,w].
-        zero_gradient: whether the gradient that it was made from is zero everywhere.
-        error: as in `Explanation`.
+        heatmap: the map, float32 [h,w].
+        zero_gradient: True if the gradient that it was made from is zero everywhere.
+        error: see `Explanation`.
     """
 
     heatmap: Map
@@ -140,12 +147,12 @@ class RawMap:
 
 @dataclass(frozen=True, slots=True)
 class LayerMaps:
-    """One method's maps on one layer: one for each target.
+    """The maps of one method on one layer.
 
     Attributes:
-        layer: its name; empty for methods that look at the input.
-        maps: of each target.
-        fusion: how the maps of several layers became these; None where they are one layer's.
+        layer: name of the layer; empty for methods of the input.
+        maps: one map for each target.
+        fusion: the way in which the maps of several layers were fused; None for the maps of one layer.
     """
 
     layer: str

@@ -1,4 +1,4 @@
-"""Whether a map can be read as an explanation."""
+"""Verdicts on raw maps: a map can be read as an explanation, or a reason why not."""
 
 from enum import Enum
 
@@ -8,7 +8,7 @@ from camserve_server.core.arrays import Map
 
 
 class Verdict(Enum):
-    """Whether a map can be read as an explanation."""
+    """Verdict on a map: it can be read as an explanation, or the reason why not."""
 
     OK = "the map has positive evidence"
     ALL_NEGATIVE = "no value of the map is above zero: nothing here speaks for the target"
@@ -18,11 +18,11 @@ class Verdict(Enum):
 
 
 def judge(heatmap: Map, *, zero_gradient: bool) -> Verdict:
-    """Judge whether a raw map can be read as an explanation.
+    """Return the verdict on a raw map.
 
     Args:
-        heatmap: float32 [h,w].
-        zero_gradient: whether the gradient that it was made from is zero everywhere.
+        heatmap: the map, float32 [h,w].
+        zero_gradient: True if the gradient that it was made from is zero everywhere.
     """
     if not np.isfinite(heatmap).all():
         return Verdict.NON_FINITE

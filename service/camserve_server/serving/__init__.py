@@ -1,4 +1,6 @@
 """Use cases on plain values: explain, evaluate and inspect; the model repository and the worker pool.
 
-It may import `scheduling` and the rooms below.
+Read `explain` first: it runs a request from start to end, with `photos`, `drawing` and `memory`.
+
+This package may import `scheduling` and the packages below.
 """

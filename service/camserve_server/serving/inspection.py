@@ -1,7 +1,7 @@
-"""Inspect layers and extract features: a validated request in, a result out, and no protocol.
+"""Inspect the layers of a model, and extract feature maps: a validated request in, a result out.
 
-Request -> images (decode, in a thread) -> batcher -> engine (measure, or capture) -> tiles (picture, in a thread)
--> result
+The steps are those of `explain`: admit, decode, run one row, draw the channels if asked, and return the result. No
+protocol is known here.
 """
 
 import math
@@ -19,15 +19,22 @@ from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging import images, render, tiles
 from camserve_server.imaging.values import Box, Picture, Preprocess
 from camserve_server.models.values import Pass
-from camserve_server.serving.explain import RGB, Pipeline
+from camserve_server.serving import memory
+from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest, Rank
 from camserve_server.serving.results import Channel, FeaturesResult, InspectResult, ModelPrediction, Timing
 from camserve_server.telemetry import Spent
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """A photo's height and width, what the model sees of it, and the part of the photo that this is."""
+class _PreparedPhoto:
+    """The model's input made from a photo.
+
+    Attributes:
+        size: height and width of the photo.
+        image: the model's input.
+        seen: the part of the photo that the model sees.
+    """
 
     size: tuple[int, int]
     image: Input
@@ -35,10 +42,18 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """The result of one image's row, and where the time went until then."""
+class _ImageRun:
+    """A finished run of the model on one image.
 
-    view: _View
+    Attributes:
+        photo: the image.
+        result: the result of its row.
+        prediction: the model's prediction.
+        decoding: seconds that decoding took.
+        spent: time in the queue and in the batch.
+    """
+
+    photo: _PreparedPhoto
     result: RowResult
     prediction: ModelPrediction
     decoding: float
@@ -54,51 +69,52 @@ async def inspect(pipeline: Pipeline, request: InspectRequest, *, deadline: floa
     Args:
         pipeline: runs the request.
         request: the layers, the target and the image.
-        deadline: on the event loop's clock.
+        deadline: time on the event loop's clock after which the row does not start.
 
     Raises:
-        ServiceError: whatever was wrong.
+        ServiceError: the request was refused, or failed.
     """
     pass_ = Pass(request.model.key, "inspect", request.model.preprocess.size, request.layers)
-    async with _looking(pipeline, request, pass_, deadline) as look:
-        result = look.result
-        return InspectResult(look.prediction, result.target, result.score, result.readings, look.timing())
+    async with _run(pipeline, request, pass_, deadline) as run:
+        result = run.result
+        return InspectResult(run.prediction, result.target, result.score, result.readings, run.timing())
 
 
 async def features(
     pipeline: Pipeline, request: FeaturesRequest, unsent: ExitStack, *, deadline: float = math.inf
 ) -> FeaturesResult:
-    """Return channels of a layer, ranked.
+    """Return the highest-ranked channels of a layer for one image.
 
     Args:
         pipeline: runs the request.
-        request: the layer, the target, the image, and how to rank and draw the channels.
-        unsent: to be closed when the reply is sent: releases its memory.
-        deadline: on the event loop's clock.
+        request: the layer, the target and the image, and how to rank and draw the channels.
+        unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
+        deadline: time on the event loop's clock after which the row does not start.
 
     Raises:
-        ServiceError: whatever was wrong.
+        ServiceError: the request was refused, or failed.
     """
     colours = _colours(request.colormap)
     pass_ = Pass(request.model.key, "features", request.model.preprocess.size, (request.layer,))
-    async with _looking(pipeline, request, pass_, deadline) as look:
-        await pipeline.reserve_reply(_kept_of(request), unsent)
+    async with _run(pipeline, request, pass_, deadline) as run:
+        await pipeline.reserve_reply(_feature_bytes(request), unsent)
         began = time.perf_counter()
-        channels, picture = await pipeline.in_thread(_drawn, request, look, colours)
-        count, height, width = look.result.features[0].shape
+        channels, picture = await pipeline.in_thread(_rank_and_draw, request, run, colours)
+        count, height, width = run.result.features[0].shape
         return FeaturesResult(
-            prediction=look.prediction,
-            target=look.result.target,
-            score=look.result.score,
+            prediction=run.prediction,
+            target=run.result.target,
+            score=run.result.score,
             shape=(count, height, width),
             channels=channels,
             picture=picture,
-            size=look.view.size,
-            timing=look.timing(time.perf_counter() - began),
+            size=run.photo.size,
+            timing=run.timing(time.perf_counter() - began),
         )
 
 
 def _colours(name: str) -> Pixels:
+    """Return a colour map by name; an error names the request's own field."""
     try:
         return render.colormap(name)
     except InvalidArgument as error:
@@ -106,54 +122,56 @@ def _colours(name: str) -> Pixels:
 
 
 @asynccontextmanager
-async def _looking(
+async def _run(
     pipeline: Pipeline, request: InspectRequest | FeaturesRequest, pass_: Pass, deadline: float
-) -> AsyncIterator[_Look]:
+) -> AsyncIterator[_ImageRun]:
     """Run an image through the model; inside the block, room for its inputs and results stays reserved."""
-    found: list[RowResult] = []
-    size = RGB * math.prod(request.model.preprocess.size) + _kept_of(request)
-    async with pipeline.admitted(request.model, 1, size=size):
+    results: list[RowResult] = []
+    size = memory.RGB * math.prod(request.model.preprocess.size) + _feature_bytes(request)
+    async with pipeline.admit(request.model, 1, size=size):
         began = time.perf_counter()
         async with pipeline.decoding(request.image):
-            view = await pipeline.in_thread(_see, request.image, request.model.preprocess, pipeline.limits)
+            photo = await pipeline.in_thread(_prepare, request.image, request.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
-        rows = [Row(view.image, request.target, features=pass_.kind == "features")]
+        rows = [Row(photo.image, request.target, features=pass_.kind == "features")]
         spent = Spent()
         await pipeline.batcher.submit(
-            pass_, rows, lambda _index, result: found.append(result), deadline, spent, pipeline.origin
+            pass_, rows, lambda _index, result: results.append(result), deadline, spent, pipeline.origin
         )
-        prediction = ModelPrediction(request.model, found[0].logits, view.seen)
-        yield _Look(view, found[0], prediction, decoding, spent)
+        prediction = ModelPrediction(request.model, results[0].logits, photo.seen)
+        yield _ImageRun(photo, results[0], prediction, decoding, spent)
 
 
-def _kept_of(request: InspectRequest | FeaturesRequest) -> int:
-    """Return how many bytes of a layer's output are kept until the reply is made."""
-    return 4 * math.prod(request.model.layers[request.layer].shape) if isinstance(request, FeaturesRequest) else 0
+def _feature_bytes(request: InspectRequest | FeaturesRequest) -> int:
+    """Return the size in bytes of the feature maps that are kept until the reply is made."""
+    if not isinstance(request, FeaturesRequest):
+        return 0
+    return memory.FLOAT * math.prod(request.model.layers[request.layer].shape)
 
 
-def _see(data: bytes, preprocess: Preprocess, limits: Limits) -> _View:
-    photo = images.decode(data, limits)
-    image, seen = images.prepared(photo, data, preprocess)
-    return _View((photo.shape[0], photo.shape[1]), image, seen)
+def _prepare(data: bytes, preprocess: Preprocess, limits: Limits) -> _PreparedPhoto:
+    pixels = images.decode(data, limits)
+    image, seen = images.prepared(pixels, data, preprocess)
+    return _PreparedPhoto((pixels.shape[0], pixels.shape[1]), image, seen)
 
 
-def _drawn(request: FeaturesRequest, look: _Look, colours: Pixels) -> tuple[list[Channel], Picture | None]:
-    maps, weights = look.result.features[0], look.result.maps[0][0]
-    channels = ranked(maps, weights, request)
+def _rank_and_draw(request: FeaturesRequest, run: _ImageRun, colours: Pixels) -> tuple[list[Channel], Picture | None]:
+    maps, weights = run.result.features[0], run.result.maps[0][0]
+    channels = rank_channels(maps, weights, request)
     if request.picture is None:
         return channels, None
-    shown = [tiles.Tile(f"#{one.index}", _rank_value(one, request.rank), one.map) for one in channels]
-    image = images.displayed(look.view.image, request.model.preprocess)
-    return channels, tiles.draw(image, shown, _titles(request, look, len(channels)), colours, request.picture)
+    shown = [tiles.Tile(f"#{channel.index}", _rank_value(channel, request.rank), channel.map) for channel in channels]
+    image = images.displayed(run.photo.image, request.model.preprocess)
+    return channels, tiles.draw(image, shown, _titles(request, run, len(channels)), colours, request.picture)
 
 
-def ranked(maps: Map, weights: Map, request: FeaturesRequest) -> list[Channel]:
-    """Return the first channels in rank; of equals the first, and what is not finite last.
+def rank_channels(maps: Map, weights: Map, request: FeaturesRequest) -> list[Channel]:
+    """Return the highest-ranked channels; equal ones stay in order, and those with NaN or infinite values are last.
 
     Args:
-        maps: float32 [C,h,w].
-        weights: the score's mean gradient over each, float32 [C].
-        request: says by what to rank, and how many are wanted.
+        maps: feature maps, float32 [C,h,w].
+        weights: mean gradient of the score over each channel, float32 [C].
+        request: the request, with the value to rank by and the number of channels to return.
     """
     means = maps.mean((1, 2), dtype=np.float64)
     keys = np.abs(weights) if request.rank == "gradient" else means
@@ -166,15 +184,16 @@ def _rank_value(channel: Channel, rank: Rank) -> float:
     return channel.weight if rank == "gradient" else channel.activation
 
 
-def _titles(request: FeaturesRequest, look: _Look, shown: int) -> tuple[str, str]:
-    count, height, width = look.result.features[0].shape
-    prediction, result = look.prediction, look.result
+def _titles(request: FeaturesRequest, run: _ImageRun, shown: int) -> tuple[str, str]:
+    """Return the two lines above the picture: the model and layer, and the number and rank of the channels."""
+    count, height, width = run.result.features[0].shape
+    prediction, result = run.prediction, run.result
     target, contrast = prediction.explained(result.target, result.score), prediction.against(result.target)
-    names = [one.label or f"class {one.class_index}" for one in (target, contrast) if one]
-    what, whose = "mean activation", ""
+    names = [each.label or f"class {each.class_index}" for each in (target, contrast) if each]
+    value, explained = "mean activation", ""
     if request.rank == "gradient":
-        what, whose = "gradient weight", f" for {', not '.join(names)}"
+        value, explained = "gradient weight", f" for {', not '.join(names)}"
     return (
         f"{request.model.name} · {request.layer}",
-        f"{shown} of {count} channels, {height}×{width}, by {what}{whose}",
+        f"{shown} of {count} channels, {height}×{width}, by {value}{explained}",
     )

@@ -1,4 +1,4 @@
-"""Receipts: what is needed to compute an answer again, and to check that it is the same."""
+"""Receipts: the facts needed to compute a result again, and to check that it is the same."""
 
 import functools
 import hashlib
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from camserve_server.core.arrays import Input
 from camserve_server.models.values import ModelInfo
 
-_PARTS = ("camserve", "torch", "torchvision", "timm", "numpy", "opencv-python-headless")
+_PACKAGES = ("camserve", "torch", "torchvision", "timm", "numpy", "opencv-python-headless")
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The model, the input and the software that an answer was computed with.
+    """The model, the input and the software that a result was computed with.
 
     Attributes:
-        source: where the model comes from, as "timm:resnet50".
+        source: origin of the model, for example "timm:resnet50".
         weights: "default", "file" or "none".
         digest: SHA-256 of the model's parameters and buffers, hexadecimal.
-        precision: that the model computed in.
-        device: that it ran on.
-        image_sha256: of the photo's file, hexadecimal.
-        input_sha256: of the pixels that the model saw, uint8 [h,w,3], hexadecimal.
-        versions: of the software, by package name.
+        precision: number format that the model computed in.
+        device: device that the model ran on.
+        image_sha256: SHA-256 of the encoded photo, hexadecimal.
+        input_sha256: SHA-256 of the model's input, uint8 [h,w,3], hexadecimal.
+        versions: versions of the software, by package name.
     """
 
     source: str
@@ -42,9 +42,9 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
     """Return the receipt of a request.
 
     Args:
-        model: that was explained.
-        image: the photo's file.
-        seen: what the model saw of it.
+        model: the model that computed the result.
+        image: the encoded photo.
+        seen: the model's input made from the photo.
     """
     return Receipt(
         source=model.source,
@@ -61,8 +61,8 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
 @functools.cache
 def _versions() -> Mapping[str, str]:
     """Return the versions of the packages that compute explanations, by name."""
-    found = {}
-    for name in _PARTS:
+    versions = {}
+    for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -1,4 +1,4 @@
-"""Validated requests: the plain values that the use cases take, whatever protocol they came by."""
+"""Validated requests of the use cases: plain values, the same for every protocol."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -9,7 +9,7 @@ from camserve_server.models.values import ModelInfo
 from camserve_server.targets.values import Target
 
 Rank: TypeAlias = Literal["activation", "gradient"]
-"""What the channels of a layer are ranked by."""
+"""Value that ranks the channels of a layer: mean activation, or size of the mean gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class ExplainRequest:
 
     Attributes:
         job: what to explain.
-        image: the photo's file.
-        rendering: which pictures and numbers to return.
-        predictions: how many of the model's predictions to return.
+        image: the encoded photo.
+        rendering: the pictures and numbers to return.
+        predictions: the number of the model's predictions to return.
     """
 
     job: Job
@@ -47,10 +47,10 @@ class InspectRequest:
     """A request for statistics of layers.
 
     Attributes:
-        model: whose layers.
-        target: whose score is differentiated.
-        layers: their names; empty for all layers.
-        image: the photo's file.
+        model: the model to inspect.
+        target: the target whose score is differentiated.
+        layers: names of the layers; empty for all layers.
+        image: the encoded photo.
     """
 
     model: ModelInfo
@@ -69,15 +69,15 @@ class FeaturesRequest:
     """A request for the highest-ranked channels of a layer.
 
     Attributes:
-        model: whose layer.
-        target: whose score the gradient weights are for.
-        layer: its name.
-        image: the photo's file.
-        rank: what the channels are ranked by.
-        top: how many channels to return.
-        raw: whether to return their maps.
+        model: the model to inspect.
+        target: the target whose score gives the gradient weights.
+        layer: name of the layer.
+        image: the encoded photo.
+        rank: the value to rank the channels by.
+        top: the number of channels to return.
+        raw: True to return their maps.
         picture: encoding of the picture of their maps, or None for no picture.
-        colormap: of that picture.
+        colormap: name of that picture's colour map.
     """
 
     model: ModelInfo
@@ -93,12 +93,12 @@ class FeaturesRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request to load a model, or to load it again.
+    """A request to load or reload a model.
 
     Attributes:
-        name: of a model in the configuration.
-        weights: path of a file of weights inside the model folder; empty for the weights in the configuration.
-        sha256: the digest that the file must have, in lower-case hexadecimal, or empty.
+        name: name of a model in the configuration.
+        weights: path of a weights file inside the model folder; empty for the weights in the configuration.
+        sha256: required SHA-256 digest of that file, in lower-case hexadecimal; empty for any.
     """
 
     name: str

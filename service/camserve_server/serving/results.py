@@ -1,4 +1,4 @@
-"""Results: the plain values that the use cases return, whatever protocol carries them further."""
+"""Results of the use cases: plain values, the same for every protocol."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from camserve_server.targets import carried, class_probabilities, kind_of, objec
 from camserve_server.targets.values import FixedTarget
 
 SIMILARITY = "similarity"
-"""The label where two images are compared."""
+"""Label of the prediction when two images are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A class or an object, and how probable the model finds it.
+    """A predicted class or object, and its probability.
 
     Attributes:
-        label: of the class; empty where the model has none.
-        score: the logit; of a class in a segmented image its mean; the score of an object.
-        class_index: index in the model's output.
-        probability: 0 to 1; 0 where the model has no probabilities.
-        area: of a class in a segmented image, the share of the input that it covers.
-        box: of an object, in the photo's pixels.
+        label: label of the class; empty if the model has no labels.
+        score: logit of a class, mean logit of a class in a segmentation, or score of an object.
+        class_index: index of the class in the model's output.
+        probability: 0 to 1; 0 if the model has no probabilities.
+        area: share of the input that a class covers in a segmentation.
+        box: box of an object, in the photo's pixels.
     """
 
     label: str
@@ -42,11 +42,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ModelPrediction:
-    """All that a model predicted for an image.
+    """All predictions of a model for an image.
 
     Attributes:
-        model: that predicted it.
-        values: its outputs, as `RowResult.logits`.
+        model: the model.
+        values: the outputs of the model, as in `RowResult.logits`.
         seen: the part of the photo that the model saw.
     """
 
@@ -54,9 +54,9 @@ class ModelPrediction:
     values: Map
     seen: Box
 
-    def top(self, most: int) -> list[Prediction]:
-        """Return the model's first predictions, the likeliest (of a segmentation, the largest) first."""
-        return _PREDICTIONS[self.model.task](self, most)
+    def top(self, count: int) -> list[Prediction]:
+        """Return at most `count` predictions, the likeliest first; for a segmentation, the largest first."""
+        return _PREDICTIONS[self.model.task](self, count)
 
     def explained(self, target: FixedTarget, score: float) -> Prediction:
         """Return the prediction that a target explains."""
@@ -67,13 +67,13 @@ class ModelPrediction:
         return self.object(index, score, kind.box(target)) if self.model.task == "detect" else self.of_class(index)
 
     def against(self, target: FixedTarget) -> Prediction | None:
-        """Return the prediction that a contrast is explained against."""
+        """Return the prediction that a contrast compares the target with; None if the target is no contrast."""
         index = kind_of(target).contrasted(target)
         return None if index is None else self.of_class(index)
 
     @cached_property
     def probabilities(self) -> Map:
-        """The probability of each class, float32 [classes]; 0 where the model has none."""
+        """The probability of each class, float32 [classes]; 0 if the model has no probabilities."""
         return class_probabilities(self.model.task, self.values)
 
     def of_class(self, index: int) -> Prediction:
@@ -85,40 +85,54 @@ class ModelPrediction:
         return Prediction(label, float(self.values[index]), index, float(self.probabilities[index]))
 
     def object(self, index: int, score: float, box: Box | None) -> Prediction:
-        """Return the prediction of an object; its box is given in the input's pixels."""
+        """Return the prediction of an object.
+
+        Args:
+            index: index of its class.
+            score: its score.
+            box: its box in pixels of the model's input.
+        """
         return Prediction(self.model.label(index), score, index, score, box=self.in_photo(box) if box else None)
 
     def in_photo(self, box: Box) -> Box:
-        """Carry a box from the model's input to the photo."""
+        """Convert a box from pixels of the model's input to pixels of the photo."""
         return carried(box, whole(self.model.preprocess.size), self.seen)
 
 
-def _classes(predicted: ModelPrediction, most: int) -> list[Prediction]:
-    return [predicted.of_class(index) for index in np.argsort(-predicted.values, kind="stable")[:most].tolist()]
+def _top_classes(predicted: ModelPrediction, count: int) -> list[Prediction]:
+    return [predicted.of_class(index) for index in np.argsort(-predicted.values, kind="stable")[:count].tolist()]
 
 
-def _areas(predicted: ModelPrediction, most: int) -> list[Prediction]:
-    return [predicted.of_class(index) for index in order_of_areas(predicted.values, predicted.model)[:most]]
+def _largest_areas(predicted: ModelPrediction, count: int) -> list[Prediction]:
+    return [predicted.of_class(index) for index in order_of_areas(predicted.values, predicted.model)[:count]]
 
 
-def _objects(predicted: ModelPrediction, most: int) -> list[Prediction]:
-    found = objects_of(predicted.values)[:most].tolist()
-    return [predicted.object(int(index), score, Box(*box)) for index, score, *box in found]
+def _top_objects(predicted: ModelPrediction, count: int) -> list[Prediction]:
+    objects = objects_of(predicted.values)[:count].tolist()
+    return [predicted.object(int(index), score, Box(*box)) for index, score, *box in objects]
 
 
 _PREDICTIONS: Mapping[Task, Callable[[ModelPrediction, int], list[Prediction]]] = {
-    "classify": _classes,
-    "multilabel": _classes,
-    "regress": _classes,
-    "segment": _areas,
-    "detect": _objects,
-    "embed": lambda _predicted, _most: [],
+    "classify": _top_classes,
+    "multilabel": _top_classes,
+    "regress": _top_classes,
+    "segment": _largest_areas,
+    "detect": _top_objects,
+    "embed": lambda _predicted, _count: [],
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of a request went, in seconds; and the rows of the largest batch that it was part of."""
+    """Durations of a request's stages, in seconds.
+
+    Attributes:
+        decode: time to decode the images.
+        queue: time in which its rows waited and none of its batches ran.
+        compute: time in which at least one of its batches ran.
+        render: time to draw the pictures.
+        batch_rows: the number of rows in its largest batch, those of other requests included.
+    """
 
     decode: float
     queue: float
@@ -132,12 +146,12 @@ class ExplainResult:
     """The explanations of an image.
 
     Attributes:
-        prediction: what the model predicted.
-        explanations: in the order of the request. An encoder may take them from the list one by one, so that pictures
-            and their encoded copies do not take memory at the same time.
+        prediction: the model's prediction.
+        explanations: the explanations, in the order of the request. An encoder may remove them from the list one by
+            one, so that pictures and their encoded copies do not take memory at the same time.
         size: height and width of the photo.
-        receipt: what the explanations were computed with.
-        timing: where the time went.
+        receipt: the model, the input and the software of the explanations.
+        timing: durations of the request's stages.
     """
 
     prediction: ModelPrediction
@@ -152,11 +166,11 @@ class InspectResult:
     """Statistics of layers for an image.
 
     Attributes:
-        prediction: what the model predicted.
-        target: whose score was differentiated.
-        score: that score.
-        readings: one for each layer of the request; None for one whose output is no tensor of numbers.
-        timing: where the time went.
+        prediction: the model's prediction.
+        target: the target whose score was differentiated.
+        score: score of the target.
+        readings: one for each layer of the request; None if the layer's output is no tensor of numbers.
+        timing: durations of the request's stages.
     """
 
     prediction: ModelPrediction
@@ -171,10 +185,10 @@ class Channel:
     """One channel of a layer.
 
     Attributes:
-        index: its number.
-        activation: its mean over the grid.
-        weight: the mean of the score's gradient over the grid.
-        map: float32 [h,w].
+        index: index of the channel.
+        activation: mean activation over the grid.
+        weight: mean gradient of the score over the grid.
+        map: the activations, float32 [h,w].
     """
 
     index: int
@@ -188,14 +202,14 @@ class FeaturesResult:
     """The highest-ranked channels of a layer for an image.
 
     Attributes:
-        prediction: what the model predicted.
-        target: whose score the gradient weights are for.
-        score: that score.
-        shape: of the layer's feature maps: channels, height, width.
-        channels: in rank.
-        picture: of their maps, or None.
+        prediction: the model's prediction.
+        target: the target whose score gives the gradient weights.
+        score: score of the target.
+        shape: number of channels, height and width of the layer's feature maps.
+        channels: the channels, the highest-ranked first.
+        picture: picture of their maps, or None.
         size: height and width of the photo.
-        timing: where the time went.
+        timing: durations of the request's stages.
     """
 
     prediction: ModelPrediction

@@ -6,6 +6,7 @@ from camserve.v1 import evaluate_pb2, evaluate_pb2_grpc
 from camserve_server.api import codec
 from camserve_server.api.rpc import Call, Context, ServerState, rpc_scope
 from camserve_server.metrics import METRICS
+from camserve_server.serving.evaluate import evaluate
 from camserve_server.serving.explain import Pipeline
 
 
@@ -40,7 +41,11 @@ async def _evaluate(
     call.record_request(request.explain, pipeline.models)
     order = codec.read_evaluation(request, pipeline.models, pipeline.limits)
     with codec.within_explain():
-        response, readings = await call.bound(pipeline).evaluate(
-            order, call.unsent, encode=partial(codec.explain_response, order.explain), deadline=call.deadline
+        response, readings = await evaluate(
+            call.bound(pipeline),
+            order,
+            call.unsent,
+            encode=partial(codec.explain_response, order.explain),
+            deadline=call.deadline,
         )
     return codec.evaluate_response(order, response, readings)

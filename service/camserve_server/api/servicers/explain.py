@@ -101,7 +101,7 @@ async def explain(
     call: Call,
     *,
     wait: bool = False,
-    progress: jobs.Progress = jobs.unheard,
+    progress: jobs.Progress = jobs.ignore_progress,
 ) -> explain_pb2.ExplainResponse:
     """Explain one image: read the request, and encode the result.
 
@@ -131,7 +131,7 @@ async def explain(
 async def progress_reporter(item: explain_pb2.ExplainStreamRequest, write: Write) -> AsyncIterator[jobs.Progress]:
     """Report the progress of a request that asks for it, never faster than its caller reads."""
     if not item.request.progress:
-        yield jobs.unheard
+        yield jobs.ignore_progress
         return
     news: asyncio.Queue[explain_pb2.Progress | None] = asyncio.Queue()
 

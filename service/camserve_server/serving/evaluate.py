@@ -1,0 +1,58 @@
+"""Evaluate explanations: explain one image, and rate every map by metrics."""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TypeVar
+
+from camserve_server import jobs
+from camserve_server.imaging import render
+from camserve_server.serving import memory
+from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.photos import PreparedPhoto
+from camserve_server.serving.requests import EvaluateRequest
+from camserve_server.serving.results import ExplainResult
+
+T = TypeVar("T")
+
+
+async def evaluate(
+    pipeline: Pipeline,
+    request: EvaluateRequest,
+    unsent: ExitStack,
+    *,
+    encode: Callable[[ExplainResult], T],
+    deadline: float = math.inf,
+) -> tuple[T, jobs.Readings]:
+    """Explain one image, and evaluate every map.
+
+    Args:
+        pipeline: runs the request.
+        request: the explanations to compute, and the metrics to evaluate them by.
+        unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
+        encode: makes the reply from the explanations; called in the thread that drew the last picture.
+        deadline: time on the event loop's clock after which no row of the request starts.
+
+    Returns:
+        The encoded reply; and for each explanation, one reading of each metric.
+
+    Raises:
+        ServiceError: the request was refused, or failed; its field is one of the request to explain.
+    """
+    job, chunk = request.explain.job, pipeline.limits.chunk
+    readings: jobs.Readings = []
+
+    async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:
+        assessment = replace(request.assessment, job=replace(job, targets=photo.targets))
+        result, job_readings = await jobs.evaluate(
+            assessment, photo.image, photo.seen, submit, chunk=chunk, execute=pipeline.in_thread
+        )
+        readings.extend(job_readings)
+        return result
+
+    render.colormap(request.explain.rendering.colormap)  # an unknown name is refused before it costs anything
+    rows = min(request.assessment.rows, chunk)
+    size = memory.MASK * rows * math.prod(job.model.preprocess.size) + memory.map_bytes(job)
+    async with pipeline.admit(job.model, rows, size=size):
+        return await pipeline.run(request.explain, compute, encode, deadline, unsent), readings

@@ -1,0 +1,88 @@
+"""Memory limits of the use cases, and estimates of the memory that a request takes."""
+
+import math
+
+from camserve_server import jobs
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+from camserve_server.imaging.values import Rendering
+from camserve_server.methods import METHODS
+from camserve_server.scheduling.admission import Admission, MemoryBudget
+
+MAX_WAITING_PHOTO = 3_000_000  # bytes of a decoded photo kept while its request waits; larger ones are decoded again
+PHOTO_BUDGET = 32 * 2**20  # bytes of all decoded photos kept; a photo that does not fit is decoded again
+DRAWING_LIMIT = 160 * 2**20  # bytes of all photos being decoded and pictures being drawn; other requests wait
+MIN_CALLER_SHARE = 8 * 2**20  # bytes of DRAWING_LIMIT and of REPLY_LIMIT that each caller may always use
+MAX_PICTURES = 32 * 2**20  # bytes of the pictures in one reply
+REPLY_LIMIT = 96 * 2**20  # bytes of all unsent replies, with their copies; other requests wait before they are drawn
+CALLER_REPLY_LIMIT = 64 * 2**20  # bytes of REPLY_LIMIT for one caller: one that reads nothing cannot block the others
+REPLY_COPIES = 3  # of each reply: the message, its serialised form, and what gRPC holds until it is sent
+
+RGB = 3  # bytes of a pixel
+FLOAT = 4  # bytes of a number of a map
+MASK = FLOAT  # bytes of a pixel of the mask by which an image is edited
+
+
+def photo_budget() -> MemoryBudget:
+    """Return a new budget for decoded photos whose requests wait."""
+    return MemoryBudget(PHOTO_BUDGET)
+
+
+def drawing_limit() -> Admission:
+    """Return a new limit on the memory of photos being decoded and pictures being drawn; requests wait for it."""
+    return Admission(DRAWING_LIMIT, MIN_CALLER_SHARE, line=math.inf)
+
+
+def reply_limit() -> Admission:
+    """Return a new limit on the memory of unsent replies; requests wait for it."""
+    return Admission(REPLY_LIMIT, MIN_CALLER_SHARE, line=math.inf, most=CALLER_REPLY_LIMIT)
+
+
+def input_bytes(job: jobs.Job, rows: int) -> int:
+    """Return an upper bound, in bytes, of the inputs of a job while `rows` of its rows are queued or running.
+
+    Noisy copies are made in the engine and do not count. Edited images are made here, with one mask for each row.
+    """
+    edits = any(METHODS[call.name].edits_image for call in job.calls)
+    return math.prod(job.model.preprocess.size) * (RGB + edits * MASK * rows)
+
+
+def map_bytes(job: jobs.Job) -> int:
+    """Return an upper bound, in bytes, of a job's maps without the first, which is small next to a message.
+
+    If a method starts from feature maps, those of the job's layers count too.
+    """
+    features = sum(math.prod(job.model.layers[name].shape) for name in job.layers) if job.features else 0
+    return FLOAT * (math.prod(job.model.preprocess.size) * (job.explanations - 1) + features)
+
+
+def pixels_per_map(rendering: Rendering, size: tuple[int, int]) -> float:
+    """Return the number of pixels of all pictures of one map.
+
+    Args:
+        rendering: the pictures to draw.
+        size: height and width of the photo.
+    """
+    scale = min(1.0, (rendering.max_side or math.inf) / max(size))
+    return rendering.pictures * size[0] * size[1] * scale**2
+
+
+def check_drawn_pixels(job: jobs.Job, rendering: Rendering, size: tuple[int, int], limits: Limits) -> None:
+    """Check that the pictures of a job do not have too many pixels.
+
+    Args:
+        job: the explanations to draw.
+        rendering: the pictures to draw of each.
+        size: height and width of the photo.
+        limits: the limits on one request.
+
+    Raises:
+        InvalidArgument: they have more than the limit.
+    """
+    drawn = job.explanations * pixels_per_map(rendering, size)
+    if drawn > limits.drawn_pixels:
+        raise InvalidArgument(
+            f"the pictures have {drawn / 1e6:,.0f} million pixels, and {limits.drawn_pixels / 1e6:,.0f} is the limit: "
+            "set max_side, or ask for fewer",
+            field="rendering.max_side",
+        )

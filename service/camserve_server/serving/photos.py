@@ -1,0 +1,111 @@
+"""Prepare a request's images: decode the photo, make the model's input of it, and bring the targets to that input."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from camserve_server.core.arrays import Input, Pixels
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
+from camserve_server.imaging.values import Box
+from camserve_server.serving import memory, receipts
+from camserve_server.serving.receipts import Receipt
+from camserve_server.serving.requests import ExplainRequest
+from camserve_server.targets import carried, kind_of, whole, with_box
+from camserve_server.targets.values import SimilarityTarget, Target
+
+_BOX_FIELDS = {"segment": "region", "detection": "box"}  # name of the box in the request, by the kind of target
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPhoto:
+    """A decoded photo and the model's input made from it.
+
+    Attributes:
+        pixels: the photo, uint8 [height, width, 3]; None if it is not kept while its request waits.
+        size: height and width of the photo.
+        image: the model's input.
+        seen: the part of the photo that the model sees.
+        targets: the request's targets: boxes in pixels of the model's input, other images as inputs of the model.
+        receipt: the model, the input and the software of the explanations.
+    """
+
+    pixels: Pixels | None
+    size: tuple[int, int]
+    image: Input
+    seen: Box
+    targets: tuple[Target, ...]
+    receipt: Receipt
+
+
+def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, None, PreparedPhoto]:
+    """Decode the photo and the images of its targets; pause after each image, so that other callers have a turn."""
+    _check_pixels(request, limits)
+    pixels = images.decode(request.image, limits)
+    size = (pixels.shape[0], pixels.shape[1])
+    memory.check_drawn_pixels(request.job, request.rendering, size, limits)
+    image, seen = images.prepared(pixels, request.image, request.job.model.preprocess)
+    kept = pixels if request.rendering.pictures and pixels.size <= memory.MAX_WAITING_PHOTO else None
+    del pixels  # free its memory during the pauses, unless it is kept
+    targets = list[Target]()
+    for index, target in enumerate(request.job.targets):
+        if kind_of(target).compared(target):
+            yield
+        targets.append(_to_input(target, index, request, seen, limits))
+    receipt = receipts.receipt_of(request.job.model, request.image, image)
+    return PreparedPhoto(kept, size, image, seen, tuple(targets), receipt)
+
+
+def _check_pixels(request: ExplainRequest, limits: Limits) -> None:
+    """Check that the photo and the images of its targets together have no more pixels than one photo may have.
+
+    Raises:
+        InvalidArgument: they have more, or an image cannot be read.
+    """
+    files = [
+        (index, other.file)
+        for index, target in enumerate(request.job.targets)
+        if (other := kind_of(target).compared(target))
+    ]
+    total = images.pixels_of(request.image, limits) if files else 0
+    for index, file in files:
+        with _image_field(index):
+            total += images.pixels_of(file, limits)
+            if total > limits.pixels:
+                raise InvalidArgument(
+                    f"the photo and the images of its targets have more than {limits.pixels:,} pixels between them: "
+                    "send smaller ones"
+                )
+
+
+@contextmanager
+def _image_field(index: int) -> Iterator[None]:
+    """Name the field of a target's image in the errors of the block."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, field=f"targets[{index}].similarity.image") from error
+
+
+def _to_input(target: Target, index: int, request: ExplainRequest, seen: Box, limits: Limits) -> Target:
+    """Convert a target's image or box from photos to the model's input."""
+    preprocess = request.job.model.preprocess
+    kind = kind_of(target)
+    if other := kind.compared(target):
+        with _image_field(index):
+            pixels = images.decode(other.file, limits)
+            return SimilarityTarget(image=images.prepared(pixels, other.file, preprocess)[0])
+    if box := kind.box(target):
+        field = f"targets[{index}].{kind.name}.{_BOX_FIELDS[kind.name]}"
+        return with_box(target, _box_in_input(box, seen, preprocess.size, field))
+    return target
+
+
+def _box_in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box:
+    """Convert a box from the photo's pixels to those of the model's input."""
+    moved = carried(box, seen, whole(size))
+    if min(moved.right, moved.bottom) <= 0 or moved.left >= size[1] or moved.top >= size[0]:
+        part = f"from {seen.left:.0f} to {seen.right:.0f} across and from {seen.top:.0f} to {seen.bottom:.0f} down"
+        raise InvalidArgument(f"the box is outside of what the model sees: {part}", field=field)
+    return moved
