@@ -33,7 +33,7 @@ def ask(secrets):
     """Explain a photo as somebody, by a server that takes 5 ms a batch; returns a call under way."""
     path, known = secrets
     with serving(models=(nets.TINY,), device="cpu", threads=1, max_queue_rows=ROWS, tokens_file=str(path)) as served:
-        (engine,) = served.pipeline.batcher._engines
+        (engine,) = served.pipeline.batcher._workers
         run = engine.run
 
         def slow(*batch):

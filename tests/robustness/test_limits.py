@@ -55,10 +55,10 @@ def of_the_server():
         ("message of a watch, or of a question to reflection", f"{health.LARGEST // 2**10} KiB", "", INVALID),
         ("rows in the queue", f"{SETTINGS.max_queue_rows:,}", "max_queue_rows", "RESOURCE_EXHAUSTED, and when to come"),
         ("of these, one caller's", "its share", "", "RESOURCE_EXHAUSTED; within it the request waits"),
-        ("rows that wait for the queue", f"{admission.LINE:,}", "", "RESOURCE_EXHAUSTED, and when to come"),
+        ("rows that wait for the queue", f"{admission.MAX_WAITING:,}", "", "RESOURCE_EXHAUSTED, and when to come"),
         (
             "inputs and maps of each row in both",
-            f"{scheduling.PLACE // 2**10} KiB",
+            f"{scheduling.BYTES_PER_SLOT // 2**10} KiB",
             "",
             "the request counts as more rows",
         ),
@@ -134,7 +134,7 @@ def test_no_limit_is_left_out_of_the_table(monkeypatch):
 
 
 def test_security_md_states_the_memory_limits_of_the_code():
-    queue = SETTINGS.max_queue_rows * scheduling.PLACE
+    queue = SETTINGS.max_queue_rows * scheduling.BYTES_PER_SLOT
     bounds = (
         f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
         f"decoded photos {mib(explain.PHOTO_BUDGET)}; "

@@ -424,7 +424,7 @@ async def test_health_follows_a_canary_where_there_is_no_other_explanation(folde
     told = asyncio.Queue()
     async with worker_pool.WorkerPool(settings, told.put_nowait) as one:
         one.registry.models["tiny"] = await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
-        engine = one.batcher._engines[0]
+        engine = one.batcher._workers[0]
         right = engine.run
 
         def not_numbers(pass_, rows):

@@ -8,7 +8,7 @@ import pytest
 from camserve_server.core.errors import ResourceExhausted
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
-from camserve_server.scheduling import PLACE, Batcher, admission
+from camserve_server.scheduling import BYTES_PER_SLOT, Batcher, admission
 from camserve_server.scheduling.admission import Admission, address_of
 from camserve_server.telemetry import Origin
 
@@ -95,7 +95,7 @@ async def test_who_comes_to_a_full_house_is_not_refused_but_gets_the_first_room_
     assert "modest" not in door.refused
     assert door.holds("modest") == 1
     assert door.refused["greedy"] == [
-        "the queue is full for you: it has 8 rows, others are here too, and the share of each is 4"
+        "your share of the queue is full: 4 of its 8 rows, while other callers use it too"
     ]
 
 
@@ -144,7 +144,7 @@ async def test_who_is_inside_has_a_share_however_long_it_stays(door, monkeypatch
 
 
 async def test_a_share_fills_a_batch_however_many_come(door):
-    door._door._least = 3
+    door._door._min_share = 3
     for number in range(8):
         door.come(f"other {number}")
     await settle()
@@ -198,7 +198,7 @@ async def test_one_whose_request_is_more_than_its_share_is_let_in_all_the_same(d
 
 
 async def test_the_line_is_not_endless(door):
-    for _ in range(8 + admission.LINE + 5):
+    for _ in range(8 + admission.MAX_WAITING + 5):
         door.come("greedy", wait=True)
     await settle()
 
@@ -234,7 +234,7 @@ async def test_who_gives_up_in_the_line_makes_way(door):
     await door.leave("late")
     assert door.taken == 0
     assert not door._door._waiting
-    assert not door._door._lines
+    assert not door._door._waiters
 
 
 @pytest.mark.parametrize("first", ["decided", "cancelled"])
@@ -262,7 +262,7 @@ async def test_waiter_decided_and_cancelled_in_the_same_turn_holds_nothing(door,
 
     assert waiter.cancelled()
     assert door.taken == sum(map(door.holds, door.inside))
-    assert not door._door._lines
+    assert not door._door._waiters
     assert not door._door._waiting
 
 
@@ -288,7 +288,7 @@ async def by_chance(door, steps=3000):
         highest,
         sum(map(door.holds, "abc")),
         door.taken,
-        len(door._door._lines),
+        len(door._door._waiters),
         sum(not one.done() for one in tasks),
     )
 
@@ -380,14 +380,14 @@ async def test_a_greedy_caller_with_200_outstanding_costs_a_modest_one_no_refusa
 async def test_a_large_message_takes_the_places_of_several_rows_and_never_more_than_there_are():
     async with Batcher(Engine(), max_queue_rows=8) as batcher:
         batcher.pause()
-        large = asyncio.ensure_future(sent(batcher, "a", size=5 * PLACE + 1))
+        large = asyncio.ensure_future(sent(batcher, "a", size=5 * BYTES_PER_SLOT + 1))
         await settle()
         taken = batcher.admitted
         with pytest.raises(ResourceExhausted):
-            await sent(batcher, "a", size=2 * PLACE + 1)
+            await sent(batcher, "a", size=2 * BYTES_PER_SLOT + 1)
         batcher.resume()
         await large
-        await sent(batcher, "a", size=100 * PLACE)
+        await sent(batcher, "a", size=100 * BYTES_PER_SLOT)
 
     assert taken == 6
     assert batcher.admitted == 0

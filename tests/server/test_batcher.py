@@ -24,9 +24,8 @@ from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Preprocess
 from camserve_server.methods.values import MethodCall
 from camserve_server.models.values import LayerInfo, ModelInfo, Pass
-from camserve_server.scheduling import Batcher
+from camserve_server.scheduling import Batcher, policy
 from camserve_server.scheduling import capacity as capacity_module
-from camserve_server.scheduling import queue as queue_module
 from camserve_server.targets.values import ClassTarget
 from camserve_server.telemetry import Origin
 from support import StoppedClock, wait_in_loop_until
@@ -417,7 +416,7 @@ async def test_batches_cut_for_want_of_memory_grow_again(monkeypatch):
     async with Batcher(engine, max_batch_rows=8) as batcher:
         await ask(batcher, range(8))
         engine.largest = None
-        monkeypatch.setattr(queue_module, "RECENT_SECONDS", 0.0)  # no short request came lately
+        monkeypatch.setattr(policy, "SHORT_REQUEST_WINDOW", 0.0)  # no short request came lately
         await ask(batcher, range(2000))
 
     assert max(len(indices) for _, indices in engine.batches[20:]) > 2
@@ -725,7 +724,7 @@ async def test_while_short_requests_come_a_long_one_does_not_halve_the_engine():
 
 
 async def test_long_requests_alone_halve_the_engine(monkeypatch):
-    monkeypatch.setattr(queue_module, "RECENT_SECONDS", -1.0)
+    monkeypatch.setattr(policy, "SHORT_REQUEST_WINDOW", -1.0)
 
     assert (await _filled(Halves(), [200])).most == 2
 
@@ -802,11 +801,11 @@ async def test_whoever_hears_of_batches_cannot_make_one_fail(caplog):
 
     engine = Engine()
     async with Batcher(engine) as batcher:
-        batcher.told = Deaf()
+        batcher.telemetry = Deaf()
         assert await ask(batcher, [1, 2, 3]) == [1.0, 2.0, 3.0]
 
     assert len(engine.batches) == 1
-    assert "nobody could be told of a batch" in caplog.text
+    assert "a batch could not be reported to telemetry" in caplog.text
 
 
 def asked_by(caller, *arguments, **options):
@@ -922,31 +921,31 @@ def test_batch_size_is_bounded_by_the_measured_cost_of_rows():
     kind, rows = capacity_module.kind_of(CAM, row(1)), [row(value) for value in range(9)]
 
     def fits():
-        room = capacity.room(CAM, 8)
-        return sum(room.takes(one, capacity.seconds_of(kind), 8) for one in rows)
+        budget = capacity.budget(CAM, 8)
+        return sum(budget.take(one, capacity.seconds_of(kind), 8) for one in rows)
 
     assert fits() == 8
     for each, most in ((0.1, 8), (0.5, 6), (0.6, 4), (60.0, 1)):
-        capacity.measured({kind: fits()}, each * fits())
+        capacity.record_seconds({kind: fits()}, each * fits())
         assert fits() == most
     for _ in range(2):
-        capacity.measured({kind: 1}, 0.01)
+        capacity.record_seconds({kind: 1}, 0.01)
     assert fits() == 8
 
 
 def test_batch_has_at_least_one_row():
-    room, (first, second) = capacity_module.Capacity(8, 60.0).room(CAM, 8), (row(1), row(2))
+    room, (first, second) = capacity_module.Capacity(8, 60.0).budget(CAM, 8), (row(1), row(2))
 
-    assert room.takes(first, 1e9, 8)
-    assert not room.takes(second, 0.1, 8)
+    assert room.take(first, 1e9, 8)
+    assert not room.take(second, 0.1, 8)
 
 
 def test_number_of_remembered_row_costs_is_limited():
     capacity = capacity_module.Capacity(8, 60.0)
-    for pass_ in passes(3 * capacity_module.REMEMBERED):
-        capacity.measured({capacity_module.kind_of(pass_, row(1)): 1}, 1.0)
+    for pass_ in passes(3 * capacity_module.MAX_REMEMBERED_KINDS):
+        capacity.record_seconds({capacity_module.kind_of(pass_, row(1)): 1}, 1.0)
 
-    assert len(capacity._costs) == capacity_module.REMEMBERED
+    assert len(capacity._costs) == capacity_module.MAX_REMEMBERED_KINDS
     capacity.forget("net")
     assert not capacity._costs
 
@@ -1041,8 +1040,8 @@ async def test_request_waiting_for_a_rerun_is_answered_if_no_engine_returns():
         calls = [asyncio.create_task(ask(batcher, [value], poison={1})) for value in range(3)]
         await settle()
         batcher.resume()
-        await wait_in_loop_until(lambda: batcher._again)
-        batcher.fail_pending("there is no engine")
+        await wait_in_loop_until(lambda: batcher._executor.reruns)
+        batcher.fail_pending("no worker is available")
         answers = await asyncio.gather(*calls, return_exceptions=True)
 
     assert {type(answer) for answer in answers} == {Unavailable}

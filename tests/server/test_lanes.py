@@ -410,8 +410,8 @@ def test_rows_of_a_batch_follow_from_the_memory_that_is_free_and_a_measured_row(
     gpu.free = rows * IMAGE
     with serving(models=(tiny,), **({"device": "cpu"} | settings)) as served:
         key = served.pipeline.models["tiny"].key
-        found = served.do(lambda: served.pipeline.batcher._capacity.room(Pass(key, "score", (32, 32)), 4096).inputs)
-        found = min(found, served.pipeline.batcher._max_batch)
+        found = served.do(lambda: served.pipeline.batcher._capacity.budget(Pass(key, "score", (32, 32)), 4096).inputs)
+        found = min(found, served.pipeline.batcher._capacity.inputs)
 
     assert found == inputs
 
@@ -419,7 +419,7 @@ def test_rows_of_a_batch_follow_from_the_memory_that_is_free_and_a_measured_row(
 def test_rows_of_a_batch_follow_the_memory_as_models_come_and_go(gpu, tiny):
     def inputs():
         capacity, key = served.pipeline.batcher._capacity, served.pipeline.models["tiny"].key
-        return served.do(lambda: capacity.room(Pass(key, "score", (32, 32)), 4096).inputs)
+        return served.do(lambda: capacity.budget(Pass(key, "score", (32, 32)), 4096).inputs)
 
     gpu.free = 80 * IMAGE
     with (

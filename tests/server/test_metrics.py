@@ -315,7 +315,7 @@ def test_with_metrics_and_traces_off_nothing_of_them_is_imported_and_no_request_
         served.pipeline.batcher.submit = lambda *asked: seen.append(asked[-1].record) or submit(*asked)
         client.explain(PHOTO)
         assert seen == [None]
-        assert served.pipeline.batcher.told is None
+        assert served.pipeline.batcher.telemetry is None
 
 
 # ------------------------------------------------------------------------------------------------------------ the port

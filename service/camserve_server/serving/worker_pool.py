@@ -94,7 +94,7 @@ class WorkerPool:
             max_batch_seconds=settings.max_batch_seconds,
         )
         self.batcher.allow(self._batch_bytes(devices))
-        self.batcher.told = told
+        self.batcher.telemetry = told
 
     def _made(self, place: int, devices: Sequence[str]) -> WorkerProtocol:
         settings = self._settings
