@@ -31,5 +31,5 @@ def fork_server_process():
 def forked(fork_server_process):
     """The engines of the tests are there at once. Else each imports torch for itself, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "_here", [fork_server_process])
+        patch.setattr(fork_server, "_fork_servers", [fork_server_process])
         yield

@@ -5,7 +5,7 @@ from collections import Counter
 from unittest import mock
 
 from camserve_server.imaging import images
-from camserve_server.serving.worker_pool import WorkerPool
+from camserve_server.serving.pool_health import PoolHealth
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def counting(served):
     with (
         mock.patch.object(images, "decode", decoding),
         mock.patch.object(batcher._admission, "_take", taking),
-        mock.patch.object(WorkerPool, "_canary_succeeds", well),
+        mock.patch.object(PoolHealth, "_canary_succeeds", well),
     ):
         yield counted
 

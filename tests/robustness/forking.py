@@ -26,6 +26,6 @@ def running_fork_server(first=""):
     with line, fork_server.start(SCRIPT.format(first=first), number, TESTS, pass_fds=(number,)) as process:
         theirs.close()
         one = object.__new__(server_forks.ForkServer)
-        one._line, one._lock = line, threading.Lock()
+        one._socket, one._lock = line, threading.Lock()
         yield one
         process.kill()

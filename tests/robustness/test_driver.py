@@ -41,8 +41,8 @@ def folder(tmp_path):
 @pytest.fixture
 def messages(monkeypatch):
     """All that workers say."""
-    said, take = [], worker_module._WorkerProcess._take
-    monkeypatch.setattr(worker_module._WorkerProcess, "_take", lambda life, one: said.append(one) or take(life, one))
+    said, take = [], worker_module._WorkerProcess._handle
+    monkeypatch.setattr(worker_module._WorkerProcess, "_handle", lambda life, one: said.append(one) or take(life, one))
     return said
 
 
@@ -74,7 +74,7 @@ def test_worker_stays_while_its_driver_starts_and_says_that_it_is_not_ready(
         driver.go()
         wait_until(lambda: ended)  # for want of a GPU, as the driver has said by then
         assert driver.processes("started")[child] == 1
-        assert ended[0] == "an engine's process ended: the worker could not use its device: exit 69"
+        assert ended[0] == "a worker process ended: the worker could not use its device: exit 69"
         assert not any(isinstance(one, Heartbeat) and one.ready for one in messages)
     assert loading.exception()
 
@@ -105,11 +105,11 @@ def test_worker_that_gives_signs_of_life_and_never_is_ready_is_ended(monkeypatch
             return -9
 
     monkeypatch.setattr(fork_server, "begin", Beating)
-    monkeypatch.setattr(worker_module, "STARTING", 1.0)
+    monkeypatch.setattr(worker_module, "START_TIMEOUT", 1.0)
     with worker(Setup("cpu", 1)):
         wait_until(lambda: ended)
 
-    assert ended[0] == "an engine's process ended: the worker was not ready after 1 s"
+    assert ended[0] == "a worker process ended: the worker was not ready after 1 s"
     assert ends
 
 

@@ -142,19 +142,19 @@ class Fake:
 @pytest.fixture
 def process(monkeypatch):
     monkeypatch.setattr(worker.fork_server, "begin", Fake)
-    life = worker._WorkerProcess(Setup("cpu", 1), lambda *_: None)
-    reading = threading.Thread(target=life.read)
+    process_ = worker._WorkerProcess(Setup("cpu", 1), lambda *_: None)
+    reading = threading.Thread(target=process_.read)
     reading.start()
-    life.process.connection.send_bytes(replies.packed(Heartbeat()))
-    life.ready.result(60)
-    yield life
-    life.end()
+    process_.process.connection.send_bytes(replies.packed(Heartbeat()))
+    process_.ready.result(60)
+    yield process_
+    process_.close()
     reading.join()
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_worker_that_sends_an_invalid_message_is_ended(process, kind):
-    answer = process.ask("drop", "x", seconds=60)
+    answer = process.request("drop", "x", seconds=60)
     process.process.connection.send_bytes(HOSTILE[kind])
 
     with pytest.raises(WorkerLost):
@@ -164,5 +164,5 @@ def test_worker_that_sends_an_invalid_message_is_ended(process, kind):
 @pytest.mark.parametrize("value", [None, "rows", (), RESULTS[:1], (*RESULTS[:1], INFO), RESULTS])
 def test_answer_without_a_result_for_each_row_fails_the_batch(value):
     with pytest.raises(Internal, match="a result for each row"):
-        worker._results(value, 2)
-    assert worker._results(RESULTS[:2], 2) == list(RESULTS[:2])
+        worker._check_results(value, 2)
+    assert worker._check_results(RESULTS[:2], 2) == list(RESULTS[:2])

@@ -16,7 +16,7 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
 from camserve_server.models.values import Pass
-from camserve_server.serving import worker_pool
+from camserve_server.serving import pool_health, worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import Setup, Worker, fork_server
 from robustness.forking import running_fork_server
@@ -62,12 +62,12 @@ def lost():
 @pytest.fixture
 def worker(folder, fork_server_process, monkeypatch, lost):
     """A worker with a model on the device, and what it knows of that."""
-    monkeypatch.setattr(fork_server, "_here", [fork_server_process])
+    monkeypatch.setattr(fork_server, "_fork_servers", [fork_server_process])
     (folder / "log").write_text("")
     setup = Setup(
         fake_device.NAME, 1, shares_device=True, path=(str(folder), *sys.path), log_level="critical", measure=True
     )
-    one = Worker(setup, lost=lost.append)
+    one = Worker(setup, on_model_lost=lost.append)
     try:
         yield one, one.load("tiny", parse(MODEL))
     finally:
@@ -100,7 +100,7 @@ def test_every_thread_of_a_worker_uses_its_own_device_and_none_the_first(worker,
 
 def test_every_thread_of_a_server_that_has_its_engine_uses_its_device_and_none_the_first(folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(worker_pool, "CANARY", 0.02)
+    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)
     for module in (server, worker_pool):
         monkeypatch.setattr(module, "devices_named", lambda _: [fake_device.NAME])
     monkeypatch.setitem(devices.KINDS, "cpu", devices.KINDS["cpu"])  # to be put back
@@ -153,12 +153,12 @@ def test_worker_whose_device_fails_is_replaced_whatever_it_did(worker, folder, e
     if use == "release_memory":
         does(one, info)  # which nobody waits for
     else:
-        with pytest.raises((WorkerLost, ConfigError), match=r"could not use its device|engine ended while"):
+        with pytest.raises((WorkerLost, ConfigError), match=r"could not use its device|worker process ended while"):
             does(one, info)
     wait_until(lambda: one.process_id not in (None, before))
 
     assert len(one.run(*asked(info))) == 1
-    assert ended == ["an engine's process ended: the worker could not use its device: exit 69"]
+    assert ended == ["a worker process ended: the worker could not use its device: exit 69"]
     threads_of(fake_device.uses(folder / "log"))
 
 

@@ -26,7 +26,7 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
 from camserve_server.models.values import Pass
-from camserve_server.serving import worker_pool
+from camserve_server.serving import pool_health, worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers import worker as worker_module
@@ -126,7 +126,7 @@ class Told:
 @pytest.fixture(scope="module")
 def worker(folder, forked):  # noqa: ARG001 -- it begins before
     told = Told()
-    one = Worker(setup(folder), batch_seconds=3, up=told.came, down=told.went)
+    one = Worker(setup(folder), batch_seconds=3, on_ready=told.came, on_exit=told.went)
     try:
         info = one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         yield one, told, info
@@ -217,7 +217,9 @@ def test_a_worker_that_dies_or_hangs_fails_its_batch_and_another_takes_its_place
 
 def test_a_model_that_ends_the_process_as_it_loads_cannot_be_loaded_and_the_others_come_back(worker):
     process, told, info = worker
-    with pytest.raises(ConfigError, match=r"model bad \(worker_nets:fatal\): the engine ended while it loaded it"):
+    with pytest.raises(
+        ConfigError, match=r"model bad \(worker_nets:fatal\): the worker process ended while it loaded the model"
+    ):
         process.load("bad", parse("bad=worker_nets:fatal"))
     wait_until(told.up.is_set)
 
@@ -228,7 +230,7 @@ def test_a_model_that_ends_the_process_as_it_loads_cannot_be_loaded_and_the_othe
 def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(tmp_path):
     told, lost = Told(), []
     (tmp_path / "changing_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
-    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    one = Worker(setup(tmp_path), on_ready=told.came, on_exit=told.went, on_model_lost=lost.append)
     try:
         info = one.load("tiny", parse(f"tiny=changing_nets:tiny{SIZE}"))
         os.kill(one.process_id, signal.SIGKILL)
@@ -245,7 +247,7 @@ def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(
 def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the_others_are_served(tmp_path):
     told, lost = Told(), []
     (tmp_path / "deadly_nets.py").write_text(NETS + DEADLY)
-    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    one = Worker(setup(tmp_path), on_ready=told.came, on_exit=told.went, on_model_lost=lost.append)
     try:
         one.load("once", parse(f"once=deadly_nets:once{SIZE}"))
         info = one.load("tiny", parse(f"tiny=deadly_nets:tiny{SIZE}"))
@@ -255,7 +257,7 @@ def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the
 
         assert len(one.run(*asked(info))) == 3
         assert lost == ["once"]
-        assert len((tmp_path / "loads").read_text()) == 1 + worker_module.DEADLY
+        assert len((tmp_path / "loads").read_text()) == 1 + worker_module.MAX_FATAL_LOADS
     finally:
         one.close()
 
@@ -264,7 +266,7 @@ def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the
 def test_a_model_that_raises_as_it_is_loaded_again_is_lost_and_another_can_be_loaded(tmp_path):
     told, lost = Told(), []
     (tmp_path / "raising_nets.py").write_text(NETS + DEADLY.replace("os.abort()", "raise MemoryError"))
-    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    one = Worker(setup(tmp_path), on_ready=told.came, on_exit=told.went, on_model_lost=lost.append)
     try:
         one.load("once", parse(f"once=raising_nets:once{SIZE}"))
         os.kill(one.process_id, signal.SIGKILL)
@@ -298,7 +300,7 @@ def test_a_worker_goes_with_its_server_even_if_that_is_killed(tmp_path):
     code = (
         "import sys, time; from camserve_server.workers import Setup, Worker\n"
         "up = __import__('threading').Event()\n"
-        "one = Worker(Setup('cpu', 1, path=tuple(sys.path)), up=up.set)\n"
+        "one = Worker(Setup('cpu', 1, path=tuple(sys.path)), on_ready=up.set)\n"
         "up.wait(); print(one.process_id, flush=True); time.sleep(3600)"
     )
     with (tmp_path / "id").open("w") as told, fork_server.start(code, stdout=told) as parent:
@@ -375,7 +377,7 @@ def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
     assert outcomes == [None] * 8
     assert "the worker was killed, probably out of memory: exit -9" in lethal.message
     assert hygiene.of_client(lethal) == []
-    assert 1 <= log.count("an engine's process ended: the worker was killed, probably out of memory: exit -9") <= 2
+    assert 1 <= log.count("a worker process ended: the worker was killed, probably out of memory: exit -9") <= 2
 
 
 def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
@@ -419,7 +421,7 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
 async def test_health_follows_a_canary_where_there_is_no_other_explanation(folder, monkeypatch):
     """An engine whose process lives and answers nothing but errors, or numbers that are none, is not well."""
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(worker_pool, "CANARY", 0.02)
+    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
     told = asyncio.Queue()
     async with worker_pool.WorkerPool(settings, told.put_nowait) as one:
@@ -450,18 +452,18 @@ async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, 
             return asyncio.create_task(one.batcher.submit(pass_, rows, lambda *_: None))
 
         with StoppedClock() as clock:
-            one._went(0)
+            one._on_worker_exit(0)
             waiting = submit()
-            clock.advance(worker_pool.RECOVERY_TIMEOUT - 1)
+            clock.advance(pool_health.RECOVERY_TIMEOUT - 1)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not waiting.done()
             clock.advance(1)
             for refused in (waiting, submit()):
-                with pytest.raises(Unavailable, match="there is no engine"):
+                with pytest.raises(Unavailable, match="no worker is available"):
                     await refused
-        with pytest.raises(Unavailable, match="there is no engine"):
+        with pytest.raises(Unavailable, match="no worker is available"):
             async with one.batcher.admit(1):
                 pass
-        one._came(0)
+        one._on_worker_ready(0)
         await submit()

@@ -122,7 +122,7 @@ async def test_who_has_not_come_for_a_while_has_no_share(door, monkeypatch):
     await door.leave("modest")
     door.come("greedy")
     await settle()
-    monkeypatch.setattr(admission, "PRESENT", 0.0)
+    monkeypatch.setattr(admission, "PRESENCE_TIMEOUT", 0.0)
     await asyncio.sleep(0.01)
     for _ in range(10):
         door.come("greedy")
@@ -132,7 +132,7 @@ async def test_who_has_not_come_for_a_while_has_no_share(door, monkeypatch):
 
 
 async def test_who_is_inside_has_a_share_however_long_it_stays(door, monkeypatch):
-    monkeypatch.setattr(admission, "PRESENT", 0.0)
+    monkeypatch.setattr(admission, "PRESENCE_TIMEOUT", 0.0)
     door.come("modest")
     await settle()
     await asyncio.sleep(0.01)
@@ -300,9 +300,9 @@ async def test_whoever_comes_and_goes_there_is_never_more_inside_than_there_is_r
 @pytest.mark.parametrize(
     ("method", "fault"),
     [
-        ("_leave", lambda self, *_: self._let_in()),
-        ("_let_in", lambda _self: None),
-        ("_may_pass", lambda *_, **_how: True),
+        ("_release", lambda self, *_: self._admit_waiters()),
+        ("_admit_waiters", lambda _self: None),
+        ("_may_take", lambda *_, **_how: True),
     ],
 )
 async def test_a_planted_fault_is_seen(door, method, fault, monkeypatch):

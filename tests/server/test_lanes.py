@@ -290,15 +290,15 @@ def test_measured_memory_passes_from_a_workers_process_to_the_server():
 
 @pytest.mark.parametrize("answer", [None, [1], {"cam": "1"}, {"cam": True}, {"cam": -1}])
 def test_sizes_that_are_none_are_not_taken_from_a_worker(answer, monkeypatch):
-    class Life:
+    class Process:
         @staticmethod
-        def ask(*_, **__):
+        def request(*_, **__):
             done = Future()
             done.set_result(answer)
             return done
 
     worker = object.__new__(Worker)
-    monkeypatch.setattr(worker, "_living", Life, raising=False)
+    monkeypatch.setattr(worker, "_require_ready", Process, raising=False)
 
     with pytest.raises(Internal):
         worker.row_bytes("tiny")

@@ -119,7 +119,7 @@ def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_pictu
 
 def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):
     drawing_limit, most = served.pipeline.drawing_limit, []
-    monkeypatch.setattr(drawing_limit, "_places", 2_000_000)
+    monkeypatch.setattr(drawing_limit, "_slots", 2_000_000)
     take = drawing_limit._take
     monkeypatch.setattr(drawing_limit, "_take", lambda *given: (take(*given), most.append(drawing_limit.taken)))
     calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(12)]
@@ -132,7 +132,7 @@ def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limi
 
 def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than_there_is(served, stub, monkeypatch):
     monkeypatch.setattr("camserve_server.serving.explain.DRAWING_LIMIT", 100_000)
-    monkeypatch.setattr(served.pipeline.drawing_limit, "_places", 100_000)
+    monkeypatch.setattr(served.pipeline.drawing_limit, "_slots", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
 
@@ -181,7 +181,7 @@ def test_reply_that_its_caller_does_not_read_is_counted_until_the_caller_leaves(
 
 
 def test_no_more_is_drawn_for_a_caller_than_it_reads(served, monkeypatch):
-    monkeypatch.setattr(served.pipeline.replies, "_most", 2 * REPLY)
+    monkeypatch.setattr(served.pipeline.replies, "_max_alone", 2 * REPLY)
     connection = unread(served, 4)
     wait_until(lambda: served.do(served.pipeline.replies._waiting.total) == 2 * REPLY)
 

@@ -15,7 +15,8 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, parse
 from camserve_server.models.values import Pass
-from camserve_server.serving.worker_pool import CPU_BATCH, WorkerPool
+from camserve_server.serving.pool_sizing import CPU_BATCH
+from camserve_server.serving.worker_pool import WorkerPool
 from camserve_server.targets import anything
 from camserve_server.workers import InProcessWorker, Setup, Worker, in_process
 from fake_gpu import fake_gpu
@@ -132,9 +133,9 @@ def test_model_that_memory_is_too_small_for_one_row_of_is_refused(small_memory):
 
 @pytest.mark.parametrize(("setting", "rows"), [(0, CPU_BATCH), (3, 3)])
 async def test_engines_know_the_size_of_the_largest_batch(setting, rows):
-    fleet = WorkerPool(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
+    pool = WorkerPool(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
 
-    assert [engine._setup.max_rows for engine in fleet._engines] == [rows]
+    assert [worker._setup.max_rows for worker in pool._workers] == [rows]
 
 
 # --- in a process of its own ---
@@ -288,7 +289,7 @@ def test_model_that_fails_without_its_accelerated_copy_too_is_refused(monkeypatc
         engine.run(Pass("tiny@1", "cam", (32, 32)), [])
 
 
-def test_twin_that_fails_is_not_used(monkeypatch, caplog):
+def test_replica_that_fails_is_not_used(monkeypatch, caplog):
     make = LoadedModel.replica
 
     def replica(model):
@@ -301,11 +302,11 @@ def test_twin_that_fails_is_not_used(monkeypatch, caplog):
 
     assert engine._replicas == {}
     assert explained(engine, info).shape == (13, 13)
-    words = "model tiny runs one batch at a time: its twin failed to warm up (RuntimeError: planted)"
-    assert [one.message for one in caplog.records if "twin" in one.message] == [words]
+    words = "model tiny runs one batch at a time: its replica failed to warm up (RuntimeError: planted)"
+    assert [one.message for one in caplog.records if "replica" in one.message] == [words]
 
 
-def test_twin_is_warmed_up_too(batches):
+def test_replica_is_warmed_up_too(batches):
     engine, _ = loaded(partitioned=True)
 
     assert engine._replicas.keys() == {"tiny@1"}

@@ -27,8 +27,10 @@ from camserve_server.models import ModelSpec, Source, of_network, parse
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import FairThreads
 from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.model_loading import LOADING_THREAD
+from camserve_server.serving.pool_health import HealthListener
 from camserve_server.serving.repository import Lifecycle
-from camserve_server.serving.worker_pool import LOADING, Well, WorkerPool
+from camserve_server.serving.worker_pool import WorkerPool
 from camserve_server.telemetry import State, TelemetrySink
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def opened(
     settings: Settings,
-    well: Well = lambda _well: None,
+    well: HealthListener = lambda _well: None,
     told: TelemetrySink | None = None,
     specs: Mapping[str, ModelSpec] | None = None,
     *,
@@ -227,7 +229,7 @@ async def serve_until_signal(settings: Settings) -> int:
     if not serving.done():
         os._exit(1)
     await serving
-    if any(thread.name == LOADING for thread in threading.enumerate()):
+    if any(thread.name == LOADING_THREAD for thread in threading.enumerate()):
         os._exit(stop.code)  # a model that nobody waits for any more
     return stop.code
 
