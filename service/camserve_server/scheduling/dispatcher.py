@@ -102,9 +102,9 @@ class Dispatcher:
                     worker.second_idle.clear()
                 self._queue.work_available.set()  # there may be more rows, for the next worker that is free
                 return batch
-            self._sleep(worker, partition)
+            self._clear_event(worker, partition)
 
-    def _sleep(self, worker: WorkerHandle, partition: Partition) -> None:
+    def _clear_event(self, worker: WorkerHandle, partition: Partition) -> None:
         """Clear the event that a partition waits for, since it may run none of the rows that wait."""
         if partition and (self._queue or self._executor.reruns):
             worker.shared.clear()  # the next rows may not run beside another batch: partition 0 takes them

@@ -1,8 +1,9 @@
 """Batching policy: the rules that decide which rows run next, as pure functions.
 
 1. Callers take turns. The next batch starts with the caller whose last turn was longest ago, however much others sent.
-2. That caller's most urgent pass is served: the one with the nearest deadline, or served longest ago. A pass in which
-   only long requests wait comes after passes with short ones, unless it has waited for a second.
+2. That caller's most urgent pass is served: the one that has waited longest since it was last served, or whose nearest
+   deadline comes first. A pass in which only long requests wait goes after passes with short ones, unless it has waited
+   for a second, or a deadline is less than a second away.
 3. The batch is filled with rows of the same pass from all callers, one request of each caller in turn. A caller's
    requests with a near deadline go first, then those with the fewest rows left. So of many equal long requests, the
    first to begin is the first to end.
@@ -69,8 +70,8 @@ def pass_urgency(
 ) -> tuple[bool, float]:
     """Return the sort key of one caller's passes: the pass with the smallest key is served.
 
-    A pass is due one second after its last turn or the arrival of its oldest request, or at its nearest deadline. Until
-    then, a pass in which only long requests wait is sorted after the others.
+    A pass is due one second after its last turn or the arrival of its oldest request, or at its nearest deadline. A
+    pass in which only long requests wait is sorted after the others until it is due, or its nearest deadline is near.
 
     Args:
         now: current time.
@@ -80,8 +81,8 @@ def pass_urgency(
         only_long: True if no short request waits for the pass.
     """
     due = max(oldest_arrival, last_turn) + PASS_TIMEOUT
-    is_due = due <= now or nearest_deadline <= now + DEADLINE_MARGIN
-    return only_long and not is_due, min(due, nearest_deadline)
+    is_urgent = due <= now or nearest_deadline <= now + DEADLINE_MARGIN
+    return only_long and not is_urgent, min(due, nearest_deadline)
 
 
 def request_urgency(now: float, *, deadline: float, waiting_rows: int) -> tuple[bool, int]:
@@ -114,8 +115,8 @@ def inputs_for_long(batch_inputs: int, *, short_expected: bool) -> int:
 def only_full_batches_share(*, collects: bool, has_long: bool, short_expected: bool) -> bool:
     """Return True if two batches share a worker only when both are full.
 
-    Either rows are held back until a batch is full (`collects`), or short requests arrive while long ones wait. These
-    long requests must not take a partition that a short one would wait for.
+    Either rows are held back until a batch is full (`collects`), or short requests arrive while long ones wait. Then a
+    long request must not take a partition that a short one would wait for.
     """
     return collects or (has_long and short_expected)
 

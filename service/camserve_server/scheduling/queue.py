@@ -23,7 +23,7 @@ Collect: TypeAlias = Callable[[int, RowResult], None]
 
 @dataclass(slots=True)
 class Stats:
-    """Counters of a batcher since its start: batches formed, and rows in each state.
+    """Counters of a batcher since its start.
 
     Attributes:
         batches: batches formed; parts of a batch that is split do not count.
@@ -237,7 +237,7 @@ class Queue:
         short_only, inputs = self.expects_short_request(now), 0
         for request in self:
             inputs += 0 if short_only and self.is_long(request) else request.inputs
-            if inputs >= 2 * self._capacity.inputs:  # a queue may be long, and each batch needs this number
+            if inputs >= 2 * self._capacity.inputs:  # the queue may be long, and this runs for each batch
                 break
         return inputs
 

@@ -97,7 +97,7 @@ class WorkerPool:
             batch_seconds=settings.max_batch_seconds,
             on_ready=partial(on_loop, self._on_worker_ready, index),
             on_exit=partial(on_loop, self._on_worker_exit, index),
-            on_model_lost=partial(on_loop, self._on_model_lost),
+            on_model_lost=lambda key: on_loop(self._on_model_lost, key),
         )
 
     async def __aenter__(self) -> Self:

@@ -73,9 +73,8 @@ class _Child:
         try:
             while True:
                 request: Request = self._connection.recv()
-                if (
-                    request.operation == "run" and request.arguments[-1] != 1
-                ):  # a batch on partition 1 gets its own thread
+                # The last argument of "run" is the partition. A batch on partition 1 gets its own thread.
+                if request.operation == "run" and request.arguments[-1] != 1:
                     self._batches.put(request)
                 else:
                     threading.Thread(target=self._answer, args=(worker, request), name="beside", daemon=True).start()

@@ -170,11 +170,9 @@ class InProcessWorker:
         # A randomised pass exchanges parameters, so it runs on the replica. The accelerated copies of both compute with
         # the parameters of the model itself, which must not change.
         index = 1 if replica and (partition or pass_.randomised) else 0
-        threads = (
-            max(1, (self._setup.threads + 1 - partition) // 2)
-            if replica and partition is not None
-            else self._setup.threads
-        )
+        threads = self._setup.threads
+        if replica and partition is not None:
+            threads = max(1, (threads + 1 - partition) // 2)
         lane = self._lanes[index]
         with lane.turn:
             if self._device.is_cpu and pass_.kind in LARGE_KINDS:
