@@ -22,14 +22,14 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def fork_server_process():
-    """A nursery for all tests."""
-    with running_fork_server() as one:
-        yield one
+    """Fork server for all tests."""
+    with running_fork_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def forked(fork_server_process):
-    """The engines of the tests are there at once. Else each imports torch for itself, which takes seconds."""
+    """Worker processes of the tests start at once; otherwise each imports torch itself, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "_here", [fork_server_process])
+        patch.setattr(fork_server, "_fork_servers", [fork_server_process])
         yield

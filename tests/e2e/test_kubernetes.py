@@ -17,7 +17,7 @@ import yaml
 import needs
 from camserve_server.api import auth, grpc_server
 from camserve_server.core import config
-from camserve_server.serving import worker_pool
+from camserve_server.serving import pool_sizing
 from camserve_server.telemetry import prometheus
 
 ROOT = Path(__file__).parents[2]
@@ -427,8 +427,8 @@ def test_it_grows_on_gpus_when_more_waits_than_the_batches_of_a_gpu_and_the_next
     (metric,) = built(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
     rows = int(metric["pods"]["target"]["averageValue"])
 
-    assert rows % worker_pool.GPU_BATCH == 0
-    assert rows // worker_pool.GPU_BATCH >= 3
+    assert rows % pool_sizing.GPU_BATCH == 0
+    assert rows // pool_sizing.GPU_BATCH >= 3
     assert rows < config.Settings().max_queue_rows / 4  # long before it is full
 
 

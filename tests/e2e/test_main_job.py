@@ -222,7 +222,7 @@ def mixed(served, client, images, chance, number):
 @pytest.mark.parametrize("requests", [120, pytest.param(500, marks=pytest.mark.slow)])
 def test_mixed_requests_leave_the_models_as_they_were(served, client, requests):
     """With errors and cancellations among them: no hook stays, no parameter changes."""
-    engine = served.pipeline.batcher._engines[0].run.__self__
+    engine = served.pipeline.batcher._workers[0].run.__self__
     before = {name: digest(model.module) for name, model in engine._models.items()}
     images = list(crops(12))
     chance = random.Random(3)
@@ -241,7 +241,7 @@ def test_mixed_requests_leave_the_models_as_they_were(served, client, requests):
 
 def test_the_hook_count_sees_a_hook_that_stays(served):
     """The detector above is itself shown a leak."""
-    module = next(iter(served.pipeline.batcher._engines[0].run.__self__._models.values())).module
+    module = next(iter(served.pipeline.batcher._workers[0].run.__self__._models.values())).module
     with module.register_forward_hook(lambda *_: None):
         assert hook_count(module) == 1
 

@@ -5,14 +5,14 @@ from collections import Counter
 from unittest import mock
 
 from camserve_server.imaging import images
-from camserve_server.serving.worker_pool import WorkerPool
+from camserve_server.serving.pool_health import PoolHealth
 
 
 @contextlib.contextmanager
 def counting(served):
     """Count inside the block; yield a function that returns the counts."""
     batcher, done = served.pipeline.batcher, Counter()
-    decode, take, before = images.decode, batcher._door._take, batcher.stats.rows
+    decode, take, before = images.decode, batcher._admission._take, batcher.stats.rows
 
     def decoding(*given):
         done["decoded"] += 1
@@ -28,8 +28,8 @@ def counting(served):
 
     with (
         mock.patch.object(images, "decode", decoding),
-        mock.patch.object(batcher._door, "_take", taking),
-        mock.patch.object(WorkerPool, "_canary_succeeds", well),
+        mock.patch.object(batcher._admission, "_take", taking),
+        mock.patch.object(PoolHealth, "_canary_succeeds", well),
     ):
         yield counted
 

@@ -1,4 +1,4 @@
-"""A nursery as a server has it, made by another process: that of the tests has threads, and must not fork."""
+"""Fork server for tests, started by another process: the test process has threads, and must not fork."""
 
 import socket
 import threading
@@ -20,12 +20,12 @@ TESTS = Path(__file__).parent.parent
 
 @contextmanager
 def running_fork_server(first=""):
-    """Yield a nursery whose process has run a statement first."""
-    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    number = theirs.fileno()
-    with line, fork_server.start(SCRIPT.format(first=first), number, TESTS, pass_fds=(number,)) as process:
-        theirs.close()
-        one = object.__new__(server_forks.ForkServer)
-        one._line, one._lock = line, threading.Lock()
-        yield one
+    """Yield a fork server whose process has first run a statement."""
+    own_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    number = child_socket.fileno()
+    with own_socket, fork_server.start(SCRIPT.format(first=first), number, TESTS, pass_fds=(number,)) as process:
+        child_socket.close()
+        server = object.__new__(server_forks.ForkServer)
+        server._socket, server._lock = own_socket, threading.Lock()
+        yield server
         process.kill()

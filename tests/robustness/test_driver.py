@@ -1,4 +1,4 @@
-"""A GPU's driver that takes long to start, is too old, or finds no GPU: what a server and its workers do meanwhile."""
+"""Servers and workers with a GPU driver that is slow to start, is too old, or finds no GPU."""
 
 import contextlib
 import os
@@ -40,76 +40,79 @@ def folder(tmp_path):
 
 @pytest.fixture
 def messages(monkeypatch):
-    """All that workers say."""
-    said, take = [], worker_module._WorkerProcess._take
-    monkeypatch.setattr(worker_module._WorkerProcess, "_take", lambda life, one: said.append(one) or take(life, one))
-    return said
+    """All messages of worker processes."""
+    received, handle = [], worker_module._WorkerProcess._handle
+
+    def record(process, message):
+        received.append(message)
+        handle(process, message)
+
+    monkeypatch.setattr(worker_module._WorkerProcess, "_handle", record)
+    return received
 
 
 @contextlib.contextmanager
 def worker(setup):
-    one = Worker(setup)
+    started = Worker(setup)
     try:
-        yield one
+        yield started
     finally:
-        one.close()
+        started.close()
 
 
-def test_worker_stays_while_its_driver_starts_and_says_that_it_is_not_ready(
-    driver, folder, monkeypatch, ended, messages
-):
+def test_worker_lives_and_is_not_ready_while_its_driver_starts(driver, folder, monkeypatch, ended, messages):
     for name, value in driver.environment.items():
         monkeypatch.setenv(name, value)
     setup = Setup("cuda:0", 1, path=(str(folder), *sys.path), log_level="error")
-    with ThreadPoolExecutor(1) as pool, worker(setup) as one:
-        loading = pool.submit(one.load, "tiny", parse(MODEL))
+    with ThreadPoolExecutor(1) as pool, worker(setup) as started:
+        loading = pool.submit(started.load, "tiny", parse(MODEL))
         (child,) = wait_until(lambda: driver.processes("starts"))
         before = len(messages)
-        # More of them than could come in the time after which silence ends a worker.
+        # More messages than arrive within the timeout after which a silent worker is ended.
         wait_until(lambda: len(messages) > before + 2 * HEARTBEAT_TIMEOUT / HEARTBEAT_INTERVAL or ended)
 
         assert not ended
-        assert all(isinstance(one, Heartbeat) and not one.ready for one in messages)
+        assert all(isinstance(message, Heartbeat) and not message.ready for message in messages)
         assert not loading.done()
         driver.go()
-        wait_until(lambda: ended)  # for want of a GPU, as the driver has said by then
+        wait_until(lambda: ended)  # the driver has reported that there is no GPU
         assert driver.processes("started")[child] == 1
-        assert ended[0] == "an engine's process ended: the worker could not use its device: exit 69"
-        assert not any(isinstance(one, Heartbeat) and one.ready for one in messages)
+        assert ended[0] == "a worker process ended: the worker could not use its device: exit 69"
+        assert not any(isinstance(message, Heartbeat) and message.ready for message in messages)
     assert loading.exception()
 
 
-def test_worker_that_gives_signs_of_life_and_never_is_ready_is_ended(monkeypatch, ended):
+def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, ended):
     ends = []
 
-    class Beating:
-        """A process that only beats."""
+    class NeverReady:
+        """A process that only sends heartbeats."""
 
         pid = 1
 
         def __init__(self, number):
-            self.connection, self.over = Connection(os.dup(number)), threading.Event()
-            self.thread = threading.Thread(target=self.beat)
+            self.connection, self.ended = Connection(os.dup(number)), threading.Event()
+            self.thread = threading.Thread(target=self.send_heartbeats)
             self.thread.start()
 
-        def beat(self):
+        def send_heartbeats(self):
             with contextlib.suppress(OSError):
-                while not self.over.wait(0.05):
+                while not self.ended.wait(0.05):
                     self.connection.send_bytes(packed(Heartbeat(ready=False)))
 
         def end(self):
-            self.over.set()
+            self.ended.set()
             self.thread.join()
             self.connection.close()
             ends.append(self)
             return -9
 
-    monkeypatch.setattr(fork_server, "begin", Beating)
-    monkeypatch.setattr(worker_module, "STARTING", 1.0)
+    monkeypatch.setattr(fork_server, "begin", NeverReady)
+    monkeypatch.setattr(worker_module, "START_TIMEOUT", 1.0)
     with worker(Setup("cpu", 1)):
         wait_until(lambda: ended)
 
-    assert ended[0] == "an engine's process ended: the worker was not ready after 1 s"
+    assert ended[0] == "a worker process ended: the worker was not ready after 1 s"
     assert ends
 
 
@@ -138,10 +141,10 @@ def served(folder, driver, *arguments):
 
 def serves(stub, name=""):
     try:
-        asking = health_pb2.HealthCheckRequest(service=name)
-        return stub.Check(asking, timeout=20, wait_for_ready=True).status == SERVING
+        request = health_pb2.HealthCheckRequest(service=name)
+        return stub.Check(request, timeout=20, wait_for_ready=True).status == SERVING
     except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:  # as before it listens
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:  # it does not listen yet
             raise
         return False
 
@@ -155,9 +158,9 @@ def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder,
         assert not serves(stub)
         driver.go()
         wait_until(lambda: serves(stub))
-        # No process was forked from one that had started it: CUDA would not work there.
-        between = children(process.pid)
-        workers = [child for one in between for child in children(one)]
+        # No process was forked from one in which the driver had started: CUDA would not work there.
+        fork_servers = children(process.pid)
+        workers = [child for parent in fork_servers for child in children(parent)]
         assert len(workers) == (isolation == "process")
         assert driver.processes("starts") == dict.fromkeys([process.pid, *workers], 1)
     assert process.returncode == 0
@@ -165,26 +168,26 @@ def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder,
 
 
 @pytest.mark.parametrize(
-    ("version", "words"),
+    ("version", "message"),
     [
         pytest.param(99_000, "No CUDA GPUs are available", marks=pytest.mark.slow),
         (12_020, "The NVIDIA driver on your system is too old (found version 12020)"),
     ],
 )
-def test_server_whose_device_is_not_there_says_why_and_ends(folder, version, words):
+def test_server_with_a_missing_device_ends_with_the_reason(folder, version, message):
     driver = fake_cuda.compiled(folder, version)
     driver.go()
     with served(folder, driver, "--device", "cuda:0") as (process, _):
         code = process.wait()
-    said = (folder / "errors").read_text()
+    log = (folder / "errors").read_text()
 
     assert code == 2
-    assert 'device "cuda:0": torch sees 0 CUDA devices here: ' + words in said.replace("\n", " ")
+    assert 'device "cuda:0": torch sees 0 CUDA devices here: ' + message in log.replace("\n", " ")
     assert driver.processes("starts") == {process.pid: 1}
 
 
 @pytest.mark.slow
-def test_stop_is_heeded_while_a_driver_starts(folder, driver):
+def test_server_stops_while_a_driver_starts(folder, driver):
     with served(folder, driver) as (process, stub):
         wait_until(lambda: serves(stub, grpc_server.LIVE))
         wait_until(lambda: driver.processes("starts"))

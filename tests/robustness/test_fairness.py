@@ -1,4 +1,4 @@
-"""One caller that floods the server, and one that does not, known by their tokens."""
+"""Fairness between a caller that floods the server and a modest one, told apart by their tokens."""
 
 import contextlib
 import itertools
@@ -22,47 +22,47 @@ PHOTO = PHOTOS["rocket"].read_bytes()
 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory):
-    made = {name: tokens.new(name, ("explain",)) for name in ("greedy", "modest")}
+    created = {name: tokens.new(name, ("explain",)) for name in ("greedy", "modest")}
     path = tmp_path_factory.mktemp("tokens") / "tokens"
-    path.write_text("".join(f"{known.line()}\n" for _, known in made.values()))
-    return path, {name: secret for name, (secret, _) in made.items()}
+    path.write_text("".join(f"{known.line()}\n" for _, known in created.values()))
+    return path, {name: secret for name, (secret, _) in created.items()}
 
 
 @pytest.fixture(scope="module")
 def ask(secrets):
-    """Explain a photo as somebody, by a server that takes 5 ms a batch; returns a call under way."""
+    """Function that starts a call as a caller, to a server that takes at least 5 ms for each batch."""
     path, known = secrets
     with serving(models=(nets.TINY,), device="cpu", threads=1, max_queue_rows=ROWS, tokens_file=str(path)) as served:
-        (engine,) = served.pipeline.batcher._engines
-        run = engine.run
+        (worker,) = served.pipeline.batcher._workers
+        run = worker.run
 
         def slow(*batch):
             time.sleep(0.005)
             return run(*batch)
 
-        engine.run = slow
-        # Connections of their own, two for the greedy one: each has room for 100 calls.
+        worker.run = slow
+        # Separate connections, two for the greedy caller, because each one carries 100 calls at most.
         with contextlib.ExitStack() as stack:
             stubs = [
                 explain_pb2_grpc.ExplainServiceStub(
-                    stack.enter_context(grpc.insecure_channel(served.address, options=[("mine", number)]))
+                    stack.enter_context(grpc.insecure_channel(served.address, options=[("connection", number)]))
                 )
                 for number in range(3)
             ]
-            lines = {"modest": itertools.cycle(stubs[:1]), "greedy": itertools.cycle(stubs[1:])}
-            yield lambda caller: next(lines[caller]).Explain.future(
+            stubs_of = {"modest": itertools.cycle(stubs[:1]), "greedy": itertools.cycle(stubs[1:])}
+            yield lambda caller: next(stubs_of[caller]).Explain.future(
                 explain_pb2.ExplainRequest(image=PHOTO),
                 metadata=(("authorization", f"Bearer {known[caller]}"),),
                 timeout=30,
             )
 
 
-def test_a_caller_with_200_requests_outstanding_has_none_of_anothers_refused(ask):
+def test_greedy_caller_causes_no_refusal_of_a_modest_one(ask):
     codes, outstanding, wrong = Counter(), [], []
     for _ in range(6):
         outstanding += [ask("greedy") for _ in range(200 - len(outstanding))]
         codes["modest", ask("modest").code()] += 1
-        for call in [one for one in outstanding if one.done()]:
+        for call in [call for call in outstanding if call.done()]:
             codes["greedy", call.code()] += 1
             wrong += hygiene.faults(call) if call.code() is not grpc.StatusCode.OK else []
             outstanding.remove(call)
@@ -83,19 +83,19 @@ MANY = 17  # images of one request: a photo and sixteen targets
 
 
 def many():
-    """A request with the largest allowed number of images."""
+    """Return a request with the largest allowed number of images."""
     target = explain_pb2.Target(similarity=explain_pb2.Similarity(image=GREEDY))
     return explain_pb2.ExplainRequest(image=GREEDY, targets=[target] * (MANY - 1))
 
 
-def test_at_most_one_image_of_others_is_decoded_before_a_new_callers(secrets, monkeypatch):
+def test_at_most_one_image_is_decoded_before_that_of_a_new_caller(secrets, monkeypatch):
     """One thread decodes, and two requests of seventeen images each wait for it."""
     path, known = secrets
-    order, begun, go, decode = [], threading.Event(), threading.Event(), images.decode
+    order, started, go, decode = [], threading.Event(), threading.Event(), images.decode
 
-    def noted(data, limits):
+    def decode_slowly(data, limits):
         order.append("modest" if data == MODEST else "greedy")
-        begun.set()
+        started.set()
         assert go.wait(30)
         return decode(data, limits)
 
@@ -103,15 +103,15 @@ def test_at_most_one_image_of_others_is_decoded_before_a_new_callers(secrets, mo
         metadata = (("authorization", f"Bearer {known[caller]}"),)
         return stub.Explain.future(request, metadata=metadata, timeout=60)
 
-    monkeypatch.setattr(images, "decode", noted)
+    monkeypatch.setattr(images, "decode", decode_slowly)
     settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
     with serving(**settings) as served, grpc.insecure_channel(served.address) as channel:
         stub = explain_pb2_grpc.ExplainServiceStub(channel)
         calls = [ask("greedy", many()) for _ in range(2)]
-        assert begun.wait(30)
-        admitted(served, 2 * 2 * (MANY - 1))
+        assert started.wait(30)
+        wait_until_admitted(served, 2 * 2 * (MANY - 1))
         calls.append(ask("modest", explain_pb2.ExplainRequest(image=MODEST)))
-        admitted(served, 2 * 2 * (MANY - 1) + 1)
+        wait_until_admitted(served, 2 * 2 * (MANY - 1) + 1)
         go.set()
         codes = {call.code() for call in calls}
 
@@ -120,11 +120,11 @@ def test_at_most_one_image_of_others_is_decoded_before_a_new_callers(secrets, mo
     assert order.count("greedy") == 2 * MANY
 
 
-def admitted(served, rows):
+def wait_until_admitted(served, rows):
     wait_until(lambda: served.do(lambda: served.pipeline.batcher.admitted) >= rows)
 
 
-def test_a_photo_and_the_images_of_its_targets_share_one_limit_of_pixels(secrets):
+def test_photo_and_images_of_its_targets_share_one_limit_of_pixels(secrets):
     path, known = secrets
     with PIL.Image.open(PHOTOS["rocket"]) as photo:
         pixels = MANY * photo.width * photo.height

@@ -350,7 +350,7 @@ def test_a_caller_that_gives_up_leaves_a_load_that_began_to_go_on_and_one_that_w
     ],
 )
 def test_weights_that_are_no_path_inside_of_the_folder_are_refused(line, name):
-    with pytest.raises(camserve.InvalidArgument, match=r"^weights is a path inside of the model folder") as caught:
+    with pytest.raises(camserve.InvalidArgument, match=r"^weights must be a path inside of the model folder") as caught:
         line.load_model("tiny", weights=name)
     assert list(caught.value.fields) == ["weights"]
     assert line.model().version == 1
@@ -365,7 +365,7 @@ def test_what_is_not_there_is_told_as_what_a_link_outside_leads_to(place, line):
     (place.weights / "sub.pth").mkdir()
     names = ("link.safetensors", "folder/outside.safetensors", "dangling.pth", "nothing.pth", "sub.pth", "no/such.pth")
     for name in names:
-        with pytest.raises(camserve.NotFound, match=r"^there is no such file in the model folder"):
+        with pytest.raises(camserve.NotFound, match=r"^no such file in the model folder"):
             line.load_model("tiny", weights=name)
     (place.weights / "inside").mkdir()
     (place.weights / "inside" / "good.safetensors").symlink_to(place.weights / "1.safetensors")

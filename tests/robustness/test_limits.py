@@ -75,10 +75,15 @@ def of_the_server():
             "RESOURCE_EXHAUSTED with a retry delay",
         ),
         ("rows of one caller in the queue", "its share", "", "RESOURCE_EXHAUSTED; below it the request waits"),
-        ("rows that wait for room in the queue", f"{admission.LINE:,}", "", "RESOURCE_EXHAUSTED with a retry delay"),
+        (
+            "rows that wait for room in the queue",
+            f"{admission.MAX_WAITING:,}",
+            "",
+            "RESOURCE_EXHAUSTED with a retry delay",
+        ),
         (
             "inputs and maps of a row that is queued or waits",
-            f"{scheduling.PLACE // 2**10} KiB",
+            f"{scheduling.BYTES_PER_SLOT // 2**10} KiB",
             "",
             "the request counts as more rows",
         ),
@@ -169,7 +174,7 @@ def test_no_limit_is_left_out_of_the_table(monkeypatch):
 
 
 def test_security_md_states_the_memory_limits_of_the_code():
-    queue = SETTINGS.max_queue_rows * scheduling.PLACE
+    queue = SETTINGS.max_queue_rows * scheduling.BYTES_PER_SLOT
     bounds = (
         f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
         f"decoded photos {mib(memory.PHOTO_BUDGET)}; "

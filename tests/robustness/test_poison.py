@@ -121,7 +121,7 @@ def test_after_a_hundred_times_out_of_memory_in_a_row_the_server_serves_and_hold
 
 def test_the_measure_of_memory_sees_an_error_that_is_kept_with_its_tensors(served, client, monkeypatch):
     """The detector above is itself shown a leak: an error that is kept holds the frames it came through."""
-    engine, kept = served.pipeline.batcher._engines[0], []
+    engine, kept = served.pipeline.batcher._workers[0], []
     module = engine.run.__self__._models["poisoned@1"].module
 
     def keeping(*_):

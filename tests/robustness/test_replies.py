@@ -38,27 +38,27 @@ RESULTS = (
 )
 
 
-def shown(value):
-    """Return a value that can be compared: arrays become their dtype, shape and bytes."""
+def comparable(value):
+    """Return a value in a form that can be compared: arrays become their dtype, shape and bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if type(value) in replies.CLASSES:
-        return type(value).__name__, [shown(getattr(value, name)) for name in value.__slots__]
+        return type(value).__name__, [comparable(getattr(value, name)) for name in value.__slots__]
     if isinstance(value, tuple):
-        return [shown(one) for one in value]
-    return {key: shown(one) for key, one in value.items()} if isinstance(value, dict) else repr(value)
+        return [comparable(item) for item in value]
+    return {key: comparable(item) for key, item in value.items()} if isinstance(value, dict) else repr(value)
 
 
 @pytest.mark.parametrize(
     "message", [Response(1, RESULTS), Response(2, INFO), Response(3), Heartbeat(), Heartbeat(True, Memory(1, 2))]
 )
-def test_a_message_arrives_as_it_was_sent(message):
-    expected = shown(message).__repr__().replace("np.float32(0.5)", "0.5")
+def test_message_arrives_unchanged(message):
+    expected = comparable(message).__repr__().replace("np.float32(0.5)", "0.5")
 
-    assert repr(shown(replies.unpacked(replies.packed(message)))) == expected
+    assert repr(comparable(replies.unpacked(replies.packed(message)))) == expected
 
 
-def test_a_shared_array_is_sent_once_and_arrives_writable():
+def test_shared_array_is_sent_once_and_arrives_writable():
     data = replies.packed(Response(1, RESULTS[:2]))
     first, second = replies.unpacked(data).value
 
@@ -77,22 +77,22 @@ def test_a_shared_array_is_sent_once_and_arrives_writable():
     ],
 )
 def test_error_arrives_as_one_of_our_classes(error, kind):
-    found = replies.unpacked(replies.packed(Response(1, error=error))).error
+    received = replies.unpacked(replies.packed(Response(1, error=error))).error
 
-    assert type(found) is kind
-    assert str(found) == str(error)
+    assert type(received) is kind
+    assert str(received) == str(error)
     for name in ("field", "retry_after", "shed"):
-        assert getattr(found, name, None) == getattr(error, name, None)
+        assert getattr(received, name, None) == getattr(error, name, None)
 
 
-class Runs:
+class RunsCode:
     """An object whose pickle ends the process that reads it."""
 
     def __reduce__(self):
         return os._exit, (3,)
 
 
-def said(body, table=(), numbers=b""):
+def message(body, table=(), numbers=b""):
     body, table = json.dumps(body).encode(), json.dumps(table).encode()
     return struct.pack("<II", len(body), len(table)) + body + table + numbers
 
@@ -102,32 +102,32 @@ def row(logits=None, score=1.0, maps=None):
 
 
 HOSTILE = {
-    "a pickle": pickle.dumps(Runs()),
-    "a pickle of a reply": pickle.dumps(Response(1)),
+    "a pickle": pickle.dumps(RunsCode()),
+    "a pickle of a response": pickle.dumps(Response(1)),
     "nothing": b"",
     "noise": bytes(range(256)),
     "lengths beyond it": struct.pack("<II", 2**32 - 1, 2**32 - 1) + b"{}",
     "lists nested deeply": struct.pack("<II", 200_000, 2) + b"[" * 200_000 + b"[]",
     "a number of a million digits": struct.pack("<II", 1_000_000, 2) + b"9" * 1_000_000 + b"[]",
-    "a class of another's": said({"Popen": [["true"]]}),
-    "no message": said({"Box": [0, 0, 1, 1]}),
-    "too few fields": said({"Response": []}),
-    "an answer to nothing": said({"Response": [77, None, None]}),
-    "a number that is none": said({"Response": [[1], None, None]}),
-    "an error that is none": said({"Response": [1, None, "boo"]}),
-    "an error of no class of ours": said({"Response": [1, None, {"error": ["SystemExit", "x"]}]}),
-    "memory that is none": said({"Heartbeat": [True, "much"]}),
-    "an array of objects": said({"Response": [1, [row()], None]}, [["|O", [1]]], b"\0" * 8),
-    "an array that is not there": said({"Response": [1, [row()], None]}),
-    "an array beyond its bytes": said({"Response": [1, [row()], None]}, [["<f4", [10**12]]], b"\0" * 8),
-    "an array of less than nothing": said({"Response": [1, [row()], None]}, [["<f4", [-1]]], b"\0" * 8),
-    "a score that is a text": said({"Response": [1, [row(score="high")], None]}, [["<f4", [2]]], b"\0" * 8),
-    "logits that are a list": said({"Response": [1, [row(logits=[1.0])], None]}),
+    "a foreign class": message({"Popen": [["true"]]}),
+    "a value that is not a message": message({"Box": [0, 0, 1, 1]}),
+    "too few fields": message({"Response": []}),
+    "a response without a request": message({"Response": [77, None, None]}),
+    "a request number that is a list": message({"Response": [[1], None, None]}),
+    "an error that is a string": message({"Response": [1, None, "boo"]}),
+    "an error of a foreign class": message({"Response": [1, None, {"error": ["SystemExit", "x"]}]}),
+    "memory that is a string": message({"Heartbeat": [True, "much"]}),
+    "an array of objects": message({"Response": [1, [row()], None]}, [["|O", [1]]], b"\0" * 8),
+    "a missing array": message({"Response": [1, [row()], None]}),
+    "an array longer than its bytes": message({"Response": [1, [row()], None]}, [["<f4", [10**12]]], b"\0" * 8),
+    "an array of negative length": message({"Response": [1, [row()], None]}, [["<f4", [-1]]], b"\0" * 8),
+    "a score that is a string": message({"Response": [1, [row(score="high")], None]}, [["<f4", [2]]], b"\0" * 8),
+    "logits that are a list": message({"Response": [1, [row(logits=[1.0])], None]}),
 }
 
 
-class Fake:
-    """A worker process that sends what a test chooses."""
+class FakeProcess:
+    """Worker process that sends what a test chooses."""
 
     pid = 0
 
@@ -141,20 +141,20 @@ class Fake:
 
 @pytest.fixture
 def process(monkeypatch):
-    monkeypatch.setattr(worker.fork_server, "begin", Fake)
-    life = worker._WorkerProcess(Setup("cpu", 1), lambda *_: None)
-    reading = threading.Thread(target=life.read)
+    monkeypatch.setattr(worker.fork_server, "begin", FakeProcess)
+    worker_process = worker._WorkerProcess(Setup("cpu", 1), lambda *_: None)
+    reading = threading.Thread(target=worker_process.read)
     reading.start()
-    life.process.connection.send_bytes(replies.packed(Heartbeat()))
-    life.ready.result(60)
-    yield life
-    life.end()
+    worker_process.process.connection.send_bytes(replies.packed(Heartbeat()))
+    worker_process.ready.result(60)
+    yield worker_process
+    worker_process.close()
     reading.join()
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_worker_that_sends_an_invalid_message_is_ended(process, kind):
-    answer = process.ask("drop", "x", seconds=60)
+    answer = process.request("drop", "x", seconds=60)
     process.process.connection.send_bytes(HOSTILE[kind])
 
     with pytest.raises(WorkerLost):
@@ -162,7 +162,7 @@ def test_worker_that_sends_an_invalid_message_is_ended(process, kind):
 
 
 @pytest.mark.parametrize("value", [None, "rows", (), RESULTS[:1], (*RESULTS[:1], INFO), RESULTS])
-def test_answer_without_a_result_for_each_row_fails_the_batch(value):
+def test_response_without_a_result_for_each_row_fails_the_batch(value):
     with pytest.raises(Internal, match="a result for each row"):
-        worker._results(value, 2)
-    assert worker._results(RESULTS[:2], 2) == list(RESULTS[:2])
+        worker._check_results(value, 2)
+    assert worker._check_results(RESULTS[:2], 2) == list(RESULTS[:2])

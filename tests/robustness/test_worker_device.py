@@ -1,4 +1,4 @@
-"""An engine's own device: every thread computes on that one, and a process that can no longer use it is replaced."""
+"""Device of a worker: all its threads use that process, and a process that can no longer use it is replaced."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
 from camserve_server.models.values import Pass
-from camserve_server.serving import worker_pool
+from camserve_server.serving import pool_health, worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import Setup, Worker, fork_server
 from robustness.forking import running_fork_server
@@ -49,61 +49,61 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fork_server_process(folder):
-    with running_fork_server(f"import fake_device; fake_device.install({str(folder / 'log')!r})") as one:
-        yield one
+    with running_fork_server(f"import fake_device; fake_device.install({str(folder / 'log')!r})") as fork_server_:
+        yield fork_server_
 
 
 @pytest.fixture
 def lost():
-    """The models that a worker could not load again."""
+    """Names of the models that a worker could not load again."""
     return []
 
 
 @pytest.fixture
 def worker(folder, fork_server_process, monkeypatch, lost):
-    """A worker with a model on the device, and what it knows of that."""
-    monkeypatch.setattr(fork_server, "_here", [fork_server_process])
+    """A worker with a model on the device, and the model's description."""
+    monkeypatch.setattr(fork_server, "_fork_servers", [fork_server_process])
     (folder / "log").write_text("")
     setup = Setup(
         fake_device.NAME, 1, shares_device=True, path=(str(folder), *sys.path), log_level="critical", measure=True
     )
-    one = Worker(setup, lost=lost.append)
+    process = Worker(setup, on_model_lost=lost.append)
     try:
-        yield one, one.load("tiny", parse(MODEL))
+        yield process, process.load("tiny", parse(MODEL))
     finally:
-        one.close()
+        process.close()
         (folder / "fatal").unlink(missing_ok=True)
 
 
-def asked(info, layer=""):
+def batch(info, layer=""):
     layers = (layer or info.default_layer,)
     return Pass(info.name, "cam", (32, 32), layers), [Row(IMAGE, anything(info), (MethodCall("gradcam"),))]
 
 
 def threads_of(uses):
-    """Return the threads that used the device; each had made it current before, whatever it did."""
+    """Return the threads that used the device, after checking that it was the current device of each."""
     assert [use for use in uses if use[1] != 1] == []
     return {thread for thread, _, _ in uses}
 
 
-def test_every_thread_of_a_worker_uses_its_own_device_and_none_the_first(worker, folder):
-    one, info = worker
-    for half in (None, 1):  # which need not run in one thread
-        one.run(*asked(info), half)
-    one.drop("tiny")
+def test_all_threads_of_a_worker_use_its_device(worker, folder):
+    process, info = worker
+    for partition in (None, 1):  # these may run in different threads
+        process.run(*batch(info), partition)
+    process.drop("tiny")
     uses = fake_device.uses(folder / "log")
 
-    assert len(threads_of(uses)) >= 2  # models are loaded and dropped beside the batches
+    assert len(threads_of(uses)) >= 2  # models are loaded and dropped in other threads than batches run in
     assert {use for _, _, use in uses} >= {"stream", "context", "upload", "synchronize", "release_memory"}
     assert uses[0][2] == "initialize"
 
 
-def test_every_thread_of_a_server_that_has_its_engine_uses_its_device_and_none_the_first(folder, tmp_path, monkeypatch):
+def test_all_threads_of_a_server_with_an_in_process_worker_use_its_device(folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(worker_pool, "CANARY", 0.02)
+    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)
     for module in (server, worker_pool):
         monkeypatch.setattr(module, "devices_named", lambda _: [fake_device.NAME])
-    monkeypatch.setitem(devices.KINDS, "cpu", devices.KINDS["cpu"])  # to be put back
+    monkeypatch.setitem(devices.KINDS, "cpu", devices.KINDS["cpu"])  # restored after the test
     try:
         fake_device.install(tmp_path / "log")
         with serving(models=(MODEL,), device=fake_device.NAME) as served, camserve.Client(served.address) as client:
@@ -114,63 +114,63 @@ def test_every_thread_of_a_server_that_has_its_engine_uses_its_device_and_none_t
         devices.device_of.cache_clear()
     uses = fake_device.uses(tmp_path / "log")
 
-    assert len(threads_of(uses)) >= 2  # it is made ready elsewhere than batches run
+    assert len(threads_of(uses)) >= 2  # it is initialized in another thread than batches run in
     assert uses[0][2] == "initialize"
 
 
 # --- after an error ---
 
 
-def test_worker_that_fails_on_a_sound_device_stays(worker, folder):
-    one, info = worker
-    before = one.process_id
-    for half in (None, 1):
+def test_worker_that_fails_on_a_working_device_is_not_replaced(worker, folder):
+    process, info = worker
+    before = process.process_id
+    for partition in (None, 1):
         with pytest.raises(Exception, match="nowhere"):
-            one.run(*asked(info, "nowhere"), half)
+            process.run(*batch(info, "nowhere"), partition)
     with pytest.raises(ConfigError, match="nothing cannot be made"):
-        one.load("other", parse("other=device_nets:nothing"))
+        process.load("other", parse("other=device_nets:nothing"))
     checks = [use for use in fake_device.uses(folder / "log") if use[2] == "check"]
 
-    assert len(one.run(*asked(info))) == 1
-    assert one.process_id == before
+    assert len(process.run(*batch(info))) == 1
+    assert process.process_id == before
     assert len(threads_of(checks)) == len(checks) == 3
 
 
 @pytest.mark.parametrize(
-    ("use", "does"),
+    ("use", "action"),
     [
-        ("context", lambda one, info: one.run(*asked(info))),
-        ("context", lambda one, info: one.run(*asked(info), 1)),
-        ("synchronize", lambda one, _: one.load("other", parse(MODEL))),
-        ("release_memory", lambda one, _: one.drop("other")),
+        ("context", lambda process, info: process.run(*batch(info))),
+        ("context", lambda process, info: process.run(*batch(info), 1)),
+        ("synchronize", lambda process, _: process.load("other", parse(MODEL))),
+        ("release_memory", lambda process, _: process.drop("other")),
     ],
     ids=["batch", "second batch at once", "load", "drop"],
 )
-def test_worker_whose_device_fails_is_replaced_whatever_it_did(worker, folder, ended, use, does):
-    one, info = worker
-    before = one.process_id
+def test_worker_whose_device_fails_is_replaced(worker, folder, ended, use, action):
+    process, info = worker
+    before = process.process_id
     (folder / "fatal").write_text(use)
     if use == "release_memory":
-        does(one, info)  # which nobody waits for
+        action(process, info)  # its error is not reported to any caller
     else:
-        with pytest.raises((WorkerLost, ConfigError), match=r"could not use its device|engine ended while"):
-            does(one, info)
-    wait_until(lambda: one.process_id not in (None, before))
+        with pytest.raises((WorkerLost, ConfigError), match=r"could not use its device|worker process ended while"):
+            action(process, info)
+    wait_until(lambda: process.process_id not in (None, before))
 
-    assert len(one.run(*asked(info))) == 1
-    assert ended == ["an engine's process ended: the worker could not use its device: exit 69"]
+    assert len(process.run(*batch(info))) == 1
+    assert ended == ["a worker process ended: the worker could not use its device: exit 69"]
     threads_of(fake_device.uses(folder / "log"))
 
 
-def test_model_is_not_lost_if_it_is_the_device_that_fails_as_it_is_loaded_again(worker, folder, ended, lost):
-    """The model's own error would be the same: that it does not run."""
-    one, info = worker
-    before = one.process_id
+def test_model_is_kept_if_the_device_fails_while_it_is_loaded_again(worker, folder, ended, lost):
+    """An error of the model itself would look the same: the model does not run."""
+    process, info = worker
+    before = process.process_id
     (folder / "fatal").write_text("synchronize")
     os.kill(before, signal.SIGKILL)
-    wait_until(lambda: one.process_id not in (None, before))
+    wait_until(lambda: process.process_id not in (None, before))
 
-    assert len(one.run(*asked(info))) == 1
+    assert len(process.run(*batch(info))) == 1
     assert lost == []
     assert [line.rpartition("worker ")[2] for line in ended] == [
         "was killed, probably out of memory: exit -9", "could not use its device: exit 69",

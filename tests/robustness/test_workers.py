@@ -1,4 +1,4 @@
-"""An engine in a process of its own: what it computes, and what its callers see when it dies or hangs."""
+"""Workers in their own processes: their results, and the errors that callers get when one dies or hangs."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
 from camserve_server.models.values import Pass
-from camserve_server.serving import worker_pool
+from camserve_server.serving import pool_health, worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers import worker as worker_module
@@ -45,7 +45,7 @@ HERE = Path(__file__).parent
 
 
 class Tiny(nn.Module):
-    """Does what a file beside it says; else it classifies, and a white image ends its process."""
+    """Acts as a file in its folder demands; otherwise it classifies, and a white image kills its process."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Tiny(nn.Module):
         return self.head(self.features(x).relu().mean((2, 3)))
 
 
-WAYS = {
+FAILURES = {
     "exit": lambda: os._exit(7),
     "abort": os.abort,
     "kill": lambda: os.kill(os.getpid(), 9),
@@ -70,10 +70,10 @@ WAYS = {
 
 
 def act():
-    for name, does in WAYS.items():
+    for name, fail in FAILURES.items():
         if (HERE / name).exists():
             (HERE / name).unlink()
-            does()
+            fail()
 
 
 def tiny():
@@ -108,84 +108,91 @@ def setup(folder, threads=1, **changes):
 
 
 @dataclass
-class Told:
-    """What a worker says of itself."""
+class StateEvents:
+    """Listeners of a worker, as two events.
+
+    Attributes:
+        up: set while the worker is ready.
+        down: set while it is not.
+    """
 
     up: threading.Event = field(default_factory=threading.Event)
     down: threading.Event = field(default_factory=threading.Event)
 
-    def came(self):
+    def on_ready(self):
         self.down.clear()
         self.up.set()
 
-    def went(self):
+    def on_exit(self):
         self.up.clear()
         self.down.set()
 
 
 @pytest.fixture(scope="module")
-def worker(folder, forked):  # noqa: ARG001 -- it begins before
-    told = Told()
-    one = Worker(setup(folder), batch_seconds=3, up=told.came, down=told.went)
+def worker(folder, forked):  # noqa: ARG001 -- must be set up before
+    state = StateEvents()
+    process = Worker(setup(folder), batch_seconds=3, on_ready=state.on_ready, on_exit=state.on_exit)
     try:
-        info = one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
-        yield one, told, info
+        info = process.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
+        yield process, state, info
     finally:
-        one.close()
+        process.close()
 
 
-def asked(info, kind="cam"):
+def batch_of(info, kind="cam"):
     layers = (info.default_layer,) if kind == "cam" else ()
     method = MethodCall("gradcam" if kind == "cam" else "saliency")
     return Pass(info.name, kind, (32, 32), layers), [Row(IMAGE, anything(info), (method,))] * 3
 
 
 @pytest.mark.parametrize("kind", ["cam", "saliency"])
-def test_a_worker_answers_as_an_engine_of_this_process_does_to_the_bit(worker, folder, kind, monkeypatch):
+def test_worker_process_answers_as_an_in_process_worker_to_the_bit(worker, folder, kind, monkeypatch):
     process, _, info = worker
     monkeypatch.syspath_prepend(folder)
-    here = InProcessWorker(setup(folder))
+    local = InProcessWorker(setup(folder))
 
-    assert here.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")) == info
-    for mine, its in zip(here.run(*asked(info, kind)), process.run(*asked(info, kind)), strict=True):
-        assert mine.score == its.score
-        assert (mine.logits == its.logits).all()
-        assert all((a[0] == b[0]).all() for a, b in zip(mine.maps, its.maps, strict=True))
+    assert local.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")) == info
+    for expected, result in zip(local.run(*batch_of(info, kind)), process.run(*batch_of(info, kind)), strict=True):
+        assert expected.score == result.score
+        assert (expected.logits == result.logits).all()
+        assert all((a[0] == b[0]).all() for a, b in zip(expected.maps, result.maps, strict=True))
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "how", [{"partitioned": True, "threads": 2}, {"streams": True}], ids=["partitioned", "streams"]
 )
-def test_two_batches_at_once_are_answered_as_one_alone_is_to_the_bit(folder, how):
-    one = Worker(setup(folder, **how))
+def test_two_batches_at_once_are_answered_as_one_alone_to_the_bit(folder, how):
+    process = Worker(setup(folder, **how))
     try:
-        info = one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
+        info = process.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         for kind in ("cam", "saliency"):
-            alone = one.run(*asked(info, kind))
-            with ThreadPoolExecutor(4) as pool:  # two at once, and more: these wait for their turn
-                both = [pool.submit(one.run, *asked(info, kind), partition) for partition in (0, 1) * 20]
-            for mine, its in itertools.product(alone, itertools.chain.from_iterable(each.result() for each in both)):
-                assert mine.score == its.score
-                assert all((a[0] == b[0]).all() for a, b in zip(mine.maps, its.maps, strict=True))
-        one.drop("tiny")
+            alone = process.run(*batch_of(info, kind))
+            with ThreadPoolExecutor(4) as pool:  # two run at once, and the others wait
+                both = [pool.submit(process.run, *batch_of(info, kind), partition) for partition in (0, 1) * 20]
+            for expected, result in itertools.product(
+                alone, itertools.chain.from_iterable(call.result() for call in both)
+            ):
+                assert expected.score == result.score
+                assert all((a[0] == b[0]).all() for a, b in zip(expected.maps, result.maps, strict=True))
+        process.drop("tiny")
         for partition in (None, 0, 1):
             with pytest.raises(Unavailable, match="lost"):
-                one.run(*asked(info), partition)
+                process.run(*batch_of(info), partition)
     finally:
-        one.close()
+        process.close()
 
 
-def test_what_is_wrong_with_a_row_is_told_as_an_engine_of_this_process_tells_it(worker):
+def test_error_of_a_row_reaches_the_caller_and_the_worker_lives(worker):
     process, _, info = worker
-    pass_, rows = asked(info)
+    pass_, rows = batch_of(info)
 
     with pytest.raises(Exception, match="nowhere"):
         process.run(Pass(info.name, "cam", (32, 32), ("nowhere",)), rows)
     assert len(process.run(pass_, rows)) == 3
 
 
-WAYS = {
+FAILURES = {
     "abort": "the worker aborted: exit -6",
     "exit": "the worker ended: exit 7",
     "kill": "the worker was killed, probably out of memory: exit -9",
@@ -195,113 +202,115 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_worker_that_dies_or_hangs_fails_its_batch_and_another_takes_its_place(worker, folder, way):
-    process, told, info = worker
-    wait_until(told.up.is_set)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_worker_that_dies_or_hangs_fails_its_batch_and_is_replaced(worker, folder, failure):
+    process, state, info = worker
+    wait_until(state.up.is_set)
     before = process.process_id
-    if way.startswith("SIG"):
-        os.kill(before, getattr(signal, way))
+    if failure.startswith("SIG"):
+        os.kill(before, getattr(signal, failure))
     else:
-        (folder / way).touch()
+        (folder / failure).touch()
 
-    with pytest.raises(WorkerLost, match=WAYS[way]) as lost:
-        process.run(*asked(info))
+    with pytest.raises(WorkerLost, match=FAILURES[failure]) as lost:
+        process.run(*batch_of(info))
     assert (lost.value.process_id, lost.value.others) == (before, 0)
-    assert told.down.is_set()
-    wait_until(told.up.is_set)
-    assert len(process.run(*asked(info))) == 3
+    assert state.down.is_set()
+    wait_until(state.up.is_set)
+    assert len(process.run(*batch_of(info))) == 3
     assert process.process_id != before
     assert not alive(before)
 
 
-def test_a_model_that_ends_the_process_as_it_loads_cannot_be_loaded_and_the_others_come_back(worker):
-    process, told, info = worker
-    with pytest.raises(ConfigError, match=r"model bad \(worker_nets:fatal\): the engine ended while it loaded it"):
+def test_model_that_kills_its_process_is_refused_and_others_return(worker):
+    process, state, info = worker
+    with pytest.raises(
+        ConfigError, match=r"model bad \(worker_nets:fatal\): the worker process ended while it loaded the model"
+    ):
         process.load("bad", parse("bad=worker_nets:fatal"))
-    wait_until(told.up.is_set)
+    wait_until(state.up.is_set)
 
-    assert len(process.run(*asked(info))) == 3
+    assert len(process.run(*batch_of(info))) == 3
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_model_whose_weights_changed_while_it_was_down_is_lost_and_not_served(tmp_path):
-    told, lost = Told(), []
+def test_model_whose_weights_changed_is_lost_when_it_is_loaded_again(tmp_path):
+    state, lost = StateEvents(), []
     (tmp_path / "changing_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
-    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    process = Worker(setup(tmp_path), on_ready=state.on_ready, on_exit=state.on_exit, on_model_lost=lost.append)
     try:
-        info = one.load("tiny", parse(f"tiny=changing_nets:tiny{SIZE}"))
-        os.kill(one.process_id, signal.SIGKILL)
-        wait_until(told.down.is_set)
-        wait_until(told.up.is_set)
+        info = process.load("tiny", parse(f"tiny=changing_nets:tiny{SIZE}"))
+        os.kill(process.process_id, signal.SIGKILL)
+        wait_until(state.down.is_set)
+        wait_until(state.up.is_set)
         with pytest.raises(Unavailable, match="the model tiny was lost"):
-            one.run(*asked(info))
+            process.run(*batch_of(info))
         assert lost == ["tiny"]
     finally:
-        one.close()
+        process.close()
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_model_that_ends_every_process_that_loads_it_again_is_given_up_and_the_others_are_served(tmp_path):
-    told, lost = Told(), []
+def test_model_that_kills_every_new_process_is_given_up(tmp_path):
+    state, lost = StateEvents(), []
     (tmp_path / "deadly_nets.py").write_text(NETS + DEADLY)
-    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    process = Worker(setup(tmp_path), on_ready=state.on_ready, on_exit=state.on_exit, on_model_lost=lost.append)
     try:
-        one.load("once", parse(f"once=deadly_nets:once{SIZE}"))
-        info = one.load("tiny", parse(f"tiny=deadly_nets:tiny{SIZE}"))
-        os.kill(one.process_id, signal.SIGKILL)
-        wait_until(told.down.is_set)
-        wait_until(told.up.is_set)
+        process.load("once", parse(f"once=deadly_nets:once{SIZE}"))
+        info = process.load("tiny", parse(f"tiny=deadly_nets:tiny{SIZE}"))
+        os.kill(process.process_id, signal.SIGKILL)
+        wait_until(state.down.is_set)
+        wait_until(state.up.is_set)
 
-        assert len(one.run(*asked(info))) == 3
+        assert len(process.run(*batch_of(info))) == 3
         assert lost == ["once"]
-        assert len((tmp_path / "loads").read_text()) == 1 + worker_module.DEADLY
+        assert len((tmp_path / "loads").read_text()) == 1 + worker_module.MAX_FATAL_LOADS
     finally:
-        one.close()
+        process.close()
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_model_that_raises_as_it_is_loaded_again_is_lost_and_another_can_be_loaded(tmp_path):
-    told, lost = Told(), []
+def test_model_that_raises_when_loaded_again_is_lost_and_others_can_be_loaded(tmp_path):
+    state, lost = StateEvents(), []
     (tmp_path / "raising_nets.py").write_text(NETS + DEADLY.replace("os.abort()", "raise MemoryError"))
-    one = Worker(setup(tmp_path), up=told.came, down=told.went, lost=lost.append)
+    process = Worker(setup(tmp_path), on_ready=state.on_ready, on_exit=state.on_exit, on_model_lost=lost.append)
     try:
-        one.load("once", parse(f"once=raising_nets:once{SIZE}"))
-        os.kill(one.process_id, signal.SIGKILL)
-        wait_until(told.down.is_set)
-        wait_until(told.up.is_set)
+        process.load("once", parse(f"once=raising_nets:once{SIZE}"))
+        os.kill(process.process_id, signal.SIGKILL)
+        wait_until(state.down.is_set)
+        wait_until(state.up.is_set)
 
         assert lost == ["once"]
-        info = one.load("tiny", parse(f"tiny=raising_nets:tiny{SIZE}"))
-        assert len(one.run(*asked(info))) == 3
+        info = process.load("tiny", parse(f"tiny=raising_nets:tiny{SIZE}"))
+        assert len(process.run(*batch_of(info))) == 3
     finally:
-        one.close()
+        process.close()
 
 
-def test_a_lost_model_is_listed_as_failed_and_health_says_so_if_it_was_the_last(tmp_path):
+def test_lost_model_is_listed_as_failed_and_unhealthy_if_it_was_the_last(tmp_path):
     (tmp_path / "worker_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
     other = ("--model", "efficientnet_lite0")
-    for more in ((), other):
-        with served(tmp_path, *more) as (process, client, _):
+    for others in ((), other):
+        with served(tmp_path, *others) as (process, client, _):
             client.explain(IMAGE, model="tiny", overlay=None)
             os.kill(worker_of(process), signal.SIGKILL)
             wait_until(lambda: client.models()[0].state is camserve.ModelState.FAILED)
-            wait_until(lambda: healthy(client) is bool(more))  # noqa: B023
+            wait_until(lambda: healthy(client) is bool(others))  # noqa: B023
             with pytest.raises(camserve.Unavailable, match="model tiny could not be loaded"):
                 client.explain(IMAGE, model="tiny", overlay=None)
-            if more:
+            if others:
                 client.explain(IMAGE, model="efficientnet_lite0", overlay=None)
 
 
-def test_a_worker_goes_with_its_server_even_if_that_is_killed(tmp_path):
-    """A hung one too: it is the kernel that ends it."""
+def test_worker_process_ends_when_its_server_is_killed(tmp_path):
+    """Even a stopped one, because the kernel kills it."""
     code = (
         "import sys, time; from camserve_server.workers import Setup, Worker\n"
         "up = __import__('threading').Event()\n"
-        "one = Worker(Setup('cpu', 1, path=tuple(sys.path)), up=up.set)\n"
-        "up.wait(); print(one.process_id, flush=True); time.sleep(3600)"
+        "worker = Worker(Setup('cpu', 1, path=tuple(sys.path)), on_ready=up.set)\n"
+        "up.wait(); print(worker.process_id, flush=True); time.sleep(3600)"
     )
-    with (tmp_path / "id").open("w") as told, fork_server.start(code, stdout=told) as parent:
+    with (tmp_path / "id").open("w") as file, fork_server.start(code, stdout=file) as parent:
         child = int(wait_until((tmp_path / "id").read_text))
         os.kill(child, signal.SIGSTOP)
         parent.kill()
@@ -335,23 +344,23 @@ def healthy(client):
 
 
 def live(address):
-    """Return whether the server says that its event loop runs."""
+    """Return True if the server reports that its event loop runs."""
     with grpc.insecure_channel(address) as channel:
-        asking = health_pb2.HealthCheckRequest(service=grpc_server.LIVE)
-        found = health_pb2_grpc.HealthStub(channel).Check(asking, timeout=5)
-    return found.status == health_pb2.HealthCheckResponse.SERVING
+        request = health_pb2.HealthCheckRequest(service=grpc_server.LIVE)
+        response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    return response.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def worker_of(process):
-    (its_nursery,) = children(process.pid)
-    (one,) = children(its_nursery)
-    return one
+    (forker,) = children(process.pid)
+    (worker_id,) = children(forker)
+    return worker_id
 
 
-def test_a_server_that_loses_its_nursery_starts_engines_all_the_same(folder):
+def test_server_without_its_fork_server_still_starts_workers(folder):
     with served(folder) as (process, client, _):
-        (its_nursery,) = children(process.pid)
-        os.kill(its_nursery, signal.SIGKILL)
+        (forker,) = children(process.pid)
+        os.kill(forker, signal.SIGKILL)
         wait_until(lambda: not healthy(client))
         wait_until(lambda: healthy(client))
         client.explain(IMAGE, overlay=None)
@@ -363,7 +372,7 @@ def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
     with served(folder, "--max-batch-rows", "16") as (process, _, address):
         before = worker_of(process)
         with camserve.Client(address, timeout=240) as client, ThreadPoolExecutor(9) as pool:
-            calls = [pool.submit(client.explain, one, overlay=None) for one in [IMAGE] * 4 + [white] + [IMAGE] * 4]
+            calls = [pool.submit(client.explain, image, overlay=None) for image in [IMAGE] * 4 + [white] + [IMAGE] * 4]
             outcomes = [call.exception(240) for call in calls]
             lethal = outcomes.pop(4)
             assert isinstance(lethal, camserve.Internal)
@@ -375,7 +384,7 @@ def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
     assert outcomes == [None] * 8
     assert "the worker was killed, probably out of memory: exit -9" in lethal.message
     assert hygiene.of_client(lethal) == []
-    assert 1 <= log.count("an engine's process ended: the worker was killed, probably out of memory: exit -9") <= 2
+    assert 1 <= log.count("a worker process ended: the worker was killed, probably out of memory: exit -9") <= 2
 
 
 def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
@@ -395,73 +404,73 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
             pool.submit(work, client)
         for number in (signal.SIGKILL, signal.SIGSTOP) * rounds:
             count = len(codes)
-            wait_until(lambda: len(codes) > count + 100)  # noqa: B023 -- called at once
-            one = worker_of(process)
-            os.kill(one, number)
+            wait_until(lambda: len(codes) > count + 100)  # noqa: B023 -- called within this iteration
+            worker_id = worker_of(process)
+            os.kill(worker_id, number)
             wait_until(lambda: not healthy(client))
             assert live(address)
             wait_until(lambda: healthy(client))
-            assert not alive(one)
+            assert not alive(worker_id)
         count = len(codes)
         wait_until(lambda: len(codes) > count + 100)
         done.set()
         last = worker_of(process)
-    found = Counter(codes)
+    counts = Counter(codes)
 
-    assert set(found) <= {"OK", "INTERNAL"}
-    assert found["INTERNAL"] <= 2 * rounds  # a request may be alone when its worker is killed
+    assert set(counts) <= {"OK", "INTERNAL"}
+    assert counts["INTERNAL"] <= 2 * rounds  # a request may be alone when its worker is killed
     assert not alive(last)
 
 
 # --- health ---
 
 
-async def test_health_follows_a_canary_where_there_is_no_other_explanation(folder, monkeypatch):
-    """An engine whose process lives and answers nothing but errors, or numbers that are none, is not well."""
+async def test_health_follows_the_canary_of_an_idle_server(folder, monkeypatch):
+    """A pool whose worker lives, but returns only errors or scores that are not finite, is unhealthy."""
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(worker_pool, "CANARY", 0.02)
+    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
-    told = asyncio.Queue()
-    async with worker_pool.WorkerPool(settings, told.put_nowait) as one:
-        one.registry.models["tiny"] = await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
-        engine = one.batcher._engines[0]
-        right = engine.run
+    changes = asyncio.Queue()
+    async with worker_pool.WorkerPool(settings, changes.put_nowait) as pool:
+        pool.registry.models["tiny"] = await pool.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
+        handle = pool.batcher._workers[0]
+        run = handle.run
 
         def not_numbers(pass_, rows):
-            return [replace(result, score=float("nan")) for result in right(pass_, rows)]
+            return [replace(result, score=float("nan")) for result in run(pass_, rows)]
 
         def failing(_pass, _rows):
             raise RuntimeError("a sticky error")
 
-        for wrong in (failing, not_numbers):
-            engine.run = wrong
-            assert await told.get() is False
-            engine.run = right
-            assert await told.get() is True
+        for faulty in (failing, not_numbers):
+            handle.run = faulty
+            assert await changes.get() is False
+            handle.run = run
+            assert await changes.get() is True
 
 
-async def test_callers_wait_for_an_engine_to_come_back_but_not_for_ever(folder, monkeypatch):
+async def test_requests_wait_for_a_lost_worker_but_not_forever(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
-    async with worker_pool.WorkerPool(settings) as one:
-        pass_, rows = asked(await one.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
+    async with worker_pool.WorkerPool(settings) as pool:
+        pass_, rows = batch_of(await pool.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
 
         def submit():
-            return asyncio.create_task(one.batcher.submit(pass_, rows, lambda *_: None))
+            return asyncio.create_task(pool.batcher.submit(pass_, rows, lambda *_: None))
 
         with StoppedClock() as clock:
-            one._went(0)
+            pool._on_worker_exit(0)
             waiting = submit()
-            clock.advance(worker_pool.RECOVERY_TIMEOUT - 1)
+            clock.advance(pool_health.RECOVERY_TIMEOUT - 1)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not waiting.done()
             clock.advance(1)
             for refused in (waiting, submit()):
-                with pytest.raises(Unavailable, match="there is no engine"):
+                with pytest.raises(Unavailable, match="no worker is available"):
                     await refused
-        with pytest.raises(Unavailable, match="there is no engine"):
-            async with one.batcher.admit(1):
+        with pytest.raises(Unavailable, match="no worker is available"):
+            async with pool.batcher.admit(1):
                 pass
-        one._came(0)
+        pool._on_worker_ready(0)
         await submit()

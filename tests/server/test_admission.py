@@ -1,4 +1,4 @@
-"""Who is let in: all the room for one that is alone, its share for each of several, and nobody is forgotten."""
+"""Admission: all slots for a single caller, equal shares for several, and no waiter is forgotten."""
 
 import asyncio
 import random
@@ -8,54 +8,54 @@ import pytest
 from camserve_server.core.errors import ResourceExhausted
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
-from camserve_server.scheduling import PLACE, Batcher, admission
+from camserve_server.scheduling import BYTES_PER_SLOT, Batcher, admission
 from camserve_server.scheduling.admission import Admission, address_of
 from camserve_server.telemetry import Origin
 
 PASS = Pass("m", "score", (1, 1))
 
 
-class Ingress:
-    """An admission, and those who are in."""
+class Visitors:
+    """An admission with fake requests, which hold their slots until the test releases them."""
 
-    def __init__(self, places=8, least=1):
+    def __init__(self, slots=8, min_share=1):
         self.refused = {}
         self.most = {}
         self.order = []
-        self.inside = {}
-        self._door = Admission(places, least, ResourceExhausted)
-        self._leave = {}
-        self.visits = []
+        self.held = {}
+        self.admission = Admission(slots, min_share, ResourceExhausted)
+        self.releases = {}
+        self.tasks = []
 
     @property
     def taken(self):
-        return self._door.taken
+        return self.admission.taken
 
     def holds(self, caller):
-        return sum(self.inside.get(caller, ()))
+        return sum(self.held.get(caller, ()))
 
-    def come(self, caller, places=1, *, wait=False):
-        self.visits.append(asyncio.ensure_future(self._visit(caller, places, wait)))
-        return self.visits[-1]
+    def request(self, caller, slots=1, *, wait=False):
+        self.tasks.append(asyncio.ensure_future(self._hold(caller, slots, wait)))
+        return self.tasks[-1]
 
-    async def _visit(self, caller, places, wait):
+    async def _hold(self, caller, slots, wait):
         try:
-            async with self._door.admit(places, caller=caller, wait=wait):
+            async with self.admission.admit(slots, caller=caller, wait=wait):
                 self.order.append(caller)
-                self.inside.setdefault(caller, []).append(places)
+                self.held.setdefault(caller, []).append(slots)
                 self.most[caller] = max(self.most.get(caller, 0), self.holds(caller))
-                leave = asyncio.Event()
-                self._leave.setdefault(caller, []).append(leave)
+                release = asyncio.Event()
+                self.releases.setdefault(caller, []).append(release)
                 try:
-                    await leave.wait()
+                    await release.wait()
                 finally:
-                    self.inside[caller].remove(places)
+                    self.held[caller].remove(slots)
         except ResourceExhausted as error:
             self.refused.setdefault(caller, []).append(str(error))
 
-    async def leave(self, caller, count=1):
+    async def release(self, caller, count=1):
         for _ in range(count):
-            self._leave[caller].pop(0).set()
+            self.releases[caller].pop(0).set()
             await settle()
 
 
@@ -65,254 +65,254 @@ async def settle():
 
 
 @pytest.fixture
-async def door():
-    one = Ingress()
-    yield one
-    for task in one.visits:
+async def visitors():
+    visitors = Visitors()
+    yield visitors
+    for task in visitors.tasks:
         task.cancel()
     await settle()
 
 
-async def test_one_that_is_alone_fills_all_there_is_and_is_refused_beyond_it(door):
+async def test_single_caller_may_fill_the_queue_and_is_refused_beyond_it(visitors):
     for _ in range(10):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
 
-    assert door.holds("greedy") == 8
-    assert door.refused == {"greedy": ["the queue is full: 8 rows are under way, and 8 is the limit"] * 2}
+    assert visitors.holds("greedy") == 8
+    assert visitors.refused == {"greedy": ["the queue is full: 8 rows are under way, and 8 is the limit"] * 2}
 
 
-async def test_who_comes_to_a_full_house_is_not_refused_but_gets_the_first_room_that_comes_free(door):
+async def test_new_caller_at_a_full_queue_waits_for_the_first_free_slot(visitors):
     for _ in range(8):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
-    door.come("modest")
+    visitors.request("modest")
     await settle()
-    door.come("greedy")
+    visitors.request("greedy")
     await settle()
-    await door.leave("greedy")
+    await visitors.release("greedy")
 
-    assert "modest" not in door.refused
-    assert door.holds("modest") == 1
-    assert door.refused["greedy"] == [
-        "the queue is full for you: it has 8 rows, others are here too, and the share of each is 4"
+    assert "modest" not in visitors.refused
+    assert visitors.holds("modest") == 1
+    assert visitors.refused["greedy"] == [
+        "your share of the queue is full: 4 of its 8 rows, while other callers use it too"
     ]
 
 
-async def test_with_others_there_nobody_gets_more_than_a_share(door):
-    door.come("modest")
+async def test_no_caller_gets_more_than_its_share_while_others_are_present(visitors):
+    visitors.request("modest")
     await settle()
     for _ in range(10):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
 
-    assert (door.holds("greedy"), len(door.refused["greedy"])) == (4, 6)
-    door.come("third")
+    assert (visitors.holds("greedy"), len(visitors.refused["greedy"])) == (4, 6)
+    visitors.request("third")
     await settle()
-    await door.leave("greedy", 4)
+    await visitors.release("greedy", 4)
     for _ in range(10):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
-    assert door.holds("greedy") == 8 // 3
+    assert visitors.holds("greedy") == 8 // 3
 
 
-async def test_who_has_not_come_for_a_while_has_no_share(door, monkeypatch):
-    door.come("modest")
+async def test_caller_that_is_absent_for_a_while_has_no_share(visitors, monkeypatch):
+    visitors.request("modest")
     await settle()
-    await door.leave("modest")
-    door.come("greedy")
+    await visitors.release("modest")
+    visitors.request("greedy")
     await settle()
-    monkeypatch.setattr(admission, "PRESENT", 0.0)
+    monkeypatch.setattr(admission, "PRESENCE_TIMEOUT", 0.0)
     await asyncio.sleep(0.01)
     for _ in range(10):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
 
-    assert door.holds("greedy") == 8
+    assert visitors.holds("greedy") == 8
 
 
-async def test_who_is_inside_has_a_share_however_long_it_stays(door, monkeypatch):
-    monkeypatch.setattr(admission, "PRESENT", 0.0)
-    door.come("modest")
+async def test_caller_that_holds_slots_keeps_its_share(visitors, monkeypatch):
+    monkeypatch.setattr(admission, "PRESENCE_TIMEOUT", 0.0)
+    visitors.request("modest")
     await settle()
     await asyncio.sleep(0.01)
     for _ in range(10):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
 
-    assert door.holds("greedy") == 4
+    assert visitors.holds("greedy") == 4
 
 
-async def test_a_share_fills_a_batch_however_many_come(door):
-    door._door._least = 3
+async def test_share_is_never_below_the_minimum(visitors):
+    visitors.admission._min_share = 3
     for number in range(8):
-        door.come(f"other {number}")
+        visitors.request(f"other {number}")
     await settle()
-    await asyncio.gather(*(door.leave(f"other {number}") for number in range(8)))
+    await asyncio.gather(*(visitors.release(f"other {number}") for number in range(8)))
     for _ in range(10):
-        door.come("one")
+        visitors.request("last")
     await settle()
 
-    assert door.holds("one") == 3
+    assert visitors.holds("last") == 3
 
 
-async def test_streams_that_wait_share_too_and_take_turns(door):
+async def test_waiting_streams_get_shares_and_take_turns(visitors):
     for _ in range(20):
-        door.come("greedy", wait=True)
+        visitors.request("greedy", wait=True)
     await settle()
     for _ in range(3):
-        door.come("modest", wait=True)
+        visitors.request("modest", wait=True)
     await settle()
-    door.order.clear()
-    await door.leave("greedy", 8)
-    while door.order.count("greedy") < 10:
-        await door.leave("greedy" if door.holds("greedy") else "modest")
+    visitors.order.clear()
+    await visitors.release("greedy", 8)
+    while visitors.order.count("greedy") < 10:
+        await visitors.release("greedy" if visitors.holds("greedy") else "modest")
 
-    assert door.order[:3] == ["modest"] * 3
-    assert door.refused == {}
+    assert visitors.order[:3] == ["modest"] * 3
+    assert visitors.refused == {}
 
 
-async def test_a_large_one_that_waits_is_not_kept_out_by_small_ones_of_others(door):
+async def test_waiting_large_request_is_not_starved_by_others(visitors):
     for _ in range(8):
-        door.come("small")
+        visitors.request("small")
     await settle()
-    door.come("large", 6, wait=True)
+    visitors.request("large", 6, wait=True)
     for _ in range(5):
-        await door.leave("small")
-        door.come("small")
+        await visitors.release("small")
+        visitors.request("small")
         await settle()
-    await door.leave("small")
+    await visitors.release("small")
 
-    assert door.holds("large") == 6
-    assert door.taken <= 8
+    assert visitors.holds("large") == 6
+    assert visitors.taken <= 8
 
 
-async def test_one_whose_request_is_more_than_its_share_is_let_in_all_the_same(door):
+async def test_request_larger_than_its_share_is_admitted_if_it_is_the_only_one(visitors):
     for number in range(4):
-        door.come(f"other {number}")
+        visitors.request(f"other {number}")
     await settle()
-    door.come("large", 4)
-    await settle()
-
-    assert door.holds("large") == 4
-
-
-async def test_the_line_is_not_endless(door):
-    for _ in range(8 + admission.LINE + 5):
-        door.come("greedy", wait=True)
+    visitors.request("large", 4)
     await settle()
 
-    assert len(door.refused["greedy"]) == 5
-    door.come("modest", wait=True)
-    door.come("modest")
+    assert visitors.holds("large") == 4
+
+
+async def test_number_of_waiting_slots_is_limited(visitors):
+    for _ in range(8 + admission.MAX_WAITING + 5):
+        visitors.request("greedy", wait=True)
     await settle()
-    assert "modest" not in door.refused
+
+    assert len(visitors.refused["greedy"]) == 5
+    visitors.request("modest", wait=True)
+    visitors.request("modest")
+    await settle()
+    assert "modest" not in visitors.refused
 
 
-async def test_who_gives_up_in_the_line_makes_way(door):
-    """A large one for which room is kept, at the head of the line; and one at the very moment when it has its turn."""
+async def test_cancelled_waiter_makes_way(visitors):
+    """First a large one for which slots are kept; then one in the same loop turn in which it is admitted."""
     for _ in range(8):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
-    large, small = door.come("large", 8, wait=True), door.come("small", wait=True)
+    large, small = visitors.request("large", 8, wait=True), visitors.request("small", wait=True)
     await settle()
-    await door.leave("greedy", 2)
-    held = door.holds("small")
+    await visitors.release("greedy", 2)
+    held = visitors.holds("small")
     large.cancel()
     await settle()
-    assert (held, door.holds("small")) == (0, 1)
+    assert (held, visitors.holds("small")) == (0, 1)
 
     small.cancel()
-    other = [door.come("other", 7, wait=True), door.come("late", wait=True)]
+    other = [visitors.request("other", 7, wait=True), visitors.request("late", wait=True)]
     await settle()
-    door._leave["greedy"][0].set()
+    visitors.releases["greedy"][0].set()
     await asyncio.sleep(0)
     other[0].cancel()
     await settle()
-    await door.leave("greedy", 6)
-    assert door.holds("late") == 1
-    await door.leave("late")
-    assert door.taken == 0
-    assert not door._door._waiting
-    assert not door._door._lines
+    await visitors.release("greedy", 6)
+    assert visitors.holds("late") == 1
+    await visitors.release("late")
+    assert visitors.taken == 0
+    assert not visitors.admission._waiting
+    assert not visitors.admission._waiters
 
 
 @pytest.mark.parametrize("first", ["decided", "cancelled"])
-@pytest.mark.parametrize("decision", ["let in", "turned away"])
-async def test_waiter_decided_and_cancelled_in_the_same_turn_holds_nothing(door, decision, first):
+@pytest.mark.parametrize("decision", ["admitted", "refused"])
+async def test_waiter_decided_and_cancelled_in_the_same_turn_holds_nothing(visitors, decision, first):
     for _ in range(8):
-        door.come("greedy")
+        visitors.request("greedy")
     await settle()
-    waiter = door.come("modest", 2, wait=True)
+    waiter = visitors.request("modest", 2, wait=True)
     await settle()
 
     def decide():
-        if decision == "turned away":
-            door._door.turn_away(ResourceExhausted("closed"))
+        if decision == "refused":
+            visitors.admission.turn_away(ResourceExhausted("closed"))
         else:
-            for leave in door._leave["greedy"][:2]:
-                leave.set()
+            for release in visitors.releases["greedy"][:2]:
+                release.set()
 
     steps = [decide, waiter.cancel]
     for step in steps if first == "decided" else reversed(steps):
         step()
-        if decision == "let in" and step is decide:
-            await asyncio.sleep(0)  # those who leave do so now: the waiter has its room, and was not yet resumed
+        if decision == "admitted" and step is decide:
+            await asyncio.sleep(0)  # the slots are released now: the waiter is admitted, and its task has not run since
     await settle()
 
     assert waiter.cancelled()
-    assert door.taken == sum(map(door.holds, door.inside))
-    assert not door._door._lines
-    assert not door._door._waiting
+    assert visitors.taken == sum(map(visitors.holds, visitors.held))
+    assert not visitors.admission._waiters
+    assert not visitors.admission._waiting
 
 
-async def by_chance(door, steps=3000):
-    """Let callers come, give up and leave; return the most that were inside, and what is left when all have gone."""
-    chance, highest, tasks = random.Random(5), 0, []
+async def run_at_random(visitors, steps=3000):
+    """Let callers request, cancel and release at random; return the most slots held, and what is left at the end."""
+    random_, highest, tasks = random.Random(5), 0, []
     for _ in range(steps):
-        what = chance.random()
-        if what < 0.6:
-            tasks.append(door.come(chance.choice("abc"), chance.randint(1, 5), wait=chance.random() < 0.5))
-        elif tasks and what < 0.7:
-            tasks.pop(chance.randrange(len(tasks))).cancel()
-        elif inside := [caller for caller in "abc" if door._leave.get(caller)]:
-            door._leave[chance.choice(inside)].pop(0).set()
+        action = random_.random()
+        if action < 0.6:
+            tasks.append(visitors.request(random_.choice("abc"), random_.randint(1, 5), wait=random_.random() < 0.5))
+        elif tasks and action < 0.7:
+            tasks.pop(random_.randrange(len(tasks))).cancel()
+        elif holders := [caller for caller in "abc" if visitors.releases.get(caller)]:
+            visitors.releases[random_.choice(holders)].pop(0).set()
         await asyncio.sleep(0)
-        highest = max(highest, sum(map(door.holds, "abc")))
+        highest = max(highest, sum(map(visitors.holds, "abc")))
     for _ in range(steps):
-        for events in door._leave.values():
+        for events in visitors.releases.values():
             events[0].set() if events else None
             del events[:1]
         await asyncio.sleep(0)
     return (
         highest,
-        sum(map(door.holds, "abc")),
-        door.taken,
-        len(door._door._lines),
-        sum(not one.done() for one in tasks),
+        sum(map(visitors.holds, "abc")),
+        visitors.taken,
+        len(visitors.admission._waiters),
+        sum(not task.done() for task in tasks),
     )
 
 
-async def test_whoever_comes_and_goes_there_is_never_more_inside_than_there_is_room_and_in_the_end_nobody(door):
-    assert await by_chance(door) == (8, 0, 0, 0, 0)
+async def test_random_requests_never_exceed_the_limit_and_leave_nothing_behind(visitors):
+    assert await run_at_random(visitors) == (8, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
     ("method", "fault"),
     [
-        ("_leave", lambda self, *_: self._let_in()),
-        ("_let_in", lambda _self: None),
-        ("_may_pass", lambda *_, **_how: True),
+        ("_release", lambda self, *_: self._admit_waiters()),
+        ("_admit_waiters", lambda _self: None),
+        ("_may_take", lambda *_, **_how: True),
     ],
 )
-async def test_a_planted_fault_is_seen(door, method, fault, monkeypatch):
+async def test_planted_fault_is_detected(visitors, method, fault, monkeypatch):
     monkeypatch.setattr(Admission, method, fault)
 
-    assert await by_chance(door, steps=500) != (8, 0, 0, 0, 0)
+    assert await run_at_random(visitors, steps=500) != (8, 0, 0, 0, 0)
 
 
-class Engine:
-    """Answers every row, and keeps whose they were."""
+class FakeWorker:
+    """Answers every row, and records the callers of each batch."""
 
     def __init__(self):
         self.batches = []
@@ -322,41 +322,42 @@ class Engine:
         return [RowResult(logits=None, target=None, score=0.0) for _ in rows]
 
 
-async def sent(batcher, caller, rows=1, size=0):
+async def send(batcher, caller, rows=1, size=0):
     async with batcher.admit(rows, size=size, caller=caller):
-        rows_ = [Row(object(), caller) for _ in range(rows)]
-        await batcher.submit(PASS, rows_, lambda *_: None, origin=Origin(caller))
+        batch = [Row(object(), caller) for _ in range(rows)]
+        await batcher.submit(PASS, batch, lambda *_: None, origin=Origin(caller))
 
 
-async def test_callers_take_turns_in_batches():
-    engine = Engine()
-    async with Batcher(engine, max_batch_rows=8) as batcher:
+async def test_callers_share_batches():
+    worker = FakeWorker()
+    async with Batcher(worker, max_batch_rows=8) as batcher:
         batcher.pause()
-        calls = [asyncio.ensure_future(sent(batcher, "greedy")) for _ in range(64)]
+        calls = [asyncio.ensure_future(send(batcher, "greedy")) for _ in range(64)]
         await settle()
-        calls += [asyncio.ensure_future(sent(batcher, "modest")) for _ in range(4)]
+        calls += [asyncio.ensure_future(send(batcher, "modest")) for _ in range(4)]
         await settle()
         batcher.resume()
         await asyncio.gather(*calls)
 
-    assert engine.batches[0].count("modest") >= 3
-    assert sum(batch.count("modest") for batch in engine.batches[:2]) == 4
+    assert worker.batches[0].count("modest") >= 3
+    assert sum(batch.count("modest") for batch in worker.batches[:2]) == 4
 
 
-async def test_a_greedy_caller_with_200_outstanding_costs_a_modest_one_no_refusal_and_itself_nothing_when_alone():
-    """The modest one asks again as soon as it is answered, and the greedy one soon after a refusal.
+async def test_greedy_caller_causes_no_refusal_of_a_modest_one():
+    """The greedy caller has 200 requests outstanding; alone, it loses no throughput.
 
-    At once would keep the interpreter from the engine's thread, for a quarter of a second at a time on some machines.
+    The modest one sends again as soon as it is answered, and the greedy one 20 ms after a refusal. Sending at once
+    would keep the interpreter from the worker's thread, for a quarter of a second at a time on some machines.
     """
 
-    async def answered(modest):
-        engine, done, refused = Engine(), {"greedy": 0, "modest": 0}, {"greedy": 0, "modest": 0}
-        async with Batcher(engine, max_batch_rows=8, max_queue_rows=64) as batcher:
+    async def run(modest):
+        worker, done, refused = FakeWorker(), {"greedy": 0, "modest": 0}, {"greedy": 0, "modest": 0}
+        async with Batcher(worker, max_batch_rows=8, max_queue_rows=64) as batcher:
 
             async def loop(caller):
-                while len(engine.batches) < 300:
+                while len(worker.batches) < 300:
                     try:
-                        await sent(batcher, caller)
+                        await send(batcher, caller)
                         done[caller] += 1
                     except ResourceExhausted:
                         refused[caller] += 1
@@ -364,30 +365,30 @@ async def test_a_greedy_caller_with_200_outstanding_costs_a_modest_one_no_refusa
 
             callers = ["greedy"] * 200 + ["modest"] * modest
             await asyncio.gather(*map(loop, callers))
-        return done, refused, sum(map(len, engine.batches)) / len(engine.batches)
+        return done, refused, sum(map(len, worker.batches)) / len(worker.batches)
 
-    alone, _, full = await answered(0)
-    done, refused, fill = await answered(2)
+    alone, _, full = await run(0)
+    done, refused, fill = await run(2)
 
     assert refused["modest"] == 0
     assert refused["greedy"] > 0
-    assert done["modest"] >= 290  # each is answered by every second batch, as it would be without the other
+    assert done["modest"] >= 290  # each is answered by every second batch, as without the other one
     assert full == pytest.approx(8, abs=0.2)
     assert fill == pytest.approx(8, abs=0.2)
     assert alone["greedy"] >= 0.95 * 8 * 300
 
 
-async def test_a_large_message_takes_the_places_of_several_rows_and_never_more_than_there_are():
-    async with Batcher(Engine(), max_queue_rows=8) as batcher:
+async def test_large_message_takes_several_slots_but_never_more_than_all():
+    async with Batcher(FakeWorker(), max_queue_rows=8) as batcher:
         batcher.pause()
-        large = asyncio.ensure_future(sent(batcher, "a", size=5 * PLACE + 1))
+        large = asyncio.ensure_future(send(batcher, "a", size=5 * BYTES_PER_SLOT + 1))
         await settle()
         taken = batcher.admitted
         with pytest.raises(ResourceExhausted):
-            await sent(batcher, "a", size=2 * PLACE + 1)
+            await send(batcher, "a", size=2 * BYTES_PER_SLOT + 1)
         batcher.resume()
         await large
-        await sent(batcher, "a", size=100 * PLACE)
+        await send(batcher, "a", size=100 * BYTES_PER_SLOT)
 
     assert taken == 6
     assert batcher.admitted == 0
@@ -406,5 +407,5 @@ async def test_a_large_message_takes_the_places_of_several_rows_and_never_more_t
         ("", ""),
     ],
 )
-def test_whose_address_a_peer_has(peer, address):
+def test_address_of_a_peer(peer, address):
     assert address_of(peer) == address

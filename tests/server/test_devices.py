@@ -48,7 +48,7 @@ def engines(served, monkeypatch):
 
         return noted_run
 
-    for engine, mine in zip(served.pipeline.batcher._engines, noted, strict=True):
+    for engine, mine in zip(served.pipeline.batcher._workers, noted, strict=True):
         monkeypatch.setattr(engine, "run", noting(engine.run, mine))
     return noted, before
 

@@ -134,13 +134,13 @@ def test_the_callers_request_id_comes_back(stub, rpc):
 
 def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(served, stub, inspect, monkeypatch):
     batcher, batches = served.pipeline.batcher, []
-    plain = batcher._engines[0].run
+    plain = batcher._workers[0].run
 
     def noted(pass_, rows):
         batches.append((pass_.kind, len(rows)))
         return plain(pass_, rows)
 
-    monkeypatch.setattr(batcher._engines[0], "run", noted)
+    monkeypatch.setattr(batcher._workers[0], "run", noted)
     served.do(batcher.pause)
     with ThreadPoolExecutor(4) as pool:
         try:

@@ -1,6 +1,6 @@
-"""A GPU's worker: two batches at once in threads that stay, and what the server learns of the GPU's memory.
+"""Worker on a GPU: two batches at once in persistent threads, and measurement of the GPU's memory.
 
-A device of another kind takes the place of the CPU's. It computes on the CPU, and says of itself what a GPU would.
+A fake device replaces the CPU's. It computes on the CPU, and reports what a GPU would.
 """
 
 import threading
@@ -29,7 +29,7 @@ from rounding import check_same
 from support import GPU, PHOTOS, serving, wait_until
 
 MIB = 2**20
-IMAGE = 32 * 32 * 3  # bytes of what the tiny model sees
+IMAGE = 32 * 32 * 3  # bytes of the tiny model's input
 IMAGES = [path.read_bytes() for path in PHOTOS.values()]
 
 
@@ -38,15 +38,15 @@ class Gpu:
     """State of the fake device. The uploads of a batch take its memory until the batch ends.
 
     Attributes:
-        room: bytes that fit.
-        free: bytes that it says are free.
-        meet: what every batch waits at, or None.
-        used: bytes.
-        peak: of these.
-        released: how often memory was given back.
-        computed: batches by thread.
-        current: threads that were told to use it.
-        streams: of each context, whether it is to have a stream of its own.
+        room: size of its memory, in bytes.
+        free: bytes that it reports as free.
+        meet: barrier at which every batch waits, or None.
+        used: bytes in use.
+        peak: largest number of bytes in use.
+        released: number of times that memory was given back.
+        computed: number of batches of each thread.
+        current: threads that made it their current device.
+        streams: for each context, True if it has its own stream.
     """
 
     room: int = 2**40
@@ -59,32 +59,32 @@ class Gpu:
     current: set = field(default_factory=set)
     streams: list = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    mine: threading.local = field(default_factory=threading.local)
+    local: threading.local = field(default_factory=threading.local)
 
     def __enter__(self):
-        self.mine.used = 0
+        self.local.used = 0
         self.computed[threading.get_ident()] += 1
 
     def __exit__(self, *_):
         with self.lock:
-            self.used -= self.mine.used
-        del self.mine.used
+            self.used -= self.local.used
+        del self.local.used
 
     def take(self, size):
-        if not hasattr(self.mine, "used"):
-            return  # no batch
+        if not hasattr(self.local, "used"):
+            return  # outside of a batch
         with self.lock:
             if self.used + size > self.room:
                 raise torch.OutOfMemoryError("out of memory")
-            self.mine.used += size
+            self.local.used += size
             self.used += size
             self.peak = max(self.peak, self.used)
         if self.meet:
             self.meet.wait(60)
 
 
-class Fake(devices.Device):
-    """A GPU that computes on the CPU."""
+class FakeDevice(devices.Device):
+    """GPU that computes on the CPU."""
 
     is_cpu, has_streams, gpu = False, True, Gpu()
 
@@ -120,22 +120,22 @@ class Fake(devices.Device):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The fake device stands in for the CPU's."""
-    one = Gpu()
-    monkeypatch.setattr(Fake, "gpu", one)
-    monkeypatch.setitem(devices.KINDS, "cpu", Fake)
+    """State of the fake device, which replaces the CPU's."""
+    state = Gpu()
+    monkeypatch.setattr(FakeDevice, "gpu", state)
+    monkeypatch.setitem(devices.KINDS, "cpu", FakeDevice)
     devices.device_of.cache_clear()
-    yield one
+    yield state
     devices.device_of.cache_clear()
 
 
 @pytest.fixture
 def local(gpu, tiny):
-    one = InProcessWorker(Setup("cpu", 1, streams=True))
-    one.load("tiny", parse(tiny))
+    worker = InProcessWorker(Setup("cpu", 1, streams=True))
+    worker.load("tiny", parse(tiny))
     gpu.computed.clear()
-    yield one
-    one.close()
+    yield worker
+    worker.close()
 
 
 def batch(seed, rows=2):
@@ -145,25 +145,25 @@ def batch(seed, rows=2):
 
 
 def numbers(results):
-    return [(one.logits.tolist(), one.maps[0][0].tolist()) for one in results]
+    return [(result.logits.tolist(), result.maps[0][0].tolist()) for result in results]
 
 
 # --- two batches at once ---
 
 
-def test_two_batches_are_on_the_device_at_once_and_each_answers_as_alone(local, gpu):
-    """Each waits on the device for the other, or neither would end."""
+def test_two_batches_run_at_once_and_each_answers_as_alone(local, gpu):
+    """Each waits on the device for the other one, so both must run at the same time."""
     batches = [batch(seed) for seed in range(2)]
-    alone = [numbers(local.run(*one)) for one in batches]
+    alone = [numbers(local.run(*arguments)) for arguments in batches]
     gpu.meet = threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda partition: numbers(local.run(*batches[partition], partition)), (0, 1)))
+        answers = list(pool.map(lambda partition: numbers(local.run(*batches[partition], partition)), (0, 1)))
 
-    assert found == alone
+    assert answers == alone
     assert set(gpu.streams) == {True}
 
 
-def test_batches_of_one_stream_run_in_one_thread_that_stays(local, gpu):
+def test_batches_of_one_stream_run_in_one_persistent_thread(local, gpu):
     for partition in (0, 1, 0, 1, None):
         threading.Thread(target=local.run, args=(*batch(0), partition)).start()
     wait_until(lambda: sum(gpu.computed.values()) == 5)
@@ -195,7 +195,7 @@ def test_model_is_warmed_up_in_the_streams_that_will_run_it(gpu, tiny):
     assert len(gpu.streams) == 2
 
 
-def test_batch_on_a_cpu_runs_in_the_thread_that_asks_for_it(tiny):
+def test_batch_on_a_cpu_runs_in_the_calling_thread(tiny):
     local, threads = InProcessWorker(Setup("cpu", 1)), []
     local.load("tiny", parse(tiny))
     local._models["tiny"].module.register_forward_pre_hook(lambda *_: threads.append(threading.get_ident()))
@@ -207,7 +207,7 @@ def test_batch_on_a_cpu_runs_in_the_thread_that_asks_for_it(tiny):
 # --- memory ---
 
 
-def test_batch_that_finds_no_memory_gives_it_back_and_the_next_one_runs(local, gpu):
+def test_batch_without_memory_frees_its_own_and_the_next_one_runs(local, gpu):
     expected, before = numbers(local.run(*batch(0))), gpu.released
     gpu.room = 2 * IMAGE
     with pytest.raises(OutOfMemory) as caught:
@@ -219,7 +219,7 @@ def test_batch_that_finds_no_memory_gives_it_back_and_the_next_one_runs(local, g
 
 
 @pytest.mark.parametrize(
-    ("error", "says_so"),
+    ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
@@ -230,16 +230,16 @@ def test_batch_that_finds_no_memory_gives_it_back_and_the_next_one_runs(local, g
         (ValueError("out of memory"), False),
     ],
 )
-def test_libraries_of_a_gpu_that_find_no_memory_are_understood(error, says_so):
-    assert devices.Cuda.is_out_of_memory(error) is says_so
+def test_out_of_memory_errors_of_gpu_libraries_are_recognized(error, expected):
+    assert devices.Cuda.is_out_of_memory(error) is expected
 
 
-def test_memory_of_a_row_is_measured_for_every_kind_that_the_model_can_run(local):
-    found = local.row_bytes("tiny")
+def test_memory_of_a_row_is_measured_for_every_kind_of_the_model(local):
+    sizes = local.row_bytes("tiny")
 
     once = dict.fromkeys(("score", "cam", "curvature", "bias", "features"), IMAGE)
-    twice = dict.fromkeys(("saliency", "guided", "deconvnet"), 2 * IMAGE)  # the input, and what it is a copy of
-    assert found == once | twice  # a model without attention has none to measure
+    twice = dict.fromkeys(("saliency", "guided", "deconvnet"), 2 * IMAGE)  # the input and its copy
+    assert sizes == once | twice  # this model has no attention to measure
 
 
 def test_memory_of_a_row_is_measured_while_no_batch_runs(local, gpu):
@@ -248,7 +248,7 @@ def test_memory_of_a_row_is_measured_while_no_batch_runs(local, gpu):
         running = pool.submit(local.run, *batch(0), 1)
         wait_until(lambda: gpu.meet.n_waiting)
         measured = pool.submit(local.row_bytes, "tiny")
-        wait_until(local._lanes[0].turn.locked)  # it has one stream, and waits for the other
+        wait_until(local._lanes[0].turn.locked)  # the measurement holds one stream, and waits for the other
         assert gpu.meet.n_waiting == 1  # the measured batch would be the second
         meet, gpu.meet = gpu.meet, None
         meet.wait(60)
@@ -257,48 +257,48 @@ def test_memory_of_a_row_is_measured_while_no_batch_runs(local, gpu):
     assert measured.result()["score"] == IMAGE
 
 
-def test_memory_of_a_row_is_that_of_one_if_eight_do_not_fit(local, gpu):
+def test_memory_of_a_single_row_is_measured_if_eight_do_not_fit(local, gpu):
     gpu.room = 7 * IMAGE
 
     assert local.row_bytes("tiny")["score"] == IMAGE
 
 
-def test_kind_that_fits_not_even_once_is_not_measured(local, gpu):
+def test_kind_of_which_no_row_fits_is_not_measured(local, gpu):
     gpu.room = IMAGE - 1
 
     assert local.row_bytes("tiny") == {}
 
 
-def test_nothing_is_measured_on_a_device_that_does_not_tell_its_memory(local, gpu):
+def test_nothing_is_measured_if_the_device_does_not_report_its_memory(local, gpu):
     gpu.free = 0
 
     assert (local.row_bytes("tiny"), local.free_bytes()) == ({}, 0)
 
 
-def test_free_memory_is_what_batches_have_after_what_they_left_was_given_back(local, gpu):
+def test_free_memory_is_measured_after_unused_memory_was_released(local, gpu):
     before = gpu.released
 
     assert local.free_bytes() == gpu.free
     assert gpu.released == before + 1
 
 
-def test_measured_memory_passes_from_a_workers_process_to_the_server():
+def test_measured_memory_is_sent_from_a_worker_process_to_the_server():
     sizes = {"cam": 2**40, "saliency": 1}
 
     assert unpacked(packed(Response(1, sizes))) == Response(1, sizes)
 
 
 @pytest.mark.parametrize("answer", [None, [1], {"cam": "1"}, {"cam": True}, {"cam": -1}])
-def test_sizes_that_are_none_are_not_taken_from_a_worker(answer, monkeypatch):
-    class Life:
+def test_invalid_sizes_from_a_worker_are_refused(answer, monkeypatch):
+    class Process:
         @staticmethod
-        def ask(*_, **__):
+        def request(*_, **__):
             done = Future()
             done.set_result(answer)
             return done
 
     worker = object.__new__(Worker)
-    monkeypatch.setattr(worker, "_living", Life, raising=False)
+    monkeypatch.setattr(worker, "_require_ready", Process, raising=False)
 
     with pytest.raises(Internal):
         worker.row_bytes("tiny")
@@ -311,145 +311,147 @@ def test_sizes_that_are_none_are_not_taken_from_a_worker(answer, monkeypatch):
 
 @pytest.fixture
 def real(tiny):
-    """A worker's engine on a GPU."""
-    one = InProcessWorker(Setup("cuda:0", 1, streams=True))
-    one.load("tiny", parse(tiny))
-    yield one
-    one.close()
+    """Worker on a real GPU."""
+    worker = InProcessWorker(Setup("cuda:0", 1, streams=True))
+    worker.load("tiny", parse(tiny))
+    yield worker
+    worker.close()
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_gpu_measures_what_some_work_takes_and_what_is_left(device):
-    one = devices.device_of(device)
-    one.initialize()
-    one.release_memory()
-    before = one.free_memory()
+def test_gpu_measures_peak_and_free_memory(device):
+    gpu_ = devices.device_of(device)
+    gpu_.initialize()
+    gpu_.release_memory()
+    before = gpu_.free_memory()
 
-    assert one.peak_of(lambda: torch.empty(64 * MIB, dtype=torch.uint8, device=device)) == 64 * MIB
+    assert gpu_.peak_of(lambda: torch.empty(64 * MIB, dtype=torch.uint8, device=device)) == 64 * MIB
     held = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    assert before - one.free_memory() >= 64 * MIB
+    assert before - gpu_.free_memory() >= 64 * MIB
     del held
-    held = one.host_buffer((64 * MIB,), torch.uint8)
-    assert one.memory().pinned >= len(held)
+    held = gpu_.host_buffer((64 * MIB,), torch.uint8)
+    assert gpu_.memory().pinned >= len(held)
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_gpu_answers_two_batches_at_once_as_each_alone(device, real):  # noqa: ARG001 -- what `real` is on
+def test_gpu_answers_two_batches_at_once_as_each_alone(device, real):  # noqa: ARG001 -- the device of `real`
     batches = [batch(seed) for seed in range(2)]
-    alone = [real.run(*one) for one in batches]
+    alone = [real.run(*arguments) for arguments in batches]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda place: real.run(*batches[place % 2], place % 2), range(40)))
+        answers = list(pool.map(lambda number: real.run(*batches[number % 2], number % 2), range(40)))
 
-    for place, results in enumerate(found):
-        for one, expected in zip(results, alone[place % 2], strict=True):
-            assert np.allclose(one.maps[0][0], expected.maps[0][0], rtol=1e-5, atol=1e-6)
+    for number, results in enumerate(answers):
+        for result, expected in zip(results, alone[number % 2], strict=True):
+            assert np.allclose(result.maps[0][0], expected.maps[0][0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_gpu_measures_a_row_of_each_kind(device, real):  # noqa: ARG001 -- what `real` is on
-    found = real.row_bytes("tiny")
+def test_gpu_measures_a_row_of_each_kind(device, real):  # noqa: ARG001 -- the device of `real`
+    sizes = real.row_bytes("tiny")
 
-    assert found["score"] <= found["saliency"] < real.free_bytes()
+    assert sizes["score"] <= sizes["saliency"] < real.free_bytes()
 
 
 # --- in a server ---
 
 
-def explained(client, image):
-    (found,) = client.explain(image, overlay=None, heatmap=True).explanations
-    return found.heatmap.tolist()
+def explain(client, image):
+    (explanation,) = client.explain(image, overlay=None, heatmap=True).explanations
+    return explanation.heatmap.tolist()
 
 
 @pytest.fixture
 def expected(tiny):
-    """The answers of a CPU."""
+    """Answers of a CPU."""
     with serving(models=(tiny,), device="cpu", threads=1) as served, camserve.Client(served.address) as client:
-        return [explained(client, image) for image in IMAGES]
+        return [explain(client, image) for image in IMAGES]
 
 
-def check_all(found, expected, spec):
-    """Compare maps; a GPU has the memory layout that was faster there, and batches of other sizes: both round."""
-    for mine, its in zip(found, expected, strict=True):
-        check_same(np.array(mine), np.array(its), spec)
+def check_all(heatmaps, expected, spec):
+    """Compare heatmaps. A GPU may use another memory layout and other batch sizes, and both change rounding."""
+    for heatmap, reference in zip(heatmaps, expected, strict=True):
+        check_same(np.array(heatmap), np.array(reference), spec)
 
 
 def test_server_runs_two_batches_at_once_and_answers_as_on_a_cpu(expected, gpu, tiny):
     with serving(models=(tiny,), device="cpu", max_batch_rows=1) as served, camserve.Client(served.address) as client:
-        explained(client, IMAGES[0])
-        gpu.meet = threading.Barrier(2)  # one batch at a time would wait for ever
+        explain(client, IMAGES[0])
+        gpu.meet = threading.Barrier(2)  # a single batch would wait forever
         with ThreadPoolExecutor(6) as pool:
-            found = list(pool.map(lambda image: explained(client, image), IMAGES * 3))
+            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 3))
         gpu.meet = None
 
-    check_all(found, expected * 3, tiny)
+    check_all(heatmaps, expected * 3, tiny)
 
 
-def test_server_answers_all_while_memory_is_enough_for_one_batch_only(expected, gpu, tiny):
+def test_server_answers_all_requests_with_memory_for_one_batch(expected, gpu, tiny):
     with serving(models=(tiny,), device="cpu") as served, camserve.Client(served.address) as client:
         gpu.room = 2 * IMAGE
         with ThreadPoolExecutor(12) as pool:
-            found = list(pool.map(lambda image: explained(client, image), IMAGES * 10))
+            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 10))
         stats = served.pipeline.batcher.stats
 
-    check_all(found, expected * 10, tiny)
+    check_all(heatmaps, expected * 10, tiny)
     assert stats.failed == 0
 
 
 @pytest.mark.parametrize(
     ("rows", "settings", "inputs"),
     [
-        (1000, {}, 64),  # memory for more than a batch should have
+        (1000, {}, 64),  # memory for more rows than a batch may have
         (1000, {"max_batch_rows": 5}, 5),
-        (80, {}, 32),  # four fifths of it, and two batches
+        (80, {}, 32),  # four fifths of the memory, for two batches
         (80, {"max_batch_rows": 40}, 32),
         (1, {}, 1),
-        (80, {"device": "cpu,cpu"}, 16),  # two engines on one GPU
+        (80, {"device": "cpu,cpu"}, 16),  # two workers on one GPU
     ],
 )
-def test_rows_of_a_batch_follow_from_the_memory_that_is_free_and_a_measured_row(gpu, tiny, rows, settings, inputs):
+def test_rows_of_a_batch_follow_from_free_memory_and_memory_of_a_row(gpu, tiny, rows, settings, inputs):
     gpu.free = rows * IMAGE
     with serving(models=(tiny,), **({"device": "cpu"} | settings)) as served:
         key = served.pipeline.models["tiny"].key
-        found = served.do(lambda: served.pipeline.batcher._capacity.room(Pass(key, "score", (32, 32)), 4096).inputs)
-        found = min(found, served.pipeline.batcher._max_batch)
+        limit = served.do(lambda: served.pipeline.batcher._capacity.budget(Pass(key, "score", (32, 32)), 4096).inputs)
+        limit = min(limit, served.pipeline.batcher._capacity.inputs)
 
-    assert found == inputs
+    assert limit == inputs
 
 
-def test_rows_of_a_batch_follow_the_memory_as_models_come_and_go(gpu, tiny):
+def test_rows_of_a_batch_change_as_models_are_loaded_and_unloaded(gpu, tiny):
     def inputs():
         capacity, key = served.pipeline.batcher._capacity, served.pipeline.models["tiny"].key
-        return served.do(lambda: capacity.room(Pass(key, "score", (32, 32)), 4096).inputs)
+        return served.do(lambda: capacity.budget(Pass(key, "score", (32, 32)), 4096).inputs)
 
     gpu.free = 80 * IMAGE
     with (
         serving(models=(tiny, tiny.replace("tiny=", "other=")), device="cpu", admin=True) as served,
         camserve.Client(served.address) as client,
     ):
-        found = [inputs()]
+        limits = [inputs()]
         gpu.free = 60 * IMAGE
         client.load_model("other")
-        found.append(inputs())
+        limits.append(inputs())
         gpu.free = 100 * IMAGE
         client.unload_model("other")
         wait_until(lambda: inputs() == 40)
 
-    assert found == [32, 24]
+    assert limits == [32, 24]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_metrics_have_the_memory_of_each_engines_gpu(tiny):
+def test_metrics_have_the_gpu_memory_of_each_worker(tiny):
     with serving(models=(tiny,), device="cpu,cpu") as served:
         engines = served.pipeline.lifecycle.engines
-        told = prometheus.PrometheusMetrics(lambda: State(ready=True, in_flight=0, engines=engines()))
-        _, text = told.encode("text/plain")
+        metrics = prometheus.PrometheusMetrics(lambda: State(ready=True, in_flight=0, engines=engines()))
+        _, text = metrics.encode("text/plain")
     (family,) = [
-        one for one in text_string_to_metric_families(text.decode()) if one.name == "camserve_engine_memory_bytes"
+        metric
+        for metric in text_string_to_metric_families(text.decode())
+        if metric.name == "camserve_engine_memory_bytes"
     ]
-    found = {(one.labels["engine"], one.labels["kind"]): one.value for one in family.samples}
+    values = {(sample.labels["engine"], sample.labels["kind"]): sample.value for sample in family.samples}
 
     for engine in ("0", "1"):
-        assert found.pop((engine, "resident")) > MIB
-        sizes = {kind: found.pop((engine, kind)) for kind in ("allocated", "reserved", "total", "pinned")}
+        assert values.pop((engine, "resident")) > MIB
+        sizes = {kind: values.pop((engine, kind)) for kind in ("allocated", "reserved", "total", "pinned")}
         assert sizes == {"allocated": 5 * MIB, "reserved": 7 * MIB, "total": 2048 * MIB, "pinned": 3 * MIB}
-    assert not found
+    assert not values

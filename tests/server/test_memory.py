@@ -11,7 +11,7 @@ from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.imaging import images
-from camserve_server.scheduling import PLACE
+from camserve_server.scheduling import BYTES_PER_SLOT
 from camserve_server.serving.memory import REPLY_COPIES
 from robustness.flood_it import NO_WINDOW, Connection
 from support import PHOTOS, serving, wait_until
@@ -66,7 +66,7 @@ def test_edited_images_count_as_their_masks(served, stub):
     masks = {"samples": explain_pb2.Parameter(number=30)}
     methods = [explain_pb2.Method(name="rise", parameters=masks)]
     with held(served, explaining(stub, methods=methods)) as (_, places):
-        assert places == math.ceil((IMAGE + 4 * 128 * 128 * 31) / PLACE) > 31
+        assert places == math.ceil((IMAGE + 4 * 128 * 128 * 31) / BYTES_PER_SLOT) > 31
 
 
 def test_a_full_queue_refuses_a_request_whose_masks_do_not_fit(served, stub):
@@ -83,14 +83,14 @@ def test_maps_count_too(served, stub):
     maps = 4 * 128 * 128 * (len(names) * 8 - 1)
     methods = [explain_pb2.Method(name=name) for name in names]
     with held(served, explaining(stub, methods=methods, top_k=8)) as (_, places):
-        assert places == math.ceil((IMAGE + maps) / PLACE) > 8
+        assert places == math.ceil((IMAGE + maps) / BYTES_PER_SLOT) > 8
 
 
 def test_feature_maps_count_too(served, stub):
     layer = served.pipeline.models["net"].layers["features.0"]
     ask = explain_pb2.ExtractFeaturesRequest(image=PHOTO, layer="features.0", raw=True, top=1)
     with held(served, lambda: stub.ExtractFeatures.future(ask, timeout=60)) as (_, places):
-        assert places == math.ceil((IMAGE + 4 * math.prod(layer.shape)) / PLACE) > 1
+        assert places == math.ceil((IMAGE + 4 * math.prod(layer.shape)) / BYTES_PER_SLOT) > 1
 
 
 def test_feature_maps_that_a_method_starts_from_count_as_bytes(served, stub):
@@ -99,7 +99,7 @@ def test_feature_maps_that_a_method_starts_from_count_as_bytes(served, stub):
     methods = [explain_pb2.Method(name="smoothgradcam_plus_plus", parameters=few)]
     with held(served, explaining(stub, methods=methods, layers=["features.0", "features.1"])) as (_, places):
         features = sum(map(math.prod, shapes))
-        assert places == math.ceil((IMAGE + 4 * (128 * 128 + features)) / PLACE) > 8
+        assert places == math.ceil((IMAGE + 4 * (128 * 128 + features)) / BYTES_PER_SLOT) > 8
 
 
 def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_picture(served, stub):
@@ -119,7 +119,7 @@ def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_pictu
 
 def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):
     drawing_limit, most = served.pipeline.drawing_limit, []
-    monkeypatch.setattr(drawing_limit, "_places", 2_000_000)
+    monkeypatch.setattr(drawing_limit, "_slots", 2_000_000)
     take = drawing_limit._take
     monkeypatch.setattr(drawing_limit, "_take", lambda *given: (take(*given), most.append(drawing_limit.taken)))
     calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(12)]
@@ -132,7 +132,7 @@ def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limi
 
 def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than_there_is(served, stub, monkeypatch):
     monkeypatch.setattr("camserve_server.serving.memory.DRAWING_LIMIT", 100_000)
-    monkeypatch.setattr(served.pipeline.drawing_limit, "_places", 100_000)
+    monkeypatch.setattr(served.pipeline.drawing_limit, "_slots", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
 
@@ -181,7 +181,7 @@ def test_reply_that_its_caller_does_not_read_is_counted_until_the_caller_leaves(
 
 
 def test_no_more_is_drawn_for_a_caller_than_it_reads(served, monkeypatch):
-    monkeypatch.setattr(served.pipeline.reply_limit, "_most", 2 * REPLY)
+    monkeypatch.setattr(served.pipeline.reply_limit, "_max_alone", 2 * REPLY)
     connection = unread(served, 4)
     wait_until(lambda: served.do(served.pipeline.reply_limit._waiting.total) == 2 * REPLY)
 

@@ -315,7 +315,7 @@ def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
         served.pipeline.batcher.submit = lambda *asked: seen.append(asked[-1].record) or submit(*asked)
         client.explain(PHOTO)
         assert seen == [None]
-        assert served.pipeline.batcher.told is None
+        assert served.pipeline.batcher.telemetry is None
 
 
 # ------------------------------------------------------------------------------------------------------------ the port

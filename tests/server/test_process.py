@@ -11,7 +11,7 @@ import pytest
 
 from camserve_server import running
 from camserve_server.core import process
-from camserve_server.serving.worker_pool import LOADING
+from camserve_server.serving.model_loading import LOADING_THREAD
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator is left alone")
 
@@ -166,7 +166,7 @@ def test_the_thread_that_loaded_the_models_is_gone_and_its_openmp_workers_with_i
         started = [thread for thread in threading.enumerate() if thread not in before]
         assert "camserve-server" in [thread.name for thread in started]
         for thread in started:
-            if thread.name == LOADING:  # it has said that the model is loaded, and may be ending still
+            if thread.name == LOADING_THREAD:  # it has said that the model is loaded, and may be ending still
                 thread.join(timeout=60)
                 assert not thread.is_alive()
 

@@ -204,7 +204,7 @@ async def test_an_error_becomes_its_status_with_request_id_field_and_retry_in_th
     def fail(_pass, _rows):
         raise kind("words for the caller", field="targets[0].label", retry_after=0.0415)
 
-    running.batcher._engines[0].run = fail
+    running.batcher._workers[0].run = fail
     error = await refused(running.explain(request(), metadata=[("x-request-id", "call-7")]))
 
     assert error.code == statuses.STATUS[kind]
@@ -222,7 +222,7 @@ async def test_an_error_without_field_and_retry_says_nothing_of_them(kind, runni
     def fail(_pass, _rows):
         raise kind("words for the caller")
 
-    running.batcher._engines[0].run = fail
+    running.batcher._workers[0].run = fail
     error = await refused(running.explain(request()))
 
     assert error.code == statuses.STATUS[kind]
@@ -303,7 +303,7 @@ async def test_a_fault_of_ours_says_its_request_id_and_nothing_else_and_the_log_
 
 
 async def test_a_fault_in_the_engine_says_its_request_id_and_no_more_and_the_log_has_it(running, logged):
-    running.batcher._engines[0].run = explode
+    running.batcher._workers[0].run = explode
     await internal_but_logged(running, logged)
 
 
@@ -602,10 +602,10 @@ async def test_a_request_that_fails_is_answered_by_an_error_and_the_stream_goes_
         raise kind("words for the caller", field="layers[0]", retry_after=0.0415)
 
     call = running.stream()
-    work, running.batcher._engines[0].run = running.batcher._engines[0].run, fail
+    work, running.batcher._workers[0].run = running.batcher._workers[0].run, fail
     await call.write(item("bad"))
     bad = await call.read()
-    running.batcher._engines[0].run = work
+    running.batcher._workers[0].run = work
     await call.write(item("good"))
     good = await call.read()
     await call.done_writing()
@@ -650,7 +650,7 @@ async def test_the_event_loop_waits_for_a_call_of_any_method_and_not_of_each():
 
 
 async def test_the_log_of_a_stream_has_the_fault_with_the_id_of_its_request(running, logged):
-    running.batcher._engines[0].run = explode
+    running.batcher._workers[0].run = explode
     _ = [reply async for reply in running.stream([item("one"), item("two")])]
     faults = [entry for entry in logged() if "exception" in entry]
 

@@ -169,7 +169,7 @@ async def test_loss_of_a_worker_with_two_batches_loses_no_request():
         batcher.pause()
         for batch in gpu.sent:
             batch.end(lost)
-        await wait_in_loop_until(lambda: len(batcher._again) == 4)
+        await wait_in_loop_until(lambda: len(batcher._executor.reruns) == 4)
         gpu.is_open = True
         batcher.resume()
         answers = await asyncio.gather(*asked)
@@ -187,7 +187,7 @@ async def test_nothing_is_sent_between_the_loss_of_a_batch_and_its_second_run():
         await gpu.until_sent(2)
         first, second = gpu.sent
         second.end(WorkerLost("the worker ended before it ran this"))
-        await wait_in_loop_until(lambda: batcher._again)
+        await wait_in_loop_until(lambda: batcher._executor.reruns)
         await settle()
         assert gpu.running == [first]
         first.end()
@@ -210,7 +210,7 @@ async def test_lost_rows_are_not_forgotten_while_a_stream_of_another_engine_is_i
         held = asyncio.create_task(ask(batcher, [2]))
         await gpus[1].until_sent(1)
         gpus[0].sent[0].end(WorkerLost("the worker ended before it ran this"))
-        await wait_in_loop_until(lambda: batcher._again)
+        await wait_in_loop_until(lambda: batcher._executor.reruns)
         await settle()
         batcher.resume(0)
         await gpus[0].until_sent(2)
@@ -313,7 +313,7 @@ async def test_time_that_two_batches_share_counts_half_for_each(monkeypatch):
     gpu, now = Gpu(), [100.0]
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
     async with Batcher(gpu, max_batch_rows=1, streams=True) as batcher:
-        batcher.told = heard = Heard()
+        batcher.telemetry = heard = Heard()
         asked = waiting(batcher, 1)
         await gpu.until_sent(1)
         now[0] += 1  # the first alone
@@ -382,7 +382,7 @@ async def test_batch_without_memory_beside_another_runs_again_alone():
         await gpu.until_sent(2)
         first, second = gpu.sent
         second.end(OutOfMemory("no memory"))
-        await wait_in_loop_until(lambda: batcher._again)
+        await wait_in_loop_until(lambda: batcher._executor.reruns)
         await settle()
         assert gpu.running == [first]  # nothing is sent that would fill the memory again
         first.end()
@@ -416,7 +416,7 @@ async def test_row_that_finds_memory_only_alone_runs_alone_from_then_on():
         asked = waiting(batcher, 5)
         await gpu.until_sent(2)
         gpu.sent[1].end(OutOfMemory("no memory"))
-        await wait_in_loop_until(lambda: batcher._again)
+        await wait_in_loop_until(lambda: batcher._executor.reruns)
         for ended in (0, 2, 3, 4, 5):
             gpu.sent[ended].end()
             await gpu.until_sent(min(max(3, ended + 2), 6))
@@ -426,13 +426,13 @@ async def test_row_that_finds_memory_only_alone_runs_alone_from_then_on():
     assert [(batch.stream, batch.beside) for batch in gpu.sent[2:]] == [(None, 0)] * 4
 
 
-def test_row_that_runs_alone_shares_the_gpu_again_after_many_that_went_well():
+def test_row_that_runs_alone_shares_the_gpu_again_after_many_that_record_success():
     capacity = Capacity(64, 60.0)
-    capacity.cut(CAM, 1)
+    capacity.record_out_of_memory(CAM, 1)
     for _ in range(capacity_module.RETRY_LARGER):
         assert not capacity.may_share(CAM)
         assert inputs(capacity, CAM) == 1
-        capacity.went_well(CAM, 1)
+        capacity.record_success(CAM, 1)
 
     assert capacity.may_share(CAM)
 
@@ -454,7 +454,7 @@ async def test_row_that_takes_all_memory_fails_alone_and_shrinks_no_batch():
 
 
 def inputs(capacity, pass_):
-    return capacity.room(pass_, 64).inputs
+    return capacity.budget(pass_, 64).inputs
 
 
 def capacity_of(**sizes):
@@ -466,7 +466,7 @@ def capacity_of(**sizes):
 def test_memory_that_an_early_layer_did_not_find_shrinks_no_batch_at_a_deep_one():
     capacity = capacity_of(early=2**20, deep=2**10)
     early, deep = (Pass("net", "cam", (8, 8), (name,)) for name in ("early", "deep"))
-    capacity.cut(early, 64)
+    capacity.record_out_of_memory(early, 64)
 
     assert inputs(capacity, early) == 32
     assert inputs(capacity, deep) == 64
@@ -475,19 +475,19 @@ def test_memory_that_an_early_layer_did_not_find_shrinks_no_batch_at_a_deep_one(
 def test_memory_that_a_layer_did_not_find_limits_batches_at_larger_layers_too():
     capacity = capacity_of(larger=2**21, early=2**20)
     larger, early = (Pass("net", "cam", (8, 8), (name,)) for name in ("larger", "early"))
-    capacity.cut(early, 64)
+    capacity.record_out_of_memory(early, 64)
 
     assert 1 <= inputs(capacity, larger) < inputs(capacity, early) == 32
 
 
 def test_batches_cut_for_want_of_memory_grow_whatever_runs_between_them():
     capacity = Capacity(64, 60.0)
-    capacity.cut(CAM, 8)
+    capacity.record_out_of_memory(CAM, 8)
     for _ in range(capacity_module.RETRY_LARGER):
         assert inputs(capacity, CAM) == 4
-        capacity.went_well(CAM, 1)  # one that was not full shows nothing
-        capacity.went_well(SALIENCY, 8)
-        capacity.went_well(CAM, 4)
+        capacity.record_success(CAM, 1)  # one that was not full shows nothing
+        capacity.record_success(SALIENCY, 8)
+        capacity.record_success(CAM, 4)
 
     assert inputs(capacity, CAM) == 5
     assert inputs(capacity, SALIENCY) == 64

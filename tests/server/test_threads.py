@@ -1,4 +1,4 @@
-"""Functions in threads, beside an event loop that goes on."""
+"""Functions that run in threads, without blocking the event loop."""
 
 import asyncio
 import threading
@@ -11,18 +11,19 @@ from camserve_server.scheduling.threads import in_thread
 
 
 @pytest.fixture
-def one():
+def pool():
     with ThreadPoolExecutor(1) as threads:
         yield threads
 
 
-async def test_a_function_runs_in_a_thread_and_its_result_comes_back(one):
+async def test_function_runs_in_a_thread_and_its_result_is_returned(pool):
     def work(first, *, second):
         return threading.get_ident(), first + second
 
-    where, what = await in_thread(one, work, 1, second=2)
+    thread, result = await in_thread(pool, work, 1, second=2)
 
-    assert (where != threading.get_ident(), what) == (True, 3)
+    assert thread != threading.get_ident()
+    assert result == 3
 
 
 def raising(error):
@@ -32,13 +33,13 @@ def raising(error):
     return work
 
 
-async def test_an_error_reaches_the_caller_as_it_is(one):
+async def test_error_reaches_the_caller_unchanged(pool):
     error = ValueError("no")
-    with pytest.raises(ValueError, match="no") as found:
-        await in_thread(one, raising(error))
+    with pytest.raises(ValueError, match="no") as caught:
+        await in_thread(pool, raising(error))
 
-    assert found.value is error
-    assert await in_thread(one, int) == 0  # the thread is there for others
+    assert caught.value is error
+    assert await in_thread(pool, int) == 0  # the thread still runs other functions
 
 
 @pytest.mark.parametrize(
@@ -46,33 +47,30 @@ async def test_an_error_reaches_the_caller_as_it_is(one):
     [StopIteration(), StopAsyncIteration(), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()],
     ids=lambda error: type(error).__name__,
 )
-async def test_error_that_would_end_more_than_a_request_is_contained(one, error):
+async def test_error_that_would_end_more_than_a_request_is_contained(pool, error):
     async with asyncio.timeout(10):
-        with pytest.raises(RuntimeError, match=type(error).__name__) as found:
-            await in_thread(one, raising(error))
+        with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+            await in_thread(pool, raising(error))
 
-    assert found.value.__cause__ is error
-    assert await in_thread(one, int) == 0
+    assert caught.value.__cause__ is error
+    assert await in_thread(pool, int) == 0
 
 
-async def test_callers_take_turns_in_threads_one_step_each(one):
-    """A new caller is next, however many steps another caller has sent."""
-    threads, order, begun, go = FairThreads(one), [], threading.Event(), threading.Event()
+async def test_callers_take_turns_in_threads_one_step_each(pool):
+    """A new caller is next, however many steps another one has submitted."""
+    threads, order, started, go = FairThreads(pool), [], threading.Event(), threading.Event()
 
     def step(caller):
         order.append(caller)
-        begun.set()
+        started.set()
         go.wait(10)
 
-    def ask(caller, count):
-        return [in_thread(threads.of(caller), step, caller) for _ in range(count)]
+    async def run(caller, count):
+        await asyncio.gather(*(in_thread(threads.of(caller), step, caller) for _ in range(count)))
 
-    async def asked(caller, count):
-        await asyncio.gather(*ask(caller, count))
-
-    greedy = asyncio.create_task(asked("greedy", 34))
-    await asyncio.to_thread(begun.wait, 10)
-    modest = [asyncio.create_task(asked("modest", 2)), asyncio.create_task(asked("other", 1))]
+    greedy = asyncio.create_task(run("greedy", 34))
+    await asyncio.to_thread(started.wait, 10)
+    modest = [asyncio.create_task(run("modest", 2)), asyncio.create_task(run("other", 1))]
     for _ in range(5):
         await asyncio.sleep(0)
     go.set()
@@ -81,10 +79,10 @@ async def test_callers_take_turns_in_threads_one_step_each(one):
     assert order[:6] == ["greedy", "modest", "other", "greedy", "modest", "greedy"]
 
 
-async def test_what_waits_for_a_thread_is_not_begun_once_its_caller_has_given_up(one):
-    go, begun = threading.Event(), []
-    running = asyncio.create_task(in_thread(one, go.wait, 10))
-    waiting = asyncio.create_task(in_thread(one, begun.append, 1))
+async def test_function_of_a_cancelled_caller_does_not_start(pool):
+    go, started = threading.Event(), []
+    running = asyncio.create_task(in_thread(pool, go.wait, 10))
+    waiting = asyncio.create_task(in_thread(pool, started.append, 1))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -92,28 +90,28 @@ async def test_what_waits_for_a_thread_is_not_begun_once_its_caller_has_given_up
     go.set()
 
     assert await running
-    assert await in_thread(one, len, begun) == 0
+    assert await in_thread(pool, len, started) == 0
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no")])
-async def test_what_comes_after_its_caller_has_given_up_is_nobodys(one, error):
-    begun, go, unheard = asyncio.Event(), threading.Event(), []
+async def test_result_for_a_cancelled_caller_is_dropped_silently(pool, error):
+    started, go, unhandled = asyncio.Event(), threading.Event(), []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: unheard.append(context))
+    loop.set_exception_handler(lambda _, context: unhandled.append(context))
 
     def work():
-        loop.call_soon_threadsafe(begun.set)
+        loop.call_soon_threadsafe(started.set)
         go.wait(10)
         if error:
             raise error
 
-    running = asyncio.create_task(in_thread(one, work))
-    await begun.wait()
+    running = asyncio.create_task(in_thread(pool, work))
+    await started.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     go.set()
-    await in_thread(one, int)
+    await in_thread(pool, int)
     await asyncio.sleep(0)
 
-    assert unheard == []
+    assert unhandled == []

@@ -1,4 +1,4 @@
-"""The batches that are run while a model is loaded, and what becomes of a copy that fails in them."""
+"""Warm-up: the batches that run while a model is loaded, and copies that fail in them."""
 
 import sys
 from types import ModuleType
@@ -15,7 +15,8 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, parse
 from camserve_server.models.values import Pass
-from camserve_server.serving.worker_pool import CPU_BATCH, WorkerPool
+from camserve_server.serving.pool_sizing import CPU_BATCH
+from camserve_server.serving.worker_pool import WorkerPool
 from camserve_server.targets import anything
 from camserve_server.workers import InProcessWorker, Setup, Worker, in_process
 from fake_gpu import fake_gpu
@@ -25,7 +26,7 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 
 
 def tiny():
-    """A convolution and a batch norm, which the accelerated copy folds into it, and a head."""
+    """Return a model with a batch norm, which the accelerated copy folds into the convolution before it."""
     torch.manual_seed(0)
     features = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
@@ -33,7 +34,7 @@ def tiny():
 
 @pytest.fixture(autouse=True)
 def nets(monkeypatch):
-    """A user's own module."""
+    """Module with a user's model."""
     module = ModuleType("warm_nets")
     module.tiny = tiny
     monkeypatch.setitem(sys.modules, "warm_nets", module)
@@ -47,29 +48,29 @@ def gpu():
 
 @pytest.fixture
 def batches(monkeypatch):
-    """The batches that engines run: their kind, and how many different inputs they have."""
+    """List of the batches that run: their kind, and their number of distinct inputs."""
     ran, run = [], Engine.run
 
-    def noting(engine, pass_, rows):
+    def record(engine, pass_, rows):
         ran.append((pass_.kind, len({row.input for row in rows})))
         return run(engine, pass_, rows)
 
-    monkeypatch.setattr(Engine, "run", noting)
+    monkeypatch.setattr(Engine, "run", record)
     return ran
 
 
 @pytest.fixture
 def small_memory(monkeypatch):
-    """Set how many rows of a kind the device has memory for."""
-    most, run = {}, Engine.run
+    """Function that sets how many rows of a kind fit in the device's memory."""
+    limits, run = {}, Engine.run
 
     def full(engine, pass_, rows):
-        if len(rows) > most.get(pass_.kind, len(rows)):
+        if len(rows) > limits.get(pass_.kind, len(rows)):
             raise OutOfMemory("planted", retry_after=1.0)
         return run(engine, pass_, rows)
 
     monkeypatch.setattr(Engine, "run", full)
-    return lambda kind, rows: most.update({kind: rows})
+    return lambda kind, rows: limits.update({kind: rows})
 
 
 def loaded(max_rows=8, precision="float32", **setup):
@@ -80,24 +81,24 @@ def loaded(max_rows=8, precision="float32", **setup):
 
 def explained(engine, info):
     pass_ = Pass("tiny@1", "cam", (32, 32), (info.default_layer,))
-    (found,) = engine.run(pass_, [Row(IMAGE, anything(info), (MethodCall("gradcam"),))])
-    return found.maps[0][0]
+    (result,) = engine.run(pass_, [Row(IMAGE, anything(info), (MethodCall("gradcam"),))])
+    return result.maps[0][0]
 
 
 # --- sizes ---
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (11, [1, 2, 4, 8, 11])])
-def test_gpu_is_warmed_up_for_each_kind_and_size(batches, most, sizes):
-    loaded(most)
+@pytest.mark.parametrize(("max_rows", "sizes"), [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (11, [1, 2, 4, 8, 11])])
+def test_gpu_is_warmed_up_for_each_kind_and_size(batches, max_rows, sizes):
+    loaded(max_rows)
 
     assert batches == [(kind, size) for kind in KINDS for size in sizes]
 
 
 @pytest.mark.usefixtures("gpu")
 def test_each_stream_of_a_gpu_is_warmed_up(batches):
-    """Each has a thread of its own, and that its plans of convolutions."""
+    """Each has its own thread, which has its own convolution plans."""
     engine, _ = loaded(2, streams=True)
 
     assert engine._replicas.keys() == {"tiny@1"}
@@ -111,19 +112,19 @@ def test_cpu_is_warmed_up_with_one_row_of_two_kinds(batches):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_warm_up_ends_where_memory_does_and_the_log_says_so(batches, small_memory, caplog):
+def test_warm_up_of_a_kind_ends_when_memory_does_and_is_logged(batches, small_memory, caplog):
     small_memory("saliency", 3)
     loaded(8)
 
     assert batches == [*(("cam", size) for size in (1, 2, 4, 8)), ("saliency", 1), ("saliency", 2)] + [
         ("score", size) for size in (1, 2, 4, 8)
     ]
-    words = "model tiny: memory is enough for 2 images in a batch of saliency, and not for 4"
-    assert [one.message for one in caplog.records if "memory is" in one.message] == [words]
+    message = "model tiny: memory is enough for 2 images in a batch of saliency, and not for 4"
+    assert [record.message for record in caplog.records if "memory is" in record.message] == [message]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_model_that_memory_is_too_small_for_one_row_of_is_refused(small_memory):
+def test_model_is_refused_if_one_row_does_not_fit_in_memory(small_memory):
     small_memory("cam", 0)
 
     with pytest.raises(OutOfMemory):
@@ -131,13 +132,13 @@ def test_model_that_memory_is_too_small_for_one_row_of_is_refused(small_memory):
 
 
 @pytest.mark.parametrize(("setting", "rows"), [(0, CPU_BATCH), (3, 3)])
-async def test_engines_know_the_size_of_the_largest_batch(setting, rows):
-    fleet = WorkerPool(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
+async def test_workers_know_the_size_of_the_largest_batch(setting, rows):
+    pool = WorkerPool(Settings(device="cpu", isolation="thread", max_batch_rows=setting))
 
-    assert [engine._setup.max_rows for engine in fleet._engines] == [rows]
+    assert [worker._setup.max_rows for worker in pool._workers] == [rows]
 
 
-# --- in a process of its own ---
+# --- worker processes ---
 
 FAKE = """
 from camserve_server.core import devices
@@ -162,7 +163,7 @@ import torch
 from torch import nn
 
 
-class Noting(nn.Module):
+class Recording(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
@@ -174,13 +175,13 @@ class Noting(nn.Module):
         return self.head(self.conv(image).relu().mean((2, 3)))
 
 
-def noting():
+def recording():
     torch.manual_seed(0)
-    return Noting()
+    return Recording()
 
 
 def broken():
-    class Broken(Noting):
+    class Broken(Recording):
         def forward(self, image):
             if len(image) == 4 and threading.current_thread().name == "stream_0":
                 raise ValueError("planted")
@@ -192,7 +193,7 @@ def broken():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with models, and with a plugin that brings a fake GPU."""
+    """Folder with models, and with a plugin that adds a fake GPU."""
     place = tmp_path_factory.mktemp("gpu")
     about = place / "fake-1.0.dist-info"
     about.mkdir()
@@ -205,14 +206,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worker(folder):
-    one = Worker(Setup("cpu", 1, path=(str(folder), *sys.path), log_level="error", max_rows=4))
-    yield one
-    one.close()
+    process = Worker(Setup("cpu", 1, path=(str(folder), *sys.path), log_level="error", max_rows=4))
+    yield process
+    process.close()
 
 
 @pytest.fixture
 def calls(folder):
-    """A function that returns the threads that ran the model since it was last called, and their batches' sizes."""
+    """Function that returns the threads, and sizes, of the batches that ran since its last call."""
     (folder / "threads").write_text("")
 
     def since():
@@ -223,8 +224,8 @@ def calls(folder):
     return since
 
 
-def test_worker_warms_a_gpu_up_in_the_thread_that_runs_batches(worker, calls):
-    info = worker.load("tiny@1", parse("tiny=thread_nets:noting?size=32"))
+def test_worker_warms_up_a_gpu_in_the_thread_that_runs_batches(worker, calls):
+    info = worker.load("tiny@1", parse("tiny=thread_nets:recording?size=32"))
     loading = calls()
     explained(worker, info)
 
@@ -233,8 +234,8 @@ def test_worker_warms_a_gpu_up_in_the_thread_that_runs_batches(worker, calls):
     assert calls() == [("stream_0", 1)]
 
 
-def test_error_in_a_gpus_warm_up_refuses_the_model_and_others_are_served(worker):
-    info = worker.load("tiny@1", parse("tiny=thread_nets:noting?size=32"))
+def test_error_in_a_warm_up_refuses_the_model_and_others_are_served(worker):
+    info = worker.load("tiny@1", parse("tiny=thread_nets:recording?size=32"))
     with pytest.raises(RuntimeError, match="ValueError: planted"):
         worker.load("broken@1", parse("broken=thread_nets:broken?size=32"))
 
@@ -246,15 +247,15 @@ def test_error_in_a_gpus_warm_up_refuses_the_model_and_others_are_served(worker)
 
 @pytest.fixture
 def failing_copy(monkeypatch):
-    """Accelerated copies fail once they are made."""
+    """Accelerated copies raise when they run."""
     load = in_process.load
 
-    def loaded_with_it(*args, **options):
+    def load_with_failing_copy(*args, **options):
         model = load(*args, **options)
         model.accelerated.module.forward = fail
         return model
 
-    monkeypatch.setattr(in_process, "load", loaded_with_it)
+    monkeypatch.setattr(in_process, "load", load_with_failing_copy)
 
 
 def fail(_images):
@@ -272,8 +273,8 @@ def test_model_whose_accelerated_copy_fails_is_served_without_it(device, precisi
 
     assert engine._models["tiny@1"].accelerated is None
     np.testing.assert_array_equal(explained(engine, info), explained(Engine({"tiny@1": plain}), info))
-    words = "model tiny runs without its accelerated copy, which failed to warm up (RuntimeError: planted)"
-    assert [one.message for one in caplog.records if "accelerated" in one.message] == [words]
+    message = "model tiny runs without its accelerated copy, which failed to warm up (RuntimeError: planted)"
+    assert [record.message for record in caplog.records if "accelerated" in record.message] == [message]
 
 
 @pytest.mark.usefixtures("failing_copy")
@@ -288,24 +289,24 @@ def test_model_that_fails_without_its_accelerated_copy_too_is_refused(monkeypatc
         engine.run(Pass("tiny@1", "cam", (32, 32)), [])
 
 
-def test_twin_that_fails_is_not_used(monkeypatch, caplog):
+def test_replica_that_fails_is_not_used(monkeypatch, caplog):
     make = LoadedModel.replica
 
     def replica(model):
-        made = make(model)
-        made.accelerated.module.forward = fail
-        return made
+        copy = make(model)
+        copy.accelerated.module.forward = fail
+        return copy
 
     monkeypatch.setattr(LoadedModel, "replica", replica)
     engine, info = loaded(partitioned=True)
 
     assert engine._replicas == {}
     assert explained(engine, info).shape == (13, 13)
-    words = "model tiny runs one batch at a time: its twin failed to warm up (RuntimeError: planted)"
-    assert [one.message for one in caplog.records if "twin" in one.message] == [words]
+    message = "model tiny runs one batch at a time: its replica failed to warm up (RuntimeError: planted)"
+    assert [record.message for record in caplog.records if "replica" in record.message] == [message]
 
 
-def test_twin_is_warmed_up_too(batches):
+def test_replica_is_warmed_up_too(batches):
     engine, _ = loaded(partitioned=True)
 
     assert engine._replicas.keys() == {"tiny@1"}

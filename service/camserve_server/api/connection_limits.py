@@ -13,7 +13,7 @@ import grpc
 
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import DeadlineExceeded, InvalidArgument
-from camserve_server.scheduling.admission import TurnOrder
+from camserve_server.scheduling.policy import TurnOrder
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

@@ -27,21 +27,19 @@ from camserve_server.models import ModelSpec, Source, of_network, parse
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import FairThreads
 from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.model_loading import LOADING_THREAD
+from camserve_server.serving.pool_health import HealthListener
 from camserve_server.serving.repository import Lifecycle
-from camserve_server.serving.worker_pool import LOADING, WorkerPool
+from camserve_server.serving.worker_pool import WorkerPool
 from camserve_server.telemetry import State, TelemetrySink
 
 log = logging.getLogger(__name__)
 
 
-HealthCallback: TypeAlias = Callable[[bool], object]
-"""Called with False when the server can no longer explain, and with True when it can again."""
-
-
 @asynccontextmanager
 async def open_pipeline(
     settings: Settings,
-    on_health_change: HealthCallback = lambda _healthy: None,
+    on_health_change: HealthListener = lambda _healthy: None,
     sink: TelemetrySink | None = None,
     specs: Mapping[str, ModelSpec] | None = None,
     *,
@@ -239,7 +237,7 @@ async def serve_until_signal(settings: Settings) -> int:
     if not serving.done():
         os._exit(1)
     await serving
-    if any(thread.name == LOADING for thread in threading.enumerate()):
+    if any(thread.name == LOADING_THREAD for thread in threading.enumerate()):
         os._exit(stop.code)  # the model is not needed any more
     return stop.code
 

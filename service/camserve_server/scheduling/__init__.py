@@ -1,12 +1,11 @@
-"""Gathers rows of many requests into batches; an engine that is free pulls one.
+"""Batches of rows from many requests, and the policy that decides whose rows are next.
 
-`queue` says whose rows come next, `capacity` how many fit in a batch, and `batcher` has the engines run it. The package
-knows jobs and methods by what their rows cost, and nothing of the wire.
+`batcher` lists the parts. The package sees only the cost of jobs and methods, and nothing of the wire format.
 
 It may import `workers` and the rooms below.
 """
 
-from camserve_server.scheduling.batcher import PLACE, Batcher
+from camserve_server.scheduling.batcher import BYTES_PER_SLOT, Batcher
 from camserve_server.scheduling.queue import Collect
 
-__all__ = ["PLACE", "Batcher", "Collect"]
+__all__ = ["BYTES_PER_SLOT", "Batcher", "Collect"]

@@ -1,20 +1,11 @@
-"""Who is next: the rows that wait, and the batch that is made of them.
+"""Queue of the requests that wait for a batch, by caller and pass.
 
-Callers take turns: the next batch begins with the caller who had a turn longest ago, and whoever has not had one lately
-is next, whatever others have sent. It is made of that caller's most urgent `Pass`, and filled with everybody's rows of
-the same pass, one request of each caller after the other.
-
-Of one caller's passes, the most urgent is the one that was served longest ago, or has a deadline that is near. A pass
-in which only long requests wait (of more rows than a batch) goes behind those with short ones, unless it has waited for
-a second. Within a pass the request with the fewest rows left goes first, and of many equal long ones the first to begin
-is the first to end. A part of every batch belongs to the caller's request that has been there longest, so that short
-ones never starve a long one. While short ones keep coming, that part is all that long ones get: a batch cannot be
-interrupted, so what a short one waits for must itself be short.
+It stores the requests, and forms the next batch from their rows by the rules in `policy`.
 """
 
 import asyncio
-import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -22,21 +13,26 @@ from typing import TypeAlias
 from camserve_server.core.errors import DeadlineExceeded
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
-from camserve_server.scheduling.admission import TurnOrder
+from camserve_server.scheduling import policy
 from camserve_server.scheduling.capacity import BatchBudget, Capacity, RowKind, kind_of
 from camserve_server.telemetry import Origin, RequestTrace, Spent
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
-
-PATIENCE = 1.0  # seconds: a deadline nearer than this is urgent
-RECENT_SECONDS = 10.0  # seconds: while a short request came so lately, another may come
-LONG = 32  # rows: a request of more is a long one, even if a batch has room for all of them
-OLDEST_SHARE = 4  # one row in so many of a batch is the oldest request's
+"""Callback that receives the index of a row and its result."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """What a batcher has done since it began."""
+    """Counters of a batcher since its start.
+
+    Attributes:
+        batches: batches formed; parts of a batch that is split do not count.
+        rows: rows in these batches.
+        refused: requests refused because the queue was full.
+        expired: requests whose deadline passed in the queue.
+        answered: rows with a result.
+        failed: rows that failed, each alone.
+    """
 
     batches: int = 0
     rows: int = 0
@@ -48,7 +44,24 @@ class Stats:
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """Rows of one request that wait, and how far they have come."""
+    """Rows of one request, and how many of them were taken and answered.
+
+    Attributes:
+        pass_: the pass that all rows share.
+        rows: at least one row.
+        collect: callback for results, called in the order of the rows.
+        deadline: time on the event loop's clock after which no further row runs.
+        arrived: time of arrival.
+        done: future that ends the request.
+        spent: time that the request spent waiting and computing.
+        origin: the caller, and the request's trace.
+        taken: number of rows put in batches.
+        delivered: number of results passed to `collect`.
+        early_results: results of rows whose predecessors are not answered yet.
+        lost_processes: ids of worker processes that ended while they ran a row of it.
+        stage_began: arrival, or begin or end of the latest batch; the queue stage of a trace is counted from here.
+        kind: cost class of its rows.
+    """
 
     pass_: Pass
     rows: Sequence[Row]
@@ -60,52 +73,52 @@ class PendingRequest:
     origin: Origin
     taken: int = 0
     delivered: int = 0
-    early: dict[int, RowResult] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)  # processes that ended while they ran some of it
-    since: float = field(init=False)
+    early_results: dict[int, RowResult] = field(default_factory=dict)
+    lost_processes: set[int] = field(default_factory=set)
+    stage_began: float = field(init=False)
     kind: RowKind = field(init=False)
 
     def __post_init__(self) -> None:
-        self.since = self.arrived
+        self.stage_began = self.arrived
         self.kind = kind_of(self.pass_, self.rows[0])
 
     @property
     def caller(self) -> str:
-        """The caller that sent it."""
+        """The caller that sent the request."""
         return self.origin.caller
 
     @property
     def record(self) -> RequestTrace | None:
-        """Its record; None where there is no telemetry."""
+        """The request's trace; None without telemetry."""
         return self.origin.record
 
     @property
     def waiting(self) -> int:
-        """How many of its rows wait for a batch."""
+        """Number of rows that wait for a batch."""
         return 0 if self.done.done() else len(self.rows) - self.taken
 
     @property
     def inputs(self) -> int:
-        """How many inputs its rows that wait have between them."""
+        """Number of distinct inputs of the waiting rows."""
         return len({row.input for row in self.rows[self.taken : self.taken + self.waiting]})
 
-    def take(self, room: BatchBudget, seconds: float, most: int) -> "list[RowRef]":
-        """Give rows into a batch, until it is full or has so many inputs; rows that share one take one place."""
+    def take(self, budget: BatchBudget, row_seconds: float, max_inputs: int) -> "list[RowRef]":
+        """Take rows for a batch until its budget is spent, or it has `max_inputs` distinct inputs."""
         first, last = self.taken, self.taken + self.waiting
-        while self.taken < last and room.takes(self.rows[self.taken], seconds, most):
+        while self.taken < last and budget.take(self.rows[self.taken], row_seconds, max_inputs):
             self.taken += 1
         return [(self, index) for index in range(first, self.taken)]
 
     def deliver(self, index: int, result: RowResult) -> None:
-        """Hand over a result, and what waited for it: of several engines, a later one may be done before."""
-        self.early[index] = result
-        while self.delivered in self.early and not self.done.done():
-            self._hand_over(self.delivered, self.early.pop(self.delivered))
+        """Pass on a result, and results that waited for it: with several workers, a later batch may end first."""
+        self.early_results[index] = result
+        while self.delivered in self.early_results and not self.done.done():
+            self._collect(self.delivered, self.early_results.pop(self.delivered))
 
-    def _hand_over(self, index: int, result: RowResult) -> None:
+    def _collect(self, index: int, result: RowResult) -> None:
         try:
             self.collect(index, result)
-        except Exception as error:  # noqa: BLE001 -- theirs, not the batch's
+        except Exception as error:  # noqa: BLE001 -- the caller's error, not the batch's
             self.fail(error)
             return
         self.delivered += 1
@@ -113,175 +126,208 @@ class PendingRequest:
             self.done.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Answer the request with an error, unless it is answered."""
+        """End the request with an error, unless it has ended."""
         if not self.done.done():
             self.done.set_exception(error)
 
 
 RowRef: TypeAlias = tuple[PendingRequest, int]
-"""A row: its request, and its index there."""
+"""A row: its request, and its index in the request."""
+
+
+def requests_of(batch: Sequence[RowRef]) -> list[PendingRequest]:
+    """Return the distinct requests of a batch, in order."""
+    return list(dict(batch))
+
+
+def count_kinds(batch: Sequence[RowRef]) -> Counter[RowKind]:
+    """Count the rows of each kind in a batch."""
+    kinds = Counter[RowKind]()
+    for request, rows in Counter(request for request, _ in batch).items():
+        kinds[request.kind] += rows
+    return kinds
+
+
+def count_inputs(batch: Sequence[RowRef]) -> int:
+    """Count the distinct inputs of a batch."""
+    return len({request.rows[index].input for request, index in batch})
 
 
 @dataclass(slots=True, eq=False)
 class PassQueue:
-    """Requests of one caller that wait for one pass, the oldest first, and when it last had a turn."""
+    """Requests of one caller that wait for one pass, the oldest first.
+
+    Attributes:
+        requests: the requests, as an ordered set.
+        last_turn: time at which the pass was last served.
+    """
 
     requests: dict[PendingRequest, None] = field(default_factory=dict)
-    served: float = 0.0
+    last_turn: float = 0.0
 
 
 class Queue:
     """The requests that wait for a batch.
 
     Args:
-        capacity: says what fits in a batch.
-        stats: where batches and requests that came too late are counted.
+        capacity: limits of a batch.
+        stats: counters, updated with every batch and expired request.
+
+    Attributes:
+        work_available: event, set while there may be rows to run.
     """
 
     def __init__(self, capacity: Capacity, stats: Stats) -> None:
         self._capacity, self._stats = capacity, stats
-        self._turns = TurnOrder()
-        self._lines: dict[str, dict[Pass, PassQueue]] = {}
-        self._long = 0
-        self._short_came = -math.inf
+        self.work_available = asyncio.Event()
+        self._turns = policy.TurnOrder()
+        self._callers: dict[str, dict[Pass, PassQueue]] = {}
+        self._long_requests = 0
+        self._last_short_arrival = -math.inf
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        for line in self._all_lines():
-            yield from line.requests
+        for passes in list(self._callers.values()):
+            for pass_queue in list(passes.values()):
+                yield from pass_queue.requests
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._callers)
 
     def add(self, request: PendingRequest) -> None:
-        """Let a request wait."""
-        self._lines.setdefault(request.caller, {}).setdefault(request.pass_, PassQueue()).requests[request] = None
+        """Append a request."""
+        passes = self._callers.setdefault(request.caller, {})
+        passes.setdefault(request.pass_, PassQueue()).requests[request] = None
         if self.is_long(request):
-            self._long += 1
+            self._long_requests += 1
         else:
-            self._short_came = request.arrived
+            self._last_short_arrival = request.arrived
+        self.work_available.set()
 
     def drop(self, request: PendingRequest) -> None:
-        """Let a request go, with the images of its rows: it is answered or cancelled, or all its rows were taken."""
-        lines = self._lines.get(request.caller, {})
-        line = lines.get(request.pass_)
-        if line is None or request not in line.requests:
+        """Remove a request that has ended, or whose rows are all taken. The images of its rows are released."""
+        passes = self._callers.get(request.caller, {})
+        pass_queue = passes.get(request.pass_)
+        if pass_queue is None or request not in pass_queue.requests:
             return
-        del line.requests[request]
-        self._long -= self.is_long(request)
-        if not line.requests:
-            del lines[request.pass_]
-        if not lines:
-            del self._lines[request.caller]
+        del pass_queue.requests[request]
+        self._long_requests -= self.is_long(request)
+        if not pass_queue.requests:
+            del passes[request.pass_]
+        if not passes:
+            del self._callers[request.caller]
 
     def is_long(self, request: PendingRequest) -> bool:
-        """Tell whether a request is a long one."""
-        return len(request.rows) > min(self._capacity.inputs, LONG)
+        """Return True for a long request; see `policy.is_long`."""
+        return policy.is_long(len(request.rows), self._capacity.inputs)
 
     @property
     def has_long(self) -> bool:
-        """Whether a long request waits."""
-        return self._long > 0
+        """True if a long request waits."""
+        return self._long_requests > 0
 
-    @property
-    def short_requests_recent(self) -> bool:
-        """Whether another short request may come soon."""
-        return _now() - self._short_came < RECENT_SECONDS
+    def expects_short_request(self, now: float) -> bool:
+        """Return True if another short request may arrive soon."""
+        return policy.expects_short_request(self._last_short_arrival, now)
 
-    @property
-    def inputs(self) -> int:
-        """How many inputs wait, as far as two batches; of long requests where no short one would wait longer."""
-        brisk, found = self.short_requests_recent, 0
-        for one in self:
-            found += 0 if brisk and self.is_long(one) else one.inputs
-            if found >= 2 * self._capacity.inputs:  # a queue may be long, and this is asked for every batch
+    def count_inputs(self, now: float) -> int:
+        """Count the inputs that wait, up to two full batches.
+
+        Those of long requests count only while no short request is expected.
+        """
+        short_only, inputs = self.expects_short_request(now), 0
+        for request in self:
+            inputs += 0 if short_only and self.is_long(request) else request.inputs
+            if inputs >= 2 * self._capacity.inputs:  # the queue may be long, and this runs for each batch
                 break
-        return found
+        return inputs
 
-    def held_back(self) -> tuple[float, int] | None:
-        """Return since when the oldest request of the next batch waits, and how many rows it could have."""
-        if (chosen := self._next()) is None:
+    def peek(self, now: float) -> tuple[float, int] | None:
+        """Return since when the oldest request of the next batch waits, and how many rows wait for its pass."""
+        if (chosen := self._choose(now)) is None:
             return None
         caller, pass_ = chosen
-        same = [line for lines in self._lines.values() if (line := lines.get(pass_))]
-        oldest = next(iter(self._lines[caller][pass_].requests))
-        return oldest.since, sum(request.waiting for line in same for request in line.requests)
+        same_pass = [pass_queue for passes in self._callers.values() if (pass_queue := passes.get(pass_))]
+        oldest = next(iter(self._callers[caller][pass_].requests))
+        return oldest.stage_began, sum(request.waiting for queue in same_pass for request in queue.requests)
 
-    def form(self, most: int, *, in_parallel: bool = False) -> list[RowRef]:
-        """Take the next batch from the rows that wait.
+    def form(self, max_inputs: int, now: float, *, in_parallel: bool = False) -> list[RowRef]:
+        """Take the next batch; an empty one if no row may run now.
 
         Args:
-            most: the largest number of inputs in it.
-            in_parallel: whether it will run beside another batch. If the next batch may not, none is taken.
+            max_inputs: largest number of distinct inputs in it.
+            now: current time on the event loop's clock.
+            in_parallel: True if the batch will run beside another batch of the same worker.
         """
-        if (chosen := self._next()) is None:
+        if (chosen := self._choose(now)) is None:
             return []
         caller, pass_ = chosen
         if in_parallel and not self._capacity.may_share(pass_):
             return []
-        room = self._capacity.room(pass_, most)
-        line = self._lines[caller][pass_]
-        # A batch too small to be shared goes to the oldest whole, every fourth time.
-        reserved = room.inputs // OLDEST_SHARE or int(self._stats.batches % OLDEST_SHARE == 1)
-        batch = self._taken(next(iter(line.requests)), room, reserved)
-        brisk, share = self.short_requests_recent, max(1, room.inputs // OLDEST_SHARE)
-        for request in self._in_turn(caller, pass_):
-            if room.full:
+        budget = self._capacity.budget(pass_, max_inputs)
+        pass_queue = self._callers[caller][pass_]
+        oldest = next(iter(pass_queue.requests))
+        batch = self._take(oldest, budget, policy.inputs_for_oldest(budget.inputs, self._stats.batches))
+        for_long = policy.inputs_for_long(budget.inputs, short_expected=self.expects_short_request(now))
+        for request in self._in_turn(caller, pass_, now):
+            if budget.full:
                 break
-            batch += self._taken(request, room, share if brisk and self.is_long(request) else room.inputs)
-        line.served = _now()
+            batch += self._take(request, budget, for_long if self.is_long(request) else budget.inputs)
+        pass_queue.last_turn = now
         self._turns.took(caller)
+        self.record_start(batch, now)
         return batch
 
-    def _taken(self, request: PendingRequest, room: BatchBudget, most: int) -> list[RowRef]:
-        places = request.take(room, self._capacity.seconds_of(request.kind), most)
+    def record_start(self, batch: list[RowRef], now: float) -> None:
+        """Count a batch, and end the queue stage of its requests."""
+        self._stats.batches += 1
+        self._stats.rows += len(batch)
+        for request in requests_of(batch):
+            if request.record:
+                request.record.stage("queue", request.stage_began, now)
+            request.spent.batch_rows = max(request.spent.batch_rows, len(batch))
+            request.stage_began = now
+
+    def _take(self, request: PendingRequest, budget: BatchBudget, max_inputs: int) -> list[RowRef]:
+        rows = request.take(budget, self._capacity.seconds_of(request.kind), max_inputs)
         if not request.waiting:
             self.drop(request)
-        return places
+        return rows
 
-    def _next(self) -> tuple[str, Pass] | None:
-        """Return whose turn it is, and which of the caller's passes is the most urgent."""
-        while self._lines:
-            caller = self._turns.next(self._lines)
-            self._expire(caller)
-            if lines := self._lines.get(caller):
-                now = _now()
-                return caller, min(lines, key=lambda pass_: self._due(lines[pass_], now))
+    def _choose(self, now: float) -> tuple[str, Pass] | None:
+        """Return the next caller and its most urgent pass, after dropping its expired requests."""
+        while self._callers:
+            caller = self._turns.next(self._callers)
+            self._expire(caller, now)
+            if passes := self._callers.get(caller):
+                return caller, min(passes, key=lambda pass_: self._urgency(passes[pass_], now))
         return None
 
-    def _expire(self, caller: str) -> None:
-        """Answer a caller's requests whose deadline has passed."""
-        now = _now()
-        late = [one for line in self._lines[caller].values() for one in line.requests if one.deadline <= now]
-        for request in late:
-            self._stats.expired += not request.done.done()
-            request.fail(DeadlineExceeded("the deadline passed while the request was waiting"))
-        gone = [one for line in self._lines[caller].values() for one in line.requests if one.done.done()]
-        for request in gone:
-            self.drop(request)
+    def _expire(self, caller: str, now: float) -> None:
+        """Fail a caller's requests whose deadline has passed, and drop all that have ended."""
+        requests = [request for queue in self._callers[caller].values() for request in queue.requests]
+        for request in requests:
+            if request.deadline <= now:
+                self._stats.expired += not request.done.done()
+                request.fail(DeadlineExceeded("the deadline passed while the request was waiting"))
+            if request.done.done():
+                self.drop(request)
 
-    def _due(self, line: PassQueue, now: float) -> tuple[bool, float]:
-        """Return whether a pass can be put off, and when it should be served.
+    def _urgency(self, pass_queue: PassQueue, now: float) -> tuple[bool, float]:
+        requests = pass_queue.requests
+        return policy.pass_urgency(
+            now,
+            oldest_arrival=next(iter(requests)).arrived,
+            last_turn=pass_queue.last_turn,
+            nearest_deadline=min(request.deadline for request in requests),
+            only_long=all(map(self.is_long, requests)),
+        )
 
-        It should a second after its last turn, or after its oldest request came, or by its nearest deadline; if that is
-        not yet so and only long requests wait, it can be put off.
-        """
-        turn = max(next(iter(line.requests)).arrived, line.served) + PATIENCE
-        nearest = min(request.deadline for request in line.requests)
-        if turn <= now or nearest <= now + PATIENCE:
-            return False, min(turn, nearest)
-        return all(map(self.is_long, line.requests)), min(turn, nearest)
+    def _in_turn(self, caller: str, pass_: Pass, now: float) -> list[PendingRequest]:
+        """Return the requests for a pass: the first of each caller, then the second of each; this caller's first."""
+        others = sorted((name for name in self._callers if name != caller), key=self._turns.last)
+        queues = [queue for name in (caller, *others) if (queue := self._callers.get(name, {}).get(pass_))]
 
-    def _in_turn(self, caller: str, pass_: Pass) -> Iterator[PendingRequest]:
-        """Yield the requests for a pass: the first of each caller, then the second of each; this caller's before."""
-        now = _now()
-        others = sorted((one for one in self._lines if one != caller), key=self._turns.last)
-        lines = [line for one in (caller, *others) if (line := self._lines.get(one, {}).get(pass_))]
-        orders = [sorted(line.requests, key=lambda one: (one.deadline > now + PATIENCE, one.waiting)) for line in lines]
-        yield from (one for turn in itertools.zip_longest(*orders) for one in turn if one)
+        def urgency(request: PendingRequest) -> tuple[bool, int]:
+            return policy.request_urgency(now, deadline=request.deadline, waiting_rows=request.waiting)
 
-    def _all_lines(self) -> list[PassQueue]:
-        return [line for lines in self._lines.values() for line in lines.values()]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        return policy.take_turns([sorted(queue.requests, key=urgency) for queue in queues])

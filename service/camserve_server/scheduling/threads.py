@@ -1,4 +1,4 @@
-"""Functions that run in a thread while the event loop goes on."""
+"""Run blocking functions in threads, without blocking the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 class Threads(Protocol):
-    """Threads that run functions."""
+    """Protocol of a thread pool."""
 
     def submit(self, function: Callable[[], object], /) -> object:
-        """Run a function in one of them."""
+        """Run a function in one of the threads."""
 
 
 async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a function in one of some threads; one whose caller has given up meanwhile is not begun.
+    """Run a function in one of the threads, and return its result; it is skipped if the caller was cancelled.
 
-    As the event loop's own `run_in_executor`, which keeps two futures for it, and calls some sixty functions more.
+    It replaces the event loop's `run_in_executor`, which uses two futures and calls about sixty more functions.
     An exception that would end a loop, a task or the program is raised here as a RuntimeError: see `contained`.
     """
     loop = asyncio.get_running_loop()
@@ -29,29 +29,29 @@ async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args
             return
         try:
             result = function(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's
-            # Without this frame, which refers to the future: the cycle would keep the function's arguments in memory
-            # until the next garbage collection.
-            own = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-            loop.call_soon_threadsafe(_fail, done, contained(own))
-            del own
+        except BaseException as error:  # noqa: BLE001 -- any error is passed on to the caller
+            # The traceback must not contain this frame, which refers to the future: that cycle would keep the
+            # function's arguments in memory until the next garbage collection.
+            stripped = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            loop.call_soon_threadsafe(_set_exception, done, contained(stripped))
+            del stripped
         else:
-            loop.call_soon_threadsafe(_settle, done, result)
+            loop.call_soon_threadsafe(_set_result, done, result)
 
     threads.submit(work)
     return await done
 
 
-def _settle(done: asyncio.Future[Any], result: object) -> None:
+def _set_result(done: asyncio.Future[Any], result: object) -> None:
     if not done.done():
         done.set_result(result)
 
 
 def contained(error: BaseException) -> Exception:
-    """Return an error that affects only the caller that waits for the function which raised it.
+    """Return an error as one that is safe to set on a future and raise in the waiting caller.
 
-    A future refuses a StopIteration, so the caller would wait for ever. StopAsyncIteration would end an asynchronous
-    loop, CancelledError the task that waits, SystemExit and KeyboardInterrupt the program.
+    A future refuses a StopIteration, so the caller would wait forever. StopAsyncIteration would end an asynchronous
+    loop, CancelledError the task that waits, and SystemExit and KeyboardInterrupt the program.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
@@ -60,6 +60,6 @@ def contained(error: BaseException) -> Exception:
     return raised
 
 
-def _fail(done: asyncio.Future[Any], error: Exception) -> None:
+def _set_exception(done: asyncio.Future[Any], error: Exception) -> None:
     if not done.done():
         done.set_exception(error)

@@ -1,4 +1,4 @@
-"""Which models there are, in which version, and who still needs one that is about to go."""
+"""Registry of the models of a server: their current versions, and the requests that hold a version."""
 
 import asyncio
 from collections import Counter
@@ -9,12 +9,12 @@ from camserve_server.models.values import KnownModel, ModelInfo, UnavailableMode
 
 
 class Registry:
-    """The models of a server, and the requests that hold them. Used on one event loop.
+    """The models of a server, and the requests that hold them. For use on one event loop.
 
-    A request keeps the version that it was read against, whatever comes after it: it holds that until it is answered.
+    A request holds the version that it was parsed for until it is answered, even if a newer one is loaded meanwhile.
 
     Attributes:
-        models: by the names that requests use, those of the configuration in its order; the first is the default.
+        models: models by the names that requests use, in the order of the configuration; the first is the default.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class Registry:
         self._waiting: dict[str, asyncio.Event] = {}
 
     def first(self) -> ModelInfo | None:
-        """Return the first model that answers, if one does."""
+        """Return the first model that is loaded, or None."""
         return next((model for model in self.models.values() if isinstance(model, ModelInfo)), None)
 
     @contextmanager
     def held(self, model: ModelInfo) -> Iterator[None]:
-        """Keep a version of a model inside the block."""
+        """Hold a version of a model inside the block."""
         self._holders[model.key] += 1
         try:
             yield
@@ -38,19 +38,20 @@ class Registry:
                 del self._holders[model.key]
                 self._waiting.pop(model.key, asyncio.Event()).set()
 
-    def is_bereft(self) -> bool:
-        """Tell whether every model has failed, so that nothing will be answered until one is loaded again."""
-        states = [one.state if isinstance(one, UnavailableModel) else "" for one in self.models.values()]
+    def all_failed(self) -> bool:
+        """Return True if every model has failed, so that no request can be answered until one is loaded again."""
+        states = [model.state if isinstance(model, UnavailableModel) else "" for model in self.models.values()]
         return bool(states) and set(states) == {"failed"}
 
-    def lose(self, key: str) -> ModelInfo | None:
-        """Take a version for failed; return it, or None where it is not among the models any more."""
-        found = next((one for one in self.models.values() if isinstance(one, ModelInfo) and one.key == key), None)
-        if found:
-            self.models[found.name] = UnavailableModel(found.name, found.source, "failed", found.version)
-        return found
+    def mark_failed(self, key: str) -> ModelInfo | None:
+        """Mark a version as failed; return it, or None if it is no longer the current version of a model."""
+        loaded = (model for model in self.models.values() if isinstance(model, ModelInfo))
+        failed = next((model for model in loaded if model.key == key), None)
+        if failed:
+            self.models[failed.name] = UnavailableModel(failed.name, failed.source, "failed", failed.version)
+        return failed
 
-    async def let_go(self, model: ModelInfo) -> None:
-        """Wait until nobody holds a version; nobody new does, since it is no longer among the models."""
+    async def wait_until_unused(self, model: ModelInfo) -> None:
+        """Wait until no request holds a version that is no longer current, and so gets no new requests."""
         if model.key in self._holders:
             await self._waiting.setdefault(model.key, asyncio.Event()).wait()

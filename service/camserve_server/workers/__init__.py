@@ -1,4 +1,4 @@
-"""Where an engine lives: in this process, or in one of its own that is watched, and started anew when it dies.
+"""Workers, which run batches on models: in this process, or in a process that is watched and replaced when it dies.
 
 It may import `jobs` and the rooms below.
 """

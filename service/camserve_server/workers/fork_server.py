@@ -1,8 +1,7 @@
-"""Where the processes of engines come from: one that has imported all they need, and does nothing but fork.
+"""Fork server for worker processes: a process that has imported everything they need, and only forks.
 
-So an engine is there at once, whenever it is needed, and has in common with the server what both have imported: half a
-GiB of code, and the seconds that it takes to load. A server itself cannot fork once it has threads; so the nursery is
-forked from it before, and stays as it was.
+A forked worker starts at once, and shares with the server what both have imported: half a GiB of code, which takes
+seconds to load. A server cannot fork once it has threads. So the fork server is forked before, and never starts one.
 """
 
 import errno
@@ -23,20 +22,20 @@ from camserve_server.workers import child
 
 # -P: without it Python would search the current folder for modules first.
 PROGRAM = ("-P", "-c", "import sys; from camserve_server.workers import child; child.run(int(sys.argv[1]))")
-_NUMBER = struct.Struct("i")
+_NUMBER = struct.Struct("i")  # a process id, an exit code or a negative errno; see `_serve_forks`
 
 
 class Process(Protocol):
-    """A process of an engine.
+    """A worker process.
 
     Attributes:
-        pid: its id.
+        pid: process id.
     """
 
     pid: int
 
     def end(self) -> int:
-        """Kill it, if it still lives, and return its exit code, or the signal that ended it, negative."""
+        """Kill the process if it is still alive; return its exit code, or the negative signal that ended it."""
 
 
 class _SpawnedProcess:
@@ -44,7 +43,7 @@ class _SpawnedProcess:
 
     def __init__(self, number: int) -> None:
         command = (sys.executable, *PROGRAM, str(number))
-        self._process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL)  # noqa: S603 -- ours
+        self._process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL)  # noqa: S603 -- our own program
         self.pid = self._process.pid
 
     def end(self) -> int:
@@ -53,95 +52,102 @@ class _SpawnedProcess:
 
 
 class _ForkedProcess:
-    """A process that the nursery forked."""
+    """A process that the fork server forked."""
 
-    def __init__(self, nursery: "ForkServer", pid: int) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: "ForkServer", pid: int) -> None:
+        self._fork_server = fork_server
         self.pid = pid
 
     def end(self) -> int:
         try:
-            return self._nursery.ask(self.pid)
-        except OSError:  # then the kernel has ended it already, with the nursery
+            return self._fork_server.request(self.pid)
+        except OSError:  # the kernel has ended it already, together with the fork server
             return -signal.SIGKILL
 
 
 class ForkServer:
-    """The server's end."""
+    """Fork server, as the server that started it sees it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not _fork():
-            self._line.close()
-            _serve_forks(theirs)
-        theirs.close()
+            self._socket.close()
+            _serve_forks(child_socket)
+        child_socket.close()
 
-    def born(self, number: int) -> _ForkedProcess:
-        """Fork a process that talks over a socket.
+    def fork(self, number: int) -> _ForkedProcess:
+        """Fork a worker process that uses a socket.
+
+        Args:
+            number: file descriptor of the socket.
 
         Raises:
-            OSError: the nursery is gone, or there is no room for a process.
+            OSError: the fork server is gone, or no further process can be started.
         """
-        pid = self.ask(0, number)
+        pid = self.request(0, number)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         return _ForkedProcess(self, pid)
 
-    def ask(self, pid: int, *numbers: int) -> int:
-        """Have a process ended, or, of none, a new one begin with these descriptors; return what is answered."""
+    def request(self, pid: int, *numbers: int) -> int:
+        """Send a request: to kill a process, or, with file descriptors, to fork one; return the response."""
         with self._lock:
-            socket.send_fds(self._line, [_NUMBER.pack(pid)], numbers)
-            answer = self._line.recv(_NUMBER.size)
-        if not answer:
-            raise BrokenPipeError("the nursery is gone")
-        found: int = _NUMBER.unpack(answer)[0]
-        return found
+            socket.send_fds(self._socket, [_NUMBER.pack(pid)], numbers)
+            response = self._socket.recv(_NUMBER.size)
+        if not response:
+            raise BrokenPipeError("the fork server is gone")
+        number: int = _NUMBER.unpack(response)[0]
+        return number
 
 
-_here: list[ForkServer] = []
+_fork_servers: list[ForkServer] = []  # at most one: that of this process
 
 
 def open_fork_server() -> None:
-    """Fork one from this process, which must have imported everything by now, and not have started a thread."""
+    """Start a fork server from this process, which must have imported everything, and not have started a thread."""
     if sys.platform == "linux":
-        _here[:] = [ForkServer()]
+        _fork_servers[:] = [ForkServer()]
 
 
 def begin(number: int) -> Process:
-    """Begin a process of an engine that talks over a socket.
+    """Start a worker process that uses a socket; it is spawned if there is no fork server.
+
+    Args:
+        number: file descriptor of the socket.
 
     Raises:
-        OSError: there is no room for a process.
+        OSError: no further process can be started.
     """
-    for nursery in _here:
+    for fork_server in _fork_servers:
         with suppress(BrokenPipeError):
-            return nursery.born(number)
+            return fork_server.fork(number)
     return _SpawnedProcess(number)
 
 
-def _serve_forks(line: socket.socket) -> NoReturn:
-    """Fork, and end, as the server says; never return."""
+def _serve_forks(server_socket: socket.socket) -> NoReturn:
+    """Serve the requests of the server: fork a worker process, or kill one and collect its exit code. Never return."""
     child.follow()
-    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 -- a descriptor is wanted, for what is the server's input
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull, "rb") as devnull:  # noqa: PTH123 -- a file descriptor is needed, to replace the server's stdin
+        os.dup2(devnull.fileno(), 0)
     gc.collect()
-    gc.freeze()  # what the collector touches is no longer shared
+    gc.freeze()  # memory pages that the garbage collector writes to are no longer shared
     while True:
-        order, numbers, *_ = socket.recv_fds(line, _NUMBER.size, 1)
-        if not order:
+        request, numbers, *_ = socket.recv_fds(server_socket, _NUMBER.size, 1)
+        if not request:
             os._exit(0)
-        answer = _begun(line, numbers[0]) if numbers else _ended(_NUMBER.unpack(order)[0])
-        line.send(_NUMBER.pack(answer))
+        response = _start(server_socket, numbers[0]) if numbers else _kill(_NUMBER.unpack(request)[0])
+        server_socket.send(_NUMBER.pack(response))
 
 
-def _begun(line: socket.socket, number: int) -> int:
+def _start(server_socket: socket.socket, number: int) -> int:
+    """Fork a worker process; return its id, or the negative errno."""
     try:
         pid = _fork()
     except OSError as error:
         return -(error.errno or errno.EAGAIN)
     if not pid:
-        line.close()
+        server_socket.close()
         _run(number)
     os.close(number)
     return pid
@@ -150,19 +156,20 @@ def _begun(line: socket.socket, number: int) -> int:
 def _run(number: int) -> NoReturn:
     try:
         child.run(number)
-    except BaseException:  # noqa: BLE001 -- it ends here, whatever it was
+    except BaseException:  # noqa: BLE001 -- nothing may return to the fork server's loop
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def _ended(pid: int) -> int:
+def _kill(pid: int) -> int:
+    """Kill a process; return its exit code, or the negative signal that ended it."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _fork() -> int:
-    with warnings.catch_warnings():  # from 3.12 on Python warns of threads, which some library may keep for itself
+    with warnings.catch_warnings():  # since 3.12 Python warns of threads, and a library may have started one of its own
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

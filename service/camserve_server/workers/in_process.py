@@ -1,4 +1,4 @@
-"""An engine in this process: for embedded use, and inside of a worker."""
+"""Worker in this process: for embedded use, and inside a worker process."""
 
 import gc
 import logging
@@ -27,25 +27,25 @@ from camserve_server.workers.warmup import warm_up, warm_up_all_sizes
 
 log = logging.getLogger(__name__)
 
-LARGE = frozenset({"bias", "curvature"})
-"""Kinds of pass whose batches take so much memory that what earlier ones have left is given back before."""
+LARGE_KINDS = frozenset({"bias", "curvature"})
+"""Kinds of pass that take much memory: memory freed by earlier batches is given back to the system before them."""
 
 _LOADING = threading.Lock()
-"""One model after another: random weights come from a generator that the whole process has in common."""
+"""Lock to load one model at a time, since random weights come from a generator that the whole process shares."""
 
 
 class _Lane:
-    """Runs one batch at a time: on a CPU in the caller's thread, on a GPU in one thread that stays.
+    """Runs one batch at a time: on a CPU in the caller's thread, on a GPU in one persistent thread.
 
-    cuDNN's plans (`thread_local` in ATen's Conv_v8.cpp) and cuBLAS's handles belong to the thread that made them. So a
-    new thread for each batch would make them for each batch, and a model that was warmed up elsewhere would be cold.
+    cuDNN's plans (`thread_local` in ATen's Conv_v8.cpp) and cuBLAS's handles belong to the thread that made them. A new
+    thread for each batch would make them anew, and a model that was warmed up in another thread would be cold.
 
     Args:
-        engine: that computes.
-        device: that it computes on.
+        engine: engine that computes.
+        device: device that it computes on.
 
     Attributes:
-        turn: held while a batch runs.
+        turn: lock that is held while a batch runs.
     """
 
     def __init__(self, engine: Engine, device: Device) -> None:
@@ -60,19 +60,19 @@ class _Lane:
         return self._thread.submit(self.engine.run, pass_, rows).result()
 
     def close(self) -> None:
-        """Let the thread end, after what it runs."""
+        """End the thread after the batch that it runs."""
         if self._thread:
             self._thread.shutdown(wait=False)
 
 
 class InProcessWorker:
-    """An engine in this process.
+    """Worker in this process.
 
-    Each thread makes the engine's device its current one before it computes. Otherwise torch would also take memory of
+    Each thread makes the worker's device its current one before it computes. Otherwise torch would also take memory of
     the first GPU, which is every thread's current device at first.
 
     Args:
-        setup: of the engine.
+        setup: configuration of the worker.
 
     Raises:
         RuntimeError: the device does not compute.
@@ -84,9 +84,9 @@ class InProcessWorker:
         self._device.initialize()
         self._models: dict[str, LoadedModel] = {}
         self._replicas: dict[str, LoadedModel] = {}
-        self._lanes = self._lane_of(self._models), self._lane_of(self._replicas)
+        self._lanes = self._make_lane(self._models), self._make_lane(self._replicas)
 
-    def _lane_of(self, models: dict[str, LoadedModel]) -> _Lane:
+    def _make_lane(self, models: dict[str, LoadedModel]) -> _Lane:
         setup = self._setup
         engine = Engine(models, device=setup.device, shares_device=setup.shares_device or setup.streams)
         return _Lane(engine, self._device)
@@ -96,18 +96,18 @@ class InProcessWorker:
         self._device.make_current()
         with _LOADING:
             torch.set_num_threads(self._setup.threads)
-            model = self._warmed(name, load(spec, self._setup.device, rows=self._setup.max_rows))
+            model = self._add_warm(name, load(spec, self._setup.device, rows=self._setup.max_rows))
             if (self._setup.partitioned or self._setup.streams) and (replica := model.replica()):
                 self._add_replica(name, replica)
         fields = logs.fields(source=model.info.source, layer=model.info.default_layer, device=self._setup.device)
         log.info("model %s is warm", name, extra=fields)
         return model.info
 
-    def _warmed(self, name: str, model: LoadedModel) -> LoadedModel:
-        """Add a model and warm it up, without its accelerated copy if that fails.
+    def _add_warm(self, name: str, model: LoadedModel) -> LoadedModel:
+        """Add a model and warm it up; without its accelerated copy if that fails.
 
         Raises:
-            Exception: whatever the model itself raises.
+            Exception: any error of the model itself.
         """
         try:
             self._add(0, name, model)
@@ -119,41 +119,42 @@ class InProcessWorker:
             return model
         model = replace(model, accelerated=None)
         self._add(0, name, model)
-        words = "model %s runs without its accelerated copy, which failed to warm up (%s)"
-        log.warning(words, model.info.name, reason)
+        message = "model %s runs without its accelerated copy, which failed to warm up (%s)"
+        log.warning(message, model.info.name, reason)
         return model
 
     def _add_replica(self, name: str, replica: LoadedModel) -> None:
-        """Add a model's twin, if it can be warmed up."""
+        """Add a model's replica, if it can be warmed up."""
         try:
             self._add(1, name, replica)
-        except Exception as error:  # noqa: BLE001 -- whatever a user's module raises: one batch after the other, then
+        except Exception as error:  # noqa: BLE001 -- any error of a user's module; batches then run one at a time
             reason = f"{type(error).__name__}: {error}"
-            log.warning("model %s runs one batch at a time: its twin failed to warm up (%s)", replica.info.name, reason)
+            message = "model %s runs one batch at a time: its replica failed to warm up (%s)"
+            log.warning(message, replica.info.name, reason)
 
-    def _add(self, place: int, name: str, model: LoadedModel) -> None:
-        """Add a model, or its twin, and warm it up where it will run; rows name it only once it is loaded."""
-        known, run = (self._models, self._replicas)[place], partial(self._run_in, self._lanes[place])
-        known[name] = model
-        self._device.synchronize()  # the weights come in another stream than the lanes'
+    def _add(self, index: int, name: str, model: LoadedModel) -> None:
+        """Add a model, or its replica, and warm it up in the lane that will run it."""
+        models, run = (self._models, self._replicas)[index], partial(self._run_in, self._lanes[index])
+        models[name] = model
+        self._device.synchronize()  # the weights are copied in another stream than those of the lanes
         try:
             if self._device.is_cpu:
-                warm_up(run, name, model.info)  # beside the batches of other models
+                warm_up(run, name, model.info)  # batches of other models run meanwhile
             else:
                 warm_up_all_sizes(run, name, model.info, self._setup.max_rows)
         except BaseException:  # a model may call sys.exit
-            known.pop(name, None)
+            models.pop(name, None)
             raise
 
     def drop(self, name: str) -> None:
-        """Forget a model; see `WorkerProtocol.drop`."""
+        """Drop a model; see `WorkerProtocol.drop`."""
         self._device.make_current()
-        models = [known.pop(name, None) for known in (self._replicas, self._models)]
-        gone = [weakref.ref(model.module) for model in models if model]
-        del models
+        dropped = [models.pop(name, None) for models in (self._replicas, self._models)]
+        modules = [weakref.ref(model.module) for model in dropped if model]
+        del dropped
         gc.collect()
-        if any(module() is not None for module in gone):
-            # In a cycle that was taken out of the collector's rounds. To look at everything takes half a second.
+        if any(module() is not None for module in modules):
+            # A cycle of frozen objects, which the collector skips, keeps it alive. A full collection takes 0.5 s.
             gc.unfreeze()
             process.keep_objects()
         self._device.release_memory()
@@ -163,21 +164,20 @@ class InProcessWorker:
         """Run one batch; see `WorkerProtocol.run`."""
         self._device.make_current()
         if pass_.model not in self._models:
-            words = f"the model {pass_.model} was lost: it could not be loaded again"
-            raise Unavailable(words, retry_after=5.0, shed="model_failed")
+            message = f"the model {pass_.model} was lost: it could not be loaded again"
+            raise Unavailable(message, retry_after=5.0, shed="model_failed")
         replica = pass_.model in self._replicas
-        # What is oneDNN's or compiled in the twin computes with the model's own parameters: those stay as they are.
-        place = 1 if replica and (partition or pass_.randomised) else 0
-        threads = (
-            max(1, (self._setup.threads + 1 - partition) // 2)
-            if replica and partition is not None
-            else self._setup.threads
-        )
-        lane = self._lanes[place]
+        # A randomised pass exchanges parameters, so it runs on the replica. The accelerated copies of both compute with
+        # the parameters of the model itself, which must not change.
+        index = 1 if replica and (partition or pass_.randomised) else 0
+        threads = self._setup.threads
+        if replica and partition is not None:
+            threads = max(1, (threads + 1 - partition) // 2)
+        lane = self._lanes[index]
         with lane.turn:
-            if self._device.is_cpu and pass_.kind in LARGE:
+            if self._device.is_cpu and pass_.kind in LARGE_KINDS:
                 process.give_back()
-            self._take(threads)
+            self._set_threads(threads)
             return self._run_in(lane, pass_, rows)
 
     def _run_in(self, lane: _Lane, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
@@ -187,21 +187,21 @@ class InProcessWorker:
             self._release_memory()
             raise
 
-    def _take(self, threads: int) -> None:
-        """Have torch compute with so many threads in this one."""
+    def _set_threads(self, threads: int) -> None:
+        """Set how many threads torch computes with in the current thread."""
         if self._setup.partitioned and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
 
     def _release_memory(self) -> None:
-        """Give back what a batch left that found no memory: what is tried next may need it in another stream."""
+        """Free the memory of a batch that ran out of it, since the next try may need it in another stream."""
         gc.collect()
         self._device.release_memory()
 
     def row_bytes(self, name: str) -> Mapping[Kind, int]:
-        """Measure how much memory one input of a model takes; see `WorkerProtocol.row_bytes`."""
+        """Measure how many bytes one input of a model takes; see `WorkerProtocol.row_bytes`."""
         self._device.make_current()
         if not self._device.free_memory():
-            return {}  # neither does it tell what a batch takes
+            return {}  # such a device does not report the memory of a batch either
         return sizing.row_bytes(self._models[name].info, name, self._peak)
 
     def _peak(self, pass_: Pass, rows: Sequence[Row]) -> int:
@@ -210,7 +210,7 @@ class InProcessWorker:
             return self._device.peak_of(lambda: first.run(pass_, rows))
 
     def free_bytes(self) -> int:
-        """Return how much memory batches can take together; see `WorkerProtocol.free_bytes`."""
+        """Return how many bytes batches can take together; see `WorkerProtocol.free_bytes`."""
         self._device.make_current()
         first, second = self._lanes
         with first.turn, second.turn:
@@ -218,11 +218,11 @@ class InProcessWorker:
             return self._device.free_memory()
 
     def memory(self) -> Memory:
-        """Return how much memory it has; see `WorkerProtocol.memory`."""
+        """Return how much memory the worker uses; see `WorkerProtocol.memory`."""
         return Memory(process.resident(), *(self._device.memory() or ()))
 
     def close(self) -> None:
-        """Let the models go."""
+        """Drop all models, and end the threads of the lanes."""
         self._models.clear()
         self._replicas.clear()
         for lane in self._lanes:

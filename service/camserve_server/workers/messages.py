@@ -1,4 +1,4 @@
-"""What passes between a server and the process of an engine, over a socket that nobody else has."""
+"""Messages between a server and a worker process, over a private socket."""
 
 import pickle
 from dataclasses import dataclass
@@ -8,26 +8,26 @@ from camserve_server.telemetry import Memory
 
 Operation = Literal["run", "load", "drop", "row_bytes", "free_bytes"]
 
-HEARTBEAT_INTERVAL = 0.5  # seconds between two signs of life
+HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats
+HEARTBEAT_TIMEOUT = 4.0  # seconds without any message after which a worker process is considered hung
 DEVICE_LOST = 69  # exit code of a process that cannot use its device any more
-HEARTBEAT_TIMEOUT = 4.0  # seconds without one: whoever is silent for longer, has stopped
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an engine starts with.
+    """Configuration of a worker.
 
     Attributes:
-        device: "cpu" or "cuda:0".
-        threads: that torch computes with.
-        shares_device: whether other engines may work on that device at the same time.
-        log_level: least level that is logged.
+        device: device to compute on, such as "cpu" or "cuda:0".
+        threads: number of threads that torch computes with.
+        shares_device: True if other workers may use the device at the same time.
+        log_level: lowest level that is logged.
         log_format: "text" or "json".
-        path: where Python looks for modules.
-        partitioned: whether two batches may run at once, each with half of the threads.
-        streams: whether two batches may run at once, each in a stream of its own; on a GPU.
-        measure: whether it is to say how much memory it has.
-        max_rows: of a batch; a GPU is warmed up for batches up to this size.
+        path: folders in which Python searches for modules.
+        partitioned: True if two batches may run at once, each with half of the threads.
+        streams: True if two batches may run at once, each in a stream of its own on a GPU.
+        measure: True to report memory with each heartbeat.
+        max_rows: largest number of rows in a batch; a GPU is warmed up for batches up to this size.
     """
 
     device: str
@@ -44,16 +44,16 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Something to be done: a method of the engine's port, and what it is called with."""
+    """Call of a method of `WorkerProtocol` in a worker process."""
 
     number: int
-    what: Operation
+    operation: Operation
     arguments: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What came of it: a value, or the error."""
+    """Result of the request with the same number: a value, or an error."""
 
     number: int
     value: object = None
@@ -62,15 +62,15 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life; `ready` once the engine takes what it is asked, and its memory if that is wanted."""
+    """Sign of life. `ready` is True once the process accepts requests; `memory` is None unless it is measured."""
 
     ready: bool = True
     memory: Memory | None = None
 
 
 def packed(message: Setup | Request) -> bytes:
-    """Return a server's message as bytes; arrays are copied once, and objects that several rows share stay shared.
+    """Serialize a message of the server. Arrays are copied once, and objects that several rows share stay shared.
 
-    It is a pickle, because a worker obeys its server anyway. A worker's answers are not pickles: see `replies`.
+    It is a pickle, because a worker trusts its server. Messages of a worker are not pickles: see `replies`.
     """
     return pickle.dumps(message, protocol=5)

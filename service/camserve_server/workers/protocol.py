@@ -1,4 +1,4 @@
-"""What a server knows of an engine, wherever it lives."""
+"""Interface of a worker, in this process or in its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -10,52 +10,52 @@ from camserve_server.telemetry import Memory
 
 
 class WorkerProtocol(Protocol):
-    """An engine with the models that it was given; plain values go in and come out. Each call blocks its thread."""
+    """Worker and its models. Arguments and results are plain values, and calls block their thread."""
 
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
-        """Load a model, warm it up, and only then let rows name it; those of other models run meanwhile.
+        """Load a model and warm it up. Rows may name it afterwards. Batches of other models run meanwhile.
 
         Args:
-            name: by which rows mean it.
-            spec: which one.
+            name: name of the model in rows.
+            spec: source and options of the model.
 
         Raises:
-            ConfigError: it cannot be loaded, or cannot explain.
+            ConfigError: the model cannot be loaded, or cannot be explained.
         """
 
     def drop(self, name: str) -> None:
-        """Forget a model, and give its memory back."""
+        """Drop a model, and free its memory."""
 
     def run(self, pass_: Pass, rows: Sequence[Row], partition: Partition | None = None) -> list[RowResult]:
         """Run one batch; see `engine.Engine.run`.
 
         Args:
-            pass_: what the rows have in common.
-            rows: at least one.
-            partition: of the engine's cores, or of its streams, while the other partition runs another batch; None for
-                all.
+            pass_: pass that all rows share.
+            rows: at least one row.
+            partition: half of the cores, or stream, to run on while the other one runs another batch; None for the
+                whole worker.
 
         Raises:
-            WorkerLost: the process that ran it is gone.
-            ServiceError: whatever else went wrong.
+            WorkerLost: the process that ran the batch ended.
+            ServiceError: any other failure.
         """
 
     def row_bytes(self, name: str) -> Mapping[Kind, int]:
-        """Measure how much memory one input of a model takes in each kind of pass, while no batch runs.
+        """Measure how many bytes one input of a model takes in each kind of pass, while no batch runs.
 
         Raises:
-            WorkerLost: the process is gone.
+            WorkerLost: the process ended.
         """
 
     def free_bytes(self) -> int:
-        """Return how much memory of the engine's GPU batches can take together; 0 if it has none, or does not tell.
+        """Return how many bytes of GPU memory batches can take together; 0 without a GPU, or if it is unknown.
 
         Raises:
-            WorkerLost: the process is gone.
+            WorkerLost: the process ended.
         """
 
     def memory(self) -> Memory | None:
-        """Return how much memory it has, as far as that is known; from any thread, and at once."""
+        """Return how much memory the worker uses, or None if that is unknown. It does not block; from any thread."""
 
     def close(self) -> None:
-        """Let everything go; nothing is called afterwards."""
+        """Release everything. No method may be called afterwards."""

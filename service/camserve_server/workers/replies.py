@@ -1,8 +1,8 @@
 """Messages from a worker process to its server, in a format that cannot run code.
 
-Pickle can run code: a worker process that a model or a photo took over, through native code, would take over the server
-as well. A message here is JSON, followed by the bytes of its arrays. Reading it creates only values of `CLASSES` and
-our own errors.
+Pickle can run code. With it, a model or a photo that took over a worker process, through native code, would take over
+the server as well. A message here is JSON, followed by the bytes of its arrays. Reading it creates only values of
+`CLASSES` and our own errors.
 """
 
 import json
@@ -53,15 +53,15 @@ CLASSES: tuple[type[Any], ...] = (
     LayerInfo,
     ModelInfo,
 )
-"""Classes of the values in a message, besides numbers, texts, bytes, arrays, tuples and tables."""
+"""Classes of the values in a message, besides numbers, strings, bytes, arrays, tuples and mappings."""
 
-_NAMED = MappingProxyType({kind.__name__: kind for kind in CLASSES})
+_CLASSES_BY_NAME = MappingProxyType({kind.__name__: kind for kind in CLASSES})
 _ERRORS: Mapping[str, type[Exception]] = MappingProxyType(
     {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
     | {"RuntimeError": RuntimeError}
 )
-_DTYPES = MappingProxyType({np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLqQefd"})  # none holds objects
-_HEAD = struct.Struct("<II")
+_DTYPES = MappingProxyType({np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLqQefd"})  # no arrays of objects
+_HEAD = struct.Struct("<II")  # bytes of the JSON body, and of the JSON table of arrays
 
 
 class BadMessageError(Exception):
@@ -79,38 +79,39 @@ def _allowed(hint: Any) -> tuple[type, ...]:
     return (float, int) if kind is float else (kind,) if isinstance(kind, type) else (object,)
 
 
-# Only for the results of batches: the description of a model comes in part from a user's own code.
-_FIELDS = MappingProxyType(
+# Field types are checked only for the results of batches: the description of a model comes in part from a user's code.
+_FIELD_TYPES = MappingProxyType(
     {kind: tuple(map(_allowed, get_type_hints(kind).values())) for kind in (Heartbeat, Memory, Response, RowResult)}
 )
 
 
-def _values_of(kind: type[Any]) -> Any:
-    names = [one.name for one in fields(kind)]
+def _getter(kind: type[Any]) -> Any:
+    """Return a function that returns the field values of an instance as a tuple."""
+    names = [item.name for item in fields(kind)]
     return attrgetter(*names) if len(names) > 1 else lambda value: (getattr(value, names[0]),)
 
 
-_VALUES = MappingProxyType({kind: _values_of(kind) for kind in CLASSES})
+_GETTERS = MappingProxyType({kind: _getter(kind) for kind in CLASSES})
 
 
 def packed(message: Response | Heartbeat) -> bytes:
-    """Return a message as bytes; an array that occurs in it several times is sent once.
+    """Serialize a message. An array that occurs several times is sent once.
 
     Raises:
-        TypeError: it contains a value that a message may not have: see `CLASSES`.
+        TypeError: a value is not of one of the `CLASSES`.
     """
-    places: dict[int, int] = {}
+    indices: dict[int, int] = {}  # index of each array, by its id
     arrays: list[np.ndarray[Any, Any]] = []
 
     def plain(value: Any) -> object:
         if isinstance(value, np.ndarray):
-            place = places.setdefault(id(value), len(arrays))
-            if place == len(arrays):
+            index = indices.setdefault(id(value), len(arrays))
+            if index == len(arrays):
                 arrays.append(value)
-            return {"array": place}
-        if (values := _VALUES.get(type(value))) is not None:
-            return {type(value).__name__: [_items(one) for one in values(value)]}
-        return _plain(value)
+            return {"array": index}
+        if (getter := _GETTERS.get(type(value))) is not None:
+            return {type(value).__name__: [_encode_mapping(item) for item in getter(value)]}
+        return _encode(value)
 
     body = json.dumps(message, default=plain).encode()
     table = json.dumps([(array.dtype.str, array.shape) for array in arrays]).encode()
@@ -119,11 +120,11 @@ def packed(message: Response | Heartbeat) -> bytes:
     )
 
 
-def _items(value: object) -> object:
+def _encode_mapping(value: object) -> object:
     return {"table": list(value.items())} if isinstance(value, Mapping) else value
 
 
-def _plain(value: object) -> object:
+def _encode(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, bytes):
@@ -136,7 +137,7 @@ def _plain(value: object) -> object:
 
 
 def unpacked(data: bytes) -> Response | Heartbeat:
-    """Read a message.
+    """Deserialize a message.
 
     Raises:
         BadMessageError: the bytes are not a message.
@@ -144,54 +145,55 @@ def unpacked(data: bytes) -> Response | Heartbeat:
     try:
         body, table = _HEAD.unpack_from(data)
         begin = _HEAD.size + body
-        arrays = _arrays(data, json.loads(data[begin : begin + table]), begin + table)
-        message = json.loads(data[_HEAD.size : begin], object_hook=lambda entry: _made(entry, arrays))
-    except Exception as error:  # any error of a parser or a constructor
+        arrays = _read_arrays(data, json.loads(data[begin : begin + table]), begin + table)
+        message = json.loads(data[_HEAD.size : begin], object_hook=lambda entry: _decode(entry, arrays))
+    except Exception as error:  # whatever a parser or a constructor raises for such bytes
         raise BadMessageError(f"sent bytes that are not a message ({type(error).__name__})") from error
     if not isinstance(message, Response | Heartbeat):
-        raise BadMessageError("sent a message that is neither a reply nor a sign of life")
+        raise BadMessageError("sent a message that is neither a response nor a heartbeat")
     return message
 
 
-def _arrays(data: bytes, table: list[tuple[str, list[int]]], at: int) -> list[np.ndarray[Any, Any]]:
+def _read_arrays(data: bytes, table: list[tuple[str, list[int]]], at: int) -> list[np.ndarray[Any, Any]]:
     arrays = []
     for name, shape in table:
         if not all(type(length) is int and length >= 0 for length in shape):
             raise ValueError("an array has no proper shape")
         dtype, count = _DTYPES[name], math.prod(shape)
-        # A copy, which is writable and does not keep the message in memory.
+        # A copy is writable, and does not keep the message in memory.
         arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape).copy() if count else np.empty(shape, dtype))
         at += count * dtype.itemsize
     return arrays
 
 
-def _made(entry: dict[str, Any], arrays: list[np.ndarray[Any, Any]]) -> object:
-    """Return the value that a JSON object stands for."""
+def _decode(entry: dict[str, Any], arrays: list[np.ndarray[Any, Any]]) -> object:
+    """Return the value of a JSON object."""
     ((name, value),) = entry.items()
-    if (kind := _NAMED.get(name)) is not None:
-        values = [_tuples(one) for one in value]
-        for one, allowed in zip(values, _FIELDS.get(kind, ()), strict=False):
-            if not isinstance(one, allowed):
-                raise TypeError(f"a {name} with a {type(one).__name__}")
+    if (kind := _CLASSES_BY_NAME.get(name)) is not None:
+        values = [_to_tuples(item) for item in value]
+        for item, allowed in zip(values, _FIELD_TYPES.get(kind, ()), strict=False):
+            if not isinstance(item, allowed):
+                raise TypeError(f"a {name} with a {type(item).__name__}")
         return kind(*values)
     if name == "array":
         return arrays[value]
     if name == "table":
-        return {key: _tuples(one) for key, one in value}
+        return {key: _to_tuples(item) for key, item in value}
     if name == "bytes":
         return bytes.fromhex(value)
     if name == "error":
-        return _error(*value)
+        return _make_error(*value)
     raise ValueError("no such class")
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if type(value) is list else value
+def _to_tuples(value: Any) -> Any:
+    """Return a value with tuples for the lists of JSON, at any depth."""
+    return tuple(map(_to_tuples, value)) if type(value) is list else value
 
 
-def _error(name: str, words: str, *details: Any) -> Exception:
+def _make_error(name: str, message: str, *details: Any) -> Exception:
     kind = _ERRORS[name]
     if not issubclass(kind, ServiceError):
-        return kind(words)
+        return kind(message)
     field, retry_after, shed = details
-    return kind(words, field=field, retry_after=retry_after, shed=shed)
+    return kind(message, field=field, retry_after=retry_after, shed=shed)

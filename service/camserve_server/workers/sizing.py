@@ -1,4 +1,4 @@
-"""How much of a GPU's memory one input takes, measured with a batch of each kind of pass."""
+"""Measure how much GPU memory one input takes, with a batch of each kind of pass."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,8 @@ from camserve_server.targets import anything
 
 log = logging.getLogger(__name__)
 
-INPUTS = 8, 1
-"""Of the batch that is measured: several, as the memory of one alone is mostly the libraries'; one if these fit not."""
+BATCH_SIZES = 8, 1
+"""Inputs in the measured batch: several, because the memory of one is mostly the libraries'; one if 8 do not fit."""
 
 METHODS: Mapping[Kind, str] = {
     "score": "",
@@ -29,37 +29,39 @@ METHODS: Mapping[Kind, str] = {
     "bias": "fullgrad",
     "features": "",
 }
-"""A method of each kind of pass. "inspect" is not among them: it runs one input after another."""
+"""A method of each kind of pass. "inspect" is missing, because it runs one input after another."""
 
 Peak = Callable[[Pass, Sequence[Row]], int]
-"""Runs a batch, and returns by how many bytes the memory in use rose at most."""
+"""Function that runs a batch, and returns by how many bytes the memory in use rose at most."""
 
 
 def row_bytes(info: ModelInfo, name: str, peak: Peak) -> dict[Kind, int]:
-    """Return how many bytes one input takes, by the kind of pass; a kind that the model cannot run is left out.
+    """Return how many bytes one input takes in each kind of pass that the model can run.
 
     Args:
-        info: of the model.
-        name: by which rows mean it.
-        peak: measures a batch.
+        info: description of the model.
+        name: name of the model in rows.
+        peak: function that measures a batch.
     """
-    return {kind: found for kind in METHODS if (found := _measured(info, typical(info, kind, name), peak))}
+    return {kind: size for kind in METHODS if (size := _measure(info, typical(info, kind, name), peak))}
 
 
-def _measured(info: ModelInfo, pass_: Pass, peak: Peak) -> int:
-    for count in INPUTS:
+def _measure(info: ModelInfo, pass_: Pass, peak: Peak) -> int:
+    for count in BATCH_SIZES:
         try:
-            peak(pass_, rows_of(info, pass_.kind, 1))  # what is made on first use, and then stays, is not the rows'
+            peak(
+                pass_, rows_of(info, pass_.kind, 1)
+            )  # memory that is allocated on first use, and stays, does not count
             return peak(pass_, rows_of(info, pass_.kind, count)) // count
         except OutOfMemory:
             continue
-        except Exception as error:  # noqa: BLE001 -- whatever a model raises that has no attention, or no second derivative
+        except Exception as error:  # noqa: BLE001 -- any error of a model without attention, or without second derivatives
             log.debug("model %s: no %s pass was measured: %s", info.name, pass_.kind, error)
             break
     return 0
 
 
 def rows_of(info: ModelInfo, kind: Kind, count: int) -> list[Row]:
-    """Return rows of as many images, since rows of one image share an input."""
+    """Return rows with an image each, since rows with the same image share an input."""
     calls = (MethodCall(METHODS[kind]),) if METHODS[kind] else ()
     return [Row(np.full((*info.preprocess.size, 3), 128, np.uint8), anything(info), calls) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The first batches of a model, run while it is loaded, so that no request pays for what is made on first use."""
+"""Warm-up: run the first batches of a model while it is loaded, so that no request pays the cost of first use."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,44 +16,44 @@ KINDS: tuple[Kind, ...] = ("cam", "saliency", "score")
 """Kinds of pass that most requests need."""
 
 Run: TypeAlias = Callable[[Pass, Sequence[Row]], object]
-"""Runs a batch on the model, and raises what the engine raises."""
+"""Function that runs a batch on the model, and raises the errors of the engine."""
 
 
 def warm_up(run: Run, name: str, info: ModelInfo) -> None:
-    """Run one row of Grad-CAM and one of saliency: enough on a CPU."""
+    """Run one row of Grad-CAM and one of saliency, which is enough on a CPU."""
     for kind in KINDS[:2]:
         run(typical(info, kind, name), rows_of(info, kind, 1))
 
 
 def warm_up_all_sizes(run: Run, name: str, info: ModelInfo, max_rows: int) -> None:
-    """Run batches of 1, 2, 4, … rows: a GPU loads kernels and plans convolutions for each size.
+    """Run batches of 1, 2, 4, … rows, because a GPU loads kernels and plans convolutions for each size.
 
-    Where memory ends before, the log tells the size, and larger batches of that kind are not tried.
+    When a batch runs out of memory, its size is logged, and larger batches of that kind are not tried.
 
     Args:
-        run: runs a batch.
-        name: by which it knows the model.
-        info: of the model.
-        max_rows: of the largest batch.
+        run: function that runs a batch.
+        name: name of the model in rows.
+        info: description of the model.
+        max_rows: number of rows in the largest batch.
 
     Raises:
-        OutOfMemory: there is not enough memory for one row.
+        OutOfMemory: a single row does not fit in memory.
     """
     for kind in KINDS:
-        fit = 0
+        fitting = 0
         for size in _sizes(max_rows):
             try:
                 run(typical(info, kind, name), rows_of(info, kind, size))
             except OutOfMemory:
-                if not fit:
+                if not fitting:
                     raise
-                words = "model %s: memory is enough for %d images in a batch of %s, and not for %d"
-                log.warning(words, info.name, fit, kind, size)
+                message = "model %s: memory is enough for %d images in a batch of %s, and not for %d"
+                log.warning(message, info.name, fitting, kind, size)
                 break
-            fit = size
+            fitting = size
 
 
-def _sizes(most: int) -> Iterator[int]:
+def _sizes(max_rows: int) -> Iterator[int]:
     """Yield the powers of two below a size, and the size."""
-    yield from (1 << power for power in range((most - 1).bit_length()))
-    yield most
+    yield from (1 << power for power in range((max_rows - 1).bit_length()))
+    yield max_rows
