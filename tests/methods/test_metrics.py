@@ -123,7 +123,7 @@ def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(m
     heatmap = maps(subject, image, subject.info.default_layer, TABBY_LIKE)["gradcam"]
     baselines = {
         "deletion": None,
-        "insertion": lambda image: torch.from_numpy(faithfulness.blurred(image[0].float().numpy())).to(image)[None],
+        "insertion": lambda image: torch.from_numpy(faithfulness.blur(image[0].float().numpy())).to(image)[None],
     }
 
     def theirs(model, name):
@@ -149,7 +149,7 @@ def test_the_blur_is_the_papers_kernel_of_11_pixels_and_sigma_5():
     image = np.random.default_rng(0).standard_normal((3, 40, 30)).astype(np.float32)
     theirs = nn.functional.conv2d(torch.from_numpy(image)[None].double(), kernel, padding=5, groups=3)[0].numpy()
 
-    np.testing.assert_allclose(faithfulness.blurred(image), theirs, atol=1e-6)
+    np.testing.assert_allclose(faithfulness.blur(image), theirs, atol=1e-6)
 
 
 @THEIRS
