@@ -293,7 +293,7 @@ def test_the_photo_and_the_map_are_left_as_they_were():
 
 def test_a_photo_too_long_for_webp_is_refused_in_words():
     photo = np.zeros((1, 16384, 3), np.uint8)
-    with pytest.raises(InvalidArgument, match="16,383 pixels on a side: set max_side, or ask for PNG"):
+    with pytest.raises(InvalidArgument, match="16,383 pixels on a side: set max_side, or request PNG"):
         render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp"))
     assert render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp", max_side=16000))[0].width == 16000
     assert overlay(photo, seen=Box(0, 0, 16384, 1)).shape == (1, 16384, 3)
