@@ -505,7 +505,7 @@ def test_a_box_that_is_not_there_and_maps_that_are_empty_are_no_surprise():
     assert [METRICS[name].judge(empty).value for name in ("sparseness", "complexity", "energy_in_box")] == [0, 0, 0]
     assert not empty.intensity.any()
     assert repetition.rank_correlation(np.eye(3), np.full((3, 3), np.nan)) == 0
-    with pytest.raises(ValueError, match="no box"):
+    with pytest.raises(ValueError, match="needs a box"):
         METRICS["energy_in_box"].judge(replace(empty, box=None))
 
 

@@ -167,12 +167,12 @@ def test_bmp_stored_from_top_to_bottom_and_bmp_of_os2():
         (b"II*\0", "it starts like a TIFF"),
         (b"/9j/4AAQSkZJRg", "send the bytes themselves"),
         (b"hello", "not a JPEG, PNG, WebP or BMP file"),
-        (b"\xff\xd8\xff", "the JPEG file is cut short or broken"),
-        (b"\x89PNG\r\n\x1a\n", "the PNG file is cut short or broken"),
-        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\x0dtEXt" + b"\1" * 8, "the PNG file is cut short or broken"),
-        (b"BM", "the BMP file is cut short or broken"),
-        (b"BM" + bytes(60), "the BMP file is cut short or broken"),
-        (b"RIFF\0\0\0\0WEBPVP8X", "the WebP file is cut short or broken"),
+        (b"\xff\xd8\xff", "the JPEG file is truncated or broken"),
+        (b"\x89PNG\r\n\x1a\n", "the PNG file is truncated or broken"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\x0dtEXt" + b"\1" * 8, "the PNG file is truncated or broken"),
+        (b"BM", "the BMP file is truncated or broken"),
+        (b"BM" + bytes(60), "the BMP file is truncated or broken"),
+        (b"RIFF\0\0\0\0WEBPVP8X", "the WebP file is truncated or broken"),
     ],
 )
 def test_what_is_no_photo_is_refused_in_words(start, words):
@@ -248,7 +248,7 @@ def test_what_opencv_itself_refuses_is_refused(monkeypatch):
         raise cv2.error
 
     monkeypatch.setattr(images.cv2, "imdecode", refuse)
-    with pytest.raises(InvalidArgument, match="cut short or broken"):
+    with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(KINDS["rgb"], LIMITS)
 
 
@@ -272,7 +272,7 @@ def test_a_chunk_that_claims_to_be_huge_costs_nothing(kind):
     """OpenCV would set the memory aside before it looks whether the file is as long."""
     file = KINDS["rgb"]
     at = file.find(b"IDAT") - 4
-    with at_most_mb(10), pytest.raises(InvalidArgument, match="cut short or broken"):
+    with at_most_mb(10), pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[:at] + b"\xcc\0\0\0" + kind + file[at + 8 :], LIMITS)
 
 
@@ -307,7 +307,7 @@ def test_a_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, wor
     deflated += b"".join(stream.compress(bytes(1 << 24)) for _ in range(rows >> 24)) + stream.flush()
     idat = struct.pack(">I4s", len(deflated), b"IDAT") + deflated + struct.pack(">I", zlib.crc32(b"IDAT" + deflated))
     bomb = file[: file.find(b"IDAT") - 4] + idat + file[-12:]
-    with at_most_mb(10), pytest.raises(InvalidArgument, match="the PNG file is cut short or broken"):
+    with at_most_mb(10), pytest.raises(InvalidArgument, match="the PNG file is truncated or broken"):
         images.decode(bomb, LIMITS)
     assert work.decoded == []
     assert work.inflated <= images._most_inflated(bomb, (side, side)) + images._SLICE
@@ -329,7 +329,7 @@ def test_a_png_of_endless_chunks_is_refused(work):
     file, chunk = KINDS["rgb"], struct.pack(">I4sI", 0, b"prVt", zlib.crc32(b"prVt"))
     assert images.decode(file[:-12] + chunk * 1000 + file[-12:], LIMITS).size
     work.chunks = 0
-    with pytest.raises(InvalidArgument, match="cut short or broken"):
+    with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[:-12] + chunk * 1_000_000 + file[-12:], LIMITS)
     assert work.chunks <= images._MAX_CHUNKS
     assert len(work.decoded) == 1
@@ -429,7 +429,7 @@ ONE_FRAME = [kind for kind in KINDS if "animated" not in kind and "two pictures"
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.98])
 def test_a_truncated_file_is_refused(kind, share):
     file = KINDS[kind]
-    with pytest.raises(InvalidArgument, match="cut short or broken"):
+    with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[: int(len(file) * share)], LIMITS)
 
 
