@@ -267,7 +267,7 @@ OPPOSITES = (ContrastTarget(281, 282), ContrastTarget(282, 281))
 
 
 def test_the_sign_of_an_eigencam_is_that_of_the_scores_slope_along_the_component():
-    """What the docstring says of the covariance with Grad-CAM's map: v · Σg ≥ 0."""
+    """The docstring states the sign: v · Σg ≥ 0."""
     activations, gradients = drawn(6, 8, 3, 4)
     for a, g, found in zip(activations, gradients, weigh("eigencam", activations, gradients), strict=True):
         rows = a.flatten(1).T - a.flatten(1).mean(1)
@@ -366,7 +366,7 @@ def test_smooth_grad_cam_plus_plus_without_noise_is_grad_cam_plus_plus(smooth):
     assert error_ratio(calm, plain, found_on(exact(smooth), noise(0, 16), "gradcam_plus_plus", "conv")) <= 1
 
 
-def test_smooth_grad_cam_plus_plus_is_the_same_bytes_for_a_seed_and_another_map_for_another(smooth):
+def test_smooth_grad_cam_plus_plus_depends_on_its_seed_alone(smooth):
     one, again, other = (
         found_on(smooth, noise(0, 16), call("smoothgradcam_plus_plus", samples=3, seed=seed), "conv")
         for seed in (4, 4, 5)
@@ -375,7 +375,7 @@ def test_smooth_grad_cam_plus_plus_is_the_same_bytes_for_a_seed_and_another_map_
     assert gap(one, other) > 0.01
 
 
-def test_smooth_grad_cam_plus_plus_weighs_the_features_of_the_image_itself_on_every_layer(smooth):
+def test_smooth_grad_cam_plus_plus_weights_the_images_own_feature_maps(smooth):
     method = call("smoothgradcam_plus_plus", samples=3)
     asked = job(smooth, [method, "gradcam"], [ClassTarget(1), ClassTarget(2)], ["conv", "layer"])
     assert asked.rows == 2 * (1 + 3)

@@ -72,7 +72,7 @@ def test_layers_are_fused_target_by_target(resnet):
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3.0, [[0.0, 1.0]]), (0.0, [[0.0, 0.0]]), (-1.0, [[0.0, 0.0]])])
-def test_a_layer_that_says_the_same_everywhere_changes_no_product_if_it_speaks_for_the_target(value, expected):
+def test_constant_positive_layer_leaves_a_product_unchanged(value, expected):
     layers = [
         LayerMaps(name, [RawMap(np.array(heatmap, np.float32))])
         for name, heatmap in (("told", [[1.0, 5.0]]), ("flat", [[value, value]]))
@@ -259,7 +259,7 @@ def test_fullgrad_answers_every_row_of_a_batch_as_if_it_were_alone(biased):
 
 
 def counted(model, size=16):
-    """How many biases are found, and the shapes of their sums."""
+    """Return the number of biases and the shapes of their sums."""
     pictures = inputs(model, noise(0, size)).requires_grad_()
     return [tuple(one.output.shape[1:]) for one in bias.seen(model, pictures)[1]]
 

@@ -78,7 +78,7 @@ def shown_to(model, image, heatmap, target=TABBY_LIKE):
 
 
 def evaluated(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
-    """What a metric that edits the image says of any map."""
+    """Return a perturbation metric's reading of any map."""
     shown = shown_to(model, image, heatmap, target)
     judging = METRICS[name].judge(shown, **metric(name, **parameters).parameters)
     edits = next(judging)
@@ -392,7 +392,7 @@ def _same(parameter, module, name):
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_a_module_has_the_same_random_weights_in_every_stage_and_others_with_another_seed(resnet):
+def test_random_weights_of_a_module_depend_on_the_seed_and_not_on_the_stage(resnet):
     seen = []
     for how in (Randomised(1), Randomised(30), Randomised(30, seed=1)):
         with randomised(resnet, how):
@@ -434,7 +434,7 @@ def test_a_request_costs_what_it_says_and_every_map_has_every_reading(resnet):
 
 
 def test_each_reading_is_of_its_own_map(resnet):
-    """What is asked together is what each map has alone: layers, targets and methods are not mixed up."""
+    """Readings of a joint request equal those of single requests: layers, targets and methods are not mixed up."""
     image, metrics = noise(0, 64), [metric(name, **few(name)) for name in EVERYTHING]
     targets, layers = [ClassTarget(4), ContrastTarget(1, 2)], ["layer3", "layer4"]
     outcome, together = evaluate(resnet, image, job(resnet, ["gradcam", "saliency"], targets, layers), metrics, CENTRE)
