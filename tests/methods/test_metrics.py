@@ -278,7 +278,7 @@ class Patch(nn.Module):
         return torch.stack([torch.zeros_like(said), said], 1)
 
 
-def test_where_the_truth_is_known_the_true_map_gets_the_best_reading_there_is(plant):
+def test_true_map_of_a_known_model_has_the_best_reading(plant):
     model, image = plant(Patch), noise(0, 16) // 4
     image[4:8, 8:12] = 255
     true = np.zeros((16, 16), np.float32)
@@ -418,7 +418,7 @@ CENTRE = Box(16, 16, 48, 48)
 CURVES = ("deletion", "insertion", "road")
 
 
-def test_a_request_costs_what_it_says_and_every_map_has_every_reading(resnet):
+def test_evaluation_runs_the_announced_rows_and_reads_every_map(resnet):
     calls = ["gradcam", "saliency", call("smoothgrad", samples=2)]
     asked = job(resnet, calls, [RankTarget(0), ClassTarget(4)], ["layer3", "layer4"])
     given = {"insertion": {"steps": 3}, "road": {"steps": 1}, "randomisation": {"stages": 3}}
@@ -470,7 +470,7 @@ class Constant(nn.Module):
         return self.weight * self.conv(image).mean((2, 3))
 
 
-def test_a_map_that_ranks_no_pixel_has_no_reading_and_it_says_why(plant):
+def test_constant_map_has_no_reading_and_a_reason(plant):
     model = plain(plant(lambda: Constant(1.0)))
     model.module.weight = 0.0
     count = []
@@ -482,7 +482,7 @@ def test_a_map_that_ranks_no_pixel_has_no_reading_and_it_says_why(plant):
     assert sum(rows for _, rows in count) == 1
 
 
-def test_every_metric_says_what_it_does_and_edits_as_often_as_it_counts(lite0, photos, gradcam):
+def test_every_metric_is_documented_and_yields_its_announced_edits(lite0, photos, gradcam):
     for name, one in METRICS.items():
         assert one.paper
         assert one.about.__doc__.split("\n")[0].endswith(".")
@@ -499,7 +499,7 @@ def test_every_metric_says_what_it_does_and_edits_as_often_as_it_counts(lite0, p
             assert edits == one.count(**parameters)
 
 
-def test_a_box_that_is_not_there_and_maps_that_are_empty_are_no_surprise():
+def test_missing_boxes_and_empty_maps_are_handled():
     empty = make_metric_input(np.zeros((3, 8, 8), np.float32), np.zeros((2, 2), np.float32), 0.5, WHOLE, CENTRE)
 
     assert [METRICS[name].judge(empty).value for name in ("sparseness", "complexity", "energy_in_box")] == [0, 0, 0]
@@ -510,7 +510,7 @@ def test_a_box_that_is_not_there_and_maps_that_are_empty_are_no_surprise():
 
 
 @pytest.mark.parametrize(("method", "fails"), [("edges", True), ("gradcam", False)])
-def test_a_map_that_does_not_depend_on_the_weights_is_named(lite0, photos, method, fails):
+def test_map_that_ignores_the_weights_gets_a_warning(lite0, photos, method, fails):
     """Adebayo et al. 2018: what resembles edges passes for an explanation, whatever the model has learned."""
     asked = job(lite0, [method], [TABBY_LIKE])
     ((reading,),) = evaluate(lite0, photos["chelsea"], asked, [metric("randomisation", stages=3)])[1]
