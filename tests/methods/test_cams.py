@@ -175,7 +175,7 @@ def test_a_formula_treats_every_image_of_a_batch_alone(name):
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("nothing", ["activations", "gradients"])
-def test_where_there_is_nothing_to_weigh_a_map_is_finite(name, nothing):
+def test_maps_of_zero_gradients_and_activations_are_finite(name, nothing):
     found = {key: torch.zeros_like(one) if key == nothing else one for key, one in named(drawn(2, 8, 3, 4)).items()}
     assert weigh(name, **found).isfinite().all()
 
@@ -185,7 +185,7 @@ def named(pair):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_an_image_whose_features_are_not_finite_leaves_its_neighbours_alone(name):
+def test_non_finite_features_do_not_affect_batch_neighbours(name):
     activations, gradients = drawn(3, 8, 3, 4)
     clean, truth = weigh(name, activations, gradients), weigh(name, activations.double(), gradients.double())
     activations[1, 2, 0, 0] = torch.nan
@@ -196,7 +196,7 @@ def test_an_image_whose_features_are_not_finite_leaves_its_neighbours_alone(name
 
 @pytest.mark.parametrize("variant", ["paper", "official"])
 @pytest.mark.parametrize("scale", [1e-9, 1e-4, 1e6])
-def test_grad_cam_plus_plus_keeps_its_map_when_a_layer_is_written_in_other_units(variant, scale):
+def test_grad_cam_plus_plus_is_invariant_to_the_scale_of_a_layer(variant, scale):
     activations, gradients = drawn(2, 8, 3, 4)
     plain = weigh("gradcam_plus_plus", activations, gradients, variant=variant)
     truth = weigh("gradcam_plus_plus", activations.double(), gradients.double(), variant=variant)
@@ -204,7 +204,7 @@ def test_grad_cam_plus_plus_keeps_its_map_when_a_layer_is_written_in_other_units
     assert error_ratio(found, plain, truth) <= 1
 
 
-def test_with_a_constant_in_its_denominator_grad_cam_plus_plus_would_not():
+def test_grad_cam_plus_plus_with_an_epsilon_depends_on_the_scale_of_a_layer():
     """A planted fault: the test above catches what pytorch-grad-cam does."""
     activations, gradients = (one.numpy() for one in drawn(2, 8, 3, 4))
     with pytorch_grad_cam.GradCAMPlusPlus(Toy(), [Toy().layer]) as cam:
@@ -215,7 +215,7 @@ def test_with_a_constant_in_its_denominator_grad_cam_plus_plus_would_not():
     assert gap(small.sum(1), plain.sum(1)) > 0.1
 
 
-def test_where_a_sum_of_activations_is_negative_alpha_is_a_half():
+def test_alpha_is_a_half_if_the_sum_of_activations_is_negative():
     """Equation 19 has a pole there, which feature maps behind a ReLU never come near."""
     gradients = torch.full((1, 1, 2, 2), 0.5)
     activations = torch.full((1, 1, 2, 2), -1.0)  # 2 + g ΣA is zero
@@ -223,7 +223,7 @@ def test_where_a_sum_of_activations_is_negative_alpha_is_a_half():
     assert gap(found, 4 * 0.5 * 0.5 * activations) <= 1e-6
 
 
-def test_the_two_variants_of_grad_cam_plus_plus_agree_where_sums_are_negative(lite0, photos):
+def test_variants_of_grad_cam_plus_plus_agree_if_sums_are_negative(lite0, photos):
     """Behind a linear bottleneck half of the sums are: with the pole, the two correlate by -0.6 on one photo."""
     calls = tuple(call("gradcam_plus_plus", variant=variant) for variant in ("paper", "official"))
     rows = [Row(photo, RankTarget(0), calls) for photo in photos.values()]
@@ -255,7 +255,7 @@ def test_a_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
 
 
 @pytest.mark.parametrize("name", ["eigencam", "kpcacam"])
-def test_a_principal_component_is_turned_to_where_the_score_rises(lite0, photos, name):
+def test_sign_of_a_principal_component_is_that_of_the_rising_score(lite0, photos, name):
     for photo in photos.values():
         found = maps(lite0, photo, lite0.info.default_layer, RankTarget(0), ("gradcam", name))
         assert np.corrcoef(found["gradcam"].ravel(), found[name].ravel())[0, 1] >= 0
@@ -266,8 +266,8 @@ def test_a_principal_component_is_turned_to_where_the_score_rises(lite0, photos,
 OPPOSITES = (ContrastTarget(281, 282), ContrastTarget(282, 281))
 
 
-def test_the_sign_of_an_eigencam_is_that_of_the_scores_slope_along_the_component():
-    """What the docstring says of the covariance with Grad-CAM's map: v · Σg ≥ 0."""
+def test_sign_of_eigencam_is_that_of_the_scores_slope_along_the_component():
+    """The docstring states the sign: v · Σg ≥ 0."""
     activations, gradients = drawn(6, 8, 3, 4)
     for a, g, found in zip(activations, gradients, weigh("eigencam", activations, gradients), strict=True):
         rows = a.flatten(1).T - a.flatten(1).mean(1)
@@ -289,18 +289,18 @@ def numpys(terms):
     return found * np.sign((found * terms.sum(0)).sum())
 
 
-def test_a_linear_kernel_is_no_kernel():
+def test_kpcacam_with_a_linear_kernel_is_eigencam():
     activations, gradients = drawn(3, 8, 3, 4)
     kernel, eigen = weigh("kpcacam", activations, gradients, kernel="linear"), weigh("eigencam", activations, gradients)
     assert error_ratio(kernel, eigen, weigh("eigencam", activations.double(), gradients.double())) <= 1
 
 
-def test_a_grid_too_fine_for_a_kernel_is_refused_in_words():
+def test_kpcacam_refuses_a_grid_that_is_too_fine():
     with pytest.raises(FailedPrecondition, match="1056 positions; kpcacam takes up to 1024: name a deeper layer"):
         weigh("kpcacam", *torch.zeros(2, 1, 1, 32, 33))
 
 
-def test_fem_says_the_same_of_every_target_and_nothing_where_nothing_stands_out(resnet):
+def test_fem_ignores_the_target_and_is_zero_if_nothing_stands_out(resnet):
     one, other = (maps(resnet, noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2))
     np.testing.assert_array_equal(one, other)
     assert not weigh("fem", *drawn(1, 8, 3, 4), k=10.0).any()
@@ -312,7 +312,7 @@ def found_on(model, image, asked, layer, target=ClassTarget(1)):  # noqa: B008 -
     return finding.heatmap
 
 
-def test_shapleycam_is_gradcam_where_nothing_but_relus_follows(resnet):
+def test_shapleycam_equals_gradcam_if_only_relus_follow(resnet):
     shapley, plain = (found_on(resnet, noise(0, 64), name, "layer3") for name in ("shapleycam", "gradcam"))
     assert error_ratio(shapley, plain, found_on(exact(resnet), noise(0, 64), "gradcam", "layer3")) <= 1
 
@@ -348,13 +348,13 @@ def captured(net, name, image, at=None, index=0):
     return kept[0].detach(), gradient
 
 
-def test_shapleycam_bends_as_the_difference_of_two_gradients_does(smooth):
+def test_curvature_of_shapleycam_equals_a_difference_of_gradients(smooth):
     ours, plain = (found_on(one, noise(0, 16), "shapleycam", "conv") for one in (smooth, unaided(smooth)))
     assert error_ratio(ours, plain, bent(smooth, "conv", inputs(smooth, noise(0, 16)), 1)) <= 1
     assert gap(ours, found_on(smooth, noise(0, 16), "gradcam", "conv")) > 0.01
 
 
-def test_shapleycam_bends_through_fused_attention():
+def test_curvature_of_shapleycam_passes_fused_attention():
     model = load(parse("timm:vit_tiny_patch16_224?weights=none&size=64&classes=10"))
     ours, plain = (found_on(one, noise(0, 64), "shapleycam", "blocks.10") for one in (model, unaided(model)))
     assert error_ratio(ours, plain, bent(model, "blocks.10", inputs(model, noise(0, 64)), 1)) <= 1
@@ -366,7 +366,7 @@ def test_smooth_grad_cam_plus_plus_without_noise_is_grad_cam_plus_plus(smooth):
     assert error_ratio(calm, plain, found_on(exact(smooth), noise(0, 16), "gradcam_plus_plus", "conv")) <= 1
 
 
-def test_smooth_grad_cam_plus_plus_is_the_same_bytes_for_a_seed_and_another_map_for_another(smooth):
+def test_smooth_grad_cam_plus_plus_depends_on_its_seed_alone(smooth):
     one, again, other = (
         found_on(smooth, noise(0, 16), call("smoothgradcam_plus_plus", samples=3, seed=seed), "conv")
         for seed in (4, 4, 5)
@@ -375,7 +375,7 @@ def test_smooth_grad_cam_plus_plus_is_the_same_bytes_for_a_seed_and_another_map_
     assert gap(one, other) > 0.01
 
 
-def test_smooth_grad_cam_plus_plus_weighs_the_features_of_the_image_itself_on_every_layer(smooth):
+def test_smooth_grad_cam_plus_plus_weights_the_images_own_feature_maps(smooth):
     method = call("smoothgradcam_plus_plus", samples=3)
     asked = job(smooth, [method, "gradcam"], [ClassTarget(1), ClassTarget(2)], ["conv", "layer"])
     assert asked.rows == 2 * (1 + 3)
@@ -386,7 +386,7 @@ def test_smooth_grad_cam_plus_plus_weighs_the_features_of_the_image_itself_on_ev
         assert error_ratio(finding.heatmap, *expected) <= 1
 
 
-def test_a_mixed_batch_answers_every_row_as_if_it_were_alone(lite0, photos):
+def test_rows_of_a_mixed_batch_equal_rows_computed_alone(lite0, photos):
     layers = (lite0.info.default_layer, "blocks.4.2")
     targets = [RankTarget(0), ClassTarget(285), ContrastTarget(281, 282), RankTarget(3)]
     choices = [("gradcam",), ("layercam", "gradcam"), ("hirescam",), CAMS, ("layercam",)]
@@ -409,7 +409,7 @@ def test_a_mixed_batch_answers_every_row_as_if_it_were_alone(lite0, photos):
                 assert abs(mixed.score - truth.score) <= allowed  # a score may be the difference of two logits
 
 
-def test_a_class_that_the_model_masks_out_does_not_spoil_the_scores_of_others(plant):
+def test_infinite_logit_of_a_class_does_not_affect_other_scores(plant):
     class Masks(Toy):
         def forward(self, image):
             return super().forward(image) + torch.tensor([-torch.inf, 0, 0, 0, 0])

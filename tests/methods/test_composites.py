@@ -72,7 +72,7 @@ def test_layers_are_fused_target_by_target(resnet):
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3.0, [[0.0, 1.0]]), (0.0, [[0.0, 0.0]]), (-1.0, [[0.0, 0.0]])])
-def test_constant_layer_changes_no_product_if_it_supports_the_target(value, expected):
+def test_constant_positive_layer_leaves_a_product_unchanged(value, expected):
     layers = [
         LayerMaps(name, [RawMap(np.array(heatmap, np.float32))])
         for name, heatmap in (("told", [[1.0, 5.0]]), ("flat", [[value, value]]))
@@ -85,7 +85,7 @@ def test_refinecam_is_the_product_of_grad_cams_of_the_layers_named(resnet, stage
     assert error_ratio(found.heatmap, *(np.prod(one, 0) for one in stages)) <= 1
 
 
-def test_a_layer_alone_is_refined_by_the_last_of_every_finer_grid_before_it(resnet):
+def test_refinecam_adds_the_last_layer_of_each_finer_grid(resnet):
     joined = pyramid(resnet.info, "layer4")
     assert joined[-1] == "layer4"
     grids = [resnet.info.layers[name].layout.height for name in joined]
@@ -98,7 +98,7 @@ def test_a_layer_alone_is_refined_by_the_last_of_every_finer_grid_before_it(resn
 # -------------------------------------------------------------------------------------------------------------- copies
 
 
-def test_augmentation_is_the_mean_over_mirrored_and_brightened_copies_turned_back(lite0, photos):
+def test_augmentation_averages_mirrored_and_brightened_copies(lite0, photos):
     asked = MethodCall("gradcam", augmented=True)
     layer = lite0.info.default_layer
     found = finding(lite0, photos["coffee"], asked, layer, target=ClassTarget(504)).heatmap
@@ -149,7 +149,7 @@ def test_an_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos)
 
 
 @pytest.mark.parametrize(("scales", "count"), [(1, 1), (2, 5), (6, 31), (12, 122)])
-def test_windows_cover_the_image_at_every_scale_and_are_as_many_as_the_authors(scales, count):
+def test_windows_cover_the_image_and_are_as_many_as_the_authors(scales, count):
     views = windows(height=224, width=224, scales=scales)
     assert len(views) == count
     assert sorted({view.enlarged(224, 224)[0] for view in views}) == [224 + 64 * number for number in range(scales)]
@@ -180,7 +180,7 @@ def test_windows_cost_one_row_each_and_a_target_costs_them_again(resnet):
     assert sum(rows for _, rows in batches) == asked.rows == 2 * (1 + 5)
 
 
-def test_a_window_that_the_target_is_unlikely_in_adds_little():
+def test_window_with_an_unlikely_target_adds_little():
     views = windows(height=32, width=32, scales=2)
     maps = np.zeros((5, 4, 4), np.float32)
     maps[1, 1, 1] = maps[4, 2, 2] = 1.0  # in the upper left window and in the lower right one
@@ -190,14 +190,14 @@ def test_a_window_that_the_target_is_unlikely_in_adds_little():
     assert turned[16:, 16:].max() > 5 * turned[:16, :16].max() > 0
 
 
-def test_windows_without_a_map_or_a_chance_make_a_map_of_zeros():
+def test_windows_with_zero_maps_or_probabilities_give_a_zero_map():
     views = windows(height=16, width=16, scales=1)
     for maps, chances in ((np.zeros((1, 2, 2)), [0.5]), (np.ones((1, 2, 2)), [0.5]), (np.eye(2)[None], [0.0])):
         found = sess(maps.astype(np.float32), np.array(chances, np.float32), views, height=16, width=16)
         assert not found.any()
 
 
-def test_a_targets_chance_is_a_probability(resnet):
+def test_weight_of_a_window_is_a_probability(resnet):
     rows = [Row(noise(0, 64), target) for target in (ClassTarget(3), ContrastTarget(3, 4), ProbabilityTarget(3))]
     one, contrast, probability = run(resnet, rows, kind="score")
     shares = np.exp(one.logits - one.logits.max()) / np.exp(one.logits - one.logits.max()).sum()
@@ -227,7 +227,7 @@ def test_the_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
     assert gap(total.detach(), scores.detach()) <= 1e-6
 
 
-def test_without_a_batch_normalisations_mean_they_would_not(biased):
+def test_fullgrad_without_a_batch_norms_mean_is_incomplete(biased):
     """A planted fault: the parameter called bias is not all that a batch normalisation adds."""
     pictures = inputs(biased, noise(0, 64)).requires_grad_()
     said, biases = bias.run_with_biases(biased, pictures)
@@ -247,7 +247,7 @@ def test_a_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):
     assert found.verdict is Verdict.OK
 
 
-def test_fullgrad_answers_every_row_of_a_batch_as_if_it_were_alone(biased):
+def test_fullgrad_rows_of_a_batch_equal_rows_computed_alone(biased):
     asked = call("fullgrad")
     pictures = [noise(0, 64), noise(1, 64)]
     rows = [Row(picture, target, (asked,)) for picture in pictures for target in (ClassTarget(3), ContrastTarget(5, 6))]
@@ -283,7 +283,7 @@ class Adds(nn.Module):
         return self.head(seen.mean((1, 2)))
 
 
-def test_every_way_to_add_a_bias_is_seen_where_the_sum_has_a_grid(plant):
+def test_fullgrad_records_every_kind_of_bias_with_a_grid(plant):
     assert counted(plant(Adds)) == [(4, 16, 16)] * 3 + [(16, 16, 4)] * 2
 
 
@@ -301,7 +301,7 @@ def test_the_tokens_of_a_transformer_have_a_grid():
     assert finding(model, noise(0, 64), "fullgrad").verdict is Verdict.OK
 
 
-def test_a_model_without_a_bias_is_refused_in_words(plant):
+def test_fullgrad_refuses_a_model_without_biases(plant):
     class Bare(nn.Module):
         def __init__(self):
             super().__init__()
@@ -314,7 +314,7 @@ def test_a_model_without_a_bias_is_refused_in_words(plant):
         finding(plant(Bare), noise(0, 16), "fullgrad")
 
 
-def test_a_score_without_a_gradient_has_a_dead_map_of_zeros(plant):
+def test_score_without_a_gradient_gives_a_zero_map(plant):
     model = plant(Toy)
     model.module.middle = lambda net, seen: net.layer(seen).detach()
     found = finding(model, noise(0, 16), "fullgrad")

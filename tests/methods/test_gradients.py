@@ -106,7 +106,7 @@ def gradients_at(module, image, changes):
     return torch.cat(found)
 
 
-def test_smoothgrad_is_the_same_map_however_its_copies_are_cut_into_batches(smooth):
+def test_smoothgrad_does_not_depend_on_the_batches_of_its_copies(smooth):
     method = call("smoothgrad", samples=8, seed=5)
     whole, truth = (heatmap(one, noise(2, 16), method, chunk=8) for one in (smooth, exact(smooth)))
     for chunk in (1, 3):
@@ -143,7 +143,7 @@ def test_no_two_copies_have_the_same_noise():
     assert len(set(copies)) == len(copies)
 
 
-def test_the_noise_is_as_wide_as_the_share_of_the_images_range_says():
+def test_noise_has_the_requested_share_of_the_images_range():
     image = torch.rand(3, 128, 128, generator=torch.Generator().manual_seed(0)) * 4 - 1
     added = noisy(image, 0, samples=1, noise=0.1, seed=0) - image
     assert added.std() == pytest.approx(0.4, rel=0.02)
@@ -257,7 +257,7 @@ def curved(plant):
 
 
 @pytest.mark.parametrize("baseline", ["zero", "mean", "blur"])
-def test_the_completeness_error_is_what_the_map_misses_of_the_score_difference(curved, baseline):
+def test_completeness_error_is_the_difference_from_the_score_difference(curved, baseline):
     method = call("integrated_gradients", steps=2, baseline=baseline, quadrature="cubic")
     (found,) = explain(curved, noise(6, 24), job(curved, [method], [ClassTarget(3)])).explanations
     image = inputs(curved, noise(6, 24))
@@ -269,7 +269,7 @@ def test_the_completeness_error_is_what_the_map_misses_of_the_score_difference(c
 
 
 @pytest.mark.parametrize(("quadrature", "bound"), [("cubic", 1e-3), ("gauss-legendre", 1e-5)])
-def test_more_steps_bring_integrated_gradients_nearer_to_completeness(curved, quadrature, bound):
+def test_more_steps_reduce_the_completeness_error(curved, quadrature, bound):
     calls = [call("integrated_gradients", steps=n, quadrature=quadrature) for n in (1, 4, 16)]
     first, second, third = (
         one.error for one in explain(curved, noise(6, 24), job(curved, calls, [ClassTarget(3)])).explanations
@@ -278,7 +278,7 @@ def test_more_steps_bring_integrated_gradients_nearer_to_completeness(curved, qu
     assert third < bound
 
 
-def test_cubic_steps_miss_less_than_gauss_legendres_where_the_score_changes_near_the_baseline(lite0, photos):
+def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(lite0, photos):
     """Of the score of a photo 90 % come with the first tenth of the way from the mean colour."""
     calls = [call("integrated_gradients", steps=10, quadrature=one) for one in ("cubic", "gauss-legendre")]
     missed = [
@@ -294,9 +294,7 @@ SLOW = [one for one in itertools.product(PHOTOS, ("zero", "mean", "blur")) if on
 
 
 @pytest.mark.parametrize(("photo", "baseline"), [*FROM, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
-def test_fifty_steps_of_integrated_gradients_add_up_to_one_percent_on_every_photo_from_every_baseline(
-    lite0, photos, photo, baseline
-):
+def test_fifty_steps_of_integrated_gradients_add_up_within_one_percent(lite0, photos, photo, baseline):
     asked = job(lite0, [call("integrated_gradients", steps=50, baseline=baseline)], [RankTarget(0)])
     (found,) = explain(lite0, photos[photo], asked, chunk=8).explanations
     with torch.no_grad():
@@ -306,7 +304,7 @@ def test_fifty_steps_of_integrated_gradients_add_up_to_one_percent_on_every_phot
     assert found.error <= 1e-4
 
 
-def test_matched_weights_are_those_that_change_least_and_integrate_the_slope(curved):
+def test_matched_weights_change_least_and_integrate_the_slope(curved):
     """min Σ (v − w)² / w over v with Σ v = 1 and Σ v s = S(x) − S(x')."""
     steps = 6
 
@@ -340,7 +338,7 @@ def test_a_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
 
 
 @pytest.mark.parametrize("name", ["saliency", "smoothgrad", "vargrad", "gradient_shap"])
-def test_a_method_that_promises_no_completeness_reports_no_error(curved, name):
+def test_method_without_completeness_reports_no_completeness_error(curved, name):
     (found,) = explain(curved, noise(0, 24), job(curved, [name], [ClassTarget(3)])).explanations
     assert found.error is None
 
@@ -434,7 +432,7 @@ class ByHand(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])
 @pytest.mark.parametrize("arch", ["densenet121", "efficientnet_lite0"])
-def test_relus_that_are_no_modules_and_relu6_follow_the_rule_too(name, arch, request, monkeypatch):
+def test_functional_relus_and_relu6_follow_the_rule_too(name, arch, request, monkeypatch):
     if arch == "densenet121":  # its last ReLU is a function
         model = models.load(models.parse("torchvision:densenet121?weights=none&size=64"))
         image = noise(0, 64)
@@ -450,12 +448,12 @@ def test_relus_that_are_no_modules_and_relu6_follow_the_rule_too(name, arch, req
 
 
 @pytest.mark.parametrize("name", ["guided_backprop", "deconvnet", "guided_gradcam"])
-def test_a_model_without_relus_is_refused_in_words(curved, name):
+def test_model_without_relus_is_refused(curved, name):
     with pytest.raises(FailedPrecondition, match=r"the model has no ReLU, .* that of saliency"):
         heatmap(curved, noise(0, 24), name)
 
 
-def test_the_relus_of_a_pass_by_the_chain_rule_are_left_alone(rectified):
+def test_chain_rule_passes_do_not_change_relus(rectified):
     """A planted fault would be a rule that stays on after its pass."""
     before = heatmap(rectified, noise(0, 64), "saliency")
     heatmap(rectified, noise(0, 64), "guided_backprop")

@@ -78,7 +78,7 @@ def shown_to(model, image, heatmap, target=TABBY_LIKE):
 
 
 def evaluated(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
-    """What a metric that edits the image says of any map."""
+    """Return a perturbation metric's reading of any map."""
     shown = shown_to(model, image, heatmap, target)
     judging = METRICS[name].judge(shown, **metric(name, **parameters).parameters)
     edits = next(judging)
@@ -123,7 +123,7 @@ def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(m
     heatmap = maps(subject, image, subject.info.default_layer, TABBY_LIKE)["gradcam"]
     baselines = {
         "deletion": None,
-        "insertion": lambda image: torch.from_numpy(faithfulness.blurred(image[0].float().numpy())).to(image)[None],
+        "insertion": lambda image: torch.from_numpy(faithfulness.blur(image[0].float().numpy())).to(image)[None],
     }
 
     def theirs(model, name):
@@ -149,7 +149,7 @@ def test_the_blur_is_the_papers_kernel_of_11_pixels_and_sigma_5():
     image = np.random.default_rng(0).standard_normal((3, 40, 30)).astype(np.float32)
     theirs = nn.functional.conv2d(torch.from_numpy(image)[None].double(), kernel, padding=5, groups=3)[0].numpy()
 
-    np.testing.assert_allclose(faithfulness.blurred(image), theirs, atol=1e-6)
+    np.testing.assert_allclose(faithfulness.blur(image), theirs, atol=1e-6)
 
 
 @THEIRS
@@ -278,7 +278,7 @@ class Patch(nn.Module):
         return torch.stack([torch.zeros_like(said), said], 1)
 
 
-def test_where_the_truth_is_known_the_true_map_gets_the_best_reading_there_is(plant):
+def test_true_map_of_a_known_model_has_the_best_reading(plant):
     model, image = plant(Patch), noise(0, 16) // 4
     image[4:8, 8:12] = 255
     true = np.zeros((16, 16), np.float32)
@@ -392,7 +392,7 @@ def _same(parameter, module, name):
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_a_module_has_the_same_random_weights_in_every_stage_and_others_with_another_seed(resnet):
+def test_random_weights_of_a_module_depend_on_the_seed_and_not_on_the_stage(resnet):
     seen = []
     for how in (Randomised(1), Randomised(30), Randomised(30, seed=1)):
         with randomised(resnet, how):
@@ -418,7 +418,7 @@ CENTRE = Box(16, 16, 48, 48)
 CURVES = ("deletion", "insertion", "road")
 
 
-def test_a_request_costs_what_it_says_and_every_map_has_every_reading(resnet):
+def test_evaluation_runs_the_announced_rows_and_reads_every_map(resnet):
     calls = ["gradcam", "saliency", call("smoothgrad", samples=2)]
     asked = job(resnet, calls, [RankTarget(0), ClassTarget(4)], ["layer3", "layer4"])
     given = {"insertion": {"steps": 3}, "road": {"steps": 1}, "randomisation": {"stages": 3}}
@@ -434,7 +434,7 @@ def test_a_request_costs_what_it_says_and_every_map_has_every_reading(resnet):
 
 
 def test_each_reading_is_of_its_own_map(resnet):
-    """What is asked together is what each map has alone: layers, targets and methods are not mixed up."""
+    """Readings of a joint request equal those of single requests: layers, targets and methods are not mixed up."""
     image, metrics = noise(0, 64), [metric(name, **few(name)) for name in EVERYTHING]
     targets, layers = [ClassTarget(4), ContrastTarget(1, 2)], ["layer3", "layer4"]
     outcome, together = evaluate(resnet, image, job(resnet, ["gradcam", "saliency"], targets, layers), metrics, CENTRE)
@@ -470,7 +470,7 @@ class Constant(nn.Module):
         return self.weight * self.conv(image).mean((2, 3))
 
 
-def test_a_map_that_ranks_no_pixel_has_no_reading_and_it_says_why(plant):
+def test_constant_map_has_no_reading_and_a_reason(plant):
     model = plain(plant(lambda: Constant(1.0)))
     model.module.weight = 0.0
     count = []
@@ -482,7 +482,7 @@ def test_a_map_that_ranks_no_pixel_has_no_reading_and_it_says_why(plant):
     assert sum(rows for _, rows in count) == 1
 
 
-def test_every_metric_says_what_it_does_and_edits_as_often_as_it_counts(lite0, photos, gradcam):
+def test_every_metric_is_documented_and_yields_its_announced_edits(lite0, photos, gradcam):
     for name, one in METRICS.items():
         assert one.paper
         assert one.about.__doc__.split("\n")[0].endswith(".")
@@ -499,18 +499,18 @@ def test_every_metric_says_what_it_does_and_edits_as_often_as_it_counts(lite0, p
             assert edits == one.count(**parameters)
 
 
-def test_a_box_that_is_not_there_and_maps_that_are_empty_are_no_surprise():
+def test_missing_boxes_and_empty_maps_are_handled():
     empty = make_metric_input(np.zeros((3, 8, 8), np.float32), np.zeros((2, 2), np.float32), 0.5, WHOLE, CENTRE)
 
     assert [METRICS[name].judge(empty).value for name in ("sparseness", "complexity", "energy_in_box")] == [0, 0, 0]
     assert not empty.intensity.any()
     assert repetition.rank_correlation(np.eye(3), np.full((3, 3), np.nan)) == 0
-    with pytest.raises(ValueError, match="no box"):
+    with pytest.raises(ValueError, match="needs a box"):
         METRICS["energy_in_box"].judge(replace(empty, box=None))
 
 
 @pytest.mark.parametrize(("method", "fails"), [("edges", True), ("gradcam", False)])
-def test_a_map_that_does_not_depend_on_the_weights_is_named(lite0, photos, method, fails):
+def test_map_that_ignores_the_weights_gets_a_warning(lite0, photos, method, fails):
     """Adebayo et al. 2018: what resembles edges passes for an explanation, whatever the model has learned."""
     asked = job(lite0, [method], [TABBY_LIKE])
     ((reading,),) = evaluate(lite0, photos["chelsea"], asked, [metric("randomisation", stages=3)])[1]

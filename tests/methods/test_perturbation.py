@@ -97,7 +97,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("name", "parameters"), CHOICES)
-def test_a_method_tries_as_many_edits_as_it_announces_and_64_at_a_time_at_most(name, parameters):
+def test_method_yields_the_announced_number_of_edits_at_most_64_at_a_time(name, parameters):
     method, chosen = METHODS[name], call(name, **parameters).parameters
     dice, exploring = np.random.default_rng(2), method.explore(SCENE, **chosen)
     edits, pieces, maps = next(exploring), [], None
@@ -117,14 +117,14 @@ def test_a_method_tries_as_many_edits_as_it_announces_and_64_at_a_time_at_most(n
 
 
 @pytest.mark.parametrize("name", PERTURBATIONS)
-def test_what_a_request_costs_is_what_it_runs(net, name):
+def test_request_runs_the_announced_number_of_rows(net, name):
     batches, asked = [], job(net, [name], [ClassTarget(1), ContrastTarget(2, 3)], ["layer"])
     explain(net, noise(0, SIDE), asked, batches=batches)
     assert sum(size for _, size in batches) == asked.rows
 
 
 @pytest.mark.parametrize("name", PERTURBATIONS)
-def test_targets_explained_together_get_the_maps_that_each_gets_alone(net, name):
+def test_maps_of_several_targets_equal_those_of_each_alone(net, name):
     method = call(name, **({"samples": 20} if "samples" in call(name).parameters else {}))
     targets = [ClassTarget(1), ContrastTarget(2, 3)]
     for one, target in zip(heatmaps(net, method, targets), targets, strict=True):
@@ -164,7 +164,7 @@ def test_a_window_below_one_is_a_share_of_the_side(net):
     np.testing.assert_array_equal(share, pixels)
 
 
-def test_a_stride_longer_than_the_window_leaves_no_pixel_out(net):
+def test_stride_longer_than_the_window_covers_every_pixel(net):
     (long,), (touching,) = (heatmaps(net, call("occlusion", window=6, stride=s)) for s in (20, 6))
     np.testing.assert_array_equal(long, touching)
 
@@ -193,7 +193,7 @@ def test_rise_is_the_papers_sum_over_the_documented_masks(net, divisor):
     assert error(net, call("rise", **chosen), theirs) <= 1
 
 
-def test_a_mask_of_rise_shows_the_share_of_the_image_that_was_asked_for():
+def test_rise_masks_show_the_requested_share_of_the_image():
     exploring = METHODS["rise"].explore(SCENE, samples=400, cells=7, probability=0.3, seed=1, divisor="shown")
     masks, edits = [], next(exploring)
     for _ in range(6):
@@ -203,7 +203,7 @@ def test_a_mask_of_rise_shows_the_share_of_the_image_that_was_asked_for():
     assert (np.min(masks), np.max(masks)) == (0, 1)
 
 
-def test_what_all_scores_have_in_common_leaves_no_trace_in_the_map_of_rise():
+def test_constant_added_to_all_scores_does_not_change_rise():
     """A planted fault: the paper's divisor makes a pattern of it."""
     constant = {}
     for divisor in ("shown", "expected"):
@@ -286,7 +286,7 @@ def test_a_flat_feature_map_gets_no_weight(plant, name):
 
 
 @pytest.mark.parametrize("name", ["scorecam", "ablationcam"])
-def test_top_channels_are_those_that_vary_most(coarse, name):
+def test_top_channels_have_the_largest_deviation(coarse, name):
     image = inputs(coarse, noise(0, SIDE))
     seen = activations(coarse, image)
     chosen = np.argsort(-seen.std((1, 2)))[:2]
@@ -362,7 +362,7 @@ def test_the_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_inp
     assert cells.sum() == pytest.approx(score(net, image)[0] - score(net, torch.zeros_like(image))[0], rel=1e-3)
 
 
-def test_a_surrogate_leaves_the_processs_own_chance_alone(net):
+def test_surrogate_does_not_change_the_global_random_state(net):
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)
@@ -372,13 +372,13 @@ def test_a_surrogate_leaves_the_processs_own_chance_alone(net):
 
 @pytest.mark.parametrize("missing", ["captum", "sklearn"])
 @pytest.mark.parametrize("name", ["kernel_shap", "lime"])
-def test_without_the_extra_a_surrogate_says_what_to_install(net, name, missing, monkeypatch):
+def test_surrogate_without_captum_names_the_package_to_install(net, name, missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(FailedPrecondition, match=r'pip install "camserve\[captum\]"'):
         heatmaps(net, name)
 
 
-def test_captum_is_imported_only_when_a_surrogate_is_asked_for():
+def test_captum_is_imported_only_for_surrogates():
     """It takes seconds, and is not installed with the server."""
     says = "import sys, camserve_server.methods; print('captum' in sys.modules, 'sklearn' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", says], capture_output=True, text=True, check=True)
@@ -397,7 +397,7 @@ def test_edges_equals_the_sobel_magnitude_of_scikit_image(net):
     assert error_ratio(ours[1:-1, 1:-1], theirs(net), theirs(exact(net))) <= 1
 
 
-def test_random_is_uniform_and_knows_nothing_of_the_image(net):
+def test_random_is_uniform_and_independent_of_the_image(net):
     (one,), (other,) = (heatmaps(net, "random", image=noise(seed, SIDE)) for seed in (0, 1))
     np.testing.assert_array_equal(one, other)
     assert 0 <= one.min() < 0.05

@@ -50,7 +50,7 @@ def said(resnet):
     return Outputs(resnet.info, LOGITS)
 
 
-def test_a_rank_becomes_the_class_that_the_model_puts_there(said):
+def test_rank_resolves_to_the_class_at_that_rank(said):
     asked = [RankTarget(0), RankTarget(1), RankTarget(3)]
     assert targets.resolve(said, asked) == [ClassTarget(1), ClassTarget(2), ClassTarget(0)]
 
@@ -159,7 +159,7 @@ def allowed(logits, truth):
     return 2 * float(FACTOR * (logits - truth).abs().max() + FLOOR * truth.abs().max())
 
 
-def test_a_contrast_turned_round_has_the_opposite_map(resnet):
+def test_reversed_contrast_has_the_negated_map(resnet):
     there, back = (maps(resnet, noise(2, 64), "layer4", ContrastTarget(*pair)) for pair in [(1, 2), (2, 1)])
     truth = maps(exact(resnet), noise(2, 64), "layer4", ContrastTarget(1, 2))
     assert error_ratio(there["gradcam"], -back["gradcam"], truth["gradcam"]) <= 1
@@ -175,7 +175,7 @@ def test_a_ranks_map_is_that_of_the_class_it_resolves_to(lite0, photos, rank):
     np.testing.assert_array_equal(ranked.maps, named.maps)
 
 
-def test_smoothgrad_by_rank_explains_what_the_clean_image_is_taken_for(lite0, photos):
+def test_smoothgrad_by_rank_explains_the_class_of_the_clean_image(lite0, photos):
     method, image = call("smoothgrad", samples=3, noise=1.0), photos["chelsea"]
     copies = run(lite0, [Row(image, RankTarget(0), (method,), index) for index in range(3)], kind="saliency")
     (ranked,) = explain(lite0, image, job(lite0, [method], [RankTarget(0)])).explanations
@@ -201,7 +201,7 @@ def test_ranks_and_the_list_of_predictions_agree_on_equal_logits(resnet, logits)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_rank_is_the_place_in_a_stable_sort_of_logits_that_are_alike_infinite_or_no_numbers(resnet, seed):
+def test_rank_is_the_place_in_a_stable_sort_of_equal_infinite_or_nan_logits(resnet, seed):
     chosen = np.random.default_rng(seed).choice(np.array([1, 2, 2.5, np.inf, -np.inf, np.nan], np.float32), 12)
     said = Outputs(resnet.info, torch.from_numpy(chosen).expand(12, 12))
     fixed = targets.resolve(said, [RankTarget(rank) for rank in range(12)])
@@ -210,7 +210,7 @@ def test_every_rank_is_the_place_in_a_stable_sort_of_logits_that_are_alike_infin
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_probability_and_its_gradient_are_the_softmaxs_or_of_classes_apart_the_sigmoids(resnet, apart):
+def test_probability_and_gradient_are_those_of_softmax_or_sigmoid(resnet, apart):
     found, expected = [], []
     for model in (resnet, exact(resnet)):
         image = inputs(model, noise(3, 64)).requires_grad_()
@@ -287,7 +287,7 @@ def test_finer_compares_in_a_copy_of_the_image_with_what_the_clean_image_resembl
     np.testing.assert_array_equal(found.heatmap, fixed.heatmap)
 
 
-def test_finer_makes_do_with_fewer_classes(plant):
+def test_finer_accepts_models_with_fewer_classes(plant):
     model = plant(lambda: nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
     (row,) = run(model, [Row(noise(7, 16), FinerTarget(1), (call("gradcam"),))], ["0"])
     assert row.target == FinerTarget(1, (0,))

@@ -303,7 +303,7 @@ def test_a_copy_without_the_object_has_no_gradient(finder):
     ("target", "words"),
     [
         (DetectionTarget(2), "finds no class 2 in this image, but class 1"),
-        (DetectionTarget(1, Box(50, 50, 60, 60)), "finds no class 1 that meets the box"),
+        (DetectionTarget(1, Box(50, 50, 60, 60)), "finds no class 1 that overlaps the box"),
         (RankTarget(1), "finds only 1 objects in this image"),
     ],
 )

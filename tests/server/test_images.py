@@ -49,7 +49,7 @@ def at_most_mb(allowed):
     assert status_mb("VmHWM:") - before < allowed
 
 
-def test_memory_that_is_held_for_a_moment_is_noticed():
+def test_memory_check_detects_a_short_allocation():
     with pytest.raises(AssertionError), at_most_mb(100):
         np.ones(130 << 20, np.uint8)
 
@@ -142,7 +142,7 @@ def test_a_transparent_pixel_keeps_its_colour():
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 16384), (16384, 1)])
 @pytest.mark.parametrize("file_format", ["PNG", "BMP", "JPEG"])
-def test_a_line_or_a_dot_is_a_photo(size, file_format):
+def test_photo_of_one_row_or_one_pixel_is_decoded(size, file_format):
     pixels = images.decode(saved(Image.new("RGB", size, (9, 9, 9)), file_format), LIMITS)
     assert pixels.shape == (size[1], size[0], 3)
 
@@ -167,15 +167,15 @@ def test_bmp_stored_from_top_to_bottom_and_bmp_of_os2():
         (b"II*\0", "it starts like a TIFF"),
         (b"/9j/4AAQSkZJRg", "send the bytes themselves"),
         (b"hello", "not a JPEG, PNG, WebP or BMP file"),
-        (b"\xff\xd8\xff", "the JPEG file is cut short or broken"),
-        (b"\x89PNG\r\n\x1a\n", "the PNG file is cut short or broken"),
-        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\x0dtEXt" + b"\1" * 8, "the PNG file is cut short or broken"),
-        (b"BM", "the BMP file is cut short or broken"),
-        (b"BM" + bytes(60), "the BMP file is cut short or broken"),
-        (b"RIFF\0\0\0\0WEBPVP8X", "the WebP file is cut short or broken"),
+        (b"\xff\xd8\xff", "the JPEG file is truncated or broken"),
+        (b"\x89PNG\r\n\x1a\n", "the PNG file is truncated or broken"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\x0dtEXt" + b"\1" * 8, "the PNG file is truncated or broken"),
+        (b"BM", "the BMP file is truncated or broken"),
+        (b"BM" + bytes(60), "the BMP file is truncated or broken"),
+        (b"RIFF\0\0\0\0WEBPVP8X", "the WebP file is truncated or broken"),
     ],
 )
-def test_what_is_no_photo_is_refused_in_words(start, words):
+def test_other_files_are_refused_with_a_reason(start, words):
     with pytest.raises(InvalidArgument) as refusal:
         images.decode(start, LIMITS)
     assert words in refusal.value.message
@@ -243,16 +243,16 @@ def test_bomb_is_refused_by_its_header_without_using_memory(bomb, work):
     assert (work.decoded, work.inflated) == ([], 0)
 
 
-def test_what_opencv_itself_refuses_is_refused(monkeypatch):
+def test_file_refused_by_opencv_is_refused(monkeypatch):
     def refuse(*_):
         raise cv2.error
 
     monkeypatch.setattr(images.cv2, "imdecode", refuse)
-    with pytest.raises(InvalidArgument, match="cut short or broken"):
+    with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(KINDS["rgb"], LIMITS)
 
 
-def test_below_the_limits_opencv_has_its_own(bomb, tmp_path):
+def test_opencv_has_its_own_pixel_limit(bomb, tmp_path):
     """In a process of its own, as the first to import OpenCV decides."""
     (tmp_path / "bomb.png").write_bytes(bomb)
     program = f"""
@@ -268,11 +268,11 @@ except cv2.error:
 
 
 @pytest.mark.parametrize("kind", [b"IDAT", b"tEXt", b"eXIf"])
-def test_a_chunk_that_claims_to_be_huge_costs_nothing(kind):
+def test_chunk_with_a_huge_length_takes_no_memory(kind):
     """OpenCV would set the memory aside before it looks whether the file is as long."""
     file = KINDS["rgb"]
     at = file.find(b"IDAT") - 4
-    with at_most_mb(10), pytest.raises(InvalidArgument, match="cut short or broken"):
+    with at_most_mb(10), pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[:at] + b"\xcc\0\0\0" + kind + file[at + 8 :], LIMITS)
 
 
@@ -307,7 +307,7 @@ def test_a_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, wor
     deflated += b"".join(stream.compress(bytes(1 << 24)) for _ in range(rows >> 24)) + stream.flush()
     idat = struct.pack(">I4s", len(deflated), b"IDAT") + deflated + struct.pack(">I", zlib.crc32(b"IDAT" + deflated))
     bomb = file[: file.find(b"IDAT") - 4] + idat + file[-12:]
-    with at_most_mb(10), pytest.raises(InvalidArgument, match="the PNG file is cut short or broken"):
+    with at_most_mb(10), pytest.raises(InvalidArgument, match="the PNG file is truncated or broken"):
         images.decode(bomb, LIMITS)
     assert work.decoded == []
     assert work.inflated <= images._most_inflated(bomb, (side, side)) + images._SLICE
@@ -315,21 +315,21 @@ def test_a_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, wor
 
 @pytest.mark.parametrize("interlaced", [False, True])
 @pytest.mark.parametrize("shape", [(1, 700_000), (700_000, 1), (700, 999)])
-def test_an_honest_png_is_not_taken_for_one_that_inflates_to_more(shape, interlaced):
+def test_valid_png_is_not_refused_as_a_bomb(shape, interlaced):
     noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
     file = saved(Image.fromarray(noise))
     if interlaced:  # by its header alone: nothing here writes such files; the rows are counted, then refused by libpng
         head = file[16:28] + b"\1"
         file = file[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + file[33:]
     limits = Limits(pixels=700_000, side=700_000)
-    assert images._picture(file, shape, limits)
+    assert images._strip_png(file, shape, limits)
 
 
-def test_a_png_of_endless_chunks_is_refused(work):
+def test_png_with_too_many_chunks_is_refused(work):
     file, chunk = KINDS["rgb"], struct.pack(">I4sI", 0, b"prVt", zlib.crc32(b"prVt"))
     assert images.decode(file[:-12] + chunk * 1000 + file[-12:], LIMITS).size
     work.chunks = 0
-    with pytest.raises(InvalidArgument, match="cut short or broken"):
+    with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[:-12] + chunk * 1_000_000 + file[-12:], LIMITS)
     assert work.chunks <= images._MAX_CHUNKS
     assert len(work.decoded) == 1
@@ -406,7 +406,7 @@ def broken(seed, good, bomb):
     return rng.choice([b"", b"hello", b"\xff\xd8" * 999, rng.randbytes(500), bomb, *HUGE.values()])
 
 
-def test_no_bytes_do_more_than_be_refused(bomb, capfd):
+def test_random_bytes_are_refused(bomb, capfd):
     """300 broken files each give a picture or InvalidArgument, in little memory."""
     good = [*KINDS.values(), saved(Image.fromarray(data.astronaut()), "JPEG", progressive=True)]
     decoded, refusals = 0, []
@@ -429,7 +429,7 @@ ONE_FRAME = [kind for kind in KINDS if "animated" not in kind and "two pictures"
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.98])
 def test_a_truncated_file_is_refused(kind, share):
     file = KINDS[kind]
-    with pytest.raises(InvalidArgument, match="cut short or broken"):
+    with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[: int(len(file) * share)], LIMITS)
 
 
@@ -470,7 +470,7 @@ def check_equal(seen, expected, at_most=1):
     ("size", "crop_pct", "interpolation"),
     [(224, 0.875, "bilinear"), (224, 0.875, "bicubic"), (224, 1.0, "bicubic"), (299, 0.95, "bilinear")],
 )
-def test_a_model_sees_what_timm_shows_it(name, size, crop_pct, interpolation):
+def test_fit_equals_timms_transform(name, size, crop_pct, interpolation):
     seen, _ = images.fit(PHOTOS[name], preprocess(size, int(size / crop_pct), interpolation))
     expected = through_timm(PHOTOS[name], size, crop_pct, interpolation)
     check_equal(seen, expected, 2 if interpolation == "bicubic" else 1)
@@ -478,7 +478,7 @@ def test_a_model_sees_what_timm_shows_it(name, size, crop_pct, interpolation):
 
 @pytest.mark.parametrize("name", PHOTOS)
 @pytest.mark.parametrize("weights", ["ResNet50_Weights.IMAGENET1K_V1", "ResNet50_Weights.IMAGENET1K_V2"])
-def test_a_model_sees_what_torchvision_shows_it(name, weights):
+def test_fit_equals_torchvisions_transform(name, weights):
     transform = models.get_weight(weights).transforms()
     recipe = preprocess(transform.crop_size[0], transform.resize_size[0], transform.interpolation.value)
     seen, _ = images.fit(PHOTOS[name], recipe)
@@ -502,7 +502,7 @@ def test_exact_sizes_and_oblong_crops(name, interpolation, size, resize):
 
 @pytest.mark.parametrize("shape", [(40, 60), (41, 700), (100, 100), (101, 99)])
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
-def test_where_the_photo_ends_before_the_crop_the_model_sees_black(shape, interpolation):
+def test_input_is_black_where_the_crop_exceeds_the_photo(shape, interpolation):
     photo = np.random.default_rng(1).integers(1, 256, (*shape, 3), dtype=np.uint8)
     mode = transforms.InterpolationMode(interpolation)
     expected = transforms.CenterCrop(225)(transforms.Resize(100, mode)(Image.fromarray(photo)))
@@ -514,7 +514,7 @@ def test_where_the_photo_ends_before_the_crop_the_model_sees_black(shape, interp
 
 @pytest.mark.parametrize("shape", [(3, 700), (700, 3), (40, 2000), (2000, 301), (7, 100)])
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
-def test_a_long_photo_looks_as_if_it_were_resized_whole(shape, interpolation):
+def test_long_photo_equals_the_photo_resized_whole(shape, interpolation):
     photo = np.random.default_rng(2).integers(0, 256, (*shape, 3), dtype=np.uint8)
     seen, _ = images.fit(photo, preprocess(64, 80, interpolation))
     check_equal(seen, through_timm(photo, 64, 0.8, interpolation), 0 if interpolation == "nearest" else 1)
@@ -546,7 +546,7 @@ def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatc
     assert middle == pytest.approx((shape[1] / 2, shape[0] / 2), abs=0.01 * max(1, min(shape)))
 
 
-def test_the_box_says_which_part_of_the_photo_is_seen():
+def test_box_is_the_part_of_the_photo_in_the_input():
     photo = np.zeros((300, 451, 3), np.uint8)
     # 300 x 451 becomes 256 x 384 (384.85), of which rows 16 to 240 and columns 80 to 304 are kept.
     _, box = images.fit(photo, preprocess())
@@ -568,7 +568,7 @@ def test_a_spot_in_the_photo_lies_in_the_input_where_the_box_says(shape):
     assert found == pytest.approx((row + 0.5, column + 0.5), abs=0.1)
 
 
-def test_a_photo_that_may_not_be_written_to_is_left_alone():
+def test_read_only_photo_is_not_written_to():
     photo = data.chelsea()[::-1]
     photo.flags.writeable = False
     for interpolation in ("nearest", "bilinear"):

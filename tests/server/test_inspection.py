@@ -291,7 +291,7 @@ def test_tiles_of_any_grid_and_number_fit_the_picture(grid, count):
 
 def test_a_long_title_is_cut_at_the_edge():
     pixels = drawn([[0, 1], [2, 3]], titles=("long " * 60, "x"))
-    ground = np.array(tiles._GROUND[::-1])
+    ground = np.array(tiles._BACKGROUND[::-1])
 
     assert (pixels[:, -tiles.GAP :] == ground).all()
     assert (pixels[: tiles.GAP + tiles.TITLE, -60 : -tiles.GAP] != ground).any()

@@ -101,7 +101,7 @@ def test_the_zoo_says_what_it_has(installed, monkeypatch):
         ("new = planted:it", "1 / 0", "cannot be loaded: ZeroDivisionError"),
         ("new = planted:it", "it = 3", "that is a int, and a method is one of Cam, Saliency, Perturbation"),
         ("gradcam = planted:it", "it = 3", "not one of camserve's"),
-        ("No-Name = planted:it", "it = 3", "a name is of small letters"),
+        ("No-Name = planted:it", "it = 3", "a name has lower-case letters"),
     ],
 )
 def test_a_method_that_cannot_be_had_is_told_with_the_package_that_brings_it(brought, entry, code, words):

@@ -83,7 +83,7 @@ def test_captum_is_captums_own(raw, seen, trainable):
 
 @pytest.mark.parametrize("profile", ["grad-cam", "torchcam", "captum"])
 @pytest.mark.parametrize("value", [-1.0, 0.0, 1.0, 1e-11, float("nan")])
-def test_a_map_without_contrast_is_no_error_in_any_profile(profile, value):
+def test_constant_map_is_accepted_by_every_profile(profile, value):
     found = render.intensities(np.full((3, 3), value, np.float32), profile, (8, 8))
 
     assert found.shape == (8, 8)

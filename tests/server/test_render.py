@@ -68,7 +68,7 @@ def test_the_magnitude_of_a_map_does_not_matter(scale):
 
 
 @pytest.mark.parametrize("value", [-1, 0, np.nan, np.inf, -np.inf])
-def test_nothing_to_see_is_zero_everywhere(value):
+def test_map_without_positive_values_has_zero_intensity(value):
     heatmap = np.full((3, 4), -1, np.float32)
     heatmap[1, 1] = value
     assert not render.intensity(heatmap).any()
@@ -105,17 +105,17 @@ def test_every_colour_map_draws(name):
 @pytest.mark.parametrize(
     ("name", "hint"), [("jett", '(did you mean "jet"?)'), ("Viridis", '"viridis"'), ("grey", '"gray"'), ("", "winter")]
 )
-def test_an_unknown_colour_map_is_answered_with_those_there_are(name, hint):
+def test_unknown_colour_map_error_lists_the_known_ones(name, hint):
     with pytest.raises(InvalidArgument) as refusal:
         render.colormap(name)
     assert refusal.value.field == "rendering.colormap"
-    assert refusal.value.message.startswith(f'unknown colormap "{name}": there are autumn, bone, cividis, ')
+    assert refusal.value.message.startswith(f'unknown colormap "{name}": expected one of autumn, bone, cividis, ')
     assert hint in refusal.value.message
     with pytest.raises(InvalidArgument):
         render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(colormap=name))
 
 
-def test_an_endless_name_is_not_repeated():
+def test_error_truncates_a_long_name():
     with pytest.raises(InvalidArgument) as refusal:
         render.colormap("x" * 1_000_000)
     assert len(refusal.value.message) < 400
@@ -124,7 +124,7 @@ def test_an_endless_name_is_not_repeated():
 # Pictures
 
 
-def test_only_what_is_asked_for_is_made():
+def test_only_requested_pictures_are_made():
     assert render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering()) == (None, None)
     over, heat = render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(overlay="jpeg"))
     assert (over.format, over.width, over.height, heat) == ("jpeg", WIDTH, HEIGHT, None)
@@ -133,7 +133,7 @@ def test_only_what_is_asked_for_is_made():
 
 
 @pytest.mark.parametrize("file_format", ["jpeg", "png", "webp"])
-def test_files_are_what_they_say_and_look_alike(file_format):
+def test_pictures_have_their_format_and_similar_pixels(file_format):
     options = Rendering(overlay=file_format, heatmap_image=file_format, quality=95)
     for picture, lossless in zip(
         render.draw(PHOTO, render.intensity(MAP), SEEN, options), (overlay(), alone()), strict=True
@@ -145,7 +145,7 @@ def test_files_are_what_they_say_and_look_alike(file_format):
 
 
 @pytest.mark.parametrize("file_format", ["jpeg", "webp"])
-def test_quality_is_paid_for_in_bytes(file_format):
+def test_higher_quality_takes_more_bytes(file_format):
     low, high = (
         len(render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(overlay=file_format, quality=quality))[0].data)
         for quality in (30, 95)
@@ -153,7 +153,7 @@ def test_quality_is_paid_for_in_bytes(file_format):
     assert low * 2 < high
 
 
-def test_outside_of_what_was_seen_the_photo_is_untouched_and_the_heatmap_black():
+def test_outside_the_seen_box_the_photo_is_unchanged_and_the_heatmap_black():
     over, heat = overlay(), alone()
     left, top, right, bottom = 94, 19, 357, 281  # the pixels whose centres lie in the box
     outside = np.ones((HEIGHT, WIDTH), bool)
@@ -201,7 +201,7 @@ def test_the_overlay_is_that_of_pytorch_grad_cam():
 
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (3, 3), (6, 2), (5, 6)])
 @pytest.mark.parametrize("seen", [WHOLE, SEEN, Box(75.5, 0, 375.5, 300)])
-def test_a_hot_cell_is_hottest_at_its_place_in_the_photo(row, column, seen):
+def test_maximum_of_the_overlay_is_at_the_cells_place(row, column, seen):
     picture = alone(heatmap=hot_cell(row, column), seen=seen, colormap="gray")
     cell = (seen.right - seen.left) / 7, (seen.bottom - seen.top) / 7
     x, y = middle_of_brightest(picture)
@@ -226,12 +226,12 @@ def test_tiny_maps_do_not_vanish():
     assert differ(alone(heatmap=MAP * 1e-11), alone()) <= 1
 
 
-def test_a_map_without_evidence_is_drawn_in_the_colour_of_zero():
+def test_zero_map_is_drawn_in_the_colour_of_zero():
     for heatmap in (-np.abs(MAP), np.full_like(MAP, np.nan)):
         assert (alone(heatmap=heatmap, seen=WHOLE) == render.colormap("jet")[0]).all()
 
 
-def test_what_the_model_saw_beyond_the_photo_is_not_drawn():
+def test_padding_beyond_the_photo_is_not_drawn():
     """A photo of 100 x 100 in the middle of a padded input of 200 x 200: only the inner cells show."""
     photo = np.zeros((100, 100, 3), np.uint8)
     heatmap = np.zeros((4, 4), np.float32)
@@ -291,9 +291,9 @@ def test_the_photo_and_the_map_are_left_as_they_were():
     assert np.array_equal(heatmap, MAP)
 
 
-def test_a_photo_too_long_for_webp_is_refused_in_words():
+def test_photo_too_long_for_webp_is_refused():
     photo = np.zeros((1, 16384, 3), np.uint8)
-    with pytest.raises(InvalidArgument, match="16,383 pixels on a side: set max_side, or ask for PNG"):
+    with pytest.raises(InvalidArgument, match="16,383 pixels on a side: set max_side, or request PNG"):
         render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp"))
     assert render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp", max_side=16000))[0].width == 16000
     assert overlay(photo, seen=Box(0, 0, 16384, 1)).shape == (1, 16384, 3)

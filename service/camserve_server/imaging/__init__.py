@@ -1,4 +1,4 @@
-"""Photos and pictures: decode a photo, fit it to a model's input, render maps, draw tiles.
+"""Photos and pictures: decode photos, fit them to a model's input, render maps, and draw tiles.
 
 It may import `core`.
 """

@@ -1,8 +1,8 @@
-"""Photos: bytes to pixels, and pixels to what a model sees.
+"""Photos: from a file's bytes to pixels, and from pixels to a model's input.
 
-A file is looked at before it is decoded: its kind by its first bytes, its size from its header. The headers are read
-here and not with Pillow, because Pillow reports a large picture by a process-wide warning and opens a WebP by setting
-up its decoder.
+A file is checked before it is decoded: its format by its first bytes, its size by its header. The headers are read here
+and not with Pillow, because Pillow reports a large picture by a process-wide warning, and sets up a decoder to open a
+WebP.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from camserve_server.imaging.values import Box, Preprocess
 Size = tuple[int, int]
 """Height and width."""
 
-_OTHERS = (
+_OTHER_FORMATS = (
     (0, b"GIF8", "a GIF"),
     (0, b"II*\0", "a TIFF"),
     (0, b"MM\0*", "a TIFF"),
@@ -52,62 +52,64 @@ _OTHERS = (
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _BASELINE, _SCAN, _END = 0xC0, 0xDA, 0xD9
-# A scan of a few bytes costs a pass over the whole picture: 25 ms at 50 megapixels. Encoders write 20 at most.
+# Decoding a scan of a few bytes takes a pass over the whole picture: 25 ms at 50 megapixels. Encoders write 20 at most.
 _MAX_SCANS = 64
 _MAX_SEGMENTS = 4096
 
-# What a picture is made of. Beside it stand animation, texts and profiles, which libpng inflates for nobody.
-_PICTURE = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf"))
-_ONCE = frozenset((b"tRNS", b"eXIf"))  # libpng ignores another one, with a line of warning each
+# The chunks of a PNG that make its picture. The others hold animation, texts and profiles, which libpng would inflate
+# although nothing uses them.
+_PICTURE_CHUNKS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf"))
+_SINGLE_CHUNKS = frozenset((b"tRNS", b"eXIf"))  # libpng ignores further ones, and prints a warning for each
 _MAX_CHUNKS = 1 << 16
-# Each of 65,535 entries may be a text of all of it, and OpenCV copies them all. In a JPEG there is no room for more.
-_MAX_EXIF = 1 << 16
-_CHANNELS: Mapping[int, int] = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-_DEFLATES = 1032  # times, at most
-_SLICE = 1 << 15
+# Each of 65,535 EXIF entries may refer to the whole block as its text, and OpenCV copies every one. In a JPEG the block
+# cannot be larger.
+_MAX_EXIF = 1 << 16  # bytes
+_CHANNELS: Mapping[int, int] = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by PNG colour type
+_MAX_DEFLATE_RATIO = 1032
+_SLICE = 1 << 15  # bytes to inflate at a time
 
-_RGB = 3  # bytes of a pixel
+_RGB_BYTES = 3  # of a pixel
 
 
 def decode(data: bytes, limits: Limits) -> Pixels:
     """Decode a JPEG, PNG, WebP or BMP file to upright RGB.
 
-    The EXIF orientation is applied, grey becomes RGB, 16 bits become the upper 8, CMYK is converted as stored, without
-    its colour profile. Alpha is dropped and the colour below it kept, as Pillow's `convert("RGB")` does. Of an animated
-    WebP the first frame is taken; of an animated PNG the picture that viewers without animation show.
+    The EXIF orientation is applied. Grey becomes RGB, and 16 bits become the upper 8. CMYK is converted as stored,
+    without its colour profile. Alpha is dropped and the colour below it kept, as Pillow's `convert("RGB")` does. An
+    animated WebP gives its first frame; an animated PNG gives the picture that viewers without animation show.
 
     Returns:
         uint8 [height, width, 3], contiguous, owned by the caller.
 
     Raises:
-        InvalidArgument: empty, of another kind, larger than `limits`, cut short or broken. Kind and size are found out
-            before anything is decoded.
+        InvalidArgument: the file is empty, of another format, larger than `limits`, truncated or broken. Format and
+            size are checked before anything is decoded.
     """
-    kind, size = _measured(data, limits)
-    still = _picture(data, size, limits) if kind == "PNG" else data
+    kind, size = _check_file(data, limits)
+    still = _strip_png(data, size, limits) if kind == "PNG" else data
     try:
         pixels = cv2.imdecode(np.frombuffer(still, np.uint8), cv2.IMREAD_COLOR_RGB)
     except cv2.error:
         pixels = None
     if pixels is None:
-        raise _broken(kind)
+        raise _broken_file(kind)
     return pixels.astype(np.uint8, copy=False)
 
 
 def pixels_of(data: bytes, limits: Limits) -> int:
-    """Return how many pixels a file has, from its header.
+    """Return the number of pixels of a file, from its header.
 
     Raises:
-        InvalidArgument: it is empty, of another kind, larger than `limits`, or its header is broken.
+        InvalidArgument: the file is empty, of another format, larger than `limits`, or its header is broken.
     """
-    _, (height, width) = _measured(data, limits)
+    _, (height, width) = _check_file(data, limits)
     return height * width
 
 
 def memory_to_decode(data: bytes) -> int:
-    """Return how many bytes of memory it takes to decode a file, by its header; 0 if the header cannot be read.
+    """Return the bytes of memory that decoding a file takes, from its header; 0 if the header cannot be read.
 
-    Unlike `pixels_of` it looks at nothing behind the header, so the event loop may call it with any file.
+    Unlike `pixels_of` it reads nothing after the header, so the event loop may call it with any file.
     """
     try:
         kind = _kind(data)
@@ -118,13 +120,14 @@ def memory_to_decode(data: bytes) -> int:
 
 
 def _pixel_bytes(kind: str, data: bytes) -> int:
-    """Return how many bytes a pixel takes while a file is decoded: its RGB, and what the decoder holds beside it."""
+    """Return the bytes of memory per pixel while a file is decoded: the RGB array and the decoder's own buffers."""
     if kind == "JPEG" and _frame(data)[0] != _BASELINE:
-        return 3 * _RGB  # libjpeg holds all coefficients of a progressive file, of two bytes each
-    return 2 * _RGB + (kind == "WebP")  # OpenCV decodes into an array of its own, and copies that
+        return 3 * _RGB_BYTES  # libjpeg holds all coefficients of a progressive file, of two bytes each
+    return 2 * _RGB_BYTES + (kind == "WebP")  # OpenCV decodes into an array of its own, and copies that
 
 
-def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:
+def _check_file(data: bytes, limits: Limits) -> tuple[str, Size]:
+    """Return a file's format and size; raise InvalidArgument if it is not accepted."""
     kind = _kind(data)
     size = _size(kind, data)
     _check_size(size, limits)
@@ -137,29 +140,29 @@ def _measured(data: bytes, limits: Limits) -> tuple[str, Size]:
 def _kind(data: bytes) -> str:
     if not data:
         raise InvalidArgument("the image is empty", field="image")
-    # OpenCV would try AVIF whenever these bytes stand here, whatever stands before them.
+    # OpenCV would try to decode AVIF because of these bytes, whatever the four before them are.
     if data[4:8] != b"ftyp":
         for kind, magic in _MAGIC.items():
             if magic.match(data):
                 return kind
-    likely = next((name for at, start, name in _OTHERS if data.startswith(start, at)), "")
+    likely = next((name for at, start, name in _OTHER_FORMATS if data.startswith(start, at)), "")
     raise InvalidArgument(
         "not a JPEG, PNG, WebP or BMP file" + (f": it starts like {likely}" if likely else ""),
         field="image",
     )
 
 
-def _broken(kind: str) -> InvalidArgument:
-    return InvalidArgument(f"the {kind} file is cut short or broken", field="image")
+def _broken_file(kind: str) -> InvalidArgument:
+    return InvalidArgument(f"the {kind} file is truncated or broken", field="image")
 
 
 def _size(kind: str, data: bytes) -> Size:
     try:
         height, width = _SIZES[kind](data)
     except (struct.error, IndexError, ValueError):
-        raise _broken(kind) from None
+        raise _broken_file(kind) from None
     if height < 1 or width < 1:
-        raise _broken(kind)
+        raise _broken_file(kind)
     return height, width
 
 
@@ -180,7 +183,7 @@ def _check_exif(kind: str, data: bytes) -> None:
     try:
         total = sum(_EXIF[kind](data))
     except (struct.error, ValueError):
-        raise _broken(kind) from None
+        raise _broken_file(kind) from None
     if total > _MAX_EXIF:
         raise InvalidArgument(f"more than {_MAX_EXIF:,} bytes of EXIF in a {kind} file are not accepted", field="image")
 
@@ -210,10 +213,10 @@ def _png_size(data: bytes) -> Size:
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield kind, start and stop of each chunk of a PNG up to its end.
+    """Yield kind, start and stop of each chunk of a PNG, up to the last one.
 
     Raises:
-        ValueError: a chunk says that it is longer than the file. OpenCV would set aside as much memory, up to 4 GB.
+        ValueError: a chunk's length is beyond the end of the file. OpenCV would allocate that much memory, up to 4 GB.
         struct.error: the file ends between two chunks.
     """
     kind, stop = b"", 8
@@ -228,7 +231,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 def _bmp_size(data: bytes) -> Size:
     (header,) = struct.unpack_from("<I", data, 14)
-    # The rows of a picture of negative height are stored from top to bottom.
+    # A negative height means that the rows are stored from top to bottom.
     width, height = struct.unpack_from("<HH" if header == 12 else "<ii", data, 18)  # noqa: PLR2004  OS/2's
     return abs(height), width
 
@@ -255,16 +258,16 @@ def _jpeg_size(data: bytes) -> Size:
 
 
 def _frame(data: bytes) -> tuple[int, int]:
-    """Return the marker of a JPEG's frame, which says how it is encoded, and where the frame's header begins."""
+    """Return the marker of a JPEG's frame, which names its encoding, and the start of the frame's header."""
     segments = itertools.islice(_segments(data), _MAX_SEGMENTS)
     return next(((code, at) for code, at in segments if code in _FRAMES), (0, len(data)))
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the code of each JPEG marker and where its segment starts, as libjpeg finds them."""
+    """Yield the code of each JPEG marker and the start of its segment, in the way that libjpeg finds them."""
     at = 2
-    while found := _MARKER.search(data, at):
-        code, at = found[1][0], found.end()
+    while marker := _MARKER.search(data, at):
+        code, at = marker[1][0], marker.end()
         yield code, at
         if code == _END:
             return
@@ -272,32 +275,33 @@ def _segments(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _check_scans(data: bytes) -> None:
-    # Counting bytes is fast and never too low; only a file full of them is walked.
+    # The count of these bytes is fast and never too low. Segments are only read if it is high.
     if data.count(bytes((0xFF, _SCAN))) <= _MAX_SCANS:
         return
     codes = [code for code, _ in itertools.islice(_segments(data), _MAX_SEGMENTS)]
     if codes.count(_SCAN) > _MAX_SCANS or len(codes) == _MAX_SEGMENTS:
-        raise InvalidArgument(f"a JPEG file of more than {_MAX_SCANS} scans is not accepted", field="image")
+        raise InvalidArgument(f"a JPEG file with more than {_MAX_SCANS} scans is not accepted", field="image")
 
 
-def _picture(data: bytes, size: Size, limits: Limits) -> bytes:
-    """Leave out the chunks of a PNG that are not its picture or are ignored; refuse one that inflates to more than it.
+def _strip_png(data: bytes, size: Size, limits: Limits) -> bytes:
+    """Remove the chunks of a PNG that are not part of its picture; refuse a picture that inflates beyond its size.
 
-    libpng goes on inflating behind the last row: for 16 MB that are sent, a minute.
+    libpng continues to inflate after the last row: for 16 MB of a file, a minute.
     """
     chunks = list(_chunks(data))
     most = _most_inflated(data, size)
     rows = [chunk for chunk in chunks if chunk[0] == b"IDAT"]
     length = sum(stop - start - 12 for _, start, stop in rows)
-    # Inflating twice costs an honest photo three quarters of its time again, so a little goes uncounted: no more than
-    # the largest photo that is accepted inflates to, with four channels of 16 bits.
-    if length > most + _SLICE or (length * _DEFLATES > 8 * limits.pixels and _inflates_to_more(data, rows, most)):
-        raise _broken("PNG")
+    # Inflating a valid photo a second time adds three quarters to its decoding time. So the check is skipped for files
+    # that cannot inflate to more than the largest accepted photo, with four channels of 16 bits.
+    may_exceed = length * _MAX_DEFLATE_RATIO > 8 * limits.pixels
+    if length > most + _SLICE or (may_exceed and _inflates_to_more(data, rows, most)):
+        raise _broken_file("PNG")
     first = {kind: start for kind, start, _ in reversed(chunks)}
     kept = [
         (start, stop)
         for kind, start, stop in chunks
-        if kind in _PICTURE and (kind not in _ONCE or start == first[kind])
+        if kind in _PICTURE_CHUNKS and (kind not in _SINGLE_CHUNKS or start == first[kind])
     ]
     if len(kept) == len(chunks):
         return data
@@ -305,7 +309,7 @@ def _picture(data: bytes, size: Size, limits: Limits) -> bytes:
 
 
 def _most_inflated(data: bytes, size: Size) -> int:
-    """Bytes of a PNG's rows, twice: that covers interlacing, and encoders that pad."""
+    """Return twice the bytes of a PNG's rows, which allows for interlacing and for encoders that pad."""
     depth, colour = data[24], data[25]
     return 2 * size[0] * (size[1] * depth * _CHANNELS.get(colour, 4) // 8 + 2) + 64
 
@@ -318,7 +322,7 @@ def _inflates_to_more(data: bytes, chunks: list[tuple[bytes, int, int]], most: i
             try:
                 total += len(stream.decompress(rest, _SLICE))
             except zlib.error:
-                raise _broken("PNG") from None
+                raise _broken_file("PNG") from None
             rest = stream.unconsumed_tail
     return total > most
 
@@ -339,14 +343,14 @@ _EXIF: Mapping[str, Callable[[bytes], Iterator[int]]] = {"PNG": _png_exif, "WebP
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
+class _CropAxis:
     """One axis of a resize and centre crop, in pixels.
 
     Attributes:
         photo: length before the resize.
-        resized: length after it.
+        resized: length after the resize.
         crop: length of the model's input.
-        floors: as `Preprocess` has it.
+        floors: rounding of the crop's start, as in `Preprocess`.
     """
 
     photo: int
@@ -356,7 +360,7 @@ class _Axis:
 
     @property
     def pad(self) -> int:
-        """Pixels of black before the photo, where it is smaller than the crop."""
+        """Black pixels before the photo, if it is smaller than the crop."""
         return max(0, self.crop - self.resized) // 2
 
     @property
@@ -376,18 +380,18 @@ class _Axis:
 
     @property
     def edges(self) -> tuple[float, float]:
-        """Where the input begins and ends in the photo; outside of it where there is padding."""
+        """Start and end of the input in the photo's pixels; they are beyond its edges if the input is padded."""
         first = self.start - self.pad
         return first * self.scale, (first + self.crop) * self.scale
 
 
 def prepared(photo: Pixels, data: bytes, preprocess: Preprocess) -> tuple[Input, Box]:
-    """Make a model's input of a photo: by the model's own `prepare` if it has one, else by a resize and a crop.
+    """Return a model's input for a photo, made by the model's own `prepare` if it has one, else by resize and crop.
 
     Args:
-        photo: decoded, uint8 [height, width, 3].
-        data: its file.
-        preprocess: of the model.
+        photo: the decoded photo, uint8 [height, width, 3].
+        data: the photo's file.
+        preprocess: the model's preprocessing.
 
     Returns:
         The input, and the part of the photo that it shows.
@@ -396,7 +400,7 @@ def prepared(photo: Pixels, data: bytes, preprocess: Preprocess) -> tuple[Input,
 
 
 def displayed(image: Input, preprocess: Preprocess) -> Pixels:
-    """Return a model's input as a picture: one that is already normalised is scaled back by mean and deviation."""
+    """Return a model's input as a picture; a normalised input is scaled back by mean and standard deviation."""
     if image.dtype == np.uint8:
         return cast("Pixels", image)
     values = np.nan_to_num(255 * (image * preprocess.std + preprocess.mean))
@@ -404,7 +408,7 @@ def displayed(image: Input, preprocess: Preprocess) -> Pixels:
 
 
 def seen(size: Size, preprocess: Preprocess) -> Box:
-    """Return the part of a photo of that height and width that a resize and a crop leave."""
+    """Return the part of a photo of this height and width that remains after resize and crop."""
     rows, columns = _axes(size, preprocess)
     (top, bottom), (left, right) = rows.edges, columns.edges
     return Box(left, top, right, bottom)
@@ -413,27 +417,29 @@ def seen(size: Size, preprocess: Preprocess) -> Box:
 def fit(photo: Pixels, preprocess: Preprocess) -> tuple[Pixels, Box]:
     """Resize and crop a photo as torchvision's and timm's evaluation transforms do.
 
-    Values equal those of the transforms on a PIL image to 1, save for some at hard edges with "bicubic": it overshoots
-    black and white there, and Pillow cuts that off between its two passes, in an order that depends on its version. A
-    photo of extreme proportions is never resized whole, so that it costs no more than another.
+    Values differ from those of the transforms on a PIL image by at most 1, except at some hard edges with "bicubic".
+    There it overshoots black and white, which Pillow cuts off between its two passes, in an order that depends on its
+    version. A photo of extreme proportions is never resized as a whole, so that it costs no more than others.
 
     Args:
         photo: uint8 [height, width, 3].
-        preprocess: how the model wants it; mean and std are not applied.
+        preprocess: the model's preprocessing; mean and std are not applied.
 
     Returns:
-        uint8 [*preprocess.size, 3], black where the resized photo is smaller than the crop, and the box of it in the
-        photo's pixels, which then reaches beyond the photo's edges.
+        uint8 [*preprocess.size, 3], black where the resized photo is smaller than the crop; and the part of the photo
+        that it shows, in the photo's pixels, which reaches beyond the photo's edges if there is black.
     """
     size = photo.shape[0], photo.shape[1]
     rows, columns = _axes(size, preprocess)
     cropped = _resampler(rows, columns, preprocess)(photo, rows, columns, preprocess.interpolation)
-    return _padded(cropped, rows, columns), seen(size, preprocess)
+    return _pad(cropped, rows, columns), seen(size, preprocess)
 
 
-def _axes(size: Size, preprocess: Preprocess) -> tuple[_Axis, _Axis]:
+def _axes(size: Size, preprocess: Preprocess) -> tuple[_CropAxis, _CropAxis]:
     resized = _resized_size(size, preprocess.resize)
-    rows, columns = (_Axis(*each, preprocess.floors) for each in zip(size, resized, preprocess.size, strict=True))
+    rows, columns = (
+        _CropAxis(*lengths, preprocess.floors) for lengths in zip(size, resized, preprocess.size, strict=True)
+    )
     return rows, columns
 
 
@@ -445,18 +451,19 @@ def _resized_size(size: Size, resize: int | Size) -> Size:
     return (longer, resize) if width <= height else (resize, longer)
 
 
-_Resampler = Callable[[Pixels, _Axis, _Axis, str], Pixels]
+_Resampler = Callable[[Pixels, _CropAxis, _CropAxis, str], Pixels]
 
 
-def _resampler(rows: _Axis, columns: _Axis, preprocess: Preprocess) -> _Resampler:
+def _resampler(rows: _CropAxis, columns: _CropAxis, preprocess: Preprocess) -> _Resampler:
     if preprocess.interpolation == "nearest":
         return _pick
-    # Resizing whole is five times faster than Pillow up to here, and a photo of 1 x 16384 would become 256 x 4194304.
+    # Up to this ratio torch, which resizes the whole photo, is five times faster than Pillow. Without the limit a photo
+    # of 1 x 16384 would become 256 x 4194304.
     kept = (rows.stop - rows.start) * (columns.stop - columns.start)
     return _resize_part if rows.resized * columns.resized > 8 * kept else _resize_whole
 
 
-def _resize_whole(photo: Pixels, rows: _Axis, columns: _Axis, interpolation: str) -> Pixels:
+def _resize_whole(photo: Pixels, rows: _CropAxis, columns: _CropAxis, interpolation: str) -> Pixels:
     tensor = torch.from_numpy(np.require(photo, requirements=["C", "W"])).permute(2, 0, 1)
     resized = functional.resize_image(
         tensor,
@@ -469,8 +476,8 @@ def _resize_whole(photo: Pixels, rows: _Axis, columns: _Axis, interpolation: str
     return pixels
 
 
-def _resize_part(photo: Pixels, rows: _Axis, columns: _Axis, interpolation: str) -> Pixels:
-    """Resize the kept part alone: Pillow weighs the pixels around its box as if it resized the whole."""
+def _resize_part(photo: Pixels, rows: _CropAxis, columns: _CropAxis, interpolation: str) -> Pixels:
+    """Resize the kept part alone; Pillow weights the pixels around its box as if it resized the whole photo."""
     (above, below), (top, bottom) = _window(rows)
     (before, after), (left, right) = _window(columns)
     part = Image.fromarray(np.ascontiguousarray(photo[above:below, before:after]))
@@ -479,28 +486,28 @@ def _resize_part(photo: Pixels, rows: _Axis, columns: _Axis, interpolation: str)
     return np.asarray(part.resize(size, resample, box=(left, top, right, bottom)))
 
 
-def _window(axis: _Axis) -> tuple[tuple[int, int], tuple[float, float]]:
-    """Find the photo's pixels that the kept ones are made of, and the edges of the kept ones in these."""
+def _window(axis: _CropAxis) -> tuple[tuple[int, int], tuple[float, float]]:
+    """Return the range of the photo's pixels that the kept part depends on, and the kept part's edges in that range."""
     first, last = axis.start * axis.scale, axis.stop * axis.scale
     reach = 2 * max(axis.scale, 1) + 1
     begin, end = max(0, int(first - reach)), min(axis.photo, int(last + reach) + 1)
     return (begin, end), (first - begin, min(last, axis.photo) - begin)
 
 
-def _pick(photo: Pixels, rows: _Axis, columns: _Axis, _interpolation: str) -> Pixels:
+def _pick(photo: Pixels, rows: _CropAxis, columns: _CropAxis, _interpolation: str) -> Pixels:
     return photo[_nearest(rows)][:, _nearest(columns)]
 
 
-def _nearest(axis: _Axis) -> NDArray[np.intp]:
-    # Pillow adds up the steps; multiplying them rounds to another pixel now and then.
+def _nearest(axis: _CropAxis) -> NDArray[np.intp]:
+    # Pillow adds up the steps. Multiplying them would sometimes round to another pixel.
     steps = np.full(axis.stop, axis.scale)
     steps[0] /= 2
     return np.cumsum(steps)[axis.start :].astype(np.intp)
 
 
-def _padded(seen: Pixels, rows: _Axis, columns: _Axis) -> Pixels:
-    if seen.shape[:2] == (rows.crop, columns.crop):
-        return np.ascontiguousarray(seen)
-    whole = np.zeros((rows.crop, columns.crop, 3), np.uint8)
-    whole[rows.pad :, columns.pad :][: seen.shape[0], : seen.shape[1]] = seen
-    return whole
+def _pad(cropped: Pixels, rows: _CropAxis, columns: _CropAxis) -> Pixels:
+    if cropped.shape[:2] == (rows.crop, columns.crop):
+        return np.ascontiguousarray(cropped)
+    padded = np.zeros((rows.crop, columns.crop, 3), np.uint8)
+    padded[rows.pad :, columns.pad :][: cropped.shape[0], : cropped.shape[1]] = cropped
+    return padded

@@ -1,4 +1,4 @@
-"""Values of pictures: boxes, preprocessing, views, and how a map is drawn."""
+"""Values for photos and pictures: boxes, preprocessing, views and rendering options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from camserve_server.core.arrays import Input, Pixels
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle in a photo's pixels, edges from its upper left corner; it may reach beyond the photo."""
+    """Rectangle in a photo's pixels, measured from the upper left corner; it may reach beyond the photo."""
 
     left: float
     top: float
@@ -19,17 +19,17 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Preprocess:
-    """How a model wants its input: resize, centre crop, normalise.
+    """Preprocessing of a model's input: resize, centre crop, normalise.
 
     Attributes:
         size: height and width of the input, in pixels.
-        resize: the photo's shorter side before the crop; or an exact (height, width).
+        resize: length of the photo's shorter side before the crop; or an exact (height, width).
         interpolation: "nearest", or antialiased "bilinear" or "bicubic".
-        mean: subtracted per channel from RGB values 0 to 1.
-        std: divides each channel after that.
-        floors: whether a crop that cannot be quite in the middle always begins half a pixel early, as transformers has
-            it; else half a pixel is rounded to even, as torchvision has it.
-        prepare: makes the input in place of all that, for a model of this process; see `Prepare`.
+        mean: per channel, subtracted from RGB values 0 to 1.
+        std: per channel, the divisor after that.
+        floors: True if a crop that cannot be centred exactly starts half a pixel early, as in transformers; False if
+            half a pixel is rounded to even, as in torchvision.
+        prepare: function that makes the input instead, for a model in this process; see `Prepare`.
     """
 
     size: tuple[int, int]
@@ -42,21 +42,21 @@ class Preprocess:
 
 
 Prepare: TypeAlias = Callable[[Pixels, bytes], tuple[Input, Box]]
-"""Makes a model's input of a decoded photo and its file; returns the part of the photo that it shows, too."""
+"""Decoded photo, its file -> the model's input, and the part of the photo that it shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A copy of the normalised input [3,H,W]: mirrored, its contrast changed, a window of an enlarged one.
+    """Copy of the normalised input [3,H,W]: mirrored, scaled in contrast, noisy, or a window of an enlarged copy.
 
     Attributes:
-        mirrored: left to right.
-        gain: that the values are multiplied by.
-        scale: that the sides are enlarged by, bilinearly, before a window of the input's size is cut out.
+        mirrored: True to mirror left to right.
+        gain: factor of the values.
+        scale: factor of the sides, bilinearly, before a window of the input's size is cut out.
         top: first row of the window, in pixels of the enlarged image.
-        left: its first column.
-        noise: standard deviation of what is added, in the input's normalised units.
-        seed: of that noise.
+        left: first column of the window.
+        noise: standard deviation of added noise, in the input's normalised units.
+        seed: seed of that noise.
     """
 
     mirrored: bool = False
@@ -68,28 +68,28 @@ class View:
     seed: int = 0
 
     def enlarged(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size of an image, enlarged."""
+        """Return the height and width of the enlarged image."""
         return round(height * self.scale), round(width * self.scale)
 
 
 Profile: TypeAlias = Literal["paper", "grad-cam", "torchcam", "captum"]
-"""By whose convention raw numbers become the intensities that are coloured."""
+"""Convention that turns raw values into the intensities that are coloured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Which pictures and numbers to make, and how they look.
+    """Requested pictures and maps of each explanation, and their style.
 
     Attributes:
         overlay: encoding of the overlay, or None for no overlay.
-        heatmap_image: encoding of the heatmap alone, or None.
-        heatmap: whether the raw map goes out.
+        heatmap_image: encoding of the heatmap alone, or None for no such picture.
+        heatmap: True to return the raw map.
         colormap: name of the colour map.
         alpha: opacity of the heatmap, 0 to 1.
-        max_side: longer side of the pictures at most, in pixels; None for the photo's own.
-        quality: of JPEG and WebP, 1 to 100.
-        profile: by whose convention raw numbers become intensities.
-        intensity: whether those intensities go out.
+        max_side: largest length of the pictures' longer side, in pixels; None for the photo's own.
+        quality: quality of JPEG and WebP, 1 to 100.
+        profile: convention that turns raw values into intensities.
+        intensity: True to return those intensities.
     """
 
     overlay: Literal["jpeg", "png", "webp"] | None = None
@@ -104,24 +104,24 @@ class Rendering:
 
     @property
     def pictures(self) -> int:
-        """How many pictures of each explanation are asked for."""
+        """Number of requested pictures of each explanation."""
         return (self.overlay is not None) + (self.heatmap_image is not None)
 
     @property
     def whole(self) -> bool:
-        """Whether the intensities are wanted on the pixels of the model's input."""
+        """True if the intensities are needed on the pixels of the model's input."""
         return self.intensity or self.profile != "paper"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An encoded picture.
+    """Encoded picture.
 
     Attributes:
         format: "jpeg", "png" or "webp".
-        data: the file.
-        width: in pixels.
-        height: in pixels.
+        data: bytes of the file.
+        width: width in pixels.
+        height: height in pixels.
     """
 
     format: Literal["jpeg", "png", "webp"]

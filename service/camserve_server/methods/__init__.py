@@ -1,6 +1,6 @@
-"""Every method by its name. Adding one is a pure function in this folder and a line here.
+"""Registry of methods by name. To add one, write a pure function in this package and add a line here.
 
-It may import `models` and the rooms below.
+It may import `models` and the packages below that.
 """
 
 import re
@@ -29,63 +29,82 @@ from camserve_server.methods.kinds import (
 )
 from camserve_server.methods.values import Edit
 
-VARIANT = Parameter(
+ALPHA_VARIANT = Parameter(
     "variant",
-    "Whether α is the paper's, or divided by its sum over positive gradients as in the authors' code.",
+    "The paper's α, or α divided by its sum over positive gradients, as in the authors' code (official).",
     "paper",
     choices=("paper", "official"),
 )
-SIGMAS = Parameter("k", "Standard deviations above its mean at which a value stands out.", 2.0, 0.0, 10.0)
-KERNEL = Parameter("kernel", "How two positions' features are compared.", "sigmoid", choices=tuple(cams.KERNELS))
-SCALES = Parameter("scales", "At how many sizes of the image windows slide over it.", 6, 1, 12, integer=True)
-SAMPLES = Parameter("samples", "How many noisy copies.", 16, 1, 512, integer=True)
-NOISE = Parameter("noise", "Standard deviation, as a share of the input's range.", 0.15, 0.0, 1.0)
-SEED = Parameter("seed", "Seed of whatever is drawn by chance.", 0, 0, 2**31 - 1, integer=True)
-NOISY = (SAMPLES, NOISE, SEED)
+OUTLIER_SIGMAS = Parameter(
+    "k", "Standard deviations above its channel's mean from which a value stands out.", 2.0, 0.0, 10.0
+)
+KERNEL = Parameter(
+    "kernel", "Kernel that compares the features of two positions.", "sigmoid", choices=tuple(cams.KERNELS)
+)
+SCALES = Parameter("scales", "Number of sizes of the image that windows slide over.", 6, 1, 12, integer=True)
+SAMPLES = Parameter("samples", "Number of noisy copies.", 16, 1, 512, integer=True)
+NOISE = Parameter("noise", "Standard deviation of the noise, as a share of the input's range.", 0.15, 0.0, 1.0)
+SEED = Parameter("seed", "Seed of the random numbers.", 0, 0, 2**31 - 1, integer=True)
+NOISY_COPIES = (SAMPLES, NOISE, SEED)
 
-STEPS = Parameter("steps", "Places on the way from the baseline to the image.", 50, 1, 1024, integer=True)
+STEPS = Parameter("steps", "Number of points on the line from the baseline to the image.", 50, 1, 1024, integer=True)
 BASELINE = Parameter(
     "baseline",
-    "What the image is compared with: the input's zero, which is the mean colour of what the model was trained on; the "
-    "image's own mean colour; or the image blurred.",
+    "Image to compare with: zero is the normalised input's zero, the mean colour of the training set; mean is the "
+    "image's own mean colour; blur is the image blurred.",
     "zero",
     choices=gradients.BASELINES,
 )
 QUADRATURE = Parameter(
     "quadrature",
-    "cubic steps, close together near the baseline; matched, such ones whose map adds up; or Captum's gauss-legendre.",
+    "Rule that computes the integral: cubic has more steps near the baseline; matched corrects cubic so that the map "
+    "adds up; gauss-legendre is Captum's.",
     "matched",
     choices=("matched", "cubic", "gauss-legendre"),
 )
-ANY_BASELINE = Parameter(
+SAMPLED_BASELINE = Parameter(
     "baseline",
-    "Where the ways to the image begin, as in integrated_gradients; any draws one of them for each sample.",
+    "Start of the lines to the image, as in integrated_gradients; any draws one of the three for each sample.",
     "any",
     choices=("any", *gradients.BASELINES),
 )
 
-WINDOW = Parameter("window", "Side of the window: below 1 a share of the shorter side, else pixels.", 0.2, 0.01, 4096)
-STRIDE = Parameter("stride", "From one window to the next, as the window; at most the window.", 0.1, 0.01, 4096)
-MASKS = Parameter("samples", "How many random masks.", 512, 1, 16_000, integer=True)
-CELLS = Parameter("cells", "Cells along each side of the image.", 7, 2, 64, integer=True)
-SHOWN = Parameter("probability", "Of a cell to be shown.", 0.5, 0.01, 0.99)
-DIVISOR = Parameter(
+WINDOW = Parameter(
+    "window",
+    "Side of the window: below 1 as a share of the image's shorter side, from 1 on in pixels.",
+    0.2,
+    0.01,
+    4096,
+)
+STRIDE = Parameter(
+    "stride", "Distance from one window to the next, in the same unit; at most the window.", 0.1, 0.01, 4096
+)
+MASKS = Parameter("samples", "Number of random masks.", 512, 1, 16_000, integer=True)
+CELLS = Parameter("cells", "Number of cells along each side of the image.", 7, 2, 64, integer=True)
+SHOW_PROBABILITY = Parameter("probability", "Probability that a cell is shown.", 0.5, 0.01, 0.99)
+RISE_DIVISOR = Parameter(
     "divisor",
-    "Of each pixel's scores: in how many masks it is shown, or, as the paper has it, in how many it is expected to be.",
+    "Divisor of a pixel's weighted sum of scores: the sum of its mask values (shown), or the expected sum, as in the "
+    "paper (expected).",
     "shown",
     choices=("shown", "expected"),
 )
-CHANNELS = Parameter(
-    "top_channels", "Only so many channels, those that vary most over the grid; 0 for all.", 0, 0, 16_384, integer=True
+ALL_CHANNELS = Parameter(
+    "top_channels",
+    "Number of channels to use, those with the largest standard deviation over the grid; 0 for all.",
+    0,
+    0,
+    16_384,
+    integer=True,
 )
-FEW = replace(CHANNELS, default=64)
-TRIES = Parameter("samples", "How many images for each channel.", 8, 1, 512, integer=True)
-MASK_NOISE = Parameter("noise", "Standard deviation of the noise on a mask whose values are 0 to 1.", 2.0, 0.0, 10.0)
-SETS = Parameter("samples", "How many random sets of cells.", 256, 2, 16_000, integer=True)
+TOP_CHANNELS = replace(ALL_CHANNELS, default=64)
+MASKS_PER_CHANNEL = Parameter("samples", "Number of masked images for each channel.", 8, 1, 512, integer=True)
+MASK_NOISE = Parameter("noise", "Standard deviation of the noise on a mask with values 0 to 1.", 2.0, 0.0, 10.0)
+CELL_SETS = Parameter("samples", "Number of random sets of cells.", 256, 2, 16_000, integer=True)
 
-HEADS = Parameter("heads", "How a block's heads become one.", "mean", choices=("mean", "max", "min"))
-DISCARD = Parameter("discard", "Share of each block's lowest values that is set to zero.", 0.0, 0.0, 0.99)
-BLOCKS = Parameter("blocks", "How many blocks, from the last, are added up; 0 for all.", 0, 0, 1000, integer=True)
+HEAD_FUSION = Parameter("heads", "Way to fuse the heads of a block.", "mean", choices=("mean", "max", "min"))
+DISCARD = Parameter("discard", "Share of each block's lowest values to set to zero.", 0.0, 0.0, 0.99)
+BLOCKS = Parameter("blocks", "Number of blocks to add up, from the last; 0 for all.", 0, 0, 1000, integer=True)
 
 METHODS: dict[str, Method] = {
     "gradcam": Cam(cams.gradcam, "Selvaraju et al. 2017, arXiv:1610.02391", smooths=True),
@@ -93,19 +112,19 @@ METHODS: dict[str, Method] = {
     "layercam": Cam(cams.layercam, "Jiang et al. 2021, doi:10.1109/TIP.2021.3089943", smooths=True),
     "gradcam_elementwise": Cam(cams.gradcam_elementwise, "Gildenblat 2021, pytorch-grad-cam", smooths=True),
     "gradcam_plus_plus": Cam(
-        cams.gradcam_plus_plus, "Chattopadhay et al. 2018, arXiv:1710.11063", (VARIANT,), smooths=True
+        cams.gradcam_plus_plus, "Chattopadhay et al. 2018, arXiv:1710.11063", (ALPHA_VARIANT,), smooths=True
     ),
     "smoothgradcam_plus_plus": Cam(
         cams.smoothgradcam_plus_plus,
         "Omeiza et al. 2019, arXiv:1908.01224",
-        NOISY,
+        NOISY_COPIES,
         copy=gradients.noisy,
         count=gradients.samples,
         finish=cams.from_means,
     ),
     "xgradcam": Cam(cams.xgradcam, "Fu et al. 2020, arXiv:2008.02312", smooths=True),
     "shapleycam": Cam(cams.shapleycam, "Cai 2025, arXiv:2501.06261", curvature=True, smooths=True),
-    "fem": Cam(cams.fem, "Fuad et al. 2020, doi:10.1109/IPTA50016.2020.9286629", (SIGMAS,), smooths=True),
+    "fem": Cam(cams.fem, "Fuad et al. 2020, doi:10.1109/IPTA50016.2020.9286629", (OUTLIER_SIGMAS,), smooths=True),
     "eigencam": Cam(cams.eigencam, "Muhammad and Yeasin 2020, arXiv:2008.00299", decomposes=True),
     "eigengradcam": Cam(cams.eigengradcam, "Gildenblat 2021, pytorch-grad-cam", decomposes=True),
     "kpcacam": Cam(cams.kpcacam, "Karmani et al. 2024, arXiv:2410.00267", (KERNEL,), decomposes=True),
@@ -119,7 +138,7 @@ METHODS: dict[str, Method] = {
         "Smilkov et al. 2017, arXiv:1706.03825",
         copy=gradients.noisy,
         count=gradients.samples,
-        parameters=NOISY,
+        parameters=NOISY_COPIES,
     ),
     "squaregrad": Saliency(
         gradients.strongest_channel,
@@ -127,7 +146,7 @@ METHODS: dict[str, Method] = {
         copy=gradients.noisy,
         count=gradients.samples,
         term=gradients.squared,
-        parameters=NOISY,
+        parameters=NOISY_COPIES,
         about=gradients.squared,
     ),
     "vargrad": Saliency(
@@ -136,7 +155,7 @@ METHODS: dict[str, Method] = {
         copy=gradients.noisy,
         count=gradients.samples,
         squares=True,
-        parameters=NOISY,
+        parameters=NOISY_COPIES,
         about=gradients.variance,
     ),
     "integrated_gradients": Saliency(
@@ -155,7 +174,7 @@ METHODS: dict[str, Method] = {
         copy=gradients.between,
         count=gradients.samples,
         term=gradients.travelled,
-        parameters=(replace(SAMPLES, default=50), replace(NOISE, default=0.0), SEED, ANY_BASELINE),
+        parameters=(replace(SAMPLES, default=50), replace(NOISE, default=0.0), SEED, SAMPLED_BASELINE),
         about=gradients.expected,
     ),
     "guided_backprop": Saliency(gradients.guided_backprop, "Springenberg et al. 2015, arXiv:1412.6806", rule="guided"),
@@ -173,52 +192,52 @@ METHODS: dict[str, Method] = {
         perturbation.rise,
         "Petsiuk et al. 2018, arXiv:1806.07421",
         perturbation.samples,
-        (MASKS, CELLS, SHOWN, SEED, DIVISOR),
+        (MASKS, CELLS, SHOW_PROBABILITY, SEED, RISE_DIVISOR),
     ),
     "scorecam": Perturbation(
         perturbation.scorecam,
         "Wang et al. 2020, arXiv:1910.01279",
         perturbation.channels_tried,
-        (CHANNELS,),
+        (ALL_CHANNELS,),
         layered=True,
     ),
     "sscam": Perturbation(
         perturbation.sscam,
         "Wang et al. 2020, arXiv:2006.14255",
         perturbation.channels_sampled,
-        (FEW, TRIES, MASK_NOISE, SEED),
+        (TOP_CHANNELS, MASKS_PER_CHANNEL, MASK_NOISE, SEED),
         layered=True,
     ),
     "iscam": Perturbation(
         perturbation.iscam,
         "Naidu et al. 2020, arXiv:2010.03023",
         perturbation.channels_sampled,
-        (FEW, TRIES),
+        (TOP_CHANNELS, MASKS_PER_CHANNEL),
         layered=True,
     ),
     "ablationcam": Perturbation(
         perturbation.ablationcam,
         "Desai and Ramaswamy 2020, doi:10.1109/WACV45572.2020.9093360",
         perturbation.channels_tried,
-        (CHANNELS,),
+        (ALL_CHANNELS,),
         layered=True,
     ),
     "kernel_shap": Perturbation(
         surrogate.kernel_shap,
         "Lundberg and Lee 2017, arXiv:1705.07874",
         surrogate.samples,
-        (SETS, CELLS, SEED),
+        (CELL_SETS, CELLS, SEED),
         needs=surrogate.NEEDS,
     ),
     "lime": Perturbation(
         surrogate.lime,
         "Ribeiro et al. 2016, arXiv:1602.04938",
         surrogate.samples,
-        (SETS, CELLS, SEED),
+        (CELL_SETS, CELLS, SEED),
         needs=surrogate.NEEDS,
     ),
     "attention_rollout": Attention(
-        attention.rollout, "Abnar and Zuidema 2020, arXiv:2005.00928", parameters=(HEADS, DISCARD)
+        attention.rollout, "Abnar and Zuidema 2020, arXiv:2005.00928", parameters=(HEAD_FUSION, DISCARD)
     ),
     "gradient_rollout": Attention(
         attention.gradient_rollout, "Gildenblat 2020, vit-explain", parameters=(replace(DISCARD, default=0.9),)
@@ -235,10 +254,10 @@ T = TypeVar("T", bound=Method)
 
 
 def method_of(kind: type[T], name: str) -> T:
-    """Return a method that is of a known kind, because of the pass that it is part of.
+    """Return a method whose kind is known from the pass that computes it.
 
     Raises:
-        TypeError: it is of another kind.
+        TypeError: the method is of another kind.
     """
     method = METHODS[name]
     if not isinstance(method, kind):
@@ -247,15 +266,15 @@ def method_of(kind: type[T], name: str) -> T:
 
 
 def add_plugins() -> None:
-    """Put the methods that other packages bring among the rest; those that are there already stay.
+    """Add the methods of installed plugins to `METHODS`.
 
     Raises:
-        ConfigError: one cannot be loaded, is no method, or has a name that is taken.
+        ConfigError: a plugin cannot be loaded, is not a method, or has the name of a built-in method.
     """
     for name, entry in plugins.found(plugins.METHODS).items():
         if name in _BUILT_IN or not re.fullmatch("[a-z][a-z0-9_]*", name):
             raise plugins.refused(
-                entry, "a name is of small letters, digits and underscores, and not one of camserve's"
+                entry, "a name has lower-case letters, digits and underscores, and is not one of camserve's"
             )
         method = plugins.loaded(entry)
         if not isinstance(method, get_args(Method)):

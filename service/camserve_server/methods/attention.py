@@ -1,16 +1,15 @@
 """Maps from the attention in every block of a transformer: one function for each formula.
 
-Notation, for one image: A_l is the attention of block l, a matrix N×N for each head whose row is what one token takes
-from every token; ∇A_l is the score's gradient there; E_h is the mean over heads, (·)⁺ cuts at zero. Of the N tokens the
-first ones, the prefix, are class, distillation and register tokens, the others are the image's patches. Every function
-takes attention [L,B,heads,N,N], gradients of that shape and the length of the prefix, and returns a value for each
-patch [B, N − prefix].
+Notation, for one image: A_l is the attention of block l, a matrix N×N for each head. Each row of it holds the shares
+that one token takes from every token. ∇A_l is the gradient of the score there, E_h is the mean over heads, and (·)⁺
+cuts at zero. The first of the N tokens, the prefix, are class, distillation and register tokens; the others are the
+image's patches. Each function takes attention [L,B,heads,N,N], gradients of that shape and the length of the prefix,
+and returns a value for each patch [B, N − prefix].
 
-What an image says to the score is read where the score reads the tokens: in the rows of the tokens on which the
-gradient of the last block shows the score to depend. Those are the class token's row alone, or the class and the
-distillation token's, or, where the model takes the mean over its patches, theirs. What a patch's token keeps of itself
-past all attention, by the residual connections alone, is left out: where patches are read, it would be added to every
-patch alike, and where a class token is read, it is in no patch's column.
+R, the attention accumulated over the blocks, is read in the rows of the tokens that the score depends on: those with a
+gradient in the last block. They are the class token; or the class and the distillation token; or all patches, if the
+model takes the mean over them. The part of R that the residual connections alone carry from a token to itself is left
+out. If patches are read, it would add the same to every patch; if a class token is read, it is in no patch's column.
 """
 
 import torch
@@ -18,86 +17,93 @@ from torch import Tensor
 
 
 def rollout(attention: Tensor, gradients: Tensor, prefix: int, *, heads: str, discard: float) -> Tensor:
-    """Follow the attention from the tokens that the score reads through all blocks to the patches.
+    """Multiply the attention of all blocks, from the patches to the tokens that the score depends on.
 
-    R = Ã_L … Ã_1, where Ã_l is 0.5 Ā_l + 0.5 I with each row divided by its sum, and Ā_l is the mean of A_l over heads;
-    the map is R in the row of the class token, or, without one, the mean over the patches' rows, less what each patch
-    keeps of itself past all attention. It does not depend on the target. Abnar and Zuidema 2020, section 3. Fusing the
-    heads by their maximum or minimum, and setting the share `discard` of each block's lowest values to zero, are
-    Gildenblat's additions.
+    R = Ã_L … Ã_1, where Ã_l is 0.5 Ā_l + 0.5 I with each row divided by its sum, and Ā_l is the mean of A_l over heads.
+
+    The map is the row of R of the class token; or the mean of the rows of the tokens that the score depends on, such as
+    the class and the distillation token, or all patches if the model averages them. The residual connections' own part,
+    a diagonal, is left out of R. The map does not depend on the target. Abnar and Zuidema 2020, section 3. Two options
+    are Gildenblat's additions: fusing the heads by their maximum or minimum, and setting the share `discard` of each
+    block's lowest values to zero.
     """
-    fused = _without_lowest(_FUSIONS[heads](attention), discard)
-    return _read(_carried(fused, shared=True), gradients, prefix)
+    fused = _drop_lowest(_HEAD_FUSIONS[heads](attention), discard)
+    return _read_rows(_accumulate(fused, normalised=True), gradients, prefix)
 
 
 def gradient_rollout(attention: Tensor, gradients: Tensor, prefix: int, *, discard: float) -> Tensor:
-    """Follow the attention that speaks for the score through all blocks to the patches.
+    """Multiply the attention of all blocks, each weighted by its positive effect on the score.
 
-    R = Ã_L … Ã_1, where Ã_l is (E_h[∇A_l ⊙ A_l])⁺ + I with each row divided by its sum, after the share `discard` of
-    its lowest values has been set to zero; R is read as in attention_rollout. Gildenblat 2020, with rows divided by
-    their own sums (his code divides columns by them).
+    R = Ã_L … Ã_1, where Ã_l is (E_h[∇A_l ⊙ A_l])⁺ + I with each row divided by its sum.
+
+    The share `discard` of the lowest values of (E_h[∇A_l ⊙ A_l])⁺ is set to zero before I is added. R is read as in
+    attention_rollout. Gildenblat 2020, with each row divided by its own sum, where his code divides the columns by the
+    rows' sums.
     """
-    fused = _without_lowest((gradients * attention).mean(2).clamp(min=0), discard)
-    return _read(_carried(fused, shared=True), gradients, prefix)
+    fused = _drop_lowest((gradients * attention).mean(2).clamp(min=0), discard)
+    return _read_rows(_accumulate(fused, normalised=True), gradients, prefix)
 
 
 def chefer(attention: Tensor, gradients: Tensor, prefix: int) -> Tensor:
-    """Add up, from block to block, what the attention that speaks for the score carries to each token.
+    """Accumulate over the blocks the relevance that attention with a positive effect on the score carries.
 
-    R ← R + E_h[(∇A_l ⊙ A_l)⁺] R for each block l, from R = I; R is read as in attention_rollout. Chefer et al. 2021,
-    equations 5 and 6.
+    R ← R + E_h[(∇A_l ⊙ A_l)⁺] R for each block l, starting with R = I.
+
+    R is read as in attention_rollout. Chefer et al. 2021, equations 5 and 6.
     """
     fused = (gradients * attention).clamp(min=0).mean(2)
-    return _read(_carried(fused, shared=False), gradients, prefix)
+    return _read_rows(_accumulate(fused, normalised=False), gradients, prefix)
 
 
 def legrad(_attention: Tensor, gradients: Tensor, prefix: int, *, blocks: float) -> Tensor:
-    """Add up, over blocks, how much more attention to each patch would raise the score of the block's own tokens.
+    """Add up over blocks how much more attention to each patch would raise the score of the block's own tokens.
 
-    Σ_l of the mean over heads and rows of (∂s_l/∂A_l)⁺, where s_l is the score that what follows the last block gives
-    to the mean of block l's tokens, put in the place of every token. Bousselham et al. 2025, section 3, as the authors'
-    code has it for models with a class token. Their other variant, for attentional pooling, looks at the pooling's
-    attention instead; here that of the blocks is used for every model.
+    M_j = Σ_l E_h[1/N Σ_i (∂s_l/∂A_l)⁺_ij], where s_l is the score of block l: that of the model's head for the mean of
+    block l's tokens, put in the place of every token.
+
+    The head is everything after the last block. Bousselham et al. 2025, section 3, as in the authors' code for models
+    with a class token. Their other variant, for attentional pooling, uses the attention of the pooling instead. Here
+    that of the blocks is used for every model.
     """
-    chosen = gradients[-int(blocks) :] if blocks else gradients
-    return chosen.clamp(min=0).mean((2, 3)).sum(0)[:, prefix:]
+    used = gradients[-int(blocks) :] if blocks else gradients
+    return used.clamp(min=0).mean((2, 3)).sum(0)[:, prefix:]
 
 
-_FUSIONS = {
+_HEAD_FUSIONS = {
     "mean": lambda attention: attention.mean(2),
     "max": lambda attention: attention.amax(2),
     "min": lambda attention: attention.amin(2),
 }
 
 
-def _without_lowest(blocks: Tensor, share: float) -> Tensor:
-    """Set a share of each matrix's lowest values to zero, in [L,B,N,N]."""
+def _drop_lowest(blocks: Tensor, share: float) -> Tensor:
+    """Set a share of the lowest values of each matrix in [L,B,N,N] to zero."""
     flat = blocks.flatten(2)
     lowest = flat.topk(int(flat.shape[2] * share), largest=False).indices
     return flat.scatter(2, lowest, 0.0).view_as(blocks)
 
 
-def _carried(blocks: Tensor, *, shared: bool) -> Tensor:
-    """Return what each token gets from every token [B,N,N] through attention, by the recursion R ← (I + E_l) R.
+def _accumulate(blocks: Tensor, *, normalised: bool) -> Tensor:
+    """Return R without the residual connections' own part [B,N,N], by the recursion R ← (I + E_l) R from R = I.
 
-    R is kept as the sum of what attention carries and of a diagonal, what the residual connections alone keep: taken
-    away from R in the end, it would leave little but rounding errors.
+    R is kept as the sum of the part that attention carries and of a diagonal, the part of the residual connections.
+    Subtracting that diagonal from R in the end would leave little but rounding errors.
 
     Args:
         blocks: E_l [L,B,N,N].
-        shared: whether each row of I + E_l is divided by its sum.
+        normalised: True to divide each row of I + E_l by its sum.
     """
-    carried, kept = torch.zeros_like(blocks[0]), torch.ones_like(blocks[0, ..., :1])
+    carried, diagonal = torch.zeros_like(blocks[0]), torch.ones_like(blocks[0, ..., :1])
     for block in blocks:
-        total = 1 + block.sum(-1, keepdim=True) if shared else 1
-        carried = (carried + block @ carried + block * kept.mT) / total
-        kept = kept / total
+        row_sums = 1 + block.sum(-1, keepdim=True) if normalised else 1
+        carried = (carried + block @ carried + block * diagonal.mT) / row_sums
+        diagonal = diagonal / row_sums
     return carried
 
 
-def _read(relevance: Tensor, gradients: Tensor, prefix: int) -> Tensor:
-    """Take the mean of the rows [B,N,N] on whose tokens the score depends; of all, where it depends on none."""
+def _read_rows(relevance: Tensor, gradients: Tensor, prefix: int) -> Tensor:
+    """Return the mean [B, N − prefix] of the rows of R whose tokens the score depends on, or of all if of none."""
     depends = gradients[-1].abs().amax((1, 3)) > 0
     depends = depends | ~depends.any(1, keepdim=True)
-    rows = depends.to(relevance) / depends.sum(1, keepdim=True)
-    return (rows.unsqueeze(1) @ relevance).squeeze(1)[:, prefix:]
+    row_weights = depends.to(relevance) / depends.sum(1, keepdim=True)
+    return (row_weights.unsqueeze(1) @ relevance).squeeze(1)[:, prefix:]

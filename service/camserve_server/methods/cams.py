@@ -1,9 +1,11 @@
 """Class activation maps: one function for each formula.
 
-Notation, for one image: A_k is channel k of the layer's feature maps, g_k the gradient of the score S with respect to
-it, both on the grid h×w. Every function takes activations [B,C,h,w], gradients [B,C,h,w] and scores [B], and returns
-the signed maps [B,h,w] before the ReLU, which belongs to the rendering; or, where the map is a sum over channels, its
-terms [B,C,h,w], which the caller adds up.
+Notation, for one image: A_k is channel k of the layer's feature maps and g_k = ∂S/∂A_k is the gradient of the score S
+there, both on the grid h×w. Indices i and j run over the grid's rows and columns, and ⊙ multiplies element by element.
+
+Each function takes activations [B,C,h,w], gradients [B,C,h,w] and scores [B]. It returns either the signed maps
+[B,h,w], before the ReLU, which belongs to rendering; or, if the map is a sum over channels, its terms [B,C,h,w], which
+the caller adds up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,139 +22,208 @@ from camserve_server.imaging.values import View
 
 
 def gradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weigh each feature map by the mean of its gradient.
+    """Weight each feature map by the mean of its gradient.
 
-    L = Σ_k α_k A_k, where α_k = 1/(hw) Σ_ij g_kij. Selvaraju et al. 2017, equations 1 and 2.
+    L = Σ_k α_k A_k, with α_k = 1/(hw) Σ_ij g_kij.
+
+    Selvaraju et al. 2017, equations 1 and 2.
+
+    Returns:
+        Terms α_k A_k [B,C,h,w].
     """
     return gradients.mean((2, 3), keepdim=True) * activations
 
 
 def hirescam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weigh each value of the feature maps by its own gradient.
+    """Weight each value of the feature maps by its own gradient.
 
-    L = Σ_k g_k ⊙ A_k. Draelos and Carin 2020, equation 4.
+    L = Σ_k g_k ⊙ A_k.
+
+    Draelos and Carin 2020, equation 4.
+
+    Returns:
+        Terms g_k ⊙ A_k [B,C,h,w].
     """
     return gradients * activations
 
 
 def layercam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weigh each value of the feature maps by its own gradient where that is positive.
+    """Weight each value of the feature maps by its own gradient if that is positive.
 
-    L = Σ_k ReLU(g_k) ⊙ A_k. Jiang et al. 2021, equations 5 to 7.
+    L = Σ_k ReLU(g_k) ⊙ A_k.
+
+    Jiang et al. 2021, equations 5 to 7.
+
+    Returns:
+        Terms ReLU(g_k) ⊙ A_k [B,C,h,w].
     """
     return gradients.clamp(min=0) * activations
 
 
 def gradcam_elementwise(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weigh each value of the feature maps by its own gradient and keep what is positive.
+    """Weight each value of the feature maps by its own gradient and keep the positive products.
 
-    L = Σ_k ReLU(g_k ⊙ A_k). Gildenblat 2021, pytorch-grad-cam: HiResCAM without what speaks against the score.
+    L = Σ_k ReLU(g_k ⊙ A_k).
+
+    This is HiResCAM without the evidence against the score. Gildenblat 2021, pytorch-grad-cam.
+
+    Returns:
+        Terms ReLU(g_k ⊙ A_k) [B,C,h,w].
     """
     return (gradients * activations).clamp(min=0)
 
 
 def xgradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weigh each feature map by the mean of its gradient, taken where the map is strong.
+    """Weight each feature map by the mean of its gradient, itself weighted by the feature map.
 
-    L = Σ_k α_k A_k, where α_k = Σ_ij g_kij A_kij / Σ_ij A_kij. Fu et al. 2020, equations 7 and 8. A map whose sum is
-    zero has no such mean and gets no weight. At a layer without a ReLU behind it sums may also be close to zero or
-    below, which the paper does not foresee: a few channels then have most of the weight.
+    L = Σ_k α_k A_k, with α_k = Σ_ij g_kij A_kij / Σ_ij A_kij, and α_k = 0 if the denominator is 0.
+
+    Fu et al. 2020, equations 7 and 8. At a layer without a ReLU after it the denominator may also be close to zero or
+    negative, which the paper does not foresee: a few channels then get most of the weight.
+
+    Returns:
+        Terms α_k A_k [B,C,h,w].
     """
-    total = activations.sum((2, 3), keepdim=True)
-    weight = (gradients * activations).sum((2, 3), keepdim=True) / torch.where(total == 0, 1, total)
-    return torch.where(total == 0, 0, weight) * activations
+    activation_sums = activations.sum((2, 3), keepdim=True)
+    weighted_sums = (gradients * activations).sum((2, 3), keepdim=True)
+    alpha = weighted_sums / torch.where(activation_sums == 0, 1, activation_sums)
+    return torch.where(activation_sums == 0, 0, alpha) * activations
 
 
 def gradcam_plus_plus(activations: Tensor, gradients: Tensor, _scores: Tensor, *, variant: str) -> Tensor:
-    """Weigh each feature map by its positive gradients, each by how much of the evidence it stands for.
+    """Weight each feature map by its positive gradients, each scaled by its share of the evidence.
 
-    L = Σ_k w_k A_k, where w_k = Σ_ij α_kij ReLU(g_kij) and α_kij = g² / (2 g² + g³ Σ_ab A_kab). Chattopadhay et al.
-    2018, equation 19. In the variant "official" the α of a channel are divided by their sum over its positive
-    gradients, as the authors' code does. The paper's feature maps are behind a ReLU, and α is between 0 and 1/2; where
-    a sum is negative, g³ ΣA counts as zero, for else the denominator may vanish. No constant is added to it: gradients
-    of deep layers are so small that a constant of 1e-6, which keeps other codes from dividing by zero, decides the map.
+    L = Σ_k w_k A_k, with w_k = Σ_ij α_kij ReLU(g_kij) and α_kij = g_kij² / (2 g_kij² + g_kij³ Σ_ab A_kab).
+
+    Chattopadhay et al. 2018, equation 19. With `variant` = official, the α of a channel are divided by their sum over
+    the positions with a positive gradient, as in the authors' code. In the paper the feature maps come after a ReLU, so
+    that α of a positive gradient is between 0 and 1/2. Where g³ ΣA is negative it counts as zero, because the
+    denominator could vanish; where g is zero, so is α. No constant is added to the denominator. Gradients of deep
+    layers are so small that a constant of 1e-6, which other libraries add against division by zero, would decide the
+    map.
+
+    Returns:
+        Terms w_k A_k [B,C,h,w].
     """
-    greatest = _greatest(gradients)
-    relative = gradients / greatest
-    alpha = _alpha(relative**2, relative**3 * greatest, activations.sum((2, 3), keepdim=True))
+    largest = _largest_gradient(gradients)
+    relative = gradients / largest
+    alpha = _plus_plus_alpha(relative**2, relative**3 * largest, activations.sum((2, 3), keepdim=True))
     if variant == "official":
-        shares = torch.where(gradients > 0, alpha, 0).sum((2, 3), keepdim=True)
-        alpha = alpha / torch.where(shares == 0, 1, shares)
+        alpha_sums = torch.where(gradients > 0, alpha, 0).sum((2, 3), keepdim=True)
+        alpha = alpha / torch.where(alpha_sums == 0, 1, alpha_sums)
     return (alpha * gradients.clamp(min=0)).sum((2, 3), keepdim=True) * activations
 
 
-def _greatest(gradients: Tensor) -> Tensor:
-    """Return the largest |g| of each image [B,1,1,1], 1 where there is none: squares and cubes then do not vanish."""
-    greatest = gradients.abs().amax((1, 2, 3), keepdim=True)
-    return torch.where(greatest == 0, 1, greatest)
+def _largest_gradient(gradients: Tensor) -> Tensor:
+    """Return max |g| of each image [B,1,1,1], or 1 if all are zero.
+
+    Gradients are divided by it before they are squared and cubed, because small ones would underflow in float32.
+    """
+    largest = gradients.abs().amax((1, 2, 3), keepdim=True)
+    return torch.where(largest == 0, 1, largest)
 
 
-def _alpha(square: Tensor, cube: Tensor, total: Tensor) -> Tensor:
-    """Return α of Grad-CAM++ from g² and g³, both divided by the largest g², and Σ_ab A [..,C,1,1]."""
-    return torch.where(square == 0, 0, square / (2 * square + (cube * total).clamp(min=0)))
+def _plus_plus_alpha(squares: Tensor, cubes: Tensor, activation_sums: Tensor) -> Tensor:
+    """Return α = g² / (2 g² + max(0, g³ Σ_ab A_ab)) of Grad-CAM++, or 0 where g² is 0.
+
+    Args:
+        squares: g² [...,C,h,w], divided by the largest g².
+        cubes: g³ [...,C,h,w], divided by the largest g² too.
+        activation_sums: Σ_ab A_ab [...,C,1,1].
+    """
+    return torch.where(squares == 0, 0, squares / (2 * squares + (cubes * activation_sums).clamp(min=0)))
 
 
 def smoothgradcam_plus_plus(
     _activations: Tensor, gradients: Tensor, _scores: Tensor, **_parameters: float | str
 ) -> Tensor:
-    """Weigh each feature map as Grad-CAM++ does, by derivatives that are means over noisy copies of the image.
+    """Weight each feature map as Grad-CAM++ does, with derivatives averaged over noisy copies of the image.
 
-    L = Σ_k w_k A_k, where w_k = Σ_ij α_kij ReLU(D1), α_kij = D2 / (2 D2 + D3 Σ_ab A_kab), Dn is the mean of g^n over
-    the copies x + N(0, σ²), and A belongs to the image as it is. Omeiza et al. 2019, section 3. The paper prints D1
-    for α's numerator, with which α would grow as the score shrinks; it is D2 in Grad-CAM++, whose α it means to smooth.
+    L = Σ_k w_k A_k, with w_k = Σ_ij α_kij ReLU(D1_kij) and α_kij = D2_kij / (2 D2_kij + D3_kij Σ_ab A_kab).
+
+    Dn is the mean of g^n over the copies x + N(0, σ²) of SmoothGrad, and A are the feature maps of the image itself.
+    Where D3 ΣA is negative it counts as zero. Omeiza et al. 2019, section 3. The paper prints D1 as the numerator of
+    α, with which α would grow as the score shrinks; in Grad-CAM++, which it smooths, the numerator is D2.
+
+    Returns:
+        g, g² and g³ of one copy, float [B,3,C,h,w]. `from_means` turns their means into the map.
     """
     return torch.stack([gradients, gradients**2, gradients**3], 1)
 
 
 def from_means(mean: Tensor, *, features: Tensor, **_parameters: float | str) -> Tensor:
-    """Turn the means of g, g² and g³ [3,C,h,w] and the feature maps [C,h,w] of the image as it is into a map [h,w]."""
+    """Return the Smooth Grad-CAM++ map [h,w].
+
+    Args:
+        mean: D1, D2 and D3 [3,C,h,w], the means of g, g² and g³ over the copies.
+        features: A, the feature maps [C,h,w] of the image itself.
+    """
     first, second, third = mean
-    greatest = second.max()
-    scale = torch.where(greatest == 0, 1, greatest)
-    alpha = _alpha(second / scale, third / scale, features.sum((1, 2), keepdim=True))
-    weight = (alpha * first.clamp(min=0)).sum((1, 2), keepdim=True)
-    return cast("Tensor", (weight * features).sum(0))
+    largest = second.max()
+    scale = torch.where(largest == 0, 1, largest)
+    alpha = _plus_plus_alpha(second / scale, third / scale, features.sum((1, 2), keepdim=True))
+    weights = (alpha * first.clamp(min=0)).sum((1, 2), keepdim=True)
+    return cast("Tensor", (weights * features).sum(0))
 
 
 def shapleycam(activations: Tensor, gradients: Tensor, _scores: Tensor, *, curvature: Tensor) -> Tensor:
-    """Weigh each feature map by the mean of its gradient, corrected for how the gradient itself bends.
+    """Weight each feature map by the mean of its gradient, corrected for the curvature of the score.
 
-    L = Σ_k α_k A_k, where α_k = 1/(hw) Σ_ij (g − ½ H·A)_kij and H is the Hessian of the score with respect to the
-    feature maps: a second-order estimate of each one's Shapley value. Cai 2025, arXiv:2501.06261, section 4. Where
-    nothing but ReLUs, pooling and linear layers follows, a logit has no curvature and the map is Grad-CAM's: it
-    differs behind the layers of networks with GELU, SiLU, attention or a norm. The paper's own target, the logit minus
-    the cross-entropy, bends in every network.
+    L = Σ_k α_k A_k, with α_k = 1/(hw) Σ_ij (g − ½ H·A)_kij.
+
+    H is the Hessian of the score with respect to the feature maps; α_k A_k is a second-order estimate of the Shapley
+    value of feature map k. Cai 2025, arXiv:2501.06261, section 4. If only ReLUs, pooling and linear layers follow, a
+    logit has no curvature and the map equals Grad-CAM's. It differs at layers that are followed by GELU, SiLU,
+    attention or a norm. The paper's own target, the logit minus the cross-entropy, is curved in every network.
+
+    Returns:
+        Terms α_k A_k [B,C,h,w], computed with `curvature`, which is H·A [B,C,h,w].
     """
     return (gradients - 0.5 * curvature).mean((2, 3), keepdim=True) * activations
 
 
 def fem(activations: Tensor, _gradients: Tensor, _scores: Tensor, *, k: float) -> Tensor:
-    """Add up the feature maps, each weighed by how much of it stands out.
+    """Weight each feature map by the share of its values that stand out.
 
-    L = Σ_k w_k A_k, where w_k is the share of the grid on which A_k > μ_k + k σ_k, its own mean and k standard
-    deviations. Fuad et al. 2020, section III. It looks at no score: the map is the same for every target.
+    L = Σ_c w_c A_c, with w_c = 1/(hw) #{ij: A_cij > μ_c + k σ_c}.
+
+    μ_c and σ_c are the mean and the standard deviation of channel c, and `k` is a parameter. Fuad et al. 2020, section
+    III. The method does not use the score: the map is the same for every target.
+
+    Returns:
+        Terms w_c A_c [B,C,h,w].
     """
-    spread = activations.std((2, 3), correction=0, keepdim=True)
-    strong = activations > activations.mean((2, 3), keepdim=True) + k * spread
-    return strong.float().mean((2, 3), keepdim=True) * activations
+    deviations = activations.std((2, 3), correction=0, keepdim=True)
+    stands_out = activations > activations.mean((2, 3), keepdim=True) + k * deviations
+    return stands_out.float().mean((2, 3), keepdim=True) * activations
 
 
 def eigencam(activations: Tensor, gradients: Tensor, scores: Tensor) -> Tensor:
     """Project the feature maps on their first principal component.
 
-    L = (A − Ā) v, where A has a row for each position and a column for each channel, and v is the first right singular
-    vector of A − Ā. Muhammad and Yeasin 2020, section III. A singular vector has no sign of its own: it gets the one in
-    which the score rises, v · Σ_ij g_ij ≥ 0, which is the one with which the map correlates with Grad-CAM's.
+    L = (A − Ā) v, where A has a row for each position and a column for each channel, Ā is the mean of its rows, and v
+    is the first right singular vector of A − Ā.
+
+    Muhammad and Yeasin 2020, section III. A singular vector has no sign of its own. It gets the one with which the
+    score rises, v · Σ_ij g_ij ≥ 0; with it the map correlates positively with Grad-CAM's.
+
+    Returns:
+        Maps [B,h,w].
     """
-    return _agreeing(_component(activations), gradcam(activations, gradients, scores).sum(1))
+    return _align_sign(_first_component(activations), gradcam(activations, gradients, scores).sum(1))
 
 
 def eigengradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
     """Project the feature maps times their gradients on their first principal component.
 
-    L = (T − T̄) v, where T = g ⊙ A has a row for each position and a column for each channel, and v is the first right
-    singular vector of T − T̄, with the sign with which the map agrees with ΣT, HiResCAM's. Gildenblat 2021,
+    L = (T − T̄) v, where T = g ⊙ A has a row for each position and a column for each channel, T̄ is the mean of its
+    rows, and v is the first right singular vector of T − T̄.
+
+    The sign of v is the one with which the map correlates positively with HiResCAM's, Σ_k T_k. Gildenblat 2021,
     pytorch-grad-cam, after Muhammad and Yeasin 2020.
+
+    Returns:
+        Maps [B,h,w].
     """
     return principal(gradients * activations)
 
@@ -160,197 +231,234 @@ def eigengradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Ten
 def principal(terms: Tensor) -> Tensor:
     """Project the terms of all channels [B,C,h,w] on their first principal component [B,h,w].
 
-    Of the matrix with a row for each position and a column for each channel, columns centred, the rows are projected on
-    the first right singular vector. A singular vector has no sign of its own: it gets the one with which the map agrees
-    with the sum of the terms. Muhammad and Yeasin 2020, arXiv:2008.00299, section III.
+    L = (T − T̄) v, where T has a row for each position and a column for each channel, T̄ is the mean of its rows, and v
+    is the first right singular vector of T − T̄, with the sign with which L correlates positively with the sum of the
+    terms. Muhammad and Yeasin 2020, arXiv:2008.00299, section III.
     """
-    return _agreeing(_component(terms), terms.sum(1))
+    return _align_sign(_first_component(terms), terms.sum(1))
 
 
-def _component(terms: Tensor) -> Tensor:
+def _first_component(terms: Tensor) -> Tensor:
     """Return the first principal component [B,h,w], of either sign; NaN for an image that is not finite.
 
     With M = UΣVᵀ it is M v = σ u. The smaller of MᵀM and MMᵀ is decomposed, in float64, where squaring M costs no
     accuracy that float32 has: 3 to 8 times as fast as the singular values of M in float32, and closer to the truth.
     """
-    finite, matrix = _rows(terms)
+    finite, matrix = _centred_positions(terms)
     if matrix.shape[1] > matrix.shape[2]:
         _, vector = _principal_pair(matrix.mT @ matrix)
-        return _grid(matrix @ vector, finite, terms)
+        return _reshape_to_grid(matrix @ vector, finite, terms)
     value, vector = _principal_pair(matrix @ matrix.mT)
-    return _grid(vector * value.clamp(min=0).sqrt(), finite, terms)
+    return _reshape_to_grid(vector * value.clamp(min=0).sqrt(), finite, terms)
 
 
-SMALL = 256
-"""Rows of a symmetric matrix up to which it is decomposed on the CPU: a GPU takes longer for many small ones."""
+MAX_ROWS_ON_CPU = 256
+"""Rows of the largest symmetric matrix that is decomposed on the CPU: a GPU takes longer for many small ones."""
 
 
 def _principal_pair(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest eigenvalue [B,1,1] and its eigenvector [B,n,1] of symmetric matrices [B,n,n]."""
     device = device_of(matrices.device)
-    on_host = device.is_cpu or matrices.shape[1] <= SMALL
+    on_host = device.is_cpu or matrices.shape[1] <= MAX_ROWS_ON_CPU
     values, vectors = torch.linalg.eigh(matrices.cpu() if on_host else matrices)
-    found = values[:, -1, None, None], vectors[:, :, -1:]
-    return (device.copied(found[0]), device.copied(found[1])) if on_host else found
+    value, vector = values[:, -1, None, None], vectors[:, :, -1:]
+    return (device.copied(value), device.copied(vector)) if on_host else (value, vector)
 
 
-def _rows(terms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which images [B,1,1] are finite, and a centred row for each position [B,hw,C], zero where they are not.
+def _centred_positions(terms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which images are finite, bool [B,1,1], and the centred matrix of each, float64 [B,hw,C].
 
-    The rows are float64: a decomposition amplifies rounding where two of its values are close.
+    The matrix has a row for each position and is zero for an image that is not finite. It is float64, because a
+    decomposition amplifies rounding errors if two of its values are close.
     """
     matrix = terms.flatten(2).transpose(1, 2)
     matrix = matrix.double() if device_of(matrix.device).has_float64 else matrix.cpu().double()
-    finite = matrix.isfinite().all(2, keepdim=True).all(1, keepdim=True)  # no decomposition takes what is not
+    finite = matrix.isfinite().all(2, keepdim=True).all(1, keepdim=True)  # a decomposition fails on other values
     matrix = torch.where(finite, matrix, 0)
     return finite, matrix - matrix.mean(1, keepdim=True)
 
 
-def _grid(flat: Tensor, finite: Tensor, terms: Tensor) -> Tensor:
-    return torch.where(finite, flat, torch.nan).reshape(terms.shape[0], *terms.shape[2:]).to(terms)
+def _reshape_to_grid(positions: Tensor, finite: Tensor, terms: Tensor) -> Tensor:
+    """Reshape a value for each position [B,hw,1] to maps [B,h,w], NaN for an image that is not finite."""
+    return torch.where(finite, positions, torch.nan).reshape(terms.shape[0], *terms.shape[2:]).to(terms)
 
 
-def _agreeing(maps: Tensor, guide: Tensor) -> Tensor:
-    """Turn each map [B,h,w] round that does not correlate with its guide."""
-    centred = guide - guide.mean((1, 2), keepdim=True)
+def _align_sign(maps: Tensor, reference: Tensor) -> Tensor:
+    """Negate each map [B,h,w] that correlates negatively with its reference [B,h,w]."""
+    centred = reference - reference.mean((1, 2), keepdim=True)
     return maps * torch.where((centred * maps).sum((1, 2), keepdim=True) < 0, -1.0, 1.0)
 
 
-POSITIONS = 1024
-"""Positions of a grid, 32×32, of which a kernel matrix is decomposed: half a second; 56×56 would take ten or more."""
+MAX_POSITIONS = 1024
+"""Positions of the finest grid, 32×32, that kpcacam accepts: its kernel matrix takes half a second to decompose.
+
+That of a 56×56 grid would take ten seconds or more.
+"""
 
 
 def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: str) -> Tensor:
-    """Project the feature maps on their first principal component as a kernel sees them.
+    """Project the feature maps on their first principal component in the space of a kernel.
 
-    L = √λ u, where λ and u are the largest eigenvalue and its eigenvector of the centred kernel matrix of all
-    positions' features, channels centred before. With γ one over the number of channels: sigmoid tanh(γ x·y + 1), rbf
-    exp(−γ |x − y|²), poly (γ x·y + 1)³, cosine x·y / |x||y|, linear x·y, which is EigenCAM. Karmani et al. 2024,
-    arXiv:2410.00267, section 3. The sign is the one with which the map correlates with Grad-CAM's.
+    L = √λ u, where λ and u are the largest eigenvalue and its eigenvector of the centred kernel matrix K(x, y) of all
+    positions' features.
+
+    Each channel is centred before. With γ = 1 / the number of channels, K is: sigmoid tanh(γ x·y + 1), rbf
+    exp(−γ |x − y|²), poly (γ x·y + 1)³, cosine x·y / |x||y|, or linear x·y, which is EigenCAM. The sign of u is the one
+    with which the map correlates positively with Grad-CAM's. Karmani et al. 2024, arXiv:2410.00267, section 3.
+
+    Returns:
+        Maps [B,h,w].
 
     Raises:
         FailedPrecondition: the layer's grid is too fine.
     """
     positions = activations[0, 0].numel()
-    if positions > POSITIONS:
+    if positions > MAX_POSITIONS:
         raise FailedPrecondition(
-            f"the layer's grid has {positions} positions; kpcacam takes up to {POSITIONS}: name a deeper layer"
+            f"the layer's grid has {positions} positions; kpcacam takes up to {MAX_POSITIONS}: name a deeper layer"
         )
-    finite, matrix = _rows(activations)
-    value, vector = _principal_pair(_centred(KERNELS[kernel](matrix)))
-    flat = vector * value.clamp(min=0).sqrt()
-    return _agreeing(_grid(flat, finite, activations), gradcam(activations, gradients, scores).sum(1))
+    finite, matrix = _centred_positions(activations)
+    value, vector = _principal_pair(_centre_kernel(KERNELS[kernel](matrix)))
+    component = vector * value.clamp(min=0).sqrt()
+    maps = _reshape_to_grid(component, finite, activations)
+    return _align_sign(maps, gradcam(activations, gradients, scores).sum(1))
 
 
-def _centred(kernel: Tensor) -> Tensor:
+def _centre_kernel(kernel: Tensor) -> Tensor:
     """Centre kernel matrices [B,n,n] in the space that the kernel maps to."""
     return kernel - kernel.mean(1, keepdim=True) - kernel.mean(2, keepdim=True) + kernel.mean((1, 2), keepdim=True)
 
 
-def _linear(rows: Tensor) -> Tensor:
+def _linear_kernel(rows: Tensor) -> Tensor:
     return rows @ rows.transpose(1, 2)
 
 
-def _cosine(rows: Tensor) -> Tensor:
-    return _linear(functional.normalize(rows, dim=2))
+def _cosine_kernel(rows: Tensor) -> Tensor:
+    return _linear_kernel(functional.normalize(rows, dim=2))
 
 
-def _rbf(rows: Tensor) -> Tensor:
+def _rbf_kernel(rows: Tensor) -> Tensor:
     return (-(torch.cdist(rows, rows) ** 2) / rows.shape[2]).exp()
 
 
 KERNELS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": lambda rows: torch.tanh(_linear(rows) / rows.shape[2] + 1),
-    "rbf": _rbf,
-    "poly": lambda rows: (_linear(rows) / rows.shape[2] + 1) ** 3,
-    "cosine": _cosine,
-    "linear": _linear,
+    "sigmoid": lambda rows: torch.tanh(_linear_kernel(rows) / rows.shape[2] + 1),
+    "rbf": _rbf_kernel,
+    "poly": lambda rows: (_linear_kernel(rows) / rows.shape[2] + 1) ** 3,
+    "cosine": _cosine_kernel,
+    "linear": _linear_kernel,
 }
-"""Rows [B,n,C] -> kernel matrices [B,n,n]."""
+"""Kernels by name: rows [B,n,C] -> kernel matrices [B,n,n]."""
 
 
 def fullgrad(terms: Tensor, *, size: tuple[int, int]) -> Tensor:
-    """Add up what the input and every bias contribute to the score.
+    """Add up the contributions of the input and of every bias to the score.
 
-    M = ψ(∇S ⊙ x) + Σ_l Σ_c ψ(g_lc b_lc), where b_lc is the bias of channel c of layer l, g_lc the gradient behind it,
-    and ψ takes absolute values, scales those of a layer to 0 to 1 and brings them to the input's size, bilinearly and
-    corner to corner. Srinivas and Fleuret 2019, arXiv:1905.00780, equation 5, with the scaling of the authors' code. A
-    batch normalisation has the bias that remains when it is written as a scale and a shift. Biases of convolutions,
-    normalisations and linear layers count where their output has a grid over the image. In a network of ReLUs the
-    terms, with those that have no grid, add up to the score (equation 3); other activations have implicit biases
-    besides, which are left out.
+    M = Σ_c ψ(∇S_c ⊙ x_c) + Σ_l Σ_c ψ(g_lc b_lc), where b_lc is the bias of channel c of layer l and g_lc the gradient
+    of the score at the output of that layer.
+
+    ψ takes absolute values, scales those of one layer together to 0..1, and resizes them to the input bilinearly, with
+    corners aligned. Srinivas and Fleuret 2019, arXiv:1905.00780, equation 5, with the scaling of the authors' code.
+    The bias of a batch normalisation is the one that remains if it is written as a scale and a shift. Biases of
+    convolutions, normalisations and linear layers count if their output has a grid over the image. In a network of
+    ReLUs the terms, together with those that have no grid, add up to the score (equation 3). Other activations have
+    implicit biases too, which are left out.
+
+    Args:
+        terms: of one layer [B,C,h,w].
+        size: height and width of the input.
+
+    Returns:
+        Maps [B,H,W] of that layer.
     """
     strength = terms.abs()
     strength = strength - strength.amin((1, 2, 3), keepdim=True)
-    greatest = strength.amax((1, 2, 3), keepdim=True)
-    total = (strength / torch.where(greatest == 0, 1, greatest)).sum(1, keepdim=True)
+    largest = strength.amax((1, 2, 3), keepdim=True)
+    total = (strength / torch.where(largest == 0, 1, largest)).sum(1, keepdim=True)
     return functional.interpolate(total, size, mode="bilinear", align_corners=True)[:, 0]
 
 
 def refinecam(maps: Map) -> Map:
-    """Multiply the Grad-CAM maps of several layers: what is coarse and sure with what is fine.
+    """Multiply the Grad-CAM maps of several layers, coarse and fine.
 
-    L = Π_l L_l, each map cut at zero, scaled to 0 to 1 and brought to the finest grid bilinearly. Where one layer is
-    named, it is joined by the last layer of each finer grid before it. Domeniconi et al. 2026, arXiv:2605.14641. The
-    libraries that have it take Grad-CAM++'s maps unless told otherwise; these are Grad-CAM's, which keep their shape
-    when the score is scaled.
+    L = Π_l L_l, where each map is cut at zero, scaled from its minimum and maximum to 0..1, and resized to the finest
+    grid bilinearly.
+
+    If a request names one layer, it is multiplied with the last layer of each finer grid before it. Domeniconi et al.
+    2026, arXiv:2605.14641. The libraries that have this method use Grad-CAM++ maps by default. These are Grad-CAM's,
+    which keep their shape when the score is scaled.
+
+    Args:
+        maps: scaled maps [layers,h,w].
     """
     return cast("Map", maps.prod(0))
 
 
-STEP = 2 / 7
-"""By how much of the image's size a scale of SESS is larger than the one before."""
+SCALE_STEP = 2 / 7
+"""Difference between one scale of SESS and the next, as a share of the image's size."""
 
 
 def windows(*, height: int, width: int, scales: float, **_parameters: float | str) -> Sequence[View]:
     """Return the windows of SESS: side by side over the image at every scale, the last ones moved back into it."""
     return [
         View(scale=scale, top=top, left=left)
-        for scale in (1 + STEP * number for number in range(int(scales)))
+        for scale in (1 + SCALE_STEP * number for number in range(int(scales)))
         for large in [View(scale=scale).enlarged(height, width)]
-        for top in _starts(large[0], height)
-        for left in _starts(large[1], width)
+        for top in _window_starts(large[0], height)
+        for left in _window_starts(large[1], width)
     ]
 
 
-def _starts(length: int, window: int) -> list[int]:
-    """Return where windows begin that cover a length."""
+def _window_starts(length: int, window: int) -> list[int]:
+    """Return the starts of the windows that cover a length."""
     return [min(start, length - window) for start in range(0, length, window)]
 
 
 def sess(maps: Map, chances: Map, views: Sequence[View], *, height: int, width: int, **_parameters: float | str) -> Map:
-    """Put together the Grad-CAM maps of windows that slide over the image at several scales.
+    """Combine the Grad-CAM maps of windows that slide over the image at several scales.
 
-    M = Σ_n p_n m_n / #{n: p_n m_n > 0}, for each pixel, where m_n is the map of window n, cut at zero, scaled to 0 to 1
-    and put back where the window was, and p_n the target's probability there, as a share of the greatest. Then a
-    Gaussian of 11 pixels, σ = 5. Tursun et al. 2022, arXiv:2207.01769, section 3. Scale n is 1 + 2n/7 times the
-    image's size, as in the authors' code, which takes 12. A target that is no class of a softmax has the logistic
-    function of its score for a probability.
+    M = G(Σ_n p_n m_n / #{n: p_n m_n > 0}), for each pixel, where m_n is the map of window n, p_n the target's
+    probability there divided by the greatest, and G a Gaussian of 11 × 11 pixels with σ = 5.
+
+    m_n is cut at zero, resized to the window bilinearly, scaled from its minimum and maximum to 0..1, put where the
+    window was in the enlarged image, and resized with that to the image. Tursun et al. 2022, arXiv:2207.01769, section
+    3. Scale n is 1 + 2n/7 times the image's size, as in the authors' code, which uses 12 scales. A target that is not a
+    class of a softmax has the logistic function of its score as its probability.
+
+    Args:
+        maps: of the windows [n,h,w].
+        chances: the target's probability in each window [n].
+        views: the windows.
+        height: of the image.
+        width: of the image.
+
+    Returns:
+        Map [H,W].
     """
-    total, seen = torch.zeros(height, width), torch.zeros(height, width)
+    total, count = torch.zeros(height, width), torch.zeros(height, width)
     weights = torch.from_numpy(chances / max(float(chances.max()), 1e-30))
     for heatmap, weight, view in zip(torch.from_numpy(maps), weights, views, strict=True):
-        placed = weight * _placed(heatmap, view, (height, width))
-        total += placed
-        seen += placed > 0
-    return cast("Map", _blurred(total / seen.clamp(min=1)).numpy())
+        weighted_map = weight * _place_window(heatmap, view, (height, width))
+        total += weighted_map
+        count += weighted_map > 0
+    return cast("Map", _blur(total / count.clamp(min=1)).numpy())
 
 
-def _placed(heatmap: Tensor, view: View, size: tuple[int, int]) -> Tensor:
-    """Put the map [h,w] of a window, scaled to 0 to 1, where it belongs in the image [H,W]."""
-    window = _resized(heatmap.clamp(min=0), size)
+def _place_window(heatmap: Tensor, view: View, size: tuple[int, int]) -> Tensor:
+    """Scale the map [h,w] of a window to 0..1 and return it at its place in the image [H,W]."""
+    window = _resize(heatmap.clamp(min=0), size)
     window = window - window.min()
     canvas = torch.zeros(view.enlarged(*size))
     canvas[view.top : view.top + size[0], view.left : view.left + size[1]] = window / window.max().clamp(min=1e-30)
-    return _resized(canvas, size)
+    return _resize(canvas, size)
 
 
-def _resized(heatmap: Tensor, size: tuple[int, int]) -> Tensor:
+def _resize(heatmap: Tensor, size: tuple[int, int]) -> Tensor:
     return functional.interpolate(heatmap[None, None], size, mode="bilinear", align_corners=False)[0, 0]
 
 
-def _blurred(heatmap: Tensor) -> Tensor:
-    """Blur a map [H,W] by a Gaussian of 11 pixels, σ = 5."""
+def _blur(heatmap: Tensor) -> Tensor:
+    """Blur a map [H,W] by a Gaussian of 11 pixels, σ = 5; beyond its edges it is mirrored."""
     taps = torch.exp(-(torch.arange(-5.0, 6.0) ** 2) / 50)
     taps = taps / taps.sum()
     padded = functional.pad(heatmap[None, None], (5, 5, 5, 5), mode="reflect")

@@ -1,11 +1,11 @@
 """Saliency: maps from the gradient of the score at the model's input.
 
-The image x is the normalised input [3,H,W]. A method makes copies of it, takes the mean of a term of the gradient over
-them, and turns the mean into a map [H,W]: of a sensitivity the largest absolute value over the colours, of an
-attribution, whose values add up to a score, the sum over the colours.
+The image x is the normalised input [3,H,W]. A method makes copies of it, averages a term of the gradient over them, and
+turns that mean into a map [H,W]. Of a sensitivity, the map is the largest absolute value over the colours. Of an
+attribution, whose values add up to a score, it is the sum over the colours.
 
-Whatever is drawn for a copy depends on the seed and the copy's index alone, so that neither batching nor the device
-changes it.
+The random numbers of a copy depend on the seed and the copy's index alone, so that neither batching nor the device
+changes them.
 """
 
 from functools import lru_cache
@@ -19,17 +19,19 @@ from torch.nn import functional
 from camserve_server.core.devices import Device, device_of
 from camserve_server.methods.kinds import Parameters
 
-BLUR = 20
-"""The standard deviation of the blurred baseline is the image's shorter side over this."""
+BLUR_DIVISOR = 20
+"""The standard deviation of the blurred baseline is the image's shorter side divided by this."""
 
-WIDTH = 3
-"""Standard deviations after which the blur is cut off."""
+BLUR_CUTOFF = 3
+"""Distance at which the blur's kernel is cut off, in standard deviations."""
 
 
 def strongest_channel(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
-    """Take the gradient at the input, the largest absolute value over the colours.
+    """Take the gradient at the input, with the largest absolute value over the colours.
 
-    M_ij = max_c |∂S/∂x_cij|. Simonyan et al. 2014, section 3.1.
+    M_ij = max_c |∂S/∂x_cij|.
+
+    Simonyan et al. 2014, section 3.1.
     """
     return mean.abs().amax(0)
 
@@ -37,44 +39,54 @@ def strongest_channel(mean: Tensor, _image: Tensor, **_parameters: float | str) 
 def input_x_gradient(mean: Tensor, image: Tensor, **_parameters: float | str) -> Tensor:
     """Multiply the image by the gradient and add up the colours.
 
-    M = Σ_c x_c ⊙ ∂S/∂x_c. Shrikumar et al. 2016. For a network of ReLUs without biases the map adds up to
-    the score. x is the normalised input: a pixel of the mean colour gets nothing.
+    M = Σ_c x_c ⊙ ∂S/∂x_c.
+
+    Shrikumar et al. 2016. For a network of ReLUs without biases the map adds up to the score. x is the normalised
+    input: a pixel of the mean colour gets zero.
     """
     return (image * mean).sum(0)
 
 
 def guided_backprop(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
-    """Take the gradient that each ReLU passes on only where it and its input are positive.
+    """Take the gradient that each ReLU passes on only where the gradient and the ReLU's input are positive.
 
-    R^l = 1[x^l > 0] ⊙ max(R^(l+1), 0) at each ReLU, the chain rule elsewhere; the largest absolute value over the
-    colours. Springenberg et al. 2015, section 3.4. It shows what the early layers respond to, and depends little on the
-    class: Nie et al. 2018, arXiv:1805.07039.
+    M = max_c |R_c| at the input, with R^l = 1[x^l > 0] ⊙ max(R^(l+1), 0) at each ReLU, and the chain rule elsewhere.
+
+    Springenberg et al. 2015, section 3.4. It shows what the early layers respond to, and depends little on the class:
+    Nie et al. 2018, arXiv:1805.07039.
     """
     return mean.abs().amax(0)
 
 
 def deconvnet(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
-    """Take the gradient that each ReLU passes on only where it is positive, whatever its input.
+    """Take the gradient that each ReLU passes on only where the gradient is positive, whatever the ReLU's input.
 
-    R^l = max(R^(l+1), 0) at each ReLU, the chain rule elsewhere; the largest absolute value over the colours. Zeiler
-    and Fergus 2014, section 2.1.
+    M = max_c |R_c| at the input, with R^l = max(R^(l+1), 0) at each ReLU, and the chain rule elsewhere.
+
+    Zeiler and Fergus 2014, section 2.1.
     """
     return mean.abs().amax(0)
 
 
 def guided_gradcam() -> None:
-    """Multiply the map of guided backpropagation by that of Grad-CAM, brought to the pixels.
+    """Multiply the map of guided backpropagation by that of Grad-CAM, resized to the pixels.
 
-    M = max_c |R_c| ⊙ U(max(L, 0)), where R is what guided backpropagation finds and U the bilinear upsampling of the
-    Grad-CAM L. Selvaraju et al. 2017, section 3.2.
+    M = max_c |R_c| ⊙ U(max(L, 0)), where R is the gradient of guided backpropagation, L the Grad-CAM map, and U
+    bilinear upsampling to the pixels.
+
+    Selvaraju et al. 2017, section 3.2.
     """
 
 
 def noisy(image: Tensor, index: int, *, noise: float, seed: float, **_parameters: float | str) -> Tensor:
     """Average the gradient over noisy copies of the image.
 
-    x + N(0, σ²), where σ = noise · (max x − min x); of the mean the largest absolute value over the colours. Smilkov et
-    al. 2017, section 3.
+    M = max_c |1/n Σ_i g_i|, where g_i is the gradient at the copy x + N(0, σ²), and σ = noise · (max x − min x).
+
+    Smilkov et al. 2017, section 3.
+
+    Returns:
+        The copy [3,H,W] of this index.
     """
     return image + noise * (image.max() - image.min()) * _noise(image, int(seed), index)
 
@@ -82,7 +94,9 @@ def noisy(image: Tensor, index: int, *, noise: float, seed: float, **_parameters
 def squared(_image: Tensor, _copy: Tensor, gradient: Tensor, _index: int, **_parameters: float | str) -> Tensor:
     """Average the squared gradient over noisy copies of the image.
 
-    M = max_c 1/n Σ_i g_i², where g_i is the gradient at a copy as SmoothGrad makes them. Hooker et al. 2019.
+    M = max_c 1/n Σ_i g_i², where g_i is the gradient at a noisy copy of SmoothGrad.
+
+    Hooker et al. 2019.
     """
     return gradient.square()
 
@@ -90,8 +104,9 @@ def squared(_image: Tensor, _copy: Tensor, gradient: Tensor, _index: int, **_par
 def variance(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
     """Take the variance of the gradient over noisy copies of the image.
 
-    M = max_c (1/n Σ_i g_i² − (1/n Σ_i g_i)²), where g_i is the gradient at a copy as SmoothGrad makes them. Adebayo et
-    al. 2018, arXiv:1810.03307.
+    M = max_c (1/n Σ_i g_i² − (1/n Σ_i g_i)²), where g_i is the gradient at a noisy copy of SmoothGrad.
+
+    Adebayo et al. 2018, arXiv:1810.03307.
     """
     return (mean[1] - mean[0].square()).clamp(min=0).amax(0)
 
@@ -104,39 +119,50 @@ def samples(*, samples: float, **_parameters: float | str) -> int:
 def along(
     image: Tensor, index: int, *, steps: float, baseline: str, quadrature: str, **_parameters: float | str
 ) -> Tensor:
-    """Go a part of the way from the baseline to the image; the last copy is the baseline itself."""
+    """Return one of the points on the line from the baseline to the image; the last copy is the baseline itself."""
     start = _baseline(image, baseline)
-    places, _ = _quadrature(quadrature, int(steps))
-    return start + places[index] * (image - start)
+    positions, _ = _quadrature(quadrature, int(steps))
+    return start + positions[index] * (image - start)
 
 
 def weighted(image: Tensor, copy: Tensor, gradient: Tensor, index: int, **parameters: float | str) -> Tensor:
-    """Weigh the gradient at a place as the quadrature does; and that times the slope of the score along the way there.
+    """Weight the gradient at a point of the line as the quadrature does.
 
-    [2,3,H,W], both times the number of copies, which the mean divides by.
+    Returns:
+        The weighted gradient, and the same times the slope of the score along the line there, stacked [2,3,H,W]. Both
+        are multiplied by the number of copies, because the mean divides by it.
     """
     steps = int(parameters["steps"])
-    places, weights = _quadrature(cast("str", parameters["quadrature"]), steps)
-    slope = ((image - copy) * gradient).sum() / (1 - places[index])  # (x − x') · g, without making the baseline again
+    positions, weights = _quadrature(cast("str", parameters["quadrature"]), steps)
+    slope = ((image - copy) * gradient).sum() / (1 - positions[index])  # (x − x') · g, without computing x' again
     return (steps + 1) * weights[index] * torch.stack((gradient, gradient * slope))
 
 
 def integrated(
     mean: Tensor, image: Tensor, *, baseline: str, quadrature: str, gained: float, **_parameters: float | str
 ) -> Tensor:
-    """Integrate the gradient on the straight way from a baseline to the image.
+    """Integrate the gradient along the straight line from a baseline to the image.
 
-    M = Σ_c (x − x')_c ⊙ ∫₀¹ ∂S(x' + α (x − x'))/∂x_c dα. Sundararajan et al. 2017, equation 1. The map adds up to
-    S(x) − S(x'); by how much it fails to, as a share of that, is the completeness error.
-    The quadrature is "cubic", the midpoint rule in t with α = t³, because most of a score's change lies near a baseline
-    without structure; "gauss-legendre", Captum's; or "matched", cubic with its weights changed as little as makes them
-    integrate the score's own slope to S(x) − S(x'), which is known: M + (S(x) − S(x') − ΣM) Cov(m, s) / Var(s), where m
-    is the map at a place, s = Σm the slope there, and both moments are under the weights: the regression estimator of a
-    control variate. A matched map adds up however few the steps are; how well they follow the way, the completeness
-    error of "cubic" says.
-    The baseline x' is "zero", the normalised input's zero, which is the mean colour of what the model was trained on;
-    "mean", the image's own mean colour; or "blur", the image blurred. Sturmfels et al. 2020,
-    doi:10.23915/distill.00022, say what each cannot see: where the image equals its baseline the map is zero.
+    M = Σ_c (x − x')_c ⊙ ∫₀¹ ∂S(x' + α (x − x'))/∂x_c dα.
+
+    Sundararajan et al. 2017, equation 1. The map adds up to S(x) − S(x'). Its difference from that, divided by S(x) −
+    S(x'), is the completeness error.
+
+    The integral is computed by one of three quadratures. "cubic" is the midpoint rule in t with α = t³, because most of
+    a score's change lies near a baseline without structure. "gauss-legendre" is Captum's. "matched" scales the weights
+    of "cubic" to a sum of 1, and then changes them as little as needed to integrate the slope of the score to S(x) −
+    S(x'), which is known: M + (S(x) − S(x') − ΣM) Cov(m, s) / Var(s). There m is the integrand's map at a point of the
+    line, s = Σm the slope there, and both moments are under the weights: the regression estimator of a control variate.
+    A matched map adds up however few the steps are. How well the steps follow the line is shown by the completeness
+    error of "cubic".
+
+    The baseline x' is "zero", the normalised input's zero, which is the mean colour of the training set; "mean", the
+    image's own mean colour; or "blur", the image blurred by a Gaussian whose σ is 1/20 of its shorter side. Where the
+    image equals its baseline the map is zero: Sturmfels et al. 2020, doi:10.23915/distill.00022, discuss what each
+    baseline hides.
+
+    Returns:
+        Map [H,W], float64, from the mean [2,3,H,W] of `weighted` over the copies and `gained`, which is S(x) − S(x').
     """
     total, with_slope = ((image - _baseline(image, baseline)) * mean.double()).sum(1).unbind()
     if quadrature != "matched":
@@ -144,13 +170,13 @@ def integrated(
     slope = total.sum()
     covariance = with_slope - slope * total
     variance = covariance.sum()
-    if variance <= 0:  # the same slope everywhere, and nothing to learn from it
+    if variance <= 0:  # the slope is the same everywhere, so it cannot correct the map
         return total
     return total + (gained - slope) / variance * covariance
 
 
 def steps_and_baseline(*, steps: float, **_parameters: float | str) -> int:
-    """Return how many copies integrated gradients take: the steps, and the baseline."""
+    """Return the number of copies of integrated gradients: the steps and the baseline."""
     return int(steps) + 1
 
 
@@ -160,88 +186,91 @@ def last(*, steps: float, **_parameters: float | str) -> int:
 
 
 def between(image: Tensor, index: int, **parameters: float | str) -> Tensor:
-    """Take a random place on the way from the baseline to a noisy copy of the image."""
-    start, end, position = _way(image, index, parameters)
+    """Return a random point on the line from a baseline to a noisy copy of the image."""
+    start, end, position = _draw_line(image, index, parameters)
     return start + position * (end - start)
 
 
 def travelled(image: Tensor, _copy: Tensor, gradient: Tensor, index: int, **parameters: float | str) -> Tensor:
-    """Multiply the gradient by the way from the baseline to the noisy copy of the image."""
-    start, end, _ = _way(image, index, parameters)
+    """Multiply the gradient by the difference between the noisy copy of the image and the baseline."""
+    start, end, _ = _draw_line(image, index, parameters)
     return (end - start) * gradient
 
 
 def expected(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
-    """Average the gradient at random places between baselines and noisy copies of the image.
+    """Average the gradient at random points between baselines and noisy copies of the image.
 
-    M = Σ_c 1/n Σ_i (x_i − x'_i)_c ⊙ ∂S(x'_i + α_i (x_i − x'_i))/∂x_c with α_i uniform in 0..1 and x_i noisy as in
-    SmoothGrad. Erion et al. 2021; Lundberg and Lee 2017. In the mean it is integrated gradients, averaged
-    over the baselines. "any" draws each x'_i from the three that integrated gradients know.
+    M = Σ_c 1/n Σ_i (x_i − x'_i)_c ⊙ ∂S(x'_i + α_i (x_i − x'_i))/∂x_c, with α_i uniform in 0..1 and x_i a noisy copy of
+    SmoothGrad.
+
+    Erion et al. 2021; Lundberg and Lee 2017. Its expectation is integrated gradients averaged over the baselines. The
+    baseline "any" draws each x'_i from the three of integrated gradients.
     """
     return mean.sum(0)
 
 
 BASELINES = ("zero", "mean", "blur")
-"""What an image is compared with, by name."""
+"""Names of the baselines that an image can be compared with."""
 
 
 def _baseline(image: Tensor, name: str) -> Tensor:
     if name == "blur":
-        return _blurred(image)
+        return _blur(image)
     return torch.zeros_like(image) if name == "zero" else image.mean((1, 2), keepdim=True).expand_as(image)
 
 
-def _blurred(image: Tensor) -> Tensor:
+def _blur(image: Tensor) -> Tensor:
     """Blur an image [3,H,W] by a Gaussian; beyond its edges it is mirrored."""
-    deviation = min(image.shape[1:]) / BLUR
-    reach = min(round(WIDTH * deviation), min(image.shape[1:]) - 1)
-    offsets = torch.arange(-reach, reach + 1, device=image.device).to(image.dtype)
-    kernel = torch.softmax(-((offsets / deviation) ** 2) / 2, 0)
-    padded = functional.pad(image[:, None], [reach] * 4, mode="reflect")
+    sigma = min(image.shape[1:]) / BLUR_DIVISOR
+    radius = min(round(BLUR_CUTOFF * sigma), min(image.shape[1:]) - 1)
+    offsets = torch.arange(-radius, radius + 1, device=image.device).to(image.dtype)
+    kernel = torch.softmax(-((offsets / sigma) ** 2) / 2, 0)
+    padded = functional.pad(image[:, None], [radius] * 4, mode="reflect")
     return functional.conv2d(functional.conv2d(padded, kernel[None, None, None]), kernel[None, None, :, None])[:, 0]
 
 
 @lru_cache(maxsize=16)
 def _quadrature(rule: str, steps: int) -> tuple[list[float], list[float]]:
-    """Return the places between 0 and 1 and the weights of a quadrature; at the end 0, which has none."""
+    """Return a quadrature's positions α between 0 and 1, and their weights; the last position is 0, with weight 0."""
     if rule == "gauss-legendre":
-        nodes, doubled = np.polynomial.legendre.leggauss(steps)
-        places, weights = (1 + nodes) / 2, doubled / 2
+        nodes, doubled_weights = np.polynomial.legendre.leggauss(steps)
+        positions, weights = (1 + nodes) / 2, doubled_weights / 2
     else:
-        middles = (np.arange(steps) + 0.5) / steps
-        places, weights = middles**3, 3 * middles**2 / steps
-        if rule == "matched":  # a constant is integrated exactly too
+        midpoints = (np.arange(steps) + 0.5) / steps
+        positions, weights = midpoints**3, 3 * midpoints**2 / steps
+        if rule == "matched":  # so that a constant is integrated exactly too
             weights /= weights.sum()
-    return [*places.tolist(), 0.0], [*weights.tolist(), 0.0]
+    return [*positions.tolist(), 0.0], [*weights.tolist(), 0.0]
 
 
-def _way(image: Tensor, index: int, parameters: Parameters) -> tuple[Tensor, Tensor, float]:
-    """Draw a baseline, a noisy copy of the image and a place between them."""
-    dice = _dice(cast("float", parameters["seed"]), index)
-    position = float(torch.rand((), generator=dice))
-    any_of_them = BASELINES[int(torch.randint(len(BASELINES), (), generator=dice))]
-    chosen = cast("str", parameters["baseline"])
-    wide = cast("float", parameters["noise"]) * (image.max() - image.min())
-    end = image + wide * device_of(image.device).randn(tuple(image.shape), dice).to(image.dtype)
-    return _baseline(image, any_of_them if chosen == "any" else chosen), end, position
+def _draw_line(image: Tensor, index: int, parameters: Parameters) -> tuple[Tensor, Tensor, float]:
+    """Draw a baseline, a noisy copy of the image and a position α between them."""
+    generator = _generator(cast("float", parameters["seed"]), index)
+    position = float(torch.rand((), generator=generator))
+    drawn_name = BASELINES[int(torch.randint(len(BASELINES), (), generator=generator))]
+    name = cast("str", parameters["baseline"])
+    sigma = cast("float", parameters["noise"]) * (image.max() - image.min())
+    end = image + sigma * device_of(image.device).randn(tuple(image.shape), generator).to(image.dtype)
+    return _baseline(image, drawn_name if name == "any" else name), end, position
 
 
 def _noise(image: Tensor, seed: int, index: int) -> Tensor:
-    """Return the standard normal noise of an image's shape that belongs to a copy."""
+    """Return the standard normal noise of one copy, of the image's shape."""
     device = device_of(image.device)
     if device.is_cpu:
-        return device.randn(tuple(image.shape), _dice(seed, index)).to(image.dtype)
-    return device.upload(_held_noise(device, tuple(image.shape), seed, index)).to(image.dtype)
+        return device.randn(tuple(image.shape), _generator(seed, index)).to(image.dtype)
+    return device.upload(_cached_noise(device, tuple(image.shape), seed, index)).to(image.dtype)
 
 
 @lru_cache(maxsize=64)
-def _held_noise(device: Device, shape: tuple[int, ...], seed: int, index: int) -> Tensor:
-    """Return noise in memory that a device can fetch from: requests that name no seed have the same noise.
+def _cached_noise(device: Device, shape: tuple[int, ...], seed: int, index: int) -> Tensor:
+    """Return noise in a host buffer that the device can copy from.
 
-    To draw 3x224x224 numbers takes a millisecond of the host, in which a GPU does the whole copy.
+    It is cached because requests that name no seed share their noise. Drawing 3x224x224 numbers takes a millisecond on
+    the host, in which a GPU computes the whole copy.
     """
-    return torch.randn(shape, generator=_dice(seed, index), out=device.host_buffer(shape, torch.float32))
+    return torch.randn(shape, generator=_generator(seed, index), out=device.host_buffer(shape, torch.float32))
 
 
-def _dice(seed: float, index: int) -> torch.Generator:
+def _generator(seed: float, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(seed) * 100_003 + index)

@@ -1,4 +1,4 @@
-"""The kinds of method, named by the compute they share: a method is a frozen value made of pure functions.
+"""The kinds of method, named by the computation they share. A method is a frozen value made of pure functions.
 
 A function's docstring is its method's documentation: the first line says what it does, the rest gives the formula.
 """
@@ -21,43 +21,43 @@ Parameters: TypeAlias = Mapping[str, ParameterValue]
 Array: TypeAlias = NDArray[np.float32]
 
 RowsOf: TypeAlias = Callable[[str], int]
-"""Name of a method -> the rows that it costs for one target, run by itself."""
+"""Name of a method -> the number of rows that it computes for one target when it runs alone."""
 
 Weigh: TypeAlias = Callable[..., Tensor]
 """Activations [B,C,h,w], gradients [B,C,h,w], scores [B], parameters by name -> signed maps [B,h,w], or the terms of
-each channel [B,C,h,w] whose sum the maps are."""
+each channel [B,C,h,w], which the caller adds up to the maps."""
 
 Copy: TypeAlias = Callable[..., Tensor]
 """Normalised image [3,H,W], index of the copy, parameters by name -> the copy [3,H,W]."""
 
 Count: TypeAlias = Callable[..., int]
-"""Parameters by name -> how many."""
+"""Parameters by name -> a number of rows or copies."""
 
 Term: TypeAlias = Callable[..., Tensor]
-"""Normalised image [3,H,W], a copy of it, the score's gradient there, index of the copy, parameters by name -> what it
-adds to the mean, of any shape."""
+"""Normalised image [3,H,W], a copy of it, the score's gradient at the copy, index of the copy, parameters by name ->
+the term of the mean, of any shape."""
 
 Finish: TypeAlias = Callable[..., Tensor]
 """Mean of the terms, normalised image [3,H,W] (for a `Saliency` only), parameters by name (for a `Cam` that makes
 copies also the image's own `features` [C,h,w]) -> map [h,w]."""
 
 Explore: TypeAlias = Callable[..., Generator[Sequence[Edit], Array, Array]]
-"""A scene, parameters by name -> a generator: it yields edits of the image, is sent the scores [n,T] that the edited
-images have for each target, and returns the maps [T,h,w]."""
+"""A scene, parameters by name -> a generator that yields edits of the image, receives the scores [n,T] of the edited
+images for each target, and returns the maps [T,h,w]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What a method lets its callers choose: a number in a range, or one of a few words.
+    """Parameter of a method: a number in a range, or one of a few words.
 
     Attributes:
-        name: in requests.
-        summary: what it does, in a sentence.
-        default: used where it is left out.
+        name: its name in requests.
+        summary: its effect, in a sentence.
+        default: value if a request leaves it out.
         minimum: smallest number allowed.
         maximum: largest number allowed.
-        integer: whether it must be whole.
-        choices: the words; none where it is a number.
+        integer: True if the number must be whole.
+        choices: the allowed words; empty for a number.
     """
 
     name: str
@@ -70,31 +70,31 @@ class Parameter:
 
 
 def one(**_parameters: ParameterValue) -> int:
-    """Need one."""
+    """Return 1, the number of copies of a method that uses only the image itself."""
     return 1
 
 
 def itself(image: Tensor, _index: int, **_parameters: ParameterValue) -> Tensor:
-    """Take the image [3,H,W] as it is."""
+    """Return the image [3,H,W] unchanged."""
     return image
 
 
 def gradient(_image: Tensor, _copy: Tensor, gradient: Tensor, _index: int, **_parameters: ParameterValue) -> Tensor:
-    """Add up the gradients [3,H,W] as they are."""
+    """Return the gradient [3,H,W] unchanged."""
     return gradient
 
 
 def as_it_is(mean: Tensor, **_parameters: ParameterValue) -> Tensor:
-    """Take the mean [h,w] for the map."""
+    """Return the mean [h,w] unchanged as the map."""
     return mean
 
 
 class MethodKind:
-    """The properties and functions that every kind of method has; a kind overrides those in which it differs.
+    """Properties and functions of every kind of method; a kind overrides those in which it differs.
 
     Attributes:
-        kind: the family of methods that it belongs to, as callers see it.
-        edits_image: whether the rows of a method have edits or windows of the image, made before they are submitted.
+        kind: the method's family, as callers see it.
+        edits_image: True if the method's rows have edits or windows of the image, made before they are submitted.
     """
 
     __slots__ = ()
@@ -104,76 +104,79 @@ class MethodKind:
 
     @property
     def layered(self) -> bool:
-        """Whether it makes a map of a layer."""
+        """True if the method makes a map of a layer."""
         return False
 
     @property
     def smooths(self) -> bool:
-        """Whether it can take the first principal component of the channels' terms instead of their sum."""
+        """True if the map can be the first principal component of the channels' terms instead of their sum."""
         return False
 
     @property
     def squares(self) -> bool:
-        """Whether it needs the mean of the squared terms of its copies, too."""
+        """True if the method also needs the mean of the squared terms of its copies."""
         return False
 
     @property
     def decomposes(self) -> bool:
-        """Whether it decomposes a matrix, which takes up to half a second for each map."""
+        """True if the method decomposes a matrix, which takes up to half a second for each map."""
         return False
 
     @property
     def copy(self) -> Copy:
-        """The function that makes one copy of the image."""
+        """Function that makes one copy of the image."""
         return itself
 
     @property
     def needs(self) -> str:
-        """What it needs of a model, or of the installation, in words; empty for nothing."""
+        """Requirement on the model or the installation, for messages; empty for none."""
         return ""
 
     @property
     def pass_kind(self) -> Kind:
-        """The kind of pass that computes its rows."""
+        """Kind of the pass that computes the method's rows."""
         return "score"
 
     @property
     def answered_by(self) -> Kind | None:
-        """The kind of pass that answers it by one row of the unchanged image, which other methods can share."""
+        """Kind of the pass that computes the map from one row of the unchanged image, shared with other methods.
+
+        None if there is no such pass.
+        """
         return None
 
     @property
     def needs_features(self) -> bool:
-        """Whether it starts, or ends, with the feature maps that layers have for the unchanged image."""
+        """True if the method uses the layers' feature maps of the unchanged image."""
         return False
 
     def rows(self, parameters: Parameters, channels: Sequence[int], size: tuple[int, int], rows_of: RowsOf) -> int:
-        """Return how many rows it costs for one target, beside the one of the unchanged image.
+        """Return the number of rows for one target, not counting the one of the unchanged image.
 
         Args:
-            parameters: by name.
-            channels: of each layer.
+            parameters: values by name.
+            channels: the number of channels of each layer.
             size: height and width of the model's input.
-            rows_of: the cost of another method, for methods made of others.
+            rows_of: function that returns the rows of another method, for methods made of others.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Cam(MethodKind):
-    """A map from one layer's feature maps and their gradients: one forward, one backward down to the layer.
+    """Map from a layer's feature maps and their gradients: one forward pass and a backward pass down to the layer.
 
     Attributes:
         weigh: the method's formula.
-        paper: that defines it.
-        parameters: that it takes.
-        copy: makes one copy of the image.
-        count: how many copies it takes; what `weigh` makes of each is averaged.
-        finish: from that mean to the map.
-        curvature: whether `weigh` is given, as `curvature`, the Hessian of the score times the activations [B,C,h,w].
-        smooths: whether `weigh` returns the terms of each channel, so that eigen smoothing can take their first
+        paper: its source.
+        parameters: the parameters of the formula.
+        copy: function that makes one copy of the image.
+        count: function that returns the number of copies; the results of `weigh` are averaged over them.
+        finish: function that turns that mean into the map.
+        curvature: True to pass the Hessian of the score times the activations [B,C,h,w] to `weigh` as `curvature`.
+        smooths: True if `weigh` returns the terms of each channel, so that eigen smoothing can use their first
             principal component instead of their sum.
-        decomposes: whether `weigh` decomposes a matrix, which takes up to half a second for each map.
+        decomposes: True if `weigh` decomposes a matrix, which takes up to half a second for each map.
     """
 
     weigh: Weigh
@@ -191,45 +194,45 @@ class Cam(MethodKind):
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the method's."""
+        """Function whose docstring documents the method."""
         return self.weigh
 
     @property
     def pass_kind(self) -> Kind:
-        """The pass over layers, or the one that differentiates twice."""
+        """Pass over layers, or the one that differentiates twice."""
         return "curvature" if self.curvature else "cam"
 
     @property
     def answered_by(self) -> Kind | None:
-        """The pass over layers, for a method without copies or curvature."""
+        """Pass over layers, for a method without copies or curvature."""
         return None if self.curvature or self.copy is not itself else "cam"
 
     @property
     def needs_features(self) -> bool:
-        """Whether it makes copies: `finish` then gets the image's own feature maps."""
+        """True if the method makes copies: `finish` then receives the image's own feature maps."""
         return self.copy is not itself
 
     def rows(self, parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
-        """Return how many rows it costs: one for each copy."""
+        """Return the number of rows: one for each copy."""
         return self.count(**parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Saliency(MethodKind):
-    """A map from the score's gradient at the input: the mean, over copies of the image, of a term of it.
+    """Map from the score's gradient at the input: the mean, over copies of the image, of a term of that gradient.
 
     Attributes:
-        finish: from the mean to the map.
-        paper: that defines it.
-        copy: makes one copy of the image.
-        count: how many copies it takes.
-        term: what one copy adds to the mean.
-        squares: whether `finish` also gets the mean of the squared terms; both means are in float64, stacked [2,...].
-        parameters: that it takes.
-        rule: how a ReLU passes a gradient on: as it is, or as guided backpropagation or a deconvnet has it.
-        baseline: which of the copies is the baseline whose score, taken from the image's own, the map must add up to:
-            `finish` gets the difference as `gained`. None where nothing of the kind is promised.
-        about: the function whose docstring is the method's.
+        finish: function that turns the mean into the map.
+        paper: the method's source.
+        copy: function that makes one copy of the image.
+        count: function that returns the number of copies.
+        term: function that returns the term of one copy.
+        squares: True to pass `finish` the mean of the squared terms too; both means are in float64, stacked [2,...].
+        parameters: the parameters of these functions.
+        rule: backward rule of the ReLUs: the chain rule ("saliency"), or that of guided backpropagation or a deconvnet.
+        baseline: function that returns the index of the baseline among the copies, for a map that must add up to the
+            image's score minus the baseline's. `finish` receives that difference as `gained`. None for other maps.
+        about: function whose docstring documents the method.
     """
 
     finish: Finish
@@ -251,32 +254,32 @@ class Saliency(MethodKind):
 
     @property
     def needs(self) -> str:
-        """What it needs of a model."""
+        """Requirement on the model."""
         return "" if self.rule == "saliency" else "ReLU"
 
     @property
     def pass_kind(self) -> Kind:
-        """The pass down to the input, by its rule for each ReLU."""
+        """Pass down to the input, named by its rule for ReLUs."""
         return self.rule
 
     @property
     def answered_by(self) -> Kind | None:
-        """The pass down to the input by the chain rule, for a method without copies."""
+        """Pass down to the input by the chain rule, for a method without copies."""
         return "saliency" if self.rule == "saliency" and self.copy is itself else None
 
     def rows(self, parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
-        """Return how many rows it costs: one for each copy."""
+        """Return the number of rows: one for each copy."""
         return self.count(**parameters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scene:
-    """What a perturbation method starts from.
+    """Input of a perturbation method.
 
     Attributes:
-        image: normalised, float32 [3,H,W].
-        scores: of the image as it is, for each target, float32 [T].
-        activations: the layer's feature maps, float32 [C,h,w]; for layered methods only.
+        image: the normalised image, float32 [3,H,W].
+        scores: scores of the unchanged image for each target, float32 [T].
+        activations: the layer's feature maps, float32 [C,h,w]; None unless the method is layered.
     """
 
     image: Array
@@ -286,16 +289,16 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Perturbation(MethodKind):
-    """A map from the scores of edited images: forward passes only.
+    """Map from the scores of edited images: forward passes only.
 
     Attributes:
-        explore: says which edits to try, and makes the map of their scores.
-        paper: that defines it.
-        count: how many edits; it is told the input's `height` and `width`, or where it is layered the layer's
-            `channels`, too.
-        parameters: that it takes.
-        layered: whether it starts from a layer's feature maps.
-        needs: what else must be installed, in words.
+        explore: generator that yields the edits and computes the maps from their scores.
+        paper: the method's source.
+        count: function that returns the number of edits. It also receives the layer's `channels` if the method is
+            layered, and the input's `height` and `width` otherwise.
+        parameters: the parameters of these functions.
+        layered: True if the method uses a layer's feature maps.
+        needs: package that must be installed, for messages.
     """
 
     explore: Explore
@@ -310,16 +313,16 @@ class Perturbation(MethodKind):
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the method's."""
+        """Function whose docstring documents the method."""
         return self.explore
 
     @property
     def needs_features(self) -> bool:
-        """Whether it starts from a layer's feature maps."""
+        """True if the method uses a layer's feature maps."""
         return self.layered
 
     def rows(self, parameters: Parameters, channels: Sequence[int], size: tuple[int, int], _rows_of: RowsOf) -> int:
-        """Return how many rows it costs: one for each edit, on every layer if it looks at layers."""
+        """Return the number of rows: one for each edit, on every layer if the method is layered."""
         if self.layered:
             return sum(self.count(channels=layer, **parameters) for layer in channels)
         return self.count(height=size[0], width=size[1], **parameters)
@@ -327,19 +330,19 @@ class Perturbation(MethodKind):
 
 Combine: TypeAlias = Callable[..., Tensor]
 """Attention of each block [L,B,heads,N,N], the score's gradients there, the number of prefix tokens, parameters by name
--> what each token adds [B,N]."""
+-> the value of each patch [B, N − prefix]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attention(MethodKind):
-    """A map from the attention in every block of a transformer, and its gradients.
+    """Map from the attention in every block of a transformer, and its gradients.
 
     Attributes:
         combine: the method's formula.
-        paper: that defines it.
-        parameters: that it takes.
-        each: whether the gradient of a block is that of the score that the head gives to the block's own tokens, rather
-            than of the score of the last.
+        paper: its source.
+        parameters: the parameters of the formula.
+        each: True if the gradient of a block is that of the score that the model's head gives to the block's own
+            tokens, instead of the score of the last block's.
     """
 
     combine: Combine
@@ -352,28 +355,28 @@ class Attention(MethodKind):
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the method's."""
+        """Function whose docstring documents the method."""
         return self.combine
 
     @property
     def pass_kind(self) -> Kind:
-        """The pass over the attention of every block."""
+        """Pass over the attention of every block."""
         return "each" if self.each else "attention"
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
-        """Return how many rows it costs: one."""
+        """Return the number of rows: one."""
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class FullGradient(MethodKind):
-    """A map from the gradients at the input and at every bias of a model.
+    """Map from the gradients at the input and at every bias of a model.
 
     Attributes:
-        spread: one layer's terms [B,C,h,w], the input's `size`, parameters by name -> the maps [B,H,W] that are added
-            up.
-        paper: that defines it.
-        parameters: that it takes.
+        spread: one layer's terms [B,C,h,w], the input's `size`, parameters by name -> maps [B,H,W], which are added up
+            over the layers.
+        paper: the method's source.
+        parameters: the parameters of `spread`.
     """
 
     spread: Callable[..., Tensor]
@@ -385,28 +388,28 @@ class FullGradient(MethodKind):
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the method's."""
+        """Function whose docstring documents the method."""
         return self.spread
 
     @property
     def pass_kind(self) -> Kind:
-        """The pass over biases."""
+        """Pass over biases."""
         return "bias"
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
-        """Return how many rows it costs: one."""
+        """Return the number of rows: one."""
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class Product(MethodKind):
-    """A map of the input's pixels times a layer's, which is cut at zero and brought to the pixels bilinearly.
+    """Map of the input's pixels times a layer's map, which is cut at zero and resized to the pixels bilinearly.
 
     Attributes:
-        pixels: name of the method that looks at the input.
-        layer: name of the method that looks at layers.
-        paper: that defines it.
-        about: the function whose docstring is the method's.
+        pixels: name of the method for the input.
+        layer: name of the method for layers.
+        paper: the method's source.
+        about: function whose docstring documents the method.
     """
 
     pixels: str
@@ -419,19 +422,19 @@ class Product(MethodKind):
     layered = True
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], rows_of: RowsOf) -> int:
-        """Return how many rows it costs: those of both methods."""
+        """Return the number of rows: those of both methods."""
         return rows_of(self.pixels) + rows_of(self.layer)
 
 
 @dataclass(frozen=True, slots=True)
 class Fused(MethodKind):
-    """One method's maps on several layers, fused.
+    """Maps of one method on several layers, fused into one.
 
     Attributes:
-        of: name of the method.
-        how: they are fused.
-        paper: that defines it.
-        about: the function whose docstring is the method's.
+        of: name of the fused method.
+        how: way to fuse the maps.
+        paper: the method's source.
+        about: function whose docstring documents the method.
     """
 
     of: str
@@ -444,21 +447,21 @@ class Fused(MethodKind):
     layered = True
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], rows_of: RowsOf) -> int:
-        """Return how many rows it costs: those of its method."""
+        """Return the number of rows: those of the fused method."""
         return rows_of(self.of)
 
 
 @dataclass(frozen=True, slots=True)
 class Windows(MethodKind):
-    """One method's maps of many windows of the image, put together.
+    """Maps of one method for many windows of the image, merged into one.
 
     Attributes:
-        of: name of the method.
+        of: name of the method for each window.
         views: parameters by name, and the input's `height` and `width` -> the windows, a list of `View`.
         merge: maps [n,h,w] of the windows, the target's probability in each [n], the windows, parameters by name,
             `height`, `width` -> map [H,W].
-        paper: that defines it.
-        parameters: that it takes.
+        paper: the method's source.
+        parameters: the parameters of these functions.
     """
 
     of: str
@@ -473,22 +476,22 @@ class Windows(MethodKind):
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the method's."""
+        """Function whose docstring documents the method."""
         return self.merge
 
     def rows(self, parameters: Parameters, _channels: Sequence[int], size: tuple[int, int], rows_of: RowsOf) -> int:
-        """Return how many rows it costs: those of its method for every window."""
+        """Return the number of rows: those of the method for each window."""
         return len(self.views(height=size[0], width=size[1], **parameters)) * rows_of(self.of)
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline(MethodKind):
-    """A map that no model has a part in: what an explanation must be better than.
+    """Map that no model contributes to, for comparison with explanations.
 
     Attributes:
         draw: normalised image, float32 [3,H,W], parameters by name -> map [h,w].
-        paper: that proposes it.
-        parameters: that it takes.
+        paper: source of the comparison.
+        parameters: the parameters of `draw`.
     """
 
     draw: Callable[..., Map]
@@ -499,11 +502,11 @@ class Baseline(MethodKind):
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the method's."""
+        """Function whose docstring documents the method."""
         return self.draw
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:
-        """Return how many rows it costs: none."""
+        """Return the number of rows: zero."""
         return 0
 
 
@@ -511,20 +514,20 @@ Method: TypeAlias = Cam | Saliency | Perturbation | Attention | FullGradient | P
 
 
 class Documented(Protocol):
-    """What has a function whose docstring is its documentation."""
+    """Method or metric that a function's docstring documents."""
 
     @property
     def about(self) -> Callable[..., object]:
-        """That function."""
+        """Function with the docstring."""
 
 
 def summary(method: Documented) -> str:
-    """Say what a method does, in a sentence: the first line of its function's docstring, without the full stop."""
+    """Return a method's summary: the first line of its function's docstring, without the full stop."""
     return (method.about.__doc__ or "").strip().split("\n")[0].rstrip(".")
 
 
 def formula(method: Documented) -> str:
-    """Give a method's formula: its function's docstring after the first line, up to the sections."""
+    """Return a method's formula: its function's docstring after the first line, up to the first section."""
     _, _, rest = (method.about.__doc__ or "").strip().partition("\n")
     lines = [line.strip() for line in rest.split("\n")]
     end = next((i for i, line in enumerate(lines) if line in ("Args:", "Returns:", "Raises:", "Yields:")), len(lines))

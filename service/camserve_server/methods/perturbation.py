@@ -1,10 +1,11 @@
 """Perturbation: maps from the scores of edited images.
 
-A method is a generator: it yields some edits of the image, at most 64 at a time, is sent their scores [n,T] for the T
-targets, and returns the maps [T,h,w]. What it hides of the image becomes zero, which in the normalised input is the
-mean colour of what the model was trained on. A score is the target's logit, where a paper has its probability.
+A method is a generator. It yields edits of the image, at most 64 at a time, receives their scores [n,T] for the T
+targets, and returns the maps [T,h,w]. Hidden pixels become zero, which in the normalised input is the mean colour of
+the training set. S(x) is the score of the image x: a class's logit, unless another target is requested, where the
+papers use its probability.
 
-Whatever is drawn for an edit depends on the seed and the edit's index alone.
+The random numbers of an edit depend on the seed and the edit's index alone.
 """
 
 import math
@@ -21,56 +22,60 @@ from camserve_server.methods.kinds import Array, Scene
 from camserve_server.methods.values import Edit
 
 AT_ONCE = 64
-"""Edits at a time at most: what is held of them in memory."""
+"""The largest number of edits to yield at a time, and so to hold in memory."""
 
-Exploring = Generator[list[Edit], Array, Array]
+Exploration = Generator[list[Edit], Array, Array]
 
 Numbers = NDArray[Any]
 
 
-def occlusion(scene: Scene, *, window: float, stride: float, **_parameters: float | str) -> Exploring:
-    """Hide one square window of the image after another; see how far the score falls.
+def occlusion(scene: Scene, *, window: float, stride: float, **_parameters: float | str) -> Exploration:
+    """Hide one square window of the image after another, and measure how far the score falls.
 
-    M_ij = mean of S(x) − S(x with window w hidden) over the windows w that hold pixel ij. Zeiler and Fergus 2014,
-    section 4.2. Window and stride below 1 are shares of the image's shorter side, from 1 on pixels; a stride is at most
-    the window, so that no pixel is left out. The last window of a row or column may reach beyond the edge.
+    M_ij = the mean of S(x) − S(x with window w hidden) over the windows w that contain pixel ij.
+
+    Zeiler and Fergus 2014, section 4.2. A window or stride below 1 is a share of the image's shorter side; from 1 on it
+    is in pixels. The stride is at most the window, so that every pixel is covered. The last window of a row or column
+    may reach beyond the edge.
     """
     _, height, width = scene.image.shape
-    fallen, covered = np.zeros((len(scene.scores), height, width)), np.zeros((height, width))
-    for holes in _pieces(_holes(height, width, window, stride)):
-        scores = yield [Edit(1 - hole) for hole in holes]
-        fallen += np.tensordot(scene.scores - scores, np.stack(holes), (0, 0))
-        covered += np.sum(holes, 0)
-    return (fallen / covered).astype(np.float32)
+    drops, counts = np.zeros((len(scene.scores), height, width)), np.zeros((height, width))
+    for window_masks in _chunks(_window_masks(height, width, window, stride)):
+        scores = yield [Edit(1 - mask) for mask in window_masks]
+        drops += np.tensordot(scene.scores - scores, np.stack(window_masks), (0, 0))
+        counts += np.sum(window_masks, 0)
+    return (drops / counts).astype(np.float32)
 
 
 def windows(*, height: int, width: int, window: float, stride: float, **_parameters: float | str) -> int:
-    """Return how many windows occlusion hides."""
-    side, step = _window(height, width, window, stride)
+    """Return the number of windows that occlusion hides."""
+    side, step = _window_and_stride(height, width, window, stride)
     return len(range(0, height - side + step, step)) * len(range(0, width - side + step, step))
 
 
-def rise(scene: Scene, *, samples: float, cells: float, probability: float, seed: float, divisor: str) -> Exploring:
-    """Show random parts of the image; take for each pixel the mean score of those that show it, less that of all.
+def rise(scene: Scene, *, samples: float, cells: float, probability: float, seed: float, divisor: str) -> Exploration:
+    """Compare the mean score of random parts of the image that show a pixel with that of all parts.
 
-    M = Σ_i S_i m_i / Σ_i m_i − 1/n Σ_i S_i with S_i = S(x ⊙ m_i), where the mask m_i is a grid of cells×cells cells,
-    each 1 with probability p or else 0, brought to the pixels bilinearly and shifted at random by less than a cell. It
-    estimates E[S | the pixel is shown] − E[S], Petsiuk et al. 2018, section 3, from the zero at which a pixel does not
-    matter. Their own map is Σ_i S_i m_i / (n p) (divisor "expected"): with it what all scores have in common makes a
-    pattern of the masks, and logits, unlike their probabilities, have much in common.
+    M = Σ_i S_i m_i / Σ_i m_i − 1/n Σ_i S_i, with S_i = S(x ⊙ m_i).
+
+    The mask m_i is a grid of cells × cells, each 1 with probability p and else 0, resized bilinearly and shifted at
+    random by less than a cell. M estimates E[S | the pixel is shown] − E[S], which is zero for a pixel that does not
+    matter. Petsiuk et al. 2018, section 3. Their own map, with `divisor` = expected, is Σ_i S_i m_i / (n p). In that
+    map a constant that all scores share adds a pattern of the masks, and logits, unlike the paper's probabilities,
+    share a large one.
     """
-    size = scene.image.shape[1:]
-    total, shown, mean = np.zeros((len(scene.scores), *size)), np.zeros(size), np.zeros(len(scene.scores))
-    drawn = (_random_mask(size, int(cells), probability, _dice(seed, index)) for index in range(int(samples)))
-    for masks in _pieces(drawn):
+    size, count = scene.image.shape[1:], int(samples)
+    total, mask_sum, mean = np.zeros((len(scene.scores), *size)), np.zeros(size), np.zeros(len(scene.scores))
+    all_masks = (_random_mask(size, int(cells), probability, _generator(seed, index)) for index in range(count))
+    for masks in _chunks(all_masks):
         scores = yield [Edit(mask) for mask in masks]
         total += np.tensordot(scores, np.stack(masks), (0, 0))
-        shown += np.sum(masks, 0)
-        mean += scores.sum(0) / int(samples)
+        mask_sum += np.sum(masks, 0)
+        mean += scores.sum(0) / count
     if divisor == "expected":
-        return (total / (int(samples) * probability)).astype(np.float32)
-    seen = total / np.maximum(shown, np.finfo(np.float32).tiny)
-    return (seen - mean[:, None, None]).astype(np.float32)
+        return (total / (count * probability)).astype(np.float32)
+    conditional_mean = total / np.maximum(mask_sum, np.finfo(np.float32).tiny)
+    return (conditional_mean - mean[:, None, None]).astype(np.float32)
 
 
 def samples(*, samples: float, **_parameters: float | str) -> int:
@@ -78,89 +83,96 @@ def samples(*, samples: float, **_parameters: float | str) -> int:
     return int(samples)
 
 
-def scorecam(scene: Scene, *, top_channels: float, **_parameters: float | str) -> Exploring:
-    """Weigh each feature map by the score of the image seen through it.
+def scorecam(scene: Scene, *, top_channels: float, **_parameters: float | str) -> Exploration:
+    """Weight each feature map by the score of the image masked with it.
 
-    L = Σ_k w_k A_k with w = softmax over k of S(x ⊙ H_k), where H_k is A_k brought to the pixels bilinearly, then
-    scaled to 0..1. Wang et al. 2020, arXiv:1910.01279; their baseline's score, the same for all k, cancels in the
-    softmax. Feature maps that are flat get no weight. With top_channels only those that vary most are tried.
+    L = Σ_k w_k A_k, with w = softmax over k of S(x ⊙ H_k), where H_k is A_k resized to the pixels bilinearly and then
+    scaled from its minimum and maximum to 0..1.
+
+    Wang et al. 2020, arXiv:1910.01279. The score of their baseline is the same for all k and cancels in the softmax. A
+    feature map with the same value everywhere gets no weight. With `top_channels` only the feature maps with the
+    largest standard deviation over the grid are used.
     """
     channels = _most_varied(scene, top_channels)
-    scores = yield from _scored(Edit(mask) for mask in _channel_masks(scene, channels))
-    return _summed(scene, channels, _softmax(scores, _flat(scene, channels)))
+    scores = yield from _score(Edit(mask) for mask in _channel_masks(scene, channels))
+    return _weighted_sum(scene, channels, _softmax(scores, _is_constant(scene, channels)))
 
 
 def sscam(
     scene: Scene, *, top_channels: float, samples: float, noise: float, seed: float, **_parameters: float | str
-) -> Exploring:
-    """Weigh each feature map by the mean score of the image seen through noisy versions of it.
+) -> Exploration:
+    """Weight each feature map by the mean score of the image masked with noisy versions of it.
 
-    L = Σ_k w_k A_k with w = softmax over k of 1/n Σ_i S(x ⊙ (H_k + N(0, σ²))), H_k as in Score-CAM and σ = noise. Wang
-    et al. 2020, arXiv:2006.14255.
+    L = Σ_k w_k A_k, with w = softmax over k of 1/n Σ_i S(x ⊙ (H_k + N(0, σ²))), H_k as in Score-CAM and σ = noise.
+
+    Wang et al. 2020, arXiv:2006.14255.
     """
     channels, copies = _most_varied(scene, top_channels), int(samples)
     masks = (mask for mask in _channel_masks(scene, channels) for _ in range(copies))
-    noisy = (
-        (torch.from_numpy(mask) + noise * torch.randn(mask.shape, generator=_dice(seed, index))).numpy()
+    noisy_masks = (
+        (torch.from_numpy(mask) + noise * torch.randn(mask.shape, generator=_generator(seed, index))).numpy()
         for index, mask in enumerate(masks)
     )
-    scores = yield from _scored(Edit(one) for one in noisy)
-    return _summed(scene, channels, _softmax(_mean_of(scores, copies), _flat(scene, channels)))
+    scores = yield from _score(Edit(mask) for mask in noisy_masks)
+    return _weighted_sum(scene, channels, _softmax(_mean_over_copies(scores, copies), _is_constant(scene, channels)))
 
 
-def iscam(scene: Scene, *, top_channels: float, samples: float, **_parameters: float | str) -> Exploring:
-    """Weigh each feature map by the mean score of the image as it is faded in through it.
+def iscam(scene: Scene, *, top_channels: float, samples: float, **_parameters: float | str) -> Exploration:
+    """Weight each feature map by the mean score of the masked image as it fades in.
 
-    L = Σ_k w_k A_k with w = softmax over k of 1/n Σ_i S(x ⊙ i/n H_k), i = 1 to n, H_k as in Score-CAM. Naidu et al.
-    2020, arXiv:2010.03023. (torchcam adds the shares up as it goes, and so ends at (n+1)/2 times the image.)
+    L = Σ_k w_k A_k, with w = softmax over k of 1/n Σ_i S(x ⊙ i/n H_k) for i = 1 to n, and H_k as in Score-CAM.
+
+    Naidu et al. 2020, arXiv:2010.03023. torchcam adds the shares i/n up, and so ends at (n+1)/2 times the image.
     """
     channels, copies = _most_varied(scene, top_channels), int(samples)
-    faded = (
+    faded_masks = (
         np.float32((index + 1) / copies) * mask for mask in _channel_masks(scene, channels) for index in range(copies)
     )
-    scores = yield from _scored(Edit(one) for one in faded)
-    return _summed(scene, channels, _softmax(_mean_of(scores, copies), _flat(scene, channels)))
+    scores = yield from _score(Edit(mask) for mask in faded_masks)
+    return _weighted_sum(scene, channels, _softmax(_mean_over_copies(scores, copies), _is_constant(scene, channels)))
 
 
-def ablationcam(scene: Scene, *, top_channels: float, **_parameters: float | str) -> Exploring:
-    """Weigh each feature map by how far the score falls without it.
+def ablationcam(scene: Scene, *, top_channels: float, **_parameters: float | str) -> Exploration:
+    """Weight each feature map by how far the score falls without it.
 
-    L = Σ_k w_k A_k with w_k = (S − S_k) / |S|, where S_k is the score with A_k set to zero. Desai and Ramaswamy 2020,
-    but for the absolute value: a negative S would turn the map over. With top_channels only the feature maps that vary
-    most are tried.
+    L = Σ_k w_k A_k, with w_k = (S − S_k) / |S|, where S_k is the score with A_k set to zero.
+
+    Desai and Ramaswamy 2020, except for the absolute value: without it a negative S would reverse the map's sign. If S
+    is 0, w_k is S − S_k. With `top_channels` only the feature maps with the largest standard deviation over the grid
+    are used.
     """
     channels = _most_varied(scene, top_channels)
-    scores = yield from _scored(Edit(silenced=int(channel)) for channel in channels)
+    scores = yield from _score(Edit(silenced=int(channel)) for channel in channels)
     scale = np.abs(scene.scores)
-    return _summed(scene, channels, (scene.scores - scores) / np.where(scale == 0, 1, scale))
+    return _weighted_sum(scene, channels, (scene.scores - scores) / np.where(scale == 0, 1, scale))
 
 
 def channels_tried(*, channels: int, top_channels: float, **_parameters: float | str) -> int:
-    """Return how many of a layer's channels are tried, one edit each."""
+    """Return the number of a layer's channels that are used, with one edit each."""
     return min(channels, int(top_channels)) if top_channels else channels
 
 
 def channels_sampled(*, channels: int, top_channels: float, samples: float, **_parameters: float | str) -> int:
-    """Return how many edits a number of samples for each channel takes."""
+    """Return the number of edits for `samples` edits of each channel."""
     return channels_tried(channels=channels, top_channels=top_channels) * int(samples)
 
 
-def _pieces(items: Iterable[Array]) -> Iterator[list[Array]]:
-    """Cut into lists of at most 64."""
+def _chunks(items: Iterable[Array]) -> Iterator[list[Array]]:
+    """Yield lists of at most `AT_ONCE` items."""
     iterator = iter(items)
-    while piece := list(islice(iterator, AT_ONCE)):
-        yield piece
+    while chunk := list(islice(iterator, AT_ONCE)):
+        yield chunk
 
 
-def _scored(edits: Iterator[Edit]) -> Exploring:
-    """Try edits; return their scores [n,T]."""
+def _score(edits: Iterator[Edit]) -> Exploration:
+    """Yield edits, `AT_ONCE` at a time; return the scores [n,T] of all."""
     scores = []
-    while piece := list(islice(edits, AT_ONCE)):
-        scores.append((yield piece))
+    while chunk := list(islice(edits, AT_ONCE)):
+        scores.append((yield chunk))
     return np.concatenate(scores)
 
 
-def _window(height: int, width: int, window: float, stride: float) -> tuple[int, int]:
+def _window_and_stride(height: int, width: int, window: float, stride: float) -> tuple[int, int]:
     """Return the side of a window and the stride, in pixels."""
     shorter = min(height, width)
     side, step = (max(1, round(size if size >= 1 else size * shorter)) for size in (window, stride))
@@ -168,37 +180,37 @@ def _window(height: int, width: int, window: float, stride: float) -> tuple[int,
     return side, min(step, side)
 
 
-def _holes(height: int, width: int, window: float, stride: float) -> Iterator[Array]:
-    """Yield for each window where it is, [H,W]: 1 inside."""
-    side, step = _window(height, width, window, stride)
+def _window_masks(height: int, width: int, window: float, stride: float) -> Iterator[Array]:
+    """Yield a mask [H,W] for each window: 1 inside, 0 outside."""
+    side, step = _window_and_stride(height, width, window, stride)
     for top in range(0, height - side + step, step):
         for left in range(0, width - side + step, step):
-            hole = np.zeros((height, width), np.float32)
-            hole[top : top + side, left : left + side] = 1
-            yield hole
+            mask = np.zeros((height, width), np.float32)
+            mask[top : top + side, left : left + side] = 1
+            yield mask
 
 
-def _random_mask(size: tuple[int, ...], cells: int, probability: float, dice: torch.Generator) -> Array:
+def _random_mask(size: tuple[int, ...], cells: int, probability: float, generator: torch.Generator) -> Array:
     """Draw one mask of RISE, [H,W]."""
-    grid = (torch.rand((cells, cells), generator=dice) < probability).float()
-    cell = [math.ceil(side / cells) for side in size]
-    large = _onto(grid[None], [(cells + 1) * side for side in cell])[0]
-    top, left = (int(torch.randint(side, (), generator=dice)) for side in cell)
-    return np.ascontiguousarray(large[top : top + size[0], left : left + size[1]])
+    grid = (torch.rand((cells, cells), generator=generator) < probability).float()
+    cell_sides = [math.ceil(side / cells) for side in size]
+    enlarged = _resize(grid[None], [(cells + 1) * side for side in cell_sides])[0]
+    top, left = (int(torch.randint(side, (), generator=generator)) for side in cell_sides)
+    return np.ascontiguousarray(enlarged[top : top + size[0], left : left + size[1]])
 
 
 def _channel_masks(scene: Scene, channels: Numbers) -> Iterator[Array]:
-    """Yield each channel's feature map, brought to the pixels and scaled to 0..1, [H,W]; zeros if it is flat."""
+    """Yield H_k [H,W]: each feature map resized to the pixels and scaled to 0..1; zeros for a constant one."""
     for channel in channels:
-        (large,) = _onto(torch.from_numpy(_activations(scene)[channel][None]), scene.image.shape[1:])
-        width = large.max() - large.min()
-        yield np.asarray((large - large.min()) / width if width > 0 else np.zeros_like(large), np.float32)
+        (resized,) = _resize(torch.from_numpy(_activations(scene)[channel][None]), scene.image.shape[1:])
+        spread = resized.max() - resized.min()
+        yield np.asarray((resized - resized.min()) / spread if spread > 0 else np.zeros_like(resized), np.float32)
 
 
-def _onto(maps: torch.Tensor, size: Iterable[int]) -> Array:
-    """Bring maps [n,h,w] to another grid, bilinearly between the cells' centres."""
-    found = functional.interpolate(maps[:, None], tuple(size), mode="bilinear", align_corners=False)
-    return cast("Array", found[:, 0].numpy())
+def _resize(maps: torch.Tensor, size: Iterable[int]) -> Array:
+    """Resize maps [n,h,w] to another grid, bilinearly between the cells' centres."""
+    resized = functional.interpolate(maps[:, None], tuple(size), mode="bilinear", align_corners=False)
+    return cast("Array", resized[:, 0].numpy())
 
 
 def _activations(scene: Scene) -> Array:
@@ -206,33 +218,33 @@ def _activations(scene: Scene) -> Array:
 
 
 def _most_varied(scene: Scene, top: float) -> Numbers:
-    """Return the channels to try: all, or the `top` with the largest standard deviation over the grid."""
+    """Return the channels to use: all, or the `top` with the largest standard deviation over the grid."""
     activations = _activations(scene)
     if not top:
         return np.arange(len(activations))
     return np.sort(np.argsort(-activations.std((1, 2)), kind="stable")[: int(top)])
 
 
-def _flat(scene: Scene, channels: Numbers) -> Numbers:
-    """Tell which channels have one value everywhere."""
+def _is_constant(scene: Scene, channels: Numbers) -> Numbers:
+    """Return which channels have one value everywhere, bool [K]."""
     return cast("Numbers", np.ptp(_activations(scene)[channels], (1, 2)) == 0)
 
 
-def _mean_of(scores: Array, copies: int) -> Array:
-    """Take the mean over the copies of each channel: [K·copies,T] to [K,T]."""
+def _mean_over_copies(scores: Array, copies: int) -> Array:
+    """Return the mean score of each channel [K,T], given those of its copies [K·copies,T]."""
     return cast("Array", scores.reshape(-1, copies, scores.shape[1]).mean(1))
 
 
-def _softmax(scores: Array, flat: Numbers) -> Array:
-    """Return the softmax over channels of scores [K,T]; of flat channels zero."""
-    powers = np.exp(scores - scores.max(0)) * ~flat[:, None]
-    return cast("Array", powers / np.maximum(powers.sum(0), np.finfo(np.float32).tiny))
+def _softmax(scores: Array, is_constant: Numbers) -> Array:
+    """Return the softmax over channels of scores [K,T], with weight zero for constant channels."""
+    exponentials = np.exp(scores - scores.max(0)) * ~is_constant[:, None]
+    return cast("Array", exponentials / np.maximum(exponentials.sum(0), np.finfo(np.float32).tiny))
 
 
-def _summed(scene: Scene, channels: Numbers, weights: Numbers) -> Array:
-    """Add up the feature maps of some channels, weights [K,T], into maps [T,h,w]."""
+def _weighted_sum(scene: Scene, channels: Numbers, weights: Numbers) -> Array:
+    """Return Σ_k w_k A_k [T,h,w] over these channels, with weights [K,T]."""
     return cast("Array", np.tensordot(weights, _activations(scene)[channels], (0, 0)).astype(np.float32))
 
 
-def _dice(seed: float, index: int) -> torch.Generator:
+def _generator(seed: float, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(seed) * 100_003 + index)

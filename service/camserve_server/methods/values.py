@@ -1,4 +1,4 @@
-"""Values that methods are called with, and the edits that they make."""
+"""Method calls, parameter values, and the edits of perturbation methods."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 ParameterValue: TypeAlias = float | str
 
 Fusion: TypeAlias = Literal["mean", "max", "product"]
-"""How the maps of several layers become one."""
+"""Ways to combine the maps of several layers into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,10 @@ class MethodCall:
     """A method and its parameters, defaults filled in.
 
     Attributes:
-        name: of the method.
-        parameters: by name.
-        augmented: whether the map is the mean over mirrored and brightened copies of the image.
-        eigen: whether the map is the first principal component of the channels' terms, rather than their sum.
+        name: the method's name.
+        parameters: values by name.
+        augmented: True for the mean of the maps of mirrored and brightened copies of the image.
+        eigen: True for the first principal component of the channels' terms, instead of their sum.
     """
 
     name: str
@@ -31,7 +31,7 @@ class MethodCall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What makes two calls the same."""
+        """Key that is equal for equal calls."""
         return self.name, self.augmented, self.eigen, *sorted(self.parameters.items())
 
 
@@ -40,9 +40,9 @@ class Edit:
     """A change to the normalised input [3,H,W], or to a layer's output: keep · x + (1 − keep) · fill.
 
     Attributes:
-        keep: share of each pixel that stays, float32 [H,W]; None for all.
-        fill: what takes its place, float32 [3,H,W]; None for zeros, which is the mean colour.
-        silenced: channel of the pass's layer that is set to zero; None for none.
+        keep: share of each pixel that is kept, float32 [H,W]; None for all.
+        fill: replacement for the rest, float32 [3,H,W]; None for zeros, which are the mean colour.
+        silenced: index of the channel of the pass's layer that is set to zero; None for none.
     """
 
     keep: NDArray[np.float32] | None = None

@@ -1,6 +1,6 @@
-"""Every metric by its name. Adding one is a pure function in this folder and a line here.
+"""Registry of metrics by name. To add one, write a pure function in this package and add a line here.
 
-It may import `methods` and `targets` and the rooms below.
+It may import `methods` and `targets` and the packages below them.
 """
 
 from camserve_server.methods.kinds import Parameter
@@ -16,47 +16,53 @@ from camserve_server.metrics.kinds import (
     Variation,
 )
 
-STEPS = Parameter("steps", "How many steps the curve has.", 20, 1, 512, integer=True)
-SHARES = Parameter("steps", "How many shares of the pixels, evenly between 0 and 1.", 9, 1, 99, integer=True)
-SPECKLE = Parameter("noise", "Standard deviation of what is added to imputed pixels, normalised.", 0.01, 0.0, 1.0)
-SEED = Parameter("seed", "Seed of what is random.", 0, 0, 2**31 - 1, integer=True)
-SAMPLES = Parameter("samples", "How many noisy copies.", 8, 1, 128, integer=True)
-NOISE = Parameter("noise", "Standard deviation, as a share of the input's range.", 0.02, 0.0, 1.0)
-STAGES = Parameter("stages", "How many times more of the model becomes random.", 5, 2, 64, integer=True)
-TOLERANCE = Parameter("tolerance", "How far from the box still counts, in the photo's pixels.", 15, 0, 16384)
+CURVE_STEPS = Parameter("steps", "Number of steps of the curve.", 20, 1, 512, integer=True)
+REMOVED_SHARES = Parameter(
+    "steps", "Number of shares of the pixels to remove, evenly between 0 and 1.", 9, 1, 99, integer=True
+)
+IMPUTATION_NOISE = Parameter(
+    "noise", "Standard deviation of the noise on imputed pixels, in the normalised input's units.", 0.01, 0.0, 1.0
+)
+SEED = Parameter("seed", "Seed of the random numbers.", 0, 0, 2**31 - 1, integer=True)
+SAMPLES = Parameter("samples", "Number of noisy copies.", 8, 1, 128, integer=True)
+NOISE = Parameter("noise", "Standard deviation of the noise, as a share of the input's range.", 0.02, 0.0, 1.0)
+STAGES = Parameter("stages", "Number of stages, each with more random modules.", 5, 2, 64, integer=True)
+TOLERANCE = Parameter(
+    "tolerance", "Largest distance from the box that still counts as a hit, in the photo's pixels.", 15, 0, 16384
+)
 
 METRICS: dict[str, Metric] = {
     "deletion": PerturbationMetric(
         faithfulness.deletion,
         "Petsiuk et al. 2018, arXiv:1806.07421",
-        faithfulness.each_step,
+        faithfulness.edit_per_step,
         higher_is_better=False,
-        parameters=(STEPS,),
+        parameters=(CURVE_STEPS,),
     ),
     "insertion": PerturbationMetric(
         faithfulness.insertion,
         "Petsiuk et al. 2018, arXiv:1806.07421",
-        faithfulness.each_step,
+        faithfulness.edit_per_step,
         higher_is_better=True,
-        parameters=(STEPS,),
+        parameters=(CURVE_STEPS,),
     ),
     "road": PerturbationMetric(
         faithfulness.road,
         "Rong et al. 2022, arXiv:2202.00449",
-        faithfulness.both_ways,
+        faithfulness.two_edits_per_step,
         higher_is_better=True,
-        parameters=(SHARES, SPECKLE, SEED),
+        parameters=(REMOVED_SHARES, IMPUTATION_NOISE, SEED),
     ),
     "average_drop": PerturbationMetric(
         faithfulness.average_drop,
         "Chattopadhyay et al. 2018, arXiv:1710.11063",
-        faithfulness.single,
+        faithfulness.one_edit,
         higher_is_better=False,
     ),
     "increase": PerturbationMetric(
         faithfulness.increase,
         "Chattopadhyay et al. 2018, arXiv:1710.11063",
-        faithfulness.single,
+        faithfulness.one_edit,
         higher_is_better=True,
     ),
     "max_sensitivity": RecomputationMetric(
@@ -64,7 +70,7 @@ METRICS: dict[str, Metric] = {
         repetition.max_sensitivity,
         repetition.noisy_views,
         "Yeh et al. 2019, arXiv:1901.09392",
-        repetition.each_sample,
+        repetition.view_per_sample,
         higher_is_better=False,
         parameters=(SAMPLES, NOISE, SEED),
     ),
@@ -73,7 +79,7 @@ METRICS: dict[str, Metric] = {
         repetition.randomisation,
         repetition.cascade,
         "Adebayo et al. 2018, arXiv:1810.03292",
-        repetition.each_stage,
+        repetition.model_per_stage,
         higher_is_better=False,
         parameters=(STAGES, SEED),
     ),

@@ -1,4 +1,4 @@
-"""The kinds of metric, named by what they need to judge a map: a metric is a frozen value made of pure functions.
+"""The kinds of metric, named by what they need besides the map. A metric is a frozen value made of pure functions.
 
 A function's docstring is its metric's documentation: the first line says what it measures, the rest gives the formula.
 """
@@ -24,12 +24,12 @@ class MetricInput:
 
     Attributes:
         image: the model's input, normalised, float32 [3,H,W].
-        heatmap: raw, on its own grid, float32 [h,w].
-        pixels: the same on the input's pixels, bilinearly, float32 [H,W].
-        intensity: the same cut at zero and divided by the maximum, 0 to 1, on the input's pixels, float32 [H,W].
-        probability: that the model gives the target for the image as it is.
+        heatmap: the raw map on its own grid, float32 [h,w].
+        pixels: the raw map resized to the input's pixels bilinearly, float32 [H,W].
+        intensity: the map cut at zero, divided by its maximum, and then resized likewise, 0 to 1, float32 [H,W].
+        probability: probability of the target for the unchanged image.
         seen: the part of the photo that the map covers, in the photo's pixels.
-        box: where the object is, in the photo's pixels; None where nobody says.
+        box: the object's box in the photo's pixels; None if the request names none.
     """
 
     image: Array
@@ -43,7 +43,7 @@ class MetricInput:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How something changes: y at each x."""
+    """Curve of a metric: y at each x."""
 
     name: str
     x: tuple[float, ...]
@@ -52,12 +52,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a metric says of a map.
+    """Result of a metric for one map.
 
     Attributes:
-        value: the number; NaN where the map cannot be judged.
-        curves: that it sums up.
-        words: what the number does not say; may be empty.
+        value: the number; NaN if the metric is not defined for the map.
+        curves: the curves that the number summarises.
+        words: further information for people; may be empty.
     """
 
     value: float
@@ -66,20 +66,20 @@ class Reading:
 
 
 Try: TypeAlias = Callable[..., Generator[Sequence[Edit], Array, Reading]]
-"""A metric's input, parameters by name -> a generator: it yields edits of the image, is sent the probabilities [n] that
-the edited images have, and returns the reading."""
+"""A metric's input, parameters by name -> a generator that yields edits of the image, receives the probabilities [n] of
+the edited images, and returns the reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerturbationMetric:
-    """A metric that edits the image as the map says, and looks at what becomes of the probability.
+    """Metric of the probability of images that are edited according to the map.
 
     Attributes:
-        judge: says which edits to try, and reads their probabilities.
-        paper: that defines it.
-        count: parameters by name -> how many edits.
-        higher_is_better: whether it is; lower is, otherwise.
-        parameters: that it takes.
+        judge: generator that yields the edits and computes the reading from their probabilities.
+        paper: the metric's source.
+        count: parameters by name -> the number of edits.
+        higher_is_better: True if a higher value is better, False if a lower one is.
+        parameters: the parameters of these functions.
     """
 
     judge: Try
@@ -93,24 +93,24 @@ class PerturbationMetric:
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the metric's."""
+        """Function whose docstring documents the metric."""
         return self.judge
 
     def rows(self, parameters: Parameters, maps: int, _job_rows: int) -> int:
-        """Return how many rows it costs: one for each edit of every map."""
+        """Return the number of rows: one for each edit of each map."""
         return maps * self.count(**parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticMetric:
-    """A metric that looks at the map alone, or at the map and a box.
+    """Metric of the map alone, or of the map and the object's box.
 
     Attributes:
         judge: a metric's input, parameters by name -> the reading.
-        paper: that defines it.
-        higher_is_better: whether it is; lower is, otherwise.
-        parameters: that it takes.
-        boxed: whether it needs to be told where the object is.
+        paper: the metric's source.
+        higher_is_better: True if a higher value is better, False if a lower one is.
+        parameters: the parameters of `judge`.
+        boxed: True if the metric needs the object's box.
     """
 
     judge: Callable[..., Reading]
@@ -123,23 +123,23 @@ class StaticMetric:
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the metric's."""
+        """Function whose docstring documents the metric."""
         return self.judge
 
     def rows(self, _parameters: Parameters, _maps: int, _job_rows: int) -> int:
-        """Return how many rows it costs: none."""
+        """Return the number of rows: zero."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """What is different when a map is computed again.
+    """Changed condition under which a map is computed again.
 
     Attributes:
-        view: of the image; None for the image as it is.
-        modules: share of the model's modules that have random weights, as the exponent s of n^s among n modules, so
-            that 0 is the last one alone and 1 all; None for none.
-        seed: of the weights.
+        view: view of the image; None for the unchanged image.
+        modules: exponent s for n^s random modules of the model's n, from the last: 0 for the last module alone, 1 for
+            all; None for the unchanged model.
+        seed: seed of the random weights.
     """
 
     view: View | None = None
@@ -149,17 +149,17 @@ class Variation:
 
 @dataclass(frozen=True, slots=True)
 class RecomputationMetric:
-    """A metric that has the map computed again under changed conditions, and compares.
+    """Metric that compares the map with maps computed again under changed conditions.
 
     Attributes:
-        compare: the map, the map that was computed again (on the same grid) -> how they compare.
+        compare: the map, a map computed again on the same grid -> a distance or a correlation.
         judge: the results of `compare`, the share of the model that was random each time (0 to 1), parameters by name
             -> the reading.
         vary: the input [3,H,W], parameters by name -> the conditions.
-        paper: that defines it.
-        count: parameters by name -> how many conditions.
-        higher_is_better: whether it is; lower is, otherwise.
-        parameters: that it takes.
+        paper: the metric's source.
+        count: parameters by name -> the number of conditions.
+        higher_is_better: True if a higher value is better, False if a lower one is.
+        parameters: the parameters of these functions.
     """
 
     compare: Callable[[Map, Map], float]
@@ -175,11 +175,11 @@ class RecomputationMetric:
 
     @property
     def about(self) -> Callable[..., object]:
-        """The function whose docstring is the metric's."""
+        """Function whose docstring documents the metric."""
         return self.judge
 
     def rows(self, parameters: Parameters, _maps: int, job_rows: int) -> int:
-        """Return how many rows it costs: those of the method, for each time that its maps are computed again."""
+        """Return the number of rows: those of the method, for each condition."""
         return job_rows * self.count(**parameters)
 
 

@@ -1,6 +1,6 @@
-"""Targets: from what a model answers to the score that is explained, a logit and never a softmax unless asked for.
+"""Targets: from a model's outputs to the score that is explained, a logit unless another target is requested.
 
-It may import `models` and the rooms below.
+It may import `models` and the packages below that.
 """
 
 from camserve_server.targets.fixing import anything

@@ -1,4 +1,4 @@
-"""Resolving targets that depend on the prediction for the unchanged image: ranks, nearest classes, masks, boxes."""
+"""Resolution of targets that depend on the prediction for the unchanged image: ranks, nearest classes, masks, boxes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,30 +26,30 @@ from camserve_server.targets.values import (
     Target,
 )
 
-NEAREST = 3
-"""Classes that one is explained against: Zhang et al. 2025."""
+NEAREST_CLASSES = 3
+"""Default number of classes that one is explained against: Zhang et al. 2025."""
 
-SHOWN = 8  # classes that an error lists
+MAX_LISTED = 8  # the largest number of classes that an error message lists
 
 
 def anything(info: ModelInfo) -> Target:
-    """Return a target that every image has, whatever the model sees in it."""
-    all_of_it = whole(info.preprocess.size)
-    others: Mapping[Task, Target] = {
-        "segment": SegmentTarget(0, all_of_it),
-        "detect": DetectionTarget(0, all_of_it, found=True),
+    """Return a target that exists for every image, whatever the model predicts."""
+    input_box = whole(info.preprocess.size)
+    by_task: Mapping[Task, Target] = {
+        "segment": SegmentTarget(0, input_box),
+        "detect": DetectionTarget(0, input_box, found=True),
         "embed": SimilarityTarget(),
     }
-    return others.get(info.task, RankTarget(0))
+    return by_task.get(info.task, RankTarget(0))
 
 
 class Reads(Flag):
-    """The outputs that resolving a target needs, beside the values: read from the device in one step for a batch.
+    """Outputs besides the values that resolving a target needs; they are copied from the device once per batch.
 
     Attributes:
-        AREAS: of a segmentation, the share, probability and logit of each class.
-        WINNERS: of a segmentation, the class of each pixel.
-        EMBEDDING: of the image.
+        AREAS: share, probability and logit of each class of a segmentation.
+        WINNERS: class of each pixel of a segmentation.
+        EMBEDDING: the image's embedding.
     """
 
     NOTHING = 0
@@ -60,12 +60,12 @@ class Reads(Flag):
 
 @dataclass(frozen=True, slots=True)
 class HostOutputs:
-    """The outputs of a model that are needed to resolve targets.
+    """Outputs of a model in the host's memory, for resolving targets.
 
     Attributes:
-        outputs: of the model; in the host's memory, unless they are of every pixel.
-        areas: of the images whose target is the rank of an area, by place: share, probability and logit of each class.
-        winners: of the images in which a class is to be found, by place: the class of each pixel [h,w].
+        outputs: the model's outputs; those of a segmentation stay on the device.
+        areas: by place in the batch, share, probability and logit of each class, for targets that are ranks.
+        winners: by place in the batch, the class of each pixel [h,w], for targets that need the area of a class.
     """
 
     outputs: Outputs
@@ -74,53 +74,65 @@ class HostOutputs:
 
 
 def read(outputs: Outputs, reads: Sequence[Reads]) -> HostOutputs:
-    """Copy to the host what is needed to resolve targets, in one step; `reads` says what each image's target needs."""
+    """Copy the outputs that targets need to the host, in one step.
+
+    Args:
+        outputs: outputs for a batch of images.
+        reads: the needs of each image's target.
+    """
     values = outputs.values.detach()
-    if outputs.info.task == "segment":  # whose values are too many to be read
-        ranked, found = (
-            [place for place, one in enumerate(reads) if wanted in one] for wanted in (Reads.AREAS, Reads.WINNERS)
+    if outputs.info.task == "segment":  # its values are too large to copy
+        area_places, winner_places = (
+            [place for place, needs in enumerate(reads) if kind in needs] for kind in (Reads.AREAS, Reads.WINNERS)
         )
-        arrays = fetched([*(covered(values[place]) for place in ranked), *(values[place].argmax(0) for place in found)])
-        areas, winners = arrays[: len(ranked)], arrays[len(ranked) :]
-        return HostOutputs(outputs, dict(zip(ranked, areas, strict=True)), dict(zip(found, winners, strict=True)))
-    similar = any(Reads.EMBEDDING in one for one in reads) and outputs.info.task != "embed"
-    host, *embeddings = map(torch.from_numpy, fetched([values, *([outputs.embeddings()] if similar else [])]))
+        arrays = fetched(
+            [
+                *(covered(values[place]) for place in area_places),
+                *(values[place].argmax(0) for place in winner_places),
+            ]
+        )
+        areas = dict(zip(area_places, arrays[: len(area_places)], strict=True))
+        winners = dict(zip(winner_places, arrays[len(area_places) :], strict=True))
+        return HostOutputs(outputs, areas, winners)
+    needs_embedding = any(Reads.EMBEDDING in needs for needs in reads) and outputs.info.task != "embed"
+    host, *embeddings = map(torch.from_numpy, fetched([values, *([outputs.embeddings()] if needs_embedding else [])]))
     return HostOutputs(replace(outputs, values=host, embedding=embeddings[0] if embeddings else None))
 
 
 def reads_of_rank(_target: RankTarget) -> Reads:
-    """Return what a rank needs: the areas of the classes, and where the class of that rank is."""
+    """Return the needs of a rank: the areas of the classes, and the class of each pixel."""
     return Reads.AREAS | Reads.WINNERS
 
 
 def rank(host: HostOutputs, place: int, target: RankTarget) -> FixedTarget:
-    """Return the class, part or object of that rank."""
+    """Return the class, segment or object of a rank."""
     return _RANKS.get(host.outputs.info.task, _ranked_class)(host, place, target.rank)
 
 
 def _ranked_class(host: HostOutputs, place: int, rank: int) -> FixedTarget:
-    # Of equal logits the first, as in the list of predictions; NaN last. Not sorted: that takes eight times as long.
-    falling = -host.outputs.values[place].numpy()
-    found = np.partition(falling, rank)[rank]
-    if np.isnan(found):
-        return ClassTarget(int(falling.argsort(kind="stable")[rank]))
-    return ClassTarget(int(np.flatnonzero(falling == found)[rank - np.count_nonzero(falling < found)]))
+    # Equal logits are ranked by index, as in the list of predictions, and NaN last. The logits are not sorted, because
+    # that takes eight times as long.
+    negated = -host.outputs.values[place].numpy()
+    value = np.partition(negated, rank)[rank]
+    if np.isnan(value):
+        return ClassTarget(int(negated.argsort(kind="stable")[rank]))
+    return ClassTarget(int(np.flatnonzero(negated == value)[rank - np.count_nonzero(negated < value)]))
 
 
 def _ranked_area(host: HostOutputs, place: int, rank: int) -> FixedTarget:
     info = host.outputs.info
-    found = order_of_areas(host.areas[place], info)
-    if rank >= len(found):
-        raise FailedPrecondition(f"{info.name} sees only {_named(info, found)} in this image", field="top_k")
-    return segment(host, place, SegmentTarget(found[rank]))
+    classes = order_of_areas(host.areas[place], info)
+    if rank >= len(classes):
+        raise FailedPrecondition(f"{info.name} sees only {_list_classes(info, classes)} in this image", field="top_k")
+    return segment(host, place, SegmentTarget(classes[rank]))
 
 
 def _ranked_object(host: HostOutputs, place: int, rank: int) -> FixedTarget:
     info = host.outputs.info
     objects = objects_of(to_numpy(host.outputs.values[place]))
     if rank >= len(objects):
-        shown = f"only {len(objects)} objects" if len(objects) else "no object"
-        raise FailedPrecondition(f"{info.name} finds {shown} in this image", field="top_k")
+        count = f"only {len(objects)} objects" if len(objects) else "no object"
+        raise FailedPrecondition(f"{info.name} finds {count} in this image", field="top_k")
     return DetectionTarget(int(objects[rank, 0]), Box(*objects[rank, 2:].tolist()), found=True)
 
 
@@ -131,39 +143,39 @@ _RANKS: Mapping[Task, Callable[[HostOutputs, int, int], FixedTarget]] = {
 
 
 def finer(host: HostOutputs, place: int, target: FinerTarget) -> FixedTarget:
-    """Return the target with the classes whose logits are nearest, where none are given."""
+    """Return the target with the classes that have the nearest logits, if it names none."""
     if target.against:
         return target
     logits = host.outputs.values[place]
     order = (logits - logits[target.why]).abs().argsort(stable=True).tolist()
     others = [index for index in order if index != target.why]
-    return FinerTarget(target.why, tuple(others[:NEAREST]), target.weight)
+    return FinerTarget(target.why, tuple(others[:NEAREST_CLASSES]), target.weight)
 
 
 def reads_of_similarity(_target: SimilarityTarget) -> Reads:
-    """Return what a similarity needs: the embedding."""
+    """Return the needs of a similarity: the embedding."""
     return Reads.EMBEDDING
 
 
 def comparison(target: SimilarityTarget) -> SimilarityTarget | None:
-    """Return the target while the embedding of the other image is unknown, and None then."""
+    """Return the target while the embedding of its other image is unknown, and None afterwards."""
     return target if target.reference is None else None
 
 
 def similarity(host: HostOutputs, place: int, target: SimilarityTarget) -> FixedTarget:
-    """Return the target with the embedding of the image itself, where it compares with no other one."""
+    """Return the target with the embedding of the image itself, if it names no other image."""
     if target.reference is not None:
         return target
     return SimilarityTarget(reference=to_numpy(host.outputs.embeddings()[place]))
 
 
 def reads_of_segment(target: SegmentTarget) -> Reads:
-    """Return what a segment needs: where its class is, if neither its mask nor its box says so."""
+    """Return the needs of a segment: the class of each pixel, if it has neither a mask nor a box."""
     return Reads.WINNERS if target.mask is None and target.box is None else Reads.NOTHING
 
 
 def segment(host: HostOutputs, place: int, target: SegmentTarget) -> FixedTarget:
-    """Return the target with the mask of its box, or of where the model sees the class."""
+    """Return the target with the mask of its box, or of the pixels for which the model predicts its class."""
     if target.mask is not None:
         return target
     info, values = host.outputs.info, host.outputs.values[place]
@@ -171,10 +183,10 @@ def segment(host: HostOutputs, place: int, target: SegmentTarget) -> FixedTarget
         return SegmentTarget(target.index, target.box, inside(target.box, values.shape[1:], info.preprocess.size))
     mask = host.winners[place] == target.index
     if not mask.any():
-        found = order_of_areas(to_numpy(covered(values)), info)
-        shown = f"no {_named(info, [target.index])} in this image, but {_named(info, found)}"
+        classes = _list_classes(info, order_of_areas(to_numpy(covered(values)), info))
+        missing = _list_classes(info, [target.index])
         raise FailedPrecondition(
-            f"{info.name} sees {shown}: name the part to explain as a region",
+            f"{info.name} sees no {missing} in this image, but {classes}: name the part to explain as a region",
             field="targets",
         )
     return SegmentTarget(target.index, None, mask)
@@ -186,17 +198,18 @@ def detection(host: HostOutputs, place: int, target: DetectionTarget) -> FixedTa
         return target
     info = host.outputs.info
     objects = objects_of(to_numpy(host.outputs.values[place]))
-    mine = objects[objects[:, 0] == target.index]
-    wanted = _named(info, [target.index])
-    if not len(mine):
-        found = _named(info, list(dict.fromkeys(objects[:, 0].astype(int).tolist()))) or "no object at all"
-        raise FailedPrecondition(f"{info.name} finds no {wanted} in this image, but {found}", field="targets")
-    shares = np.ones(len(mine)) if target.box is None else overlaps(mine[:, 2:], target.box)
-    if not shares.any():
-        raise FailedPrecondition(f"{info.name} finds no {wanted} that meets the box", field="targets")
-    return DetectionTarget(target.index, Box(*mine[shares.argmax(), 2:].tolist()), found=True)
+    candidates = objects[objects[:, 0] == target.index]
+    label = _list_classes(info, [target.index])
+    if not len(candidates):
+        classes = list(dict.fromkeys(objects[:, 0].astype(int).tolist()))
+        others = _list_classes(info, classes) or "no object at all"
+        raise FailedPrecondition(f"{info.name} finds no {label} in this image, but {others}", field="targets")
+    overlap = np.ones(len(candidates)) if target.box is None else overlaps(candidates[:, 2:], target.box)
+    if not overlap.any():
+        raise FailedPrecondition(f"{info.name} finds no {label} that overlaps the box", field="targets")
+    return DetectionTarget(target.index, Box(*candidates[overlap.argmax(), 2:].tolist()), found=True)
 
 
-def _named(info: ModelInfo, indices: Sequence[int]) -> str:
-    names = [f'"{info.label(index)}"' if info.label(index) else f"class {index}" for index in indices[:SHOWN]]
-    return ", ".join(names) + (f" and {len(indices) - SHOWN} more" if len(indices) > SHOWN else "")
+def _list_classes(info: ModelInfo, indices: Sequence[int]) -> str:
+    names = [f'"{info.label(index)}"' if info.label(index) else f"class {index}" for index in indices[:MAX_LISTED]]
+    return ", ".join(names) + (f" and {len(indices) - MAX_LISTED} more" if len(indices) > MAX_LISTED else "")

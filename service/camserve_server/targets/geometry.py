@@ -1,4 +1,4 @@
-"""Where a part of the image is: in a model's output, in a view of the image."""
+"""Coordinates of boxes and masks: in a model's output, and in a view of the image."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,17 +11,20 @@ from camserve_server.targets.values import DetectionTarget, SegmentTarget
 
 
 def segment_in_view(target: SegmentTarget, view: View, size: tuple[int, int]) -> SegmentTarget:
-    """Return a segment as it is in a view of an input of that height and width: its mask is elsewhere there."""
+    """Return a segment with its mask at its place in a view of an input of this height and width."""
     return target if target.mask is None else replace(target, mask=_mask_in(target.mask, view, size))
 
 
 def detection_in_view(target: DetectionTarget, view: View, size: tuple[int, int]) -> DetectionTarget:
-    """Return a detection as it is in a view of an input of that height and width: its box is elsewhere there."""
+    """Return a detection with its box at its place in a view of an input of this height and width."""
     return target if target.box is None else replace(target, box=_box_in(target.box, view, size))
 
 
 def inside(box: Box, grid: Sequence[int], size: tuple[int, int]) -> Mask:
-    """Return which cells of a grid over the input have their centre in a box; at least the one at its own centre."""
+    """Return the mask of a box on a grid over the input: the cells with their centre in the box.
+
+    The cell at the box's own centre is always included.
+    """
     (rows, columns), (height, width) = grid, size
     ys, xs = (np.arange(rows) + 0.5) * height / rows, (np.arange(columns) + 0.5) * width / columns
     mask = ((ys >= box.top) & (ys < box.bottom))[:, None] & ((xs >= box.left) & (xs < box.right))
@@ -31,18 +34,18 @@ def inside(box: Box, grid: Sequence[int], size: tuple[int, int]) -> Mask:
 
 
 def overlaps(boxes: Map, box: Box) -> Map:
-    """Return the intersection over union of each of some boxes [n,4] with one."""
+    """Return the intersection over union of each of the boxes [n,4] with one box."""
     left, top, right, bottom = boxes.T
     width = np.minimum(right, box.right) - np.maximum(left, box.left)
     height = np.minimum(bottom, box.bottom) - np.maximum(top, box.top)
-    common = width.clip(0) * height.clip(0)
+    intersection = width.clip(0) * height.clip(0)
     areas = (right - left) * (bottom - top) + (box.right - box.left) * (box.bottom - box.top)
-    shares: Map = (common / (areas - common)).astype(np.float32)
-    return shares
+    overlap: Map = (intersection / (areas - intersection)).astype(np.float32)
+    return overlap
 
 
 def _mask_in(mask: Mask, view: View, size: tuple[int, int]) -> Mask:
-    """Return a mask over the input as it is in a view of it."""
+    """Return a mask over the input at its place in a view of the input."""
     rows, columns = mask.shape
     if view.scale != 1:
         ys = (view.top + (np.arange(rows) + 0.5) * size[0] / rows) / view.scale * rows / size[0]
@@ -52,7 +55,7 @@ def _mask_in(mask: Mask, view: View, size: tuple[int, int]) -> Mask:
 
 
 def _box_in(box: Box, view: View, size: tuple[int, int]) -> Box:
-    """Return a box over the input as it is in a view of it."""
+    """Return a box over the input at its place in a view of the input."""
     if view.scale != 1:
         xs = [x * view.scale - view.left for x in (box.left, box.right)]
         ys = [y * view.scale - view.top for y in (box.top, box.bottom)]
@@ -61,20 +64,20 @@ def _box_in(box: Box, view: View, size: tuple[int, int]) -> Box:
 
 
 def carried(box: Box, source: Box, onto: Box) -> Box:
-    """Return a box of one rectangle at its place in another that shows the same.
+    """Map a box from one rectangle to another that shows the same content.
 
     Args:
-        box: in the coordinates of `source`.
-        source: the rectangle that it is in.
-        onto: the other, in its own coordinates.
+        box: the box, in the coordinates of `source`.
+        source: the rectangle to map from.
+        onto: the rectangle to map to, in its own coordinates.
     """
-    across = (onto.right - onto.left) / (source.right - source.left)
-    down = (onto.bottom - onto.top) / (source.bottom - source.top)
+    scale_x = (onto.right - onto.left) / (source.right - source.left)
+    scale_y = (onto.bottom - onto.top) / (source.bottom - source.top)
     return Box(
-        onto.left + (box.left - source.left) * across,
-        onto.top + (box.top - source.top) * down,
-        onto.left + (box.right - source.left) * across,
-        onto.top + (box.bottom - source.top) * down,
+        onto.left + (box.left - source.left) * scale_x,
+        onto.top + (box.top - source.top) * scale_y,
+        onto.left + (box.right - source.left) * scale_x,
+        onto.top + (box.bottom - source.top) * scale_y,
     )
 
 

@@ -1,4 +1,4 @@
-"""The kinds of target: what can be done with the targets of each kind, as functions of a frozen value."""
+"""The kinds of target: a frozen value for each, made of the functions for its targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,36 +26,36 @@ from camserve_server.targets.values import (
 )
 
 Scale: TypeAlias = Literal["logit", "log-odds", "probability", "other"]
-"""What a score is: a class's logit, a difference of logits, a probability, or a number without bounds of its own."""
+"""Meaning of a score: a class's logit, a difference of logits, a probability, or any other number."""
 
 
-def _nothing(_target: Any) -> None:
+def _no_value(_target: Any) -> None:
     return None
 
 
-def _reads_nothing(_target: Any) -> Reads:
+def _no_reads(_target: Any) -> Reads:
     return Reads.NOTHING
 
 
 @dataclass(frozen=True, slots=True)
 class TargetKind:
-    """What can be done with the targets of one kind.
+    """Functions for the targets of one kind.
 
     Attributes:
-        name: of the kind.
+        name: name of the kind.
         score: outputs, place in the batch, target -> the score, a tensor without axes.
-        batch_scores: outputs, one target for each image -> the scores [B], for batches in which all targets have this
-            function in common; None where they are computed one by one.
-        scale: of the score.
+        batch_scores: outputs, one target for each image -> the scores [B], for batches whose targets all have this
+            function; None if scores are computed one by one.
+        scale: meaning of the score.
         resolve: outputs in the host's memory, place, target -> the target that no longer depends on the model's
-            prediction; None for targets that never do.
-        reads: target -> the outputs that `resolve` needs beside the values.
+            prediction; None for targets that never depend on it.
+        reads: target -> the outputs that `resolve` needs besides the values.
         in_view: target, view of the image, height and width of the input -> the target in that view; None for targets
-            that have no place in the image.
-        class_index: target -> the class that is explained; None where there is none.
-        contrasted: target -> the class that it is explained against, for a contrast of two.
-        box: target -> the part of the image that it names.
-        compared: target -> the comparison with another image whose embedding is still to be computed.
+            without a place in the image.
+        class_index: target -> the explained class, or None.
+        contrasted: target -> the class to explain against in a contrast of two, or None.
+        box: target -> the box that it names in the image, or None.
+        compared: target -> the target itself while the embedding of its other image is unknown, else None.
     """
 
     name: str
@@ -63,18 +63,18 @@ class TargetKind:
     scale: Scale = "other"
     batch_scores: Callable[[Outputs, Sequence[Any]], Tensor] | None = None
     resolve: Callable[[HostOutputs, int, Any], FixedTarget] | None = None
-    reads: Callable[[Any], Reads] = _reads_nothing
+    reads: Callable[[Any], Reads] = _no_reads
     in_view: Callable[[Any, View, tuple[int, int]], FixedTarget] | None = None
     class_index: Callable[[Any], int | None] = attrgetter("index")
-    contrasted: Callable[[Any], int | None] = _nothing
-    box: Callable[[Any], Box | None] = _nothing
-    compared: Callable[[Any], SimilarityTarget | None] = _nothing
+    contrasted: Callable[[Any], int | None] = _no_value
+    box: Callable[[Any], Box | None] = _no_value
+    compared: Callable[[Any], SimilarityTarget | None] = _no_value
 
 
 _KINDS: Mapping[type[Target], TargetKind] = {
     ClassTarget: TargetKind("class", scoring.logit, "logit", scoring.logits),
     RankTarget: TargetKind(
-        "rank", scoring.unresolved, resolve=fixing.rank, reads=fixing.reads_of_rank, class_index=_nothing
+        "rank", scoring.unresolved, resolve=fixing.rank, reads=fixing.reads_of_rank, class_index=_no_value
     ),
     ContrastTarget: TargetKind(
         "contrast",
@@ -91,7 +91,7 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         scoring.similarity,
         resolve=fixing.similarity,
         reads=fixing.reads_of_similarity,
-        class_index=_nothing,
+        class_index=_no_value,
         compared=fixing.comparison,
     ),
     SegmentTarget: TargetKind(
@@ -120,34 +120,34 @@ def kind_of(target: Target) -> TargetKind:
 
 
 def with_box(target: Target, box: Box) -> Target:
-    """Return a target that names a part of the image, with that part at another place."""
+    """Return a segment or detection target with another box."""
     return replace(cast("SegmentTarget | DetectionTarget", target), box=box)
 
 
 def scores(outputs: Outputs, targets: Sequence[FixedTarget]) -> Tensor:
     """Return the score [B] of each image.
 
-    A class's score is its logit; a contrast's is the difference of two, so that every method answers "why this and not
-    that" (Selvaraju et al. 2017, section 3.3 for Grad-CAM). The other targets say theirs in `types`.
+    A class's score is its logit. A contrast's is the difference of two logits, so that every method can explain "why
+    this and not that" (Selvaraju et al. 2017, section 3.3, for Grad-CAM). `values` documents the scores of the others.
     """
     kinds = [kind_of(target) for target in targets]
-    together = kinds[0].batch_scores
-    if together is not None and all(kind.batch_scores is together for kind in kinds):
-        return together(outputs, targets)
+    batch_scores = kinds[0].batch_scores
+    if batch_scores is not None and all(kind.batch_scores is batch_scores for kind in kinds):
+        return batch_scores(outputs, targets)
     return torch.stack(
         [kind.score(outputs, place, target) for place, (kind, target) in enumerate(zip(kinds, targets, strict=True))]
     )
 
 
 def resolve(outputs: Outputs, targets: Sequence[Target]) -> list[FixedTarget]:
-    """Fix targets that depend on what the model says of the image: ranks, nearest classes, masks, boxes.
+    """Resolve targets that depend on the model's prediction: ranks, nearest classes, masks, boxes.
 
     Args:
-        outputs: of B images, one for each target.
-        targets: B of them.
+        outputs: outputs for B images, one for each target.
+        targets: B targets.
 
     Raises:
-        FailedPrecondition: the model sees nothing of what is to be explained in this image.
+        FailedPrecondition: the model detects no such class or object in an image.
     """
     kinds = [kind_of(target) for target in targets]
     if all(kind.resolve is None for kind in kinds):
@@ -160,11 +160,11 @@ def resolve(outputs: Outputs, targets: Sequence[Target]) -> list[FixedTarget]:
 
 
 def seen_in(target: FixedTarget, views: Sequence[View], size: tuple[int, int]) -> FixedTarget:
-    """Return a target as it is in a view of the image: its part or its box is elsewhere there.
+    """Return a target with its mask or box at its place in a view of the image.
 
     Args:
-        target: fixed.
-        views: of the image, the second of the first and so on.
+        target: the resolved target.
+        views: views to apply one after another.
         size: height and width of the model's input.
     """
     if in_view := kind_of(target).in_view:

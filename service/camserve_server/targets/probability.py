@@ -1,6 +1,6 @@
-"""Probabilities on the host: of every class, and of a target. `scoring` has the one that can be differentiated.
+"""Probabilities on the host: of every class, and of a target. The differentiable one is in `scoring`.
 
-The functions differ in their range and rounding on purpose; each says why.
+The functions differ in range and rounding on purpose; the docstring of each gives the reason.
 """
 
 import math
@@ -20,7 +20,7 @@ Doubles: TypeAlias = NDArray[np.float64]
 
 
 class Answer(Protocol):
-    """The part of an engine's `RowResult` that a probability is computed from."""
+    """Part of an engine's `RowResult` that a probability is computed from."""
 
     @property
     def logits(self) -> Map:
@@ -28,32 +28,32 @@ class Answer(Protocol):
 
     @property
     def target(self) -> FixedTarget:
-        """The target that was explained."""
+        """Explained target."""
 
     @property
     def score(self) -> float:
-        """The score of the target."""
+        """Score of the target."""
 
 
 def class_probabilities(task: Task, logits: Map) -> Map:
-    """Return the probability of each class, float32 [classes]; 0 for a model that answers with numbers.
+    """Return the probability of each class, float32 [classes]; 0 for a regression model.
 
-    Computed in float64, so that a probability near 1 is rounded only once, to the float32 of a reply.
+    Computed in float64, so that a probability near 1 is rounded only once, to the float32 of a response.
 
     Args:
-        task: of the model: classify, multilabel or regress.
+        task: the model's task: classify, multilabel or regress.
         logits: float32 [classes].
     """
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no softmax: NaN says so
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no softmax: the result is NaN
         return _PROBABILITIES[task](logits.astype(np.float64)).astype(np.float32)
 
 
 def metric_probability(task: Task, answer: Answer) -> float:
-    """Return the number that metrics compare: the probability of a target, or its score where it has none.
+    """Return the number that metrics compare: the probability of a target, or its score if it has none.
 
-    A class's softmax, or sigmoid where classes do not exclude each other; of a contrast the softmax between its two
-    sides. Any other target's score is taken as it is, and that of a model that is no classifier: metrics look at how
-    much the number falls, for which it need not be between 0 and 1.
+    For a class it is the softmax, or the sigmoid if classes do not exclude each other. For a contrast it is the softmax
+    between its two classes. For any other target, and for a model that is not a classifier, it is the score itself:
+    metrics measure how much the number falls, so it need not be between 0 and 1.
     """
     scale = kind_of(answer.target).scale
     if task not in ("classify", "multilabel") or scale not in ("logit", "log-odds"):
@@ -61,15 +61,15 @@ def metric_probability(task: Task, answer: Answer) -> float:
     if task == "multilabel" or scale == "log-odds":
         return _stable_sigmoid(answer.score)
     logits = answer.logits.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no probabilities: NaN says so
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits have no probabilities: the result is NaN
         return float(1 / np.exp(logits - logits[_index(answer.target)]).sum())
 
 
 def weight_probability(task: Task, answer: Answer) -> float:
     """Return a weight of 0 to 1 for a map: the target's probability, or the logistic function of any other score.
 
-    Weights cannot be negative, so even a score that is neither a logit nor a difference of logits goes through the
-    logistic function here. They multiply float32 maps, so they are computed in float32.
+    Weights cannot be negative, so the logistic function is also applied to a score that is neither a logit nor a
+    difference of logits. Weights multiply float32 maps, so they are computed in float32.
     """
     scale = kind_of(answer.target).scale
     if scale == "probability":
@@ -87,8 +87,8 @@ def _index(target: FixedTarget) -> int:
 
 
 def _softmax(logits: Doubles) -> Doubles:
-    powers: Doubles = np.exp(logits - logits.max())
-    probabilities: Doubles = powers / powers.sum()
+    exponentials: Doubles = np.exp(logits - logits.max())
+    probabilities: Doubles = exponentials / exponentials.sum()
     return probabilities
 
 
@@ -98,7 +98,7 @@ def _sigmoid(logits: Doubles) -> Doubles:
 
 
 def _stable_sigmoid(score: float) -> float:
-    """Return the logistic function of one number; `math.exp` raises an error for what `np.exp` makes infinite."""
+    """Return the logistic function of one number, without the overflow that `math.exp` reports as an error."""
     return 1 / (1 + math.exp(-score)) if score > 0 else math.exp(score) / (1 + math.exp(score))
 
 

@@ -1,4 +1,4 @@
-"""The score of each kind of target, as a tensor whose gradient can be taken."""
+"""Score of each kind of target, as a differentiable tensor."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from camserve_server.core.arrays import Map, Mask
     from camserve_server.imaging.values import Box
 
-SAME = 0.5
-"""Intersection over union from which on a box in a copy of the image is that of the same object."""
+MIN_OVERLAP = 0.5
+"""Smallest intersection over union at which a box in a copy of the image belongs to the same object."""
 
 
 def logits(outputs: Outputs, targets: Sequence[ClassTarget | ContrastTarget]) -> Tensor:
-    """Return the logits [B] of classes, and the differences of logits of contrasts, in one step."""
+    """Return the score [B] of each target in one step: logits of classes, differences of logits of contrasts."""
     values = outputs.values
     why = _pick(values, [t.index if isinstance(t, ClassTarget) else t.why for t in targets])
     if not any(isinstance(t, ContrastTarget) for t in targets):
         return why
     against = [t.why_not if isinstance(t, ContrastTarget) else 0 for t in targets]
     contrasts = device_of(values.device).tensor([isinstance(t, ContrastTarget) for t in targets], torch.bool)
-    # Selected, not multiplied by 0: an infinite logit of one row must not reach another's score.
+    # `where`, not a product with 0: an infinite logit must not turn another row's score into NaN.
     return torch.where(contrasts, why - _pick(values, against), why)
 
 
@@ -64,10 +64,10 @@ def probability(outputs: Outputs, place: int, target: ProbabilityTarget) -> Tens
 
 
 def finer(outputs: Outputs, place: int, target: FinerTarget) -> Tensor:
-    """Return Σ_i p_i (y − α y_i) / Σ_i p_i, p being the softmax: Zhang et al. 2025, and their code.
+    """Return Σ_i p_i (y − α y_i) / Σ_i p_i, where p is the softmax, as in Zhang et al. 2025 and their code.
 
-    The weights p_i / Σ p_i are the softmax over the others alone. The gradient goes through them too, as in the
-    authors' code.
+    The weights p_i / Σ p_i are the softmax over the other classes alone. The gradient passes through them too, as in
+    the authors' code.
     """
     logits = outputs.values[place]
     others = logits[device_of(logits.device).tensor(target.against)]
@@ -84,27 +84,27 @@ def similarity(outputs: Outputs, place: int, target: SimilarityTarget) -> Tensor
 def segment(outputs: Outputs, place: int, target: SegmentTarget) -> Tensor:
     """Return the mean logit of a class over a part of the image."""
     logits = outputs.values[place, target.index]
-    cells = torch.from_numpy(np.flatnonzero(cast("Mask", target.mask)))  # of a mask, a GPU would wait for their number
+    cells = torch.from_numpy(np.flatnonzero(cast("Mask", target.mask)))  # indexing with a mask would wait for the GPU
     total: Tensor = logits.flatten()[device_of(logits.device).copied(cells)].sum()
-    return total / max(1, len(cells))  # a view of the image may show nothing of the part
+    return total / max(1, len(cells))  # a view of the image may contain nothing of the part
 
 
 def detection(outputs: Outputs, place: int, target: DetectionTarget) -> Tensor:
-    """Return the score of a target's object; 0 where the model finds no such object."""
+    """Return the score of a target's object; 0 if the model detects no such object."""
     return detections(outputs[slice(place, place + 1)], [target])[0]
 
 
 def detections(outputs: Outputs, targets: Sequence[DetectionTarget]) -> Tensor:
-    """Return the score of each target's object; 0 where the model finds no such object."""
-    found = []
-    # Objects are read for all images at once, and compared on the host.
+    """Return the score of each target's object; 0 if the model detects no such object."""
+    object_scores = []
+    # The objects of all images are copied to the host in one step and compared there.
     for values, objects, target in zip(outputs.values, to_numpy(outputs.values), targets, strict=True):
-        shares = overlaps(objects[:, 2:], cast("Box", target.box)) * (objects[:, 0] == target.index)
-        there = len(shares) and shares.max() >= SAME
-        found.append(values[int(shares.argmax()), 1] if there else values[:, 1].sum() * 0)
-    return torch.stack(found)
+        overlap = overlaps(objects[:, 2:], cast("Box", target.box)) * (objects[:, 0] == target.index)
+        is_detected = len(overlap) and overlap.max() >= MIN_OVERLAP
+        object_scores.append(values[int(overlap.argmax()), 1] if is_detected else values[:, 1].sum() * 0)
+    return torch.stack(object_scores)
 
 
 def unresolved(_outputs: Outputs, _place: int, target: RankTarget) -> Tensor:
-    """Refuse to score a rank, which `resolve` replaces by what has that rank."""
+    """Raise TypeError: `resolve` replaces a rank by the target of that rank before it is scored."""
     raise TypeError(f"the target of rank {target.rank} is not resolved")

@@ -1,4 +1,4 @@
-"""What is told of an image beside its explanations: logits, the classes of a segmentation, objects."""
+"""Summary of a model's outputs besides the explanations: logits, classes of a segmentation, detected objects."""
 
 import numpy as np
 import torch
@@ -12,9 +12,10 @@ BACKGROUND = ("background", "__background__")
 
 
 def summary(outputs: Outputs) -> list[Tensor]:
-    """Return what is told of each image: the values as they are; of a segmentation, [classes, 3] for each class.
+    """Return the summary of each image: the values unchanged; or, for a segmentation, [classes, 3].
 
-    The three are the share of the image that the class covers, and over that part its mean probability and mean logit.
+    Those three are the share of the image that the class covers, and its mean probability and mean logit over that
+    part.
     """
     if outputs.info.task == "segment":
         return [covered(values) for values in outputs.values.detach()]
@@ -22,28 +23,29 @@ def summary(outputs: Outputs) -> list[Tensor]:
 
 
 def order_of_areas(covered: Map, info: ModelInfo) -> list[int]:
-    """Return the classes that a segmentation shows, the largest first and the background last.
+    """Return the classes in a segmentation, the largest first and the background last.
 
     Args:
         covered: float32 [classes, 3], as `summary` returns it.
-        info: of the model, whose labels say which class is the background.
+        info: the model's information, whose labels name the background class.
     """
     shares = covered[:, 0]
-    found = [int(index) for index in np.argsort(-shares, kind="stable") if shares[index] > 0]
-    return sorted(found, key=lambda index: info.label(index) in BACKGROUND)
+    classes = [int(index) for index in np.argsort(-shares, kind="stable") if shares[index] > 0]
+    return sorted(classes, key=lambda index: info.label(index) in BACKGROUND)
 
 
-def objects_of(found: Map) -> Map:
-    """Leave out of objects [n, 6] the rows that fill up."""
-    return found[found[:, 0] >= 0]
+def objects_of(padded: Map) -> Map:
+    """Return the objects [n, 6] of an image without the rows of padding."""
+    return padded[padded[:, 0] >= 0]
 
 
 def covered(values: Tensor) -> Tensor:
-    """Return share, mean probability and mean logit of each class [classes, 3] over the part that it covers."""
+    """Return the share of the image that each class covers, and its mean probability and logit there, [classes, 3]."""
     logits = values.flatten(1)
     winners = logits.argmax(0, keepdim=True)
-    won = [one.gather(0, winners)[0].double() for one in (logits.softmax(0), logits)]
+    winning_values = [values.gather(0, winners)[0].double() for values in (logits.softmax(0), logits)]
     counts, *sums = (
-        one.new_zeros(len(logits)).index_add(0, winners[0], one) for one in (torch.ones_like(won[0]), *won)
+        values.new_zeros(len(logits)).index_add(0, winners[0], values)
+        for values in (torch.ones_like(winning_values[0]), *winning_values)
     )
-    return torch.stack([counts / winners.numel(), *(one / counts.clamp(min=1) for one in sums)], 1)
+    return torch.stack([counts / winners.numel(), *(total / counts.clamp(min=1) for total in sums)], 1)

@@ -1,4 +1,4 @@
-"""Targets: what of a model's output is explained."""
+"""Targets: the part of a model's output that is explained."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -12,21 +12,21 @@ from camserve_server.imaging.values import Box
 
 @dataclass(frozen=True, slots=True)
 class ClassTarget:
-    """The logit of one class."""
+    """Logit of one class."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankTarget:
-    """The logit of the class that the model itself ranks at this place, 0 being the most probable."""
+    """Logit of the class at this rank of the model's prediction, 0 being the most probable."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class ContrastTarget:
-    """The logit of one class minus that of another: why this and not that."""
+    """Logit of one class minus that of another: why this and not that."""
 
     why: int
     why_not: int
@@ -34,11 +34,11 @@ class ContrastTarget:
 
 @dataclass(frozen=True, slots=True)
 class ProbabilityTarget:
-    """The probability of one class.
+    """Probability of one class.
 
     Attributes:
-        index: of the class.
-        apart: whether each class has a probability of its own (sigmoid), rather than one together (softmax).
+        index: the class's index.
+        apart: True for the class's own probability (sigmoid), False for its share among all classes (softmax).
     """
 
     index: int
@@ -47,12 +47,12 @@ class ProbabilityTarget:
 
 @dataclass(frozen=True, slots=True)
 class FinerTarget:
-    """The logit of one class minus those of classes that resemble it, weighted by their probabilities.
+    """Logit of one class minus those of similar classes, weighted by their probabilities.
 
     Attributes:
-        why: the class.
-        against: the others; none before they are known: those whose logits are nearest.
-        weight: how much the others count, 0 to 1.
+        why: index of the class.
+        against: indices of the other classes; empty until resolved to those with the nearest logits.
+        weight: factor of the other classes' logits, 0 to 1.
     """
 
     why: int
@@ -62,12 +62,12 @@ class FinerTarget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimilarityTarget:
-    """The cosine of the angle between the image's embedding and another image's.
+    """Cosine of the angle between the image's embedding and another image's.
 
     Attributes:
-        file: of the other image, until it is decoded.
-        image: the other image as the model sees it, until it has been run; None for the row's own.
-        reference: its embedding, float32 [E], then.
+        file: file of the other image, until it is decoded.
+        image: model input of the other image, until its embedding is computed; None for the row's own image.
+        reference: embedding of the other image, float32 [E], once it is computed.
     """
 
     file: bytes = field(default=b"", repr=False)
@@ -77,13 +77,13 @@ class SimilarityTarget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentTarget:
-    """The mean logit of a class over a part of the image.
+    """Mean logit of a class over a part of the image.
 
     Attributes:
-        index: of the class.
-        box: the part, in the photo's pixels until the photo is decoded, and in the input's then; None for where the
-            model sees the class.
-        mask: the part, bool [h,w] over the model's output, once it is known.
+        index: the class's index.
+        box: the part, in the photo's pixels until the photo is decoded and in the input's afterwards; None for the part
+            where the model predicts the class.
+        mask: the part, bool [h,w] on the grid of the model's output, once it is known.
     """
 
     index: int
@@ -93,13 +93,13 @@ class SegmentTarget:
 
 @dataclass(frozen=True, slots=True)
 class DetectionTarget:
-    """The score of the object of one class that best matches a box.
+    """Score of the object of one class that best matches a box.
 
     Attributes:
-        index: of the class.
-        box: in the photo's pixels until the photo is decoded, and in the input's then; None for that of the class's
-            most certain object.
-        found: whether the box is that of an object that was found in the image as it is.
+        index: the class's index.
+        box: the box, in the photo's pixels until the photo is decoded and in the input's afterwards; None for the box
+            of the class's object with the highest score.
+        found: True if the box is that of an object that was detected in the unchanged image.
     """
 
     index: int
@@ -110,6 +110,6 @@ class DetectionTarget:
 FixedTarget: TypeAlias = (
     ClassTarget | ContrastTarget | ProbabilityTarget | FinerTarget | SimilarityTarget | SegmentTarget | DetectionTarget
 )
-"""A target that does not depend on what the model predicts; or one that did, once that is known."""
+"""Target that does not depend on the prediction, or has been resolved for it."""
 
 Target: TypeAlias = FixedTarget | RankTarget
