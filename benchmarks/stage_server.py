@@ -29,7 +29,7 @@ STAGES = {
     "encode": "imaging.render._encode",
     "draw": "imaging.render.draw",
     "answer": "serving.explain._pictured",
-    "read": "api.codec.read_order",
+    "read": "api.codec.read_explanation",
     "respond": "api.codec.explain_response",
     "engine": "engine.Engine.run",
     "inputs": "engine.cam.inputs_of",

@@ -101,11 +101,11 @@ async def test_one_address_cannot_take_all_watches(served, monkeypatch):
 
 async def test_a_watch_for_a_name_that_is_long_or_a_field_that_is_not_known_is_refused(served):
     _, _, stub = served
-    largest = asked("x" * (health.LARGEST - 3))
+    largest = asked("x" * (health.MAX_MESSAGE_BYTES - 3))
     _, first = await begun(stub, largest.service)
-    assert (largest.ByteSize(), first) == (health.LARGEST, UNKNOWN)
+    assert (largest.ByteSize(), first) == (health.MAX_MESSAGE_BYTES, UNKNOWN)
 
-    for question in (asked(largest.service + "x"), unknown_field(health.LARGEST)):
+    for question in (asked(largest.service + "x"), unknown_field(health.MAX_MESSAGE_BYTES)):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Watch(question, timeout=10).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -10,8 +10,8 @@ import pytest
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import scheduling
 from camserve_server.api import connection_limits, deserialization, health
-from camserve_server.api.codec.checks import LARGEST_SIDE
-from camserve_server.api.rpc import LONGEST_ID
+from camserve_server.api.codec.checks import MAX_SIDE
+from camserve_server.api.rpc import MAX_ID_LENGTH
 from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
@@ -45,14 +45,19 @@ def of_the_server():
         ("metadata of a call", f"{SETTINGS.max_metadata_kib} KiB", "max_metadata_kib", GRPC),
         ("message, as sent", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", GRPC),
         ("message, unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", "RESOURCE_EXHAUSTED"),
-        ("fields of a message", f"{deserialization.FIELDS:,}", "", INVALID),
-        ("memory of a message", mib(deserialization.GROWTH * SETTINGS.max_message_mib * 2**20), "", INVALID),
-        ("memory of all messages", mib(deserialization.MESSAGES), "", "the others wait"),
-        ("messages being received, of a caller's calls", f"{deserialization.RECEIVED}", "", "the others wait unread"),
-        ("and of its streams", f"{deserialization.RECEIVED}", "", "the others wait unread"),
-        ("health watches", f"{health.WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
-        ("of these, from one address", f"{health.WATCHERS_OF_ONE}", "", "RESOURCE_EXHAUSTED"),
-        ("message of a watch, or of a question to reflection", f"{health.LARGEST // 2**10} KiB", "", INVALID),
+        ("fields of a message", f"{deserialization.MAX_FIELDS:,}", "", INVALID),
+        ("memory of a message", mib(deserialization.MEMORY_FACTOR * SETTINGS.max_message_mib * 2**20), "", INVALID),
+        ("memory of all messages", mib(deserialization.MESSAGE_MEMORY), "", "the others wait"),
+        (
+            "messages being received, of a caller's calls",
+            f"{deserialization.MAX_RECEIVING}",
+            "",
+            "the others wait unread",
+        ),
+        ("and of its streams", f"{deserialization.MAX_RECEIVING}", "", "the others wait unread"),
+        ("health watches", f"{health.MAX_WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
+        ("of these, from one address", f"{health.MAX_WATCHERS_PER_ADDRESS}", "", "RESOURCE_EXHAUSTED"),
+        ("message of a watch, or of a question to reflection", f"{health.MAX_MESSAGE_BYTES // 2**10} KiB", "", INVALID),
         ("rows in the queue", f"{SETTINGS.max_queue_rows:,}", "max_queue_rows", "RESOURCE_EXHAUSTED, and when to come"),
         ("of these, one caller's", "its share", "", "RESOURCE_EXHAUSTED; within it the request waits"),
         ("rows that wait for the queue", f"{admission.LINE:,}", "", "RESOURCE_EXHAUSTED, and when to come"),
@@ -78,7 +83,7 @@ def of_a_request():
         ("scans of a JPEG", f"{images._MAX_SCANS}", "", f"{INVALID}, `image`"),
         ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
-        ("pixels on a side of them", f"{LARGEST_SIDE:,}", "", pictures),
+        ("pixels on a side of them", f"{MAX_SIDE:,}", "", pictures),
         ("bytes of its pictures", mib(explain.PICTURES), "", pictures),
         ("memory to decode and draw in, of all", mib(explain.DRAWING_LIMIT), "", "the others wait"),
         ("memory of replies that are not sent yet, of all", mib(explain.REPLIES), "", "the others are not drawn yet"),
@@ -99,7 +104,12 @@ def of_a_request():
         ("tensors that go into it, or come out", f"{limits.tensors}", "", f"{INVALID}, `inputs` or `outputs`"),
         ("dimensions of a tensor", f"{limits.axes}", "", f"{INVALID}, its `shape`"),
         ("parameters of a ModelInfer", f"{limits.asked}", "", f"{INVALID}, `parameters`"),
-        ("characters of a request's id", f"{LONGEST_ID}", "", f"{INVALID}, `request_id`, in a stream; else another id"),
+        (
+            "characters of a request's id",
+            f"{MAX_ID_LENGTH}",
+            "",
+            f"{INVALID}, `request_id`, in a stream; else another id",
+        ),
     )
 
 
@@ -136,17 +146,19 @@ def test_no_limit_is_left_out_of_the_table(monkeypatch):
 def test_security_md_states_the_memory_limits_of_the_code():
     queue = SETTINGS.max_queue_rows * scheduling.PLACE
     bounds = (
-        f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
+        f"messages {mib(deserialization.MESSAGE_MEMORY)}; inputs, masks and maps {mib(queue)}; "
         f"decoded photos {mib(explain.PHOTO_BUDGET)}; "
         f"what is being decoded and drawn {mib(explain.DRAWING_LIMIT)}; replies {mib(explain.REPLIES)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
-    receiving = f"at most {deserialization.RECEIVED} calls and {deserialization.RECEIVED} streams receive a message"
+    receiving = (
+        f"at most {deserialization.MAX_RECEIVING} calls and {deserialization.MAX_RECEIVING} streams receive a message"
+    )
     text = " ".join(SECURITY.split())
 
     assert bounds in text
     assert receiving in text
-    assert f"takes more than {connection_limits.LAPSE:g} s loses its turn" in text
+    assert f"takes more than {connection_limits.RECEIVE_TIMEOUT:g} s loses its turn" in text
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,7 @@ def test_pixels_may_be_sent_one_by_one():
 
 
 def test_many_values_are_read_a_part_at_a_time(monkeypatch):
-    monkeypatch.setattr(tensors, "_TOGETHER", 10)
+    monkeypatch.setattr(tensors, "_CHUNK", 10)
     (file,) = tensors.read_images(typed("UINT8", "uint_contents", PIXELS.ravel().tolist()), LIMITS)
 
     np.testing.assert_array_equal(decoded(file), PIXELS)
@@ -257,9 +257,9 @@ def both():
 
 PLAIN = PIXELS.tobytes()
 WRONG = {
-    "no input": (inference_pb2.ModelInferRequest, "inputs", "give one input, image"),
-    "two inputs": (two_inputs, "inputs", "give one input, image"),
-    "another name": (lambda: named("pixels"), "inputs[0].name", 'unknown input "pixels": there is image'),
+    "no input": (inference_pb2.ModelInferRequest, "inputs", "send one input, image"),
+    "two inputs": (two_inputs, "inputs", "send one input, image"),
+    "another name": (lambda: named("pixels"), "inputs[0].name", 'unknown input "pixels": the only input is image'),
     "shared memory": (shared, "inputs[0].parameters", 'takes no parameter "shared_memory_region"'),
     "shared size": (lambda: shared("shared_memory_byte_size"), "inputs[0].parameters", "there is no shared memory"),
     "both places": (both, "raw_input_contents", "then no input has contents"),
@@ -268,13 +268,13 @@ WRONG = {
         "inputs[0].datatype",
         'BYTES (files), UINT8 or FP32 (pixels), not "FP64"',
     ),
-    "no shape": (lambda: message(shape=()), "inputs[0].shape", "nothing has the shape []"),
-    "nothing": (lambda: message(shape=(0,)), "inputs[0].shape", "nothing has the shape [0]"),
-    "less than nothing": (lambda: message(shape=(-1, 1)), "inputs[0].shape", "nothing has the shape [-1, 1]"),
+    "no shape": (lambda: message(shape=()), "inputs[0].shape", "the shape [] has no elements"),
+    "nothing": (lambda: message(shape=(0,)), "inputs[0].shape", "the shape [0] has no elements"),
+    "less than nothing": (lambda: message(shape=(-1, 1)), "inputs[0].shape", "the shape [-1, 1] has no elements"),
     "files in a square": (lambda: message(shape=(1, 2)), "inputs[0].shape", "[N] or [N,1], not [1, 2]"),
     "nine files": (lambda: message(shape=(9,)), "inputs[0].shape", "9 images, and 8 is the limit"),
     "a bare file": (lambda: message(raw=PHOTO), "inputs[0]", "each follows its length"),
-    "too few files": (lambda: message(shape=(2,)), "inputs[0]", "1 files, and the shape says 2"),
+    "too few files": (lambda: message(shape=(2,)), "inputs[0]", "1 files do not fill the shape, which has 2"),
     "a plane": (
         lambda: message(raw=bytes(63), datatype="UINT8", shape=(9, 7)),
         "inputs[0].shape",
@@ -309,7 +309,7 @@ WRONG = {
     "not a number": (
         lambda: message(raw=np.full(189, np.nan, "<f4").tobytes(), datatype="FP32", shape=PIXELS.shape),
         "inputs[0]",
-        "FP32 pixels are 0 to 1",
+        "FP32 pixels are RGB values of 0 to 1",
     ),
 }
 
@@ -477,7 +477,7 @@ def test_loading_is_refused_where_it_is_off_and_what_it_does_not_know_is_named(l
     assert load(sha256="x")[:2] == ("INVALID_ARGUMENT", 'parameters["sha256"]')
     assert load(config="{}")[1:] == (
         "parameters",
-        'a model is loaded with the texts weights and sha256, and no "config"',
+        'unknown parameter "config": the parameters of a load are the texts weights and sha256',
     )
     for request in (
         inference_pb2.RepositoryModelUnloadRequest(repository_name="r", model_name="tiny"),
@@ -619,7 +619,7 @@ def test_statistics_without_a_name_are_of_all_models(line):
     [
         ("loading", ("LOADING", "")),
         ("failed", ("UNAVAILABLE", "it could not be loaded; the server's log says why")),
-        ("unloading", ("UNLOADING", "it finishes what was accepted")),
+        ("unloading", ("UNLOADING", "it completes accepted requests")),
         ("unloaded", ("UNAVAILABLE", "unloaded")),
     ],
 )

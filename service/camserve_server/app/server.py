@@ -162,13 +162,13 @@ async def serve(
         said.live()
         await server.start()
         try:
-            async with opened(settings, said.told, house.telemetry, specs) as pipeline:
-                said.turn(warm=True)
+            async with opened(settings, said.set_healthy, house.telemetry, specs) as pipeline:
+                said.set_warm(warm=True)
                 house.pipeline = pipeline
                 log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
                 ready(port, pipeline)
                 await stop.asked.wait()
-                said.turn(warm=False)
+                said.set_warm(warm=False)
                 await grpc_server.drain(server, house, settings.drain_seconds, stop)
         finally:
             await server.stop(None)

@@ -157,4 +157,4 @@ class Engine:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the rows that were accepted and not yet answered: what engines are added for."""
-        return {"rows": float(self._house.accepted().batcher.admitted)}
+        return {"rows": float(self._house.require_warm().batcher.admitted)}

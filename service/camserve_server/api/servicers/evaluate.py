@@ -1,4 +1,4 @@
-"""The RPCs of EvaluateService."""
+"""Servicer of EvaluateService."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from camserve_server.serving.explain import Pipeline
 
 
 class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
-    """Evaluates explanations."""
+    """Servicer that evaluates explanations."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -20,7 +20,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
     ) -> evaluate_pb2.EvaluateResponse:
         """Explain one image, and evaluate every map."""
         async with rpc_scope(self._state, context, "Evaluate") as call:
-            response = await _evaluate(self._state.open(), request, call)
+            response = await _evaluate(self._state.require_open(), request, call)
             response.request_id = response.explained.request_id = call.request_id
             call.note_reply(response.explained)
             return response
@@ -30,7 +30,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
     ) -> evaluate_pb2.ListMetricsResponse:
         """List the metrics."""
         async with rpc_scope(self._state, context, "ListMetrics"):
-            self._state.open()
+            self._state.require_open()
             return evaluate_pb2.ListMetricsResponse(metrics=map(codec.describe_metric, METRICS))
 
 
@@ -38,9 +38,12 @@ async def _evaluate(
     pipeline: Pipeline, request: evaluate_pb2.EvaluateRequest, call: Call
 ) -> evaluate_pb2.EvaluateResponse:
     call.record_request(request.explain, pipeline.models)
-    order = codec.read_evaluation(request, pipeline.models, pipeline.limits)
+    evaluate_request = codec.read_evaluation(request, pipeline.models, pipeline.limits)
     with codec.within_explain():
-        response, readings = await call.bound(pipeline).evaluate(
-            order, call.unsent, encode=partial(codec.explain_response, order.explain), deadline=call.deadline
+        response, readings = await call.bind(pipeline).evaluate(
+            evaluate_request,
+            call.unsent,
+            encode=partial(codec.explain_response, evaluate_request.explain),
+            deadline=call.deadline,
         )
-    return codec.evaluate_response(order, response, readings)
+    return codec.evaluate_response(evaluate_request, response, readings)
