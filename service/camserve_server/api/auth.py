@@ -140,8 +140,8 @@ def _certificates(paths: Sequence[str], contents: reloading_file.Contents) -> gr
         context.load_cert_chain(paths[0], paths[1], password="")
     except (OSError, ValueError) as error:
         reason = str(getattr(error, "reason", error)).lower().replace("_", " ")
-        words = f"{paths[0]} and {paths[1]} are not a certificate and its unencrypted key in PEM: {reason}"
-        raise ConfigError(words) from error
+        message = f"{paths[0]} and {paths[1]} are not a certificate and its unencrypted key in PEM: {reason}"
+        raise ConfigError(message) from error
     try:
         for certificate in authority:
             context.load_verify_locations(cadata=certificate.decode("ascii"))

@@ -1,6 +1,6 @@
 """Limits on connections, and on messages that are received at the same time, so that no caller can block others.
 
-gRPC itself lets a call stay open for ever if its message never arrives.
+gRPC itself never closes a call whose message does not arrive.
 """
 
 import asyncio

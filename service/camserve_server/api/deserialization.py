@@ -66,9 +66,9 @@ class MessageParser:
 
     def __init__(self, largest: int, memory: int) -> None:
         self._largest = largest
-        most = MEMORY_FACTOR * largest
+        caller_memory = MEMORY_FACTOR * largest
         # No caller may have all of the memory: its long requests would block every other caller.
-        self._memory = Admission(max(memory, most + 2 * largest), largest, line=math.inf, most=most)
+        self._memory = Admission(max(memory, caller_memory + 2 * largest), largest, line=math.inf, most=caller_memory)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
     async def parse(self, data: bytes, shape: Shape, parse: Parse, caller: str) -> tuple[Any, Release]:
@@ -90,8 +90,8 @@ class MessageParser:
         if size is None:
             size = await in_thread(self._thread, self._size, data, shape)
         if size > MEMORY_FACTOR * self._largest:
-            words = f"the message takes {size:,} bytes of memory, and {MEMORY_FACTOR * self._largest:,} is the limit"
-            raise InvalidArgument(words)
+            message = f"the message takes {size:,} bytes of memory, and {MEMORY_FACTOR * self._largest:,} is the limit"
+            raise InvalidArgument(message)
         release = await self._memory.hold(size, caller=caller, wait=True)
         try:
             if inline:

@@ -19,7 +19,7 @@ def find_known(kind: str, name: str, known: Mapping[str, T], intro: str, field: 
         kind: what the name stands for, such as "method".
         name: the name in the request.
         known: the valid names and their values.
-        intro: words before the list of valid names in the error, such as "there are".
+        intro: text before the list of valid names in the error, such as "there are".
         field: path of the request's field.
 
     Raises:
