@@ -533,7 +533,7 @@ def test_every_rpc_is_refused_without_a_token_and_with_one_for_something_else(li
 
     assert nobody.code() is grpc.StatusCode.UNAUTHENTICATED
     assert other.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert f"the role {role}; yours has " in other.details()
+    assert f"the role {role}; your token has " in other.details()
     assert len(decoded) == before
 
 
@@ -798,7 +798,7 @@ def test_tls_certificates_of_callers_and_tokens_go_together_on_the_command_line_
         assert run("health", *known).exit_code == 0
         monkeypatch.setenv("CAMSERVE_TOKEN", roll.secrets["observer"])
         assert "tiny" in run("models", *known).stdout
-        assert "the role explain; yours has observe" in run("metrics", *known).stderr
+        assert "the role explain; your token has observe" in run("metrics", *known).stderr
         stranger = run("models", *known[:2], "--timeout", 1)
         assert (stranger.exit_code, stranger.stdout) == (1, "")
 

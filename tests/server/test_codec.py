@@ -393,9 +393,9 @@ WRONG = {
     "max_side 15": (rendering(max_side=15), InvalidArgument, "rendering.max_side", ["16 to 16384", "15"]),
     "max_side 16385": (rendering(max_side=16385), InvalidArgument, "rendering.max_side", ["16 to 16384", "16385"]),
     "quality 101": (rendering(quality=101), InvalidArgument, "rendering.quality", ["100", "101"]),
-    "unknown overlay": (rendering(overlay=99), InvalidArgument, "rendering.overlay", ["no image format 99"]),
+    "unknown overlay": (rendering(overlay=99), InvalidArgument, "rendering.overlay", ["unknown image format 99"]),
     "unknown heatmap": (rendering(heatmap_image=-1), InvalidArgument, "rendering.heatmap_image", ["image format -1"]),
-    "unknown profile": (rendering(profile=77), InvalidArgument, "rendering.profile", ["no profile 77"]),
+    "unknown profile": (rendering(profile=77), InvalidArgument, "rendering.profile", ["unknown profile 77"]),
 }
 
 
