@@ -29,7 +29,7 @@ STAGES = {
     "encode": "imaging.render._encode",
     "draw": "imaging.render.draw",
     "answer": "serving.drawing._draw",
-    "read": "api.codec.read_order",
+    "read": "api.codec.read_explanation",
     "respond": "api.codec.explain_response",
     "engine": "engine.Engine.run",
     "inputs": "engine.cam.make_inputs",

@@ -211,7 +211,7 @@ async def test_calls_that_came_while_the_machine_ran_something_else_are_seen_bef
         loop.call_later(0.02, arrive)
 
     loop.call_later(0.05, stand_still)
-    await grpc_server._finished(house, 60)
+    await grpc_server._wait_until_quiet(house, 60)
     seen.append("finished")
 
     assert seen == ["call", "finished"]

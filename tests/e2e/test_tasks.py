@@ -158,8 +158,13 @@ def test_a_classifier_compares_photos_by_the_features_before_its_last_layer(clie
     [
         ("finder", "red", camserve.FailedPrecondition, r"boxes: explain an object with detection\(\.\.\.\)"),
         ("colours", 1, camserve.FailedPrecondition, r"a class for every pixel: explain one with segment\(\.\.\.\)"),
-        ("pooled", 1, camserve.FailedPrecondition, r"explain how alike two images are with similarity\(\.\.\.\)"),
-        ("pooled", None, camserve.FailedPrecondition, r"explain how alike two images are with similarity\(\.\.\.\)"),
+        ("pooled", 1, camserve.FailedPrecondition, r"explain the similarity of two images with similarity\(\.\.\.\)"),
+        (
+            "pooled",
+            None,
+            camserve.FailedPrecondition,
+            r"explain the similarity of two images with similarity\(\.\.\.\)",
+        ),
         ("resnet", camserve.detection(1), camserve.FailedPrecondition, "classes: explain one by its label or index"),
         (
             "colours",

@@ -4,7 +4,7 @@ import re
 
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from camserve_server.api.codec.checks import short
+from camserve_server.api.codec.checks import shorten
 
 LONGEST = 512  # bytes
 
@@ -21,7 +21,7 @@ TELLING = {
 def told(text, sent=()):
     """Return what a refusal tells that it should not. What the caller sent may be said back to it."""
     for own in sorted(filter(None, sent), key=len, reverse=True):
-        text = text.replace(own, "").replace(short(own), "")
+        text = text.replace(own, "").replace(shorten(own), "")
     found = [what for what, pattern in TELLING.items() if re.search(pattern, text)]
     return found + [f"more than {LONGEST} bytes"] * (len(text.encode()) > LONGEST)
 

@@ -301,9 +301,9 @@ def test_files_that_are_no_certificate_and_its_key_are_told_at_the_start(authori
         "both tls_cert and tls_key": {"tls_key": key},
         "which needs tls_cert": {"tls_client_ca": str(ca)},
         "cannot read": {"tls_cert": str(tmp_path / "gone.pem"), "tls_key": str(tmp_path / "gone.key")},
-        "in PEM, not encrypted": {"tls_cert": cert, "tls_key": str(locked)},
+        "unencrypted key in PEM": {"tls_cert": cert, "tls_key": str(locked)},
         "key values mismatch": {"tls_cert": cert, "tls_key": str(foreign)},
-        "holds no certificate": {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(locked)},
+        "contains no certificate": {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(locked)},
     }
     for words, given in wrong.items():
         with pytest.raises(ConfigError, match=words):
@@ -516,7 +516,7 @@ def test_an_expired_token_is_refused_with_its_last_day(line, roll):
 def rpcs():
     """Every RPC there is, with the role that it needs."""
     return [
-        *auth.NEEDED.items(),
+        *auth.REQUIRED_ROLES.items(),
         ("/camserve.v1.ModelService/ReloadModel", "admin"),
         ("/camserve.v1.ExplainService/explain", "admin"),
         ("/nothing/AtAll", "admin"),
@@ -533,21 +533,23 @@ def test_every_rpc_is_refused_without_a_token_and_with_one_for_something_else(li
 
     assert nobody.code() is grpc.StatusCode.UNAUTHENTICATED
     assert other.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert f"the role {role}; yours has " in other.details()
+    assert f"the role {role}; your token has " in other.details()
     assert len(decoded) == before
 
 
 def test_the_table_of_roles_holds_every_rpc_of_the_services_that_only_tell():
-    told = {method.rpartition("/")[2] for method, role in auth.NEEDED.items() if role == "observe"}
+    told = {method.rpartition("/")[2] for method, role in auth.REQUIRED_ROLES.items() if role == "observe"}
     others = {"ServerLive", "ServerReady", "ServerMetadata", "RepositoryIndex"}
     others |= {"ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"}
 
     assert {"ListModels", "GetModel", "ListLayers", "ListMethods", "ServerReflectionInfo"} | others == told
-    assert {role for method, role in auth.NEEDED.items() if "Explain" in method or "Evaluat" in method} == {"explain"}
-    assert {role for method, role in auth.NEEDED.items() if method.endswith("Infer")} == {"explain"}
-    assert {auth.NEEDED[f"/camserve.v1.ModelService/{what}Model"] for what in ("Load", "Unload")} == {"admin"}
-    assert {auth.NEEDED[f"/{oip.NAME}/RepositoryModel{what}"] for what in ("Load", "Unload")} == {"admin"}
-    assert {f"/{oip.NAME}/{rpc.name}" for rpc in oip.SERVICE.methods} <= set(auth.NEEDED)
+    assert {role for method, role in auth.REQUIRED_ROLES.items() if "Explain" in method or "Evaluat" in method} == {
+        "explain"
+    }
+    assert {role for method, role in auth.REQUIRED_ROLES.items() if method.endswith("Infer")} == {"explain"}
+    assert {auth.REQUIRED_ROLES[f"/camserve.v1.ModelService/{what}Model"] for what in ("Load", "Unload")} == {"admin"}
+    assert {auth.REQUIRED_ROLES[f"/{oip.NAME}/RepositoryModel{what}"] for what in ("Load", "Unload")} == {"admin"}
+    assert {f"/{oip.NAME}/{rpc.name}" for rpc in oip.SERVICE.methods} <= set(auth.REQUIRED_ROLES)
 
 
 def test_what_only_an_admin_may_is_unknown_to_an_admin_while_there_is_none(line, roll):
@@ -567,7 +569,7 @@ async def test_a_stream_is_refused_too_and_before_its_first_message(guarded):
 def test_reflection_needs_a_token_and_health_needs_none(line, roll):
     ask = reflection_pb2_grpc.ServerReflectionStub(line).ServerReflectionInfo
     question = reflection_pb2.ServerReflectionRequest(list_services="")
-    with pytest.raises(grpc.RpcError, match="wants a token"):
+    with pytest.raises(grpc.RpcError, match="requires a token"):
         next(ask(iter([question]), timeout=10))
 
     assert next(ask(iter([question]), metadata=bearer(roll.secrets["observer"]), timeout=10))
@@ -584,7 +586,7 @@ def test_a_refusal_is_short_has_the_requests_id_and_tells_nothing_of_the_inside(
 
 
 def test_tokens_are_changed_while_the_server_runs(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(auth, "RECHECK", 0.0)  # the file is looked at with every call
+    monkeypatch.setattr(auth, "RECHECK_INTERVAL", 0.0)  # the file is looked at with every call
     roll = Roll(tmp_path / "tokens")
     first, second = roll.add("first", "observe"), roll.add("second", "observe")
     roll.write()
@@ -624,7 +626,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("method", STREAMS)
 def test_stream_accepts_no_request_once_its_token_is_revoked(start, tmp_path, method, monkeypatch):
-    monkeypatch.setattr(auth, "RECHECK", 0.0)
+    monkeypatch.setattr(auth, "RECHECK_INTERVAL", 0.0)
     made, name_of = STREAMS[method]
     roll = Roll(tmp_path / "tokens")
     secret = roll.add("revoked", "explain", "observe")
@@ -647,7 +649,7 @@ def test_stream_accepts_no_request_once_its_token_is_revoked(start, tmp_path, me
 
 
 def test_stream_answers_what_it_accepted_before_its_token_was_revoked(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(auth, "RECHECK", 0.0)
+    monkeypatch.setattr(auth, "RECHECK_INTERVAL", 0.0)
     roll = Roll(tmp_path / "tokens")
     secret = roll.add("revoked", "explain")
     roll.write()
@@ -702,7 +704,7 @@ def test_a_line_that_is_wrong_is_told_by_its_number_and_never_by_what_it_says(tm
         assert digest not in str(caught.value)
     assert tokens.parse(f"\n  {known.line()}  # name's\n") == (known,)
 
-    for content, words in ((b"\xff\xfe", "is no text"), (b"x", "line 1"), (None, "cannot read")):
+    for content, words in ((b"\xff\xfe", "is not a text file"), (b"x", "line 1"), (None, "cannot read")):
         path = tmp_path / "tokens"
         path.write_bytes(content) if content else path.unlink()
         with pytest.raises(ConfigError, match=words):
@@ -710,17 +712,17 @@ def test_a_line_that_is_wrong_is_told_by_its_number_and_never_by_what_it_says(tm
 
 
 def test_what_is_no_text_is_no_token():
-    with pytest.raises(tokens.Unauthenticated, match="no bearer token"):
-        tokens.admit((), [b"Bearer \xff"])
+    with pytest.raises(tokens.Unauthenticated, match="not a bearer token"):
+        tokens.authenticate((), [b"Bearer \xff"])
 
 
 def test_a_token_is_good_on_its_last_day_in_utc_and_not_on_the_next():
     secret, known = tokens.new("name", ("explain",), dt.date(2027, 1, 31))
     shown = [f"Bearer {secret}"]
 
-    assert tokens.admit((known,), shown, dt.date(2027, 1, 31)) is known
+    assert tokens.authenticate((known,), shown, dt.date(2027, 1, 31)) is known
     with pytest.raises(tokens.Unauthenticated, match="expired after 2027-01-31"):
-        tokens.admit((known,), shown, dt.date(2027, 2, 1))
+        tokens.authenticate((known,), shown, dt.date(2027, 2, 1))
 
 
 def test_every_entry_is_compared_in_constant_time_wherever_the_token_stands(monkeypatch):
@@ -729,11 +731,11 @@ def test_every_entry_is_compared_in_constant_time_wherever_the_token_stands(monk
     honest = tokens.hmac.compare_digest
     monkeypatch.setattr(tokens.hmac, "compare_digest", lambda *two: compared.append(two) or honest(*two))
     for secret, each in made:
-        assert tokens.admit(known, [f"Bearer {secret}"]) is each
+        assert tokens.authenticate(known, [f"Bearer {secret}"]) is each
         assert len(compared) == 5
         compared.clear()
     with pytest.raises(tokens.Unauthenticated):
-        tokens.admit(known, ["Bearer nobody"])
+        tokens.authenticate(known, ["Bearer nobody"])
     assert len(compared) == 5
 
 
@@ -746,13 +748,13 @@ def test_the_command_makes_a_token_once_and_the_line_to_keep():
     assert words[0]["token:"] != words[1]["token:"]
     (known,) = tokens.parse(words[0]["line:"])
     assert (known.name, known.roles, known.last_day) == ("alice", {"explain"}, dt.date(2030, 1, 31))
-    assert tokens.admit((known,), [f"Bearer {words[0]['token:']}"], dt.date(2029, 1, 1)) is known
+    assert tokens.authenticate((known,), [f"Bearer {words[0]['token:']}"], dt.date(2029, 1, 1)) is known
     assert words[0]["token:"] not in words[0]["line:"]
     assert tokens.parse(words[1]["line:"])[0].roles == {"explain", "observe"}
 
     wrong = run.invoke(commands.program, ["token", "new", "a b"])
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
-    assert "is no name" in wrong.stderr
+    assert "invalid name" in wrong.stderr
     assert run.invoke(commands.program, ["token", "new", "a", "--role", "root"]).exit_code == 2
 
 
@@ -775,7 +777,7 @@ def test_the_log_names_who_called_and_who_was_refused_and_never_a_token(guarded,
     assert "caller=all" in log
     assert '"caller": "fresh"' in log
     assert "Explain code=UNAUTHENTICATED" in log
-    assert '"an RPC unknown here"' in log
+    assert '"unknown RPC"' in log
     assert leaked(log, roll) == []
     logging.getLogger("camserve_server").debug("a fault %s", roll.secrets["admin"])
     assert leaked(written.getvalue(), roll) == [roll.secrets["admin"]]
@@ -792,11 +794,11 @@ def test_tls_certificates_of_callers_and_tokens_go_together_on_the_command_line_
         def run(command, *flags):
             return CliRunner().invoke(cli.main, [command, "--server", served.address, *map(str, flags)])
 
-        assert "wants a token" in run("models", *known).stderr
+        assert "requires a token" in run("models", *known).stderr
         assert run("health", *known).exit_code == 0
         monkeypatch.setenv("CAMSERVE_TOKEN", roll.secrets["observer"])
         assert "tiny" in run("models", *known).stdout
-        assert "the role explain; yours has observe" in run("metrics", *known).stderr
+        assert "the role explain; your token has observe" in run("metrics", *known).stderr
         stranger = run("models", *known[:2], "--timeout", 1)
         assert (stranger.exit_code, stranger.stdout) == (1, "")
 

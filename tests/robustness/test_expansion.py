@@ -87,7 +87,7 @@ def line(served):
 @pytest.mark.parametrize("what", BOMBS)
 def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypatch):
     parsed = []
-    whole = deserialization.Intake.parsed
+    whole = deserialization.MessageParser.parse
 
     async def watched(self, data, shape, parse, caller):
         def noted(plain):
@@ -96,7 +96,7 @@ def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypa
 
         return await whole(self, data, shape, noted, caller)
 
-    monkeypatch.setattr(deserialization.Intake, "parsed", watched)
+    monkeypatch.setattr(deserialization.MessageParser, "parse", watched)
     method, made = BOMBS[what]
     error = refused(line, method, made())
 
@@ -184,8 +184,8 @@ def test_message_above_the_limit_once_unpacked_is_refused(line, pack):
     assert hygiene.faults(error) == []
 
 
-class Fake(deserialization.Intake):
-    """An intake whose messages are bytes, and which records how many of them are held."""
+class Fake(deserialization.MessageParser):
+    """A parser whose messages are bytes, and which records how many of them are held."""
 
     made: ClassVar[list["Fake"]] = []
 
@@ -195,17 +195,17 @@ class Fake(deserialization.Intake):
 
     @property
     def taken(self):
-        return self._room.taken
+        return self._memory.taken
 
 
 async def test_all_messages_together_stay_within_the_memory_budget():
-    intake, shape, highest = Fake(2000, 10_000), {}, 0
+    parser, shape, highest = Fake(2000, 10_000), {}, 0
     done = []
 
     async def one(size):
         nonlocal highest
-        message, release = await intake.parsed(delimited(1, bytes(size)), shape, bytes, "a")
-        highest = max(highest, intake.taken)
+        message, release = await parser.parse(delimited(1, bytes(size)), shape, bytes, "a")
+        highest = max(highest, parser.taken)
         await asyncio.sleep(0)
         done.append(len(message))
         release()
@@ -216,14 +216,14 @@ async def test_all_messages_together_stay_within_the_memory_budget():
 
     assert len(done) == 6
     assert 5000 < highest <= 10_000
-    assert intake.taken == 0
+    assert parser.taken == 0
 
 
 async def test_one_callers_messages_leave_memory_for_another_callers():
-    intake, shape = Fake(1000, 6000), {}
+    parser, shape = Fake(1000, 6000), {}
 
     async def sent(caller):
-        return await intake.parsed(delimited(1, bytes(600)), shape, bytes, caller)
+        return await parser.parse(delimited(1, bytes(600)), shape, bytes, caller)
 
     greedy = [asyncio.ensure_future(sent("a")) for _ in range(6)]
     await asyncio.sleep(0.01)
@@ -234,9 +234,9 @@ async def test_one_callers_messages_leave_memory_for_another_callers():
 
 
 async def test_message_waits_until_there_is_memory_for_it():
-    intake, shape = Fake(1000, 4000), {}
-    _, release = await intake.parsed(delimited(1, bytes(1600)), shape, bytes, "a")
-    second = asyncio.ensure_future(intake.parsed(delimited(1, bytes(700)), shape, bytes, "a"))
+    parser, shape = Fake(1000, 4000), {}
+    _, release = await parser.parse(delimited(1, bytes(1600)), shape, bytes, "a")
+    second = asyncio.ensure_future(parser.parse(delimited(1, bytes(700)), shape, bytes, "a"))
     await asyncio.sleep(0.01)
     before = second.done()
     release()
@@ -245,24 +245,24 @@ async def test_message_waits_until_there_is_memory_for_it():
     assert not before
     assert len(message) == 703
     release()
-    assert intake.taken == 0
+    assert parser.taken == 0
 
 
 async def test_invalid_message_holds_no_memory():
-    intake = Fake(1000, 4000)
+    parser = Fake(1000, 4000)
 
     def parse(_data):
         raise DecodeError
 
     for data in (b"\x0a\x01x", gzip.compress(b"\x0a\x01x")):
         with pytest.raises(DecodeError):
-            await intake.parsed(data, {}, parse, "a")
+            await parser.parse(data, {}, parse, "a")
 
-    assert intake.taken == 0
+    assert parser.taken == 0
 
 
 def test_calls_and_streams_always_release_the_memory_of_their_messages(monkeypatch):
-    monkeypatch.setattr(deserialization, "Intake", Fake)
+    monkeypatch.setattr(deserialization, "MessageParser", Fake)
     Fake.made.clear()
     sound = [explain_pb2.ExplainStreamRequest(request_id=str(number)).SerializeToString() for number in range(40)]
     with (
@@ -277,8 +277,8 @@ def test_calls_and_streams_always_release_the_memory_of_their_messages(monkeypat
         next(left)
         left.cancel()
         (reply,) = line.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b""]), timeout=60)
-        (intake,) = Fake.made
-        wait_until(lambda: intake.taken == 0)
+        (parser,) = Fake.made
+        wait_until(lambda: parser.taken == 0)
 
     assert inference_pb2.ModelStreamInferResponse.FromString(reply).error_message
 

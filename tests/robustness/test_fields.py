@@ -8,11 +8,11 @@ from google.rpc import code_pb2
 
 from camserve.v1 import explain_pb2
 from camserve_server.api import codec
-from camserve_server.api.codec.checks import LARGEST_SIDE
+from camserve_server.api.codec.checks import MAX_SIDE
 from camserve_server.api.codec.footprint import footprint, shape_of
 from camserve_server.api.codec.sizes import LISTS
-from camserve_server.api.deserialization import FIELDS
-from camserve_server.api.rpc import LONGEST_ID
+from camserve_server.api.deserialization import MAX_FIELDS
+from camserve_server.api.rpc import MAX_ID_LENGTH
 from camserve_server.api.statuses import STATUS
 from camserve_server.core.errors import ServiceError
 from camserve_server.core.limits import Limits
@@ -34,14 +34,14 @@ CAPS = {
     "Target.class_index": CLASSES["tiny"] - 1,
     "ClassName.class_index": None,  # each model has its own
     "Finer.weight": 1,
-    "Box.left": 2 * LARGEST_SIDE,
-    "Box.top": 2 * LARGEST_SIDE,
-    "Box.right": 2 * LARGEST_SIDE,
-    "Box.bottom": 2 * LARGEST_SIDE,
+    "Box.left": 2 * MAX_SIDE,
+    "Box.top": 2 * MAX_SIDE,
+    "Box.right": 2 * MAX_SIDE,
+    "Box.bottom": 2 * MAX_SIDE,
     "Rendering.overlay": max(explain_pb2.ImageFormat.values()),
     "Rendering.heatmap_image": max(explain_pb2.ImageFormat.values()),
     "Rendering.alpha": 1,
-    "Rendering.max_side": LARGEST_SIDE,
+    "Rendering.max_side": MAX_SIDE,
     "Rendering.quality": 100,
     "Rendering.profile": max(explain_pb2.Profile.values()),
     "ExtractFeaturesRequest.rank": max(explain_pb2.ChannelRank.values()),
@@ -125,9 +125,9 @@ def line(served):
 def read(models, rpc, request):
     """Read a request as the RPC does before it does anything else."""
     if rpc == "Explain":
-        return codec.read_order(request, models, LIMITS)
+        return codec.read_explanation(request, models, LIMITS)
     if rpc == "ExplainStream":
-        return codec.read_order(request.request, models, LIMITS)
+        return codec.read_explanation(request.request, models, LIMITS)
     reader = {
         "Evaluate": codec.read_evaluation,
         "InspectLayers": codec.read_inspection,
@@ -274,7 +274,7 @@ def too_long(place, count):
 def parsed_or_not(case):
     """A message with too many fields is refused before it is parsed, so the refusal names no field."""
     place, label, request, refusal = case
-    counted = footprint(request.SerializeToString(), shape_of(request.DESCRIPTOR), FIELDS)
+    counted = footprint(request.SerializeToString(), shape_of(request.DESCRIPTOR), MAX_FIELDS)
     return place, label, request, refusal if counted is not None else ("INVALID_ARGUMENT", "")
 
 
@@ -329,7 +329,7 @@ def test_a_key_that_is_too_long_is_refused(line):
 
 def test_the_id_of_a_streams_item_has_its_own_limit(line):
     place = next(one for one in fields.TEXTS if one.name == "ExplainStreamRequest.request_id")
-    answer = over_the_wire(line, "ExplainStream", fields.put(fields.sound(place), place, "i" * (LONGEST_ID + 1)))
+    answer = over_the_wire(line, "ExplainStream", fields.put(fields.sound(place), place, "i" * (MAX_ID_LENGTH + 1)))
 
     assert (answer.code, answer.field) == ("INVALID_ARGUMENT", "request_id")
 

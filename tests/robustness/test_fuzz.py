@@ -197,7 +197,7 @@ def models():
 
 
 READERS = {
-    "Explain": codec.read_order,
+    "Explain": codec.read_explanation,
     "Evaluate": codec.read_evaluation,
     "InspectLayers": codec.read_inspection,
     "ExtractFeatures": codec.read_extraction,

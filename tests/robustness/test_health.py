@@ -80,7 +80,7 @@ async def test_a_watcher_that_falls_behind_gets_the_latest_status(served):
 
 async def test_one_address_cannot_take_all_watches(served, monkeypatch):
     _, port, stub = served
-    monkeypatch.setattr(health, "WATCHERS_OF_ONE", 4)
+    monkeypatch.setattr(health, "MAX_WATCHERS_PER_ADDRESS", 4)
     attacker = await stuck(port, 4)
     refused = stub.Watch(asked(), timeout=10)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -92,7 +92,7 @@ async def test_one_address_cannot_take_all_watches(served, monkeypatch):
     _, first = await begun(stub)
     assert first == NOT_SERVING
 
-    monkeypatch.setattr(health, "WATCHERS", 5)
+    monkeypatch.setattr(health, "MAX_WATCHERS", 5)
     monkeypatch.setattr(health, "address_of", lambda _peer: "a third")
     with pytest.raises(grpc.aio.AioRpcError):
         await stub.Watch(asked(), timeout=10).read()
@@ -101,11 +101,11 @@ async def test_one_address_cannot_take_all_watches(served, monkeypatch):
 
 async def test_a_watch_for_a_name_that_is_long_or_a_field_that_is_not_known_is_refused(served):
     _, _, stub = served
-    largest = asked("x" * (health.LARGEST - 3))
+    largest = asked("x" * (health.MAX_MESSAGE_BYTES - 3))
     _, first = await begun(stub, largest.service)
-    assert (largest.ByteSize(), first) == (health.LARGEST, UNKNOWN)
+    assert (largest.ByteSize(), first) == (health.MAX_MESSAGE_BYTES, UNKNOWN)
 
-    for question in (asked(largest.service + "x"), unknown_field(health.LARGEST)):
+    for question in (asked(largest.service + "x"), unknown_field(health.MAX_MESSAGE_BYTES)):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Watch(question, timeout=10).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -117,7 +117,7 @@ def unknown_field(size):
 
 async def test_a_watch_that_ends_makes_room_for_another(served, monkeypatch):
     servicer, _, stub = served
-    monkeypatch.setattr(health, "WATCHERS_OF_ONE", 1)
+    monkeypatch.setattr(health, "MAX_WATCHERS_PER_ADDRESS", 1)
     for _ in range(3):
         call, _ = await begun(stub)
         call.cancel()

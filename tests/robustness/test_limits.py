@@ -10,8 +10,8 @@ import pytest
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import scheduling
 from camserve_server.api import connection_limits, deserialization, health
-from camserve_server.api.codec.checks import LARGEST_SIDE
-from camserve_server.api.rpc import LONGEST_ID
+from camserve_server.api.codec.checks import MAX_SIDE
+from camserve_server.api.rpc import MAX_ID_LENGTH
 from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
@@ -50,24 +50,24 @@ def of_the_server():
         ("metadata of a call", f"{SETTINGS.max_metadata_kib} KiB", "max_metadata_kib", GRPC),
         ("message, as received", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", GRPC),
         ("message, unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", "RESOURCE_EXHAUSTED"),
-        ("fields of a message", f"{deserialization.FIELDS:,}", "", INVALID),
-        ("memory of a message", mib(deserialization.GROWTH * SETTINGS.max_message_mib * 2**20), "", INVALID),
-        ("memory of all messages", mib(deserialization.MESSAGES), "", "the others wait"),
+        ("fields of a message", f"{deserialization.MAX_FIELDS:,}", "", INVALID),
+        ("memory of a message", mib(deserialization.MEMORY_FACTOR * SETTINGS.max_message_mib * 2**20), "", INVALID),
+        ("memory of all messages", mib(deserialization.MESSAGE_MEMORY), "", "the others wait"),
         (
             "messages that a caller's calls receive at a time",
-            f"{deserialization.RECEIVED}",
+            f"{deserialization.MAX_RECEIVING}",
             "",
             "the others wait unread",
         ),
         (
             "messages that a caller's streams receive at a time",
-            f"{deserialization.RECEIVED}",
+            f"{deserialization.MAX_RECEIVING}",
             "",
             "the others wait unread",
         ),
-        ("health watches", f"{health.WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
-        ("health watches from one address", f"{health.WATCHERS_OF_ONE}", "", "RESOURCE_EXHAUSTED"),
-        ("message of a health watch or a reflection request", f"{health.LARGEST // 2**10} KiB", "", INVALID),
+        ("health watches", f"{health.MAX_WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
+        ("health watches from one address", f"{health.MAX_WATCHERS_PER_ADDRESS}", "", "RESOURCE_EXHAUSTED"),
+        ("message of a health watch or a reflection request", f"{health.MAX_MESSAGE_BYTES // 2**10} KiB", "", INVALID),
         (
             "rows in the queue",
             f"{SETTINGS.max_queue_rows:,}",
@@ -103,7 +103,7 @@ def of_a_request():
         ("scans of a JPEG", f"{images._MAX_SCANS}", "", f"{INVALID}, `image`"),
         ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
-        ("pixels on a side of a picture", f"{LARGEST_SIDE:,}", "", pictures),
+        ("pixels on a side of a picture", f"{MAX_SIDE:,}", "", pictures),
         ("bytes of a reply's pictures", mib(memory.MAX_PICTURES), "", pictures),
         ("memory for decoding and drawing, all requests", mib(memory.DRAWING_LIMIT), "", "the others wait"),
         ("memory of unsent replies, all callers", mib(memory.REPLY_LIMIT), "", "other pictures are drawn later"),
@@ -136,7 +136,7 @@ def of_a_request():
         ("parameters of a ModelInfer request", f"{limits.asked}", "", f"{INVALID}, `parameters`"),
         (
             "characters of a request id",
-            f"{LONGEST_ID}",
+            f"{MAX_ID_LENGTH}",
             "",
             f"{INVALID}, `request_id`, in a stream; otherwise the server assigns an id",
         ),
@@ -176,17 +176,19 @@ def test_no_limit_is_left_out_of_the_table(monkeypatch):
 def test_security_md_states_the_memory_limits_of_the_code():
     queue = SETTINGS.max_queue_rows * scheduling.BYTES_PER_SLOT
     bounds = (
-        f"messages {mib(deserialization.MESSAGES)}; inputs, masks and maps {mib(queue)}; "
+        f"messages {mib(deserialization.MESSAGE_MEMORY)}; inputs, masks and maps {mib(queue)}; "
         f"decoded photos {mib(memory.PHOTO_BUDGET)}; "
         f"what is being decoded and drawn {mib(memory.DRAWING_LIMIT)}; replies {mib(memory.REPLY_LIMIT)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
-    receiving = f"at most {deserialization.RECEIVED} calls and {deserialization.RECEIVED} streams receive a message"
+    receiving = (
+        f"at most {deserialization.MAX_RECEIVING} calls and {deserialization.MAX_RECEIVING} streams receive a message"
+    )
     text = " ".join(SECURITY.split())
 
     assert bounds in text
     assert receiving in text
-    assert f"takes more than {connection_limits.LAPSE:g} s loses its turn" in text
+    assert f"takes more than {connection_limits.RECEIVE_TIMEOUT:g} s loses its turn" in text
 
 
 @pytest.fixture(scope="module")

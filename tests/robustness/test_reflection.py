@@ -52,7 +52,7 @@ def test_every_hostile_question_is_answered_and_nothing_of_the_inside_told(line)
 
 def test_a_question_that_is_too_long_is_refused_after_those_before_it_are_answered(line):
     for field in ("file_by_filename", "file_containing_symbol", "all_extension_numbers_of_type", "host"):
-        long = Question(**{field: "x" * health.LARGEST}).SerializeToString()
+        long = Question(**{field: "x" * health.MAX_MESSAGE_BYTES}).SerializeToString()
         replies, answered = line(iter([Question(list_services="").SerializeToString(), long]), timeout=60), []
         with pytest.raises(grpc.RpcError) as caught:
             answered.extend(replies)

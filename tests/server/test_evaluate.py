@@ -80,7 +80,7 @@ def test_the_box_is_in_the_photos_pixels(client):
             'metrics[0].parameters["steps"]',
             "1 to 99",
         ),
-        ({"metrics": ["road", "pointing_game"]}, camserve.InvalidArgument, "metrics[1].name", "give a box"),
+        ({"metrics": ["road", "pointing_game"]}, camserve.InvalidArgument, "metrics[1].name", "set box"),
         ({"metrics": "sparseness", "box": (5, 5, 5, 9)}, camserve.InvalidArgument, "box", "the box is empty"),
         ({"metrics": ["sparseness"] * 17}, camserve.InvalidArgument, "metrics", "17 metrics, and 16 is the limit"),
         ({"methods": "grdcam"}, camserve.NotFound, "explain.methods[0].name", "unknown method"),

@@ -313,7 +313,7 @@ COMMON = [
     ({"model": "smalls"}, "NOT_FOUND", "model", 'did you mean "small"'),
     ({"image": b""}, "INVALID_ARGUMENT", "image", "empty"),
     ({"image": PHOTO[:600]}, "INVALID_ARGUMENT", "image", "broken"),
-    ({"target": explain_pb2.Target()}, "INVALID_ARGUMENT", "target", "class_index or a label"),
+    ({"target": explain_pb2.Target()}, "INVALID_ARGUMENT", "target", "set class_index"),
     ({"target": target(1000)}, "NOT_FOUND", "target.class_index", "1000"),
     ({"target": explain_pb2.Target(label="taby")}, "NOT_FOUND", "target.label", "did you mean"),
 ]
@@ -344,9 +344,9 @@ def test_a_wrong_inspection_is_told_which_field_is_at_fault(served, inspect, fie
         ({"layer": HEAD}, "FAILED_PRECONDITION", "layer", f'the default is "{DEEP}"'),
         ({"top": 0}, "INVALID_ARGUMENT", "top", "1 to 256"),
         ({"top": 257}, "INVALID_ARGUMENT", "top", "1 to 256"),
-        ({"rank": 9}, "INVALID_ARGUMENT", "rank", "no rank 9"),
-        ({"picture": 9}, "INVALID_ARGUMENT", "picture", "no image format 9"),
-        ({"raw": False}, "INVALID_ARGUMENT", "picture", "a picture, for raw maps"),
+        ({"rank": 9}, "INVALID_ARGUMENT", "rank", "unknown rank 9"),
+        ({"picture": 9}, "INVALID_ARGUMENT", "picture", "unknown image format 9"),
+        ({"raw": False}, "INVALID_ARGUMENT", "picture", "request a picture, raw maps"),
         ({"colormap": "virids"}, "INVALID_ARGUMENT", "colormap", 'did you mean "viridis"'),
     ],
 )
@@ -367,6 +367,6 @@ def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract
     code, field, words = refusal(extract, layer=GRID, top=8)
 
     assert (code, field) == ("INVALID_ARGUMENT", "top")
-    assert words.endswith("ask for at most 7")
+    assert words.endswith("request at most 7")
     assert len(extract(layer=GRID, top=7).maps) == 7 * one
     assert len(extract(layer=GRID, top=8, raw=False, picture=1).picture.data) > 0

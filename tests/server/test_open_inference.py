@@ -82,14 +82,14 @@ def call(line, rpc, request, timeout=30):
 def test_a_message_without_parameters_asks_for_gradcam_of_the_predicted_class_and_all_outputs(served):
     found = asked(served)
 
-    assert found.question == explain_pb2.ExplainRequest(
+    assert found.template == explain_pb2.ExplainRequest(
         model="tiny",
         methods=[explain_pb2.Method(name="gradcam")],
         rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG, heatmap=True),
         max_predictions=0,
     )
     assert found.outputs == tuple(replies.OUTPUTS)
-    assert found.about(b"photo").image == b"photo"
+    assert found.for_image(b"photo").image == b"photo"
 
 
 def test_every_parameter_has_its_place_in_the_request(served):
@@ -113,8 +113,8 @@ def test_every_parameter_has_its_place_in_the_request(served):
     }
     found = asked(served, parameters=given, outputs=[{"name": "overlay"}])
 
-    assert found.seconds == 1.5
-    assert found.question == explain_pb2.ExplainRequest(
+    assert found.timeout == 1.5
+    assert found.template == explain_pb2.ExplainRequest(
         model="tiny",
         methods=[
             explain_pb2.Method(
@@ -160,12 +160,12 @@ TARGETS = {
 
 @pytest.mark.parametrize("text", TARGETS)
 def test_a_target_is_written_as_on_the_command_line(served, text):
-    assert list(asked(served, parameters={"target": text}).question.targets) == [TARGETS[text]]
+    assert list(asked(served, parameters={"target": text}).template.targets) == [TARGETS[text]]
 
 
 def test_a_class_of_a_segmentation_or_of_a_detector_is_what_such_a_model_can_explain(served):
-    segment = asked(served, model_name="parts", parameters={"target": 1}).question.targets
-    found = asked(served, model_name="finder", parameters={"target": "1"}).question.targets
+    segment = asked(served, model_name="parts", parameters={"target": 1}).template.targets
+    found = asked(served, model_name="finder", parameters={"target": "1"}).template.targets
 
     assert list(segment) == [explain_pb2.Target(segment={"class_name": {"class_index": 1}})]
     assert list(found) == [explain_pb2.Target(detection={"class_name": {"class_index": 1}})]
@@ -175,7 +175,7 @@ def test_what_is_not_wanted_is_not_made(served):
     question = asked(served, outputs=[{"name": "label"}, {"name": "score"}, {"name": "label"}])
 
     assert question.outputs == ("label", "score")
-    assert question.question.rendering == explain_pb2.Rendering()
+    assert question.template.rendering == explain_pb2.Rendering()
 
 
 # ------------------------------------------------------------------------------------------------------- tensors
@@ -225,7 +225,7 @@ def test_pixels_may_be_sent_one_by_one():
 
 
 def test_many_values_are_read_a_part_at_a_time(monkeypatch):
-    monkeypatch.setattr(tensors, "_TOGETHER", 10)
+    monkeypatch.setattr(tensors, "_CHUNK", 10)
     (file,) = tensors.read_images(typed("UINT8", "uint_contents", PIXELS.ravel().tolist()), LIMITS)
 
     np.testing.assert_array_equal(decoded(file), PIXELS)
@@ -257,28 +257,32 @@ def both():
 
 PLAIN = PIXELS.tobytes()
 WRONG = {
-    "no input": (inference_pb2.ModelInferRequest, "inputs", "give one input, image"),
-    "two inputs": (two_inputs, "inputs", "give one input, image"),
-    "another name": (lambda: named("pixels"), "inputs[0].name", 'unknown input "pixels": there is image'),
-    "shared memory": (shared, "inputs[0].parameters", 'takes no parameter "shared_memory_region"'),
-    "shared size": (lambda: shared("shared_memory_byte_size"), "inputs[0].parameters", "there is no shared memory"),
-    "both places": (both, "raw_input_contents", "then no input has contents"),
+    "no input": (inference_pb2.ModelInferRequest, "inputs", "send one input, image"),
+    "two inputs": (two_inputs, "inputs", "send one input, image"),
+    "another name": (lambda: named("pixels"), "inputs[0].name", 'unknown input "pixels": the only input is image'),
+    "shared memory": (shared, "inputs[0].parameters", 'has no parameter "shared_memory_region"'),
+    "shared size": (
+        lambda: shared("shared_memory_byte_size"),
+        "inputs[0].parameters",
+        "shared memory is not supported",
+    ),
+    "both places": (both, "raw_input_contents", "then no input may have contents"),
     "another kind": (
         lambda: message(datatype="FP64"),
         "inputs[0].datatype",
         'BYTES (files), UINT8 or FP32 (pixels), not "FP64"',
     ),
-    "no shape": (lambda: message(shape=()), "inputs[0].shape", "nothing has the shape []"),
-    "nothing": (lambda: message(shape=(0,)), "inputs[0].shape", "nothing has the shape [0]"),
-    "less than nothing": (lambda: message(shape=(-1, 1)), "inputs[0].shape", "nothing has the shape [-1, 1]"),
+    "no shape": (lambda: message(shape=()), "inputs[0].shape", "the shape [] has no elements"),
+    "nothing": (lambda: message(shape=(0,)), "inputs[0].shape", "the shape [0] has no elements"),
+    "less than nothing": (lambda: message(shape=(-1, 1)), "inputs[0].shape", "the shape [-1, 1] has no elements"),
     "files in a square": (lambda: message(shape=(1, 2)), "inputs[0].shape", "[N] or [N,1], not [1, 2]"),
     "nine files": (lambda: message(shape=(9,)), "inputs[0].shape", "9 images, and 8 is the limit"),
-    "a bare file": (lambda: message(raw=PHOTO), "inputs[0]", "each follows its length"),
-    "too few files": (lambda: message(shape=(2,)), "inputs[0]", "1 files, and the shape says 2"),
+    "a bare file": (lambda: message(raw=PHOTO), "inputs[0]", "each file follows its length"),
+    "too few files": (lambda: message(shape=(2,)), "inputs[0]", "1 files do not fill the shape, which has 2"),
     "a plane": (
         lambda: message(raw=bytes(63), datatype="UINT8", shape=(9, 7)),
         "inputs[0].shape",
-        "[N,H,W,3] or [N,3,H,W], or that of one image, and not [9, 7]",
+        "[N,H,W,3] or [N,3,H,W], for one image also without N, and not [9, 7]",
     ),
     "four colours": (lambda: message(raw=bytes(24), datatype="UINT8", shape=(2, 3, 4)), "inputs[0].shape", "[2, 3, 4]"),
     "too few pixels": (
@@ -304,12 +308,12 @@ WRONG = {
     "normalised": (
         lambda: message(raw=np.full(189, -1.5, "<f4").tobytes(), datatype="FP32", shape=PIXELS.shape),
         "inputs[0]",
-        "before any mean and standard deviation",
+        "not normalised",
     ),
     "not a number": (
         lambda: message(raw=np.full(189, np.nan, "<f4").tobytes(), datatype="FP32", shape=PIXELS.shape),
         "inputs[0]",
-        "FP32 pixels are 0 to 1",
+        "FP32 pixels are RGB values of 0 to 1",
     ),
 }
 
@@ -398,7 +402,7 @@ def test_an_output_that_there_is_not_and_one_in_shared_memory_are_refused(served
     assert (unknown.field, "overlay" in unknown.message) == ("outputs[1].name", True)
     error = refusal(lambda: requests.read_infer(kept, served.pipeline.models, LIMITS), InvalidArgument)
     assert error.field == "outputs[0].parameters"
-    assert "there is no shared memory" in error.message
+    assert "shared memory is not supported" in error.message
 
 
 def test_an_output_that_is_to_be_a_classification_is_refused_in_words(served):
@@ -477,7 +481,7 @@ def test_loading_is_refused_where_it_is_off_and_what_it_does_not_know_is_named(l
     assert load(sha256="x")[:2] == ("INVALID_ARGUMENT", 'parameters["sha256"]')
     assert load(config="{}")[1:] == (
         "parameters",
-        'a model is loaded with the texts weights and sha256, and no "config"',
+        'unknown parameter "config": the parameters of a load are the texts weights and sha256',
     )
     for request in (
         inference_pb2.RepositoryModelUnloadRequest(repository_name="r", model_name="tiny"),
@@ -501,7 +505,7 @@ def test_error_that_begins_with_a_field_names_the_protocols_own_field():
 
 
 def raise_within(error):
-    with requests.fields_named():
+    with requests.convert_fields():
         raise error
 
 
@@ -581,8 +585,8 @@ def test_the_statistics_of_a_version_begin_with_it_and_failures_are_counted(serv
     timing = explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=4)
     answer = explain_pb2.ExplainResponse(timing=timing)
     for _ in range(4):
-        found.succeeded(model, 0.5, [answer, answer])
-    found.failed(model, 0.25)
+        found.count_success(model, 0.5, [answer, answer])
+    found.count_failure(model, 0.25)
     told = found.of(model)
 
     assert (told.inference_count, told.execution_count) == (8, 2)
@@ -597,11 +601,11 @@ def test_what_an_old_version_still_answers_does_not_reset_the_statistics_of_the_
     old = dataclasses.replace(served.pipeline.models["tiny"], version=1)
     new = dataclasses.replace(old, version=2)
     found, answer = Statistics(), explain_pb2.ExplainResponse(timing=explain_pb2.Timing(batch_rows=1))
-    found.succeeded(old, 0.5, [answer])
+    found.count_success(old, 0.5, [answer])
     for _ in range(3):  # a reload: the two end in turn
-        found.succeeded(new, 0.5, [answer])
-        found.succeeded(old, 0.5, [answer])
-        found.failed(old, 0.5)
+        found.count_success(new, 0.5, [answer])
+        found.count_success(old, 0.5, [answer])
+        found.count_failure(old, 0.5)
 
     assert (found.of(new).version, found.of(new).inference_count) == ("2", 3)
     assert found.of(new).inference_stats.fail.count == 0
@@ -619,7 +623,7 @@ def test_statistics_without_a_name_are_of_all_models(line):
     [
         ("loading", ("LOADING", "")),
         ("failed", ("UNAVAILABLE", "it could not be loaded; the server's log says why")),
-        ("unloading", ("UNLOADING", "it finishes what was accepted")),
+        ("unloading", ("UNLOADING", "it completes accepted requests")),
         ("unloaded", ("UNAVAILABLE", "unloaded")),
     ],
 )

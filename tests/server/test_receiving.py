@@ -1,4 +1,4 @@
-"""Messages are received a limited number of each caller's at a time, and none is kept once it is handed over."""
+"""Limit on the messages of a caller that are received at the same time, and the iterator over messages."""
 
 import asyncio
 import contextlib
@@ -8,38 +8,38 @@ import grpc
 import pytest
 
 from camserve_server.api import connection_limits
-from camserve_server.api.connection_limits import Messages, Receiving
+from camserve_server.api.connection_limits import Messages, ReceiveLimiter
 from support import StoppedClock
 
 
-async def turns():
-    """Let everything run that can."""
+async def settle():
+    """Let all tasks run that can."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 class Call:
-    """A call that holds its turn until `end` is called.
+    """A call that waits for a slot, and holds it until `end` is called.
 
     Args:
-        receiving: what gives turns.
-        caller: whose call it is.
-        connection: that it came through.
-        received: whether its message is there.
+        limiter: the limiter of slots.
+        caller: the caller.
+        connection: the caller's connection.
+        received: True if its message has arrived when it gets the slot.
     """
 
-    def __init__(self, receiving, caller="a", connection="1", *, received=True):
-        self.receives, self._go_on = asyncio.Event(), asyncio.Event()
-        self._task = asyncio.ensure_future(self._run(receiving, caller, connection, received))
+    def __init__(self, limiter, caller="a", connection="1", *, received=True):
+        self.receives, self._end = asyncio.Event(), asyncio.Event()
+        self._task = asyncio.ensure_future(self._run(limiter, caller, connection, received))
 
-    async def _run(self, receiving, caller, connection, received):
-        async with receiving.turn(caller, connection) as turn:
-            turn.received = received
+    async def _run(self, limiter, caller, connection, received):
+        async with limiter.slot(caller, connection) as slot:
+            slot.received = received
             self.receives.set()
-            await self._go_on.wait()
+            await self._end.wait()
 
     async def end(self):
-        self._go_on.set()
+        self._end.set()
         await self._task
 
     async def cancel(self):
@@ -49,72 +49,72 @@ class Call:
 
 
 async def receiving_now(calls):
-    await turns()
+    await settle()
     return [call.receives.is_set() for call in calls]
 
 
-async def test_only_so_many_messages_of_a_caller_are_received_and_another_caller_need_not_wait():
-    receiving = Receiving(2)
-    calls = [Call(receiving) for _ in range(4)] + [Call(receiving, "b")]
+async def test_each_caller_has_its_own_slots_and_further_calls_wait():
+    limiter = ReceiveLimiter(2)
+    calls = [Call(limiter) for _ in range(4)] + [Call(limiter, "b")]
 
     assert await receiving_now(calls) == [True, True, False, False, True]
     await calls[1].end()
     assert await receiving_now(calls) == [True, True, True, False, True]
     for call in calls:
         await call.end()
-    assert receiving._gates == {}
+    assert limiter._callers == {}
 
 
-async def test_a_call_that_is_cancelled_while_it_waits_takes_no_turn():
-    receiving = Receiving(1)
-    calls = [Call(receiving) for _ in range(3)]
-    await turns()
+async def test_call_cancelled_while_it_waits_takes_no_slot():
+    limiter = ReceiveLimiter(1)
+    calls = [Call(limiter) for _ in range(3)]
+    await settle()
     await calls[1].cancel()
     await calls[0].end()
 
     assert await receiving_now(calls) == [True, False, True]
     await calls[2].cancel()
-    assert receiving._gates == {}
+    assert limiter._callers == {}
 
 
-async def test_turn_of_a_call_whose_message_does_not_come_lapses_and_one_that_has_its_message_is_waited_for():
+async def test_slot_is_taken_away_only_from_a_call_whose_message_does_not_arrive():
     with StoppedClock() as clock:
-        receiving = Receiving(2)
-        whole, stuck, waiting = Call(receiving), Call(receiving, received=False), Call(receiving)
+        limiter = ReceiveLimiter(2)
+        complete, stuck, waiting = Call(limiter), Call(limiter, received=False), Call(limiter)
         before = await receiving_now([waiting])
         for _ in range(3):
-            clock.advance(connection_limits.LAPSE)
-            await turns()
+            clock.advance(connection_limits.RECEIVE_TIMEOUT)
+            await settle()
 
         assert before == [False]
         assert await receiving_now([waiting]) == [True]
-        later = Call(receiving)
+        later = Call(limiter)
         for _ in range(3):
-            clock.advance(connection_limits.LAPSE)
-            await turns()
+            clock.advance(connection_limits.RECEIVE_TIMEOUT)
+            await settle()
         assert await receiving_now([later]) == [False]
-        for call in (whole, stuck, waiting, later):
+        for call in (complete, stuck, waiting, later):
             await call.end()
-        assert receiving._gates == {}
+        assert limiter._callers == {}
 
 
-async def test_connection_whose_messages_never_come_holds_up_another_one_of_its_caller_only_once():
+async def test_connection_without_messages_delays_other_connections_only_once():
     with StoppedClock() as clock:
-        receiving = Receiving(2)
-        stuck = [Call(receiving, received=False) for _ in range(20)]
-        newcomer = Call(receiving, connection="2")
+        limiter = ReceiveLimiter(2)
+        stuck = [Call(limiter, received=False) for _ in range(20)]
+        newcomer = Call(limiter, connection="2")
         before = await receiving_now([newcomer])
-        clock.advance(connection_limits.LAPSE)
+        clock.advance(connection_limits.RECEIVE_TIMEOUT)
 
         assert before == [False]
         assert await receiving_now([newcomer]) == [True]
         for call in (*stuck, newcomer):
             await call.cancel()
-        assert receiving._gates == {}
+        assert limiter._callers == {}
 
 
 class Sender:
-    """The context of a call whose caller sends some messages."""
+    """Context of a call whose caller sends messages."""
 
     def __init__(self, *messages):
         self.messages = list(messages)
@@ -123,17 +123,17 @@ class Sender:
         return self.messages.pop(0) if self.messages else grpc.aio.EOF
 
 
-async def test_messages_come_in_order_and_none_is_kept():
+async def test_messages_are_in_order_and_no_reference_is_kept():
     first = bytes(1000)
     messages = Messages(Sender(first, b"2"))
     references = sys.getrefcount(first)
     assert await anext(messages) == bytes(1000)
 
-    assert sys.getrefcount(first) == references - 1  # the sender's own is gone
-    assert [one async for one in messages] == [b"2"]
+    assert sys.getrefcount(first) == references - 1  # that of the sender
+    assert [message async for message in messages] == [b"2"]
 
 
-async def test_each_message_is_checked_before_it_is_handed_over():
+async def test_check_runs_before_a_message_is_returned():
     def refuse():
         raise PermissionError
 

@@ -292,7 +292,7 @@ def explode(*_args, **_options):
         "serving.photos.images.decode",
         "serving.drawing.render.draw",
         "serving.explain.jobs.explain",
-        "api.servicers.explain.codec.read_order",
+        "api.servicers.explain.codec.read_explanation",
     ],
 )
 async def test_a_fault_of_ours_says_its_request_id_and_nothing_else_and_the_log_has_it(
@@ -811,13 +811,13 @@ async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and
 )
 async def test_call_without_a_message_is_ended_after_a_timeout(rpc, serving, monkeypatch):
     async with serving(idle_seconds=60) as running:
-        only, begun = deserialization.only, []
+        receive_first, begun = deserialization.receive_first, []
 
         async def noted(requests, seconds):
             begun.append(requests)
-            return await only(requests, seconds)
+            return await receive_first(requests, seconds)
 
-        monkeypatch.setattr(deserialization, "only", noted)
+        monkeypatch.setattr(deserialization, "receive_first", noted)
         with StoppedClock() as clock:
             call = running.channel.stream_stream(f"/{rpc}")()
             ended = asyncio.ensure_future(refused(call.read()))
@@ -830,7 +830,7 @@ async def test_call_without_a_message_is_ended_after_a_timeout(rpc, serving, mon
 
     assert not before
     assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert error.message == "the call's message did not come within 60 s"
+    assert error.message == "the call's message did not arrive within 60 s"
     assert error.trailers["x-request-id"]
 
 
@@ -859,17 +859,17 @@ async def test_a_connection_of_age_makes_way_for_another_and_only_what_outlasts_
 
 
 async def test_call_cancelled_before_its_message_is_not_logged(running, logged, monkeypatch):
-    only, ends = deserialization.only, []
+    receive_first, ends = deserialization.receive_first, []
 
     async def noted(requests, seconds):
         try:
-            return await only(requests, seconds)
+            return await receive_first(requests, seconds)
         except BaseException as error:
             ends.append(type(error))
             raise
 
-    monkeypatch.setattr(deserialization, "only", noted)
-    with StoppedClock():  # in which the moment that gRPC is given never ends
+    monkeypatch.setattr(deserialization, "receive_first", noted)
+    with StoppedClock():  # in which CANCEL_TIMEOUT never ends
         call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
         await call.wait_for_connection()
         call.cancel()

@@ -1,7 +1,7 @@
-"""The border: gRPC servicers, authentication, connection limits, and errors as statuses.
+"""The API: gRPC servicers, authentication, connection limits, and errors as gRPC statuses.
 
-`codec` converts between protobuf and plain values; `oip` speaks the Open Inference Protocol. Only this room and
-`cluster` import grpc, google.protobuf or camserve.v1.
+`codec` converts between protobuf messages and plain values. `oip` implements the Open Inference Protocol. Only this
+package and `cluster` import grpc, google.protobuf or camserve.v1.
 
-It may import `serving` and the rooms below.
+It may import `serving` and the packages below.
 """

@@ -1,6 +1,6 @@
-"""What keeps callers who do nothing, or far too much, out of the way of others: limits that gRPC holds, and a patience.
+"""Limits on connections, and on messages that are received at the same time, so that no caller can block others.
 
-A call that was opened, and whose message never comes, costs little; but gRPC itself would let it stay for ever.
+gRPC itself never closes a call whose message does not arrive.
 """
 
 import asyncio
@@ -17,29 +17,29 @@ from camserve_server.scheduling.policy import TurnOrder
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-HANDSHAKE = 10.0  # seconds that a new connection may take for TLS and the first frames of HTTP/2
-KEEPALIVE_INTERVAL = 60.0  # seconds without a sign of life after which a caller is asked for one
-ANSWER = 20.0  # seconds that it has for it
-LAPSE = 1.0  # seconds that a message may take while others of its caller wait to be received
-MOMENT = 0.1  # seconds after which gRPC, which first says that no message will come, has told that a call is taken back
+HANDSHAKE_TIMEOUT = 10.0  # seconds for TLS and the first frames of HTTP/2 of a new connection
+KEEPALIVE_INTERVAL = 60.0  # seconds without data after which the server sends a keepalive ping
+KEEPALIVE_TIMEOUT = 20.0  # seconds that the caller has to answer the ping
+RECEIVE_TIMEOUT = 1.0  # seconds after which a message that has not arrived loses its slot, if other calls wait for it
+CANCEL_TIMEOUT = 0.1  # seconds for gRPC to cancel the handler of a cancelled call, which it first reports as ended
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:
-    """Return the options of a gRPC server that hold these settings' limits on connections and calls."""
+    """Return the options of a gRPC server for the limits of these settings on connections and calls."""
     return (
         ("grpc.max_concurrent_streams", settings.max_streams),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
-        ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE)),
-        ("grpc.http2.settings_timeout", _ms(HANDSHAKE)),
+        ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_TIMEOUT)),
+        ("grpc.http2.settings_timeout", _ms(HANDSHAKE_TIMEOUT)),
         ("grpc.max_connection_idle_ms", _ms(settings.connection_idle_seconds)),
         ("grpc.max_connection_age_ms", _ms(settings.connection_age_seconds)),
         ("grpc.max_connection_age_grace_ms", _ms(settings.connection_grace_seconds)),
         ("grpc.keepalive_time_ms", _ms(KEEPALIVE_INTERVAL)),
-        ("grpc.keepalive_timeout_ms", _ms(ANSWER)),
-        # gRPC would end a connection of too many pings, and note at each ping that came with them why: 200,000 in one
-        # write took a thread 19 s. Answered, they take no more than other bytes do.
+        ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT)),
+        # With a limit on pings, gRPC closes the connection and records the reason again for each further ping: 200,000
+        # in one write kept a thread busy for 19 s. Without a limit, pings cost no more than other bytes.
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.http2.bdp_probe", 0),  # with it, megabytes of a message that nobody receives yet would be taken
+        ("grpc.http2.bdp_probe", 0),  # with it, gRPC would buffer megabytes of a message that is not received yet
     )
 
 
@@ -48,13 +48,13 @@ def _ms(seconds: float) -> int:
 
 
 class Messages:
-    """The messages of a call. Each is received when it is asked for, and no reference to it is kept.
+    """Iterator over the messages of a call. It reads each message on demand, and keeps no reference to it.
 
     gRPC's own iterator keeps the latest message until the next one arrives: a call's only message until the call ends.
 
     Args:
-        context: of the call.
-        check: called with each message before it is handed over.
+        context: context of the call.
+        check: function that is called after each message is read and may raise an error.
     """
 
     def __init__(self, context: Context, check: Callable[[], object] = lambda: None) -> None:
@@ -71,142 +71,151 @@ class Messages:
         return cast("bytes", data)
 
 
-class Receiving:
-    """Limits how many messages of each caller are received at a time.
+class ReceiveLimiter:
+    """Limit on the number of messages of each caller that are received at the same time.
 
-    gRPC buffers a message until it is complete, so a caller who sends many large messages at once could take any amount
-    of memory. Of a message that is not being received yet, gRPC takes at most 64 KiB. A call whose message does not
-    arrive loses its turn to the next call, and goes on waiting for the message. The connections of a caller take turns,
-    so that one whose messages never arrive holds up the others only once.
+    gRPC buffers a message until it is complete, so a caller that sends many large messages at once could take any
+    amount of memory. gRPC buffers at most 64 KiB of a message that is not being received yet. A call whose message does
+    not arrive loses its slot to the next call, and continues to wait for the message. The connections of a caller take
+    turns, so that one whose messages never arrive delays the others only once.
 
     Args:
-        most: messages of one caller that are received at a time.
+        slots: the largest number of messages of one caller that are received at the same time.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._gates: dict[str, _Gate] = {}
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._callers: dict[str, _CallerSlots] = {}
 
-    def turn(self, caller: str, connection: str) -> "FirstMessageTimeout":
-        """Hold the right to receive a message of a caller inside a block.
+    def slot(self, caller: str, connection: str) -> "ReceiveSlot":
+        """Return a context manager that holds a slot for receiving a message.
 
         Args:
-            caller: that sends the message.
-            connection: that the message comes through.
+            caller: the caller that sends the message.
+            connection: the connection over which the message is sent.
         """
-        gate = self._gates.setdefault(caller, _Gate(self._most))
-        return FirstMessageTimeout(connection, gate, partial(self._left, caller, gate))
+        slots = self._callers.setdefault(caller, _CallerSlots(self._slots))
+        return ReceiveSlot(connection, slots, partial(self._forget_if_unused, caller, slots))
 
-    def _left(self, caller: str, gate: "_Gate") -> None:
-        if not (gate.held or gate.lines) and self._gates.get(caller) is gate:
-            del self._gates[caller]
+    def _forget_if_unused(self, caller: str, slots: "_CallerSlots") -> None:
+        if not (slots.held or slots.waiting) and self._callers.get(caller) is slots:
+            del self._callers[caller]
 
 
 @dataclass(slots=True, eq=False)
-class FirstMessageTimeout:
-    """The right to receive a message, held inside a block; see `Receiving.turn`.
+class ReceiveSlot:
+    """Slot for receiving a message, held inside a block. See `ReceiveLimiter.slot`.
 
     Attributes:
-        connection: that the message comes through.
-        gate: of its caller.
-        left: called when the block was left.
-        received: whether the message is there; until then the turn may lapse.
-        since: when it was got.
-        come: set when it is got.
+        connection: the connection over which the message is sent.
+        slots: the slots of the caller.
+        on_exit: function that is called after the block.
+        received: True if the message has arrived; until then the slot may be taken away.
+        acquired_at: time of acquisition, on the event loop's clock.
+        acquired: event that is set when the slot is acquired.
     """
 
     connection: str
-    gate: "_Gate"
-    left: Callable[[], None]
+    slots: "_CallerSlots"
+    on_exit: Callable[[], None]
     received: bool = False
-    since: float = 0.0
-    come: asyncio.Event = field(default_factory=asyncio.Event)
+    acquired_at: float = 0.0
+    acquired: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> Self:
         try:
-            await self.gate.enter(self)
+            await self.slots.acquire(self)
         except asyncio.CancelledError:
-            self._end()
+            self._release()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._end()
+        self._release()
 
-    def _end(self) -> None:
-        self.gate.leave(self)
-        self.left()
+    def _release(self) -> None:
+        self.slots.release(self)
+        self.on_exit()
 
 
 @dataclass(slots=True, eq=False)
-class _Gate:
-    """The calls of one caller: those that receive, the longest first, and by connection those that wait to."""
+class _CallerSlots:
+    """The slots of one caller.
 
-    most: int
-    held: dict[FirstMessageTimeout, None] = field(default_factory=dict)
-    lines: dict[str, dict[FirstMessageTimeout, None]] = field(default_factory=dict)
-    turns: TurnOrder = field(default_factory=TurnOrder)  # of the connections
-    timer: asyncio.TimerHandle | None = None  # one for all who wait: there may be many of them
+    Attributes:
+        limit: the number of slots.
+        held: slots that are held, the oldest first.
+        waiting: slots that wait, by connection, the oldest first.
+        turns: order of the connections.
+        timer: timer that takes slots away; one for all waiting slots, as there may be many of them.
+    """
 
-    async def enter(self, turn: FirstMessageTimeout) -> None:
-        """Take a turn, or wait for one."""
-        if len(self.held) < self.most and not self.lines:
-            self._begin(turn)
+    limit: int
+    held: dict[ReceiveSlot, None] = field(default_factory=dict)
+    waiting: dict[str, dict[ReceiveSlot, None]] = field(default_factory=dict)
+    turns: TurnOrder = field(default_factory=TurnOrder)
+    timer: asyncio.TimerHandle | None = None
+
+    async def acquire(self, slot: ReceiveSlot) -> None:
+        """Hold a slot, at once or when one is free."""
+        if len(self.held) < self.limit and not self.waiting:
+            self._hold(slot)
             return
-        self.lines.setdefault(turn.connection, {})[turn] = None
-        self._watch()
-        await turn.come.wait()
+        self.waiting.setdefault(slot.connection, {})[slot] = None
+        self._start_timer()
+        await slot.acquired.wait()
 
-    def leave(self, turn: FirstMessageTimeout) -> None:
-        """Give a turn back, or stop waiting for one; then let those in who wait."""
-        self.held.pop(turn, None)
-        self._out_of_line(turn)
-        while self.lines and len(self.held) < self.most:
-            following = next(iter(self.lines[self.turns.next(self.lines)]))
-            self._out_of_line(following)
-            self._begin(following)
+    def release(self, slot: ReceiveSlot) -> None:
+        """Release a slot, or remove it from the waiting ones; then assign free slots to waiting calls."""
+        self.held.pop(slot, None)
+        self._remove_waiting(slot)
+        while self.waiting and len(self.held) < self.limit:
+            following = next(iter(self.waiting[self.turns.next(self.waiting)]))
+            self._remove_waiting(following)
+            self._hold(following)
 
-    def _out_of_line(self, turn: FirstMessageTimeout) -> None:
-        line = self.lines.get(turn.connection, {})
-        line.pop(turn, None)
+    def _remove_waiting(self, slot: ReceiveSlot) -> None:
+        line = self.waiting.get(slot.connection, {})
+        line.pop(slot, None)
         if not line:
-            self.lines.pop(turn.connection, None)
+            self.waiting.pop(slot.connection, None)
 
-    def _begin(self, turn: FirstMessageTimeout) -> None:
-        turn.since = asyncio.get_running_loop().time()
-        self.held[turn] = None
-        self.turns.took(turn.connection)
-        turn.come.set()
+    def _hold(self, slot: ReceiveSlot) -> None:
+        slot.acquired_at = asyncio.get_running_loop().time()
+        self.held[slot] = None
+        self.turns.took(slot.connection)
+        slot.acquired.set()
 
-    def _watch(self) -> None:
-        if self.lines and self.timer is None:
-            self.timer = asyncio.get_running_loop().call_later(LAPSE, self._lapse)
+    def _start_timer(self) -> None:
+        if self.waiting and self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(RECEIVE_TIMEOUT, self._expire)
 
-    def _lapse(self) -> None:
-        """Take the turns away from calls whose message does not come, as long as others wait."""
+    def _expire(self) -> None:
+        """Take slots away from calls whose message does not arrive, as long as other calls wait."""
         self.timer = None
-        late = asyncio.get_running_loop().time() - LAPSE
-        for turn in [one for one in self.held if one.since <= late and not one.received]:
-            self.leave(turn)
-        self._watch()
+        latest = asyncio.get_running_loop().time() - RECEIVE_TIMEOUT
+        for slot in [slot for slot in self.held if slot.acquired_at <= latest and not slot.received]:
+            self.release(slot)
+        self._start_timer()
 
 
-async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
-    """Return the one message of a call.
+async def receive_first(requests: AsyncIterator[Any], seconds: float) -> Any:
+    """Return the first message of a call.
 
     Args:
-        requests: its messages.
-        seconds: that may pass until it is there.
+        requests: the messages of the call.
+        seconds: the time to wait for the message.
 
     Raises:
-        DeadlineExceeded: it did not come in time.
-        InvalidArgument: the call ended without one.
+        DeadlineExceeded: the message did not arrive in time.
+        InvalidArgument: the call ended without a message.
     """
     try:
         async with asyncio.timeout(seconds):
             return await anext(requests)
     except TimeoutError:
-        raise DeadlineExceeded(f"the call's message did not come within {seconds:g} s") from None
+        raise DeadlineExceeded(f"the call's message did not arrive within {seconds:g} s") from None
     except StopAsyncIteration:
-        await asyncio.sleep(MOMENT)
+        # If the caller cancelled the call, gRPC cancels this handler now, and no error is logged.
+        await asyncio.sleep(CANCEL_TIMEOUT)
         raise InvalidArgument("the call ended without a message") from None

@@ -1,6 +1,6 @@
-"""Messages, parsed: once it is known what memory they take, and there is room for it; off the event loop if large.
+"""Interceptor that parses messages as far as memory allows. Large messages are parsed outside the event loop.
 
-What cannot be parsed is refused in words of ours; gRPC's own would name the Python class that failed.
+A message that cannot be parsed is refused with an error of the server; gRPC's own names the Python class that failed.
 """
 
 import inspect
@@ -15,9 +15,9 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
 from camserve_server.api import oip
-from camserve_server.api.codec.compression import is_compressed, unpacked
+from camserve_server.api.codec.compression import decompress, is_compressed
 from camserve_server.api.codec.footprint import Shape, footprint, shape_of
-from camserve_server.api.connection_limits import Messages, Receiving, only
+from camserve_server.api.connection_limits import Messages, ReceiveLimiter, receive_first
 from camserve_server.api.interceptor import Handler, Interceptor
 from camserve_server.api.rpc import Context, ServerState, caller_of, rpc_scope
 from camserve_server.api.streams import Received
@@ -30,197 +30,223 @@ Behaviour: TypeAlias = Callable[[Any, Context], Any]
 Parse: TypeAlias = Callable[[bytes], Any]
 Release: TypeAlias = Callable[[], None]
 
-FIELDS = 32_768  # of a message, those of messages in it among them
-FIELDS_AT_ONCE = 1000  # counted on the event loop: about a millisecond
-BYTES_AT_ONCE = 2**20  # parsed there: likewise
-RECEIVED = 4  # messages of one caller's calls that are received at a time, and as many of its streams
-MESSAGES = 64 * 2**20  # bytes of memory for all messages that are not answered yet; the others wait, mostly unread
-GROWTH = 4  # times the largest message that may be sent: memory of one once it is parsed
+MAX_FIELDS = 32_768  # fields of a message, including those of nested messages
+INLINE_FIELDS = 1000  # fields of a message that is parsed on the event loop, in about a millisecond
+INLINE_BYTES = 2**20  # bytes of such a message
+MAX_RECEIVING = 4  # messages of one caller's calls received at the same time, and as many of its streams
+MESSAGE_MEMORY = 64 * 2**20  # bytes of all messages that are not answered yet; others wait, mostly unread
+MEMORY_FACTOR = 4  # memory of one parsed message, as a multiple of the largest message that may be sent
 
 
 class DeserializationInterceptor(Interceptor):
-    """Parses the messages of every RPC, health's and reflection's too.
+    """Interceptor that parses the messages of every RPC, including health checks and reflection.
 
     Args:
-        settings: of the server.
-        house: counts the calls that are refused, too.
+        settings: settings of the server.
+        state: state of the server, which counts refused calls too.
     """
 
-    def __init__(self, settings: Settings, house: ServerState) -> None:
+    def __init__(self, settings: Settings, state: ServerState) -> None:
         super().__init__()
-        self._house, self._intake = house, Intake(settings.max_message_mib * 2**20, MESSAGES)
-        self._receiving = Receiving(RECEIVED), Receiving(RECEIVED)
+        self._state, self._parser = state, MessageParser(settings.max_message_mib * 2**20, MESSAGE_MEMORY)
+        self._limiters = ReceiveLimiter(MAX_RECEIVING), ReceiveLimiter(MAX_RECEIVING)
 
-    def wrapped(self, method: str, handler: Any) -> Handler:
-        """Return the RPC's own handler, which refuses what is no message of its."""
-        return _Deserialization(self._house, *self._receiving, self._intake, method, handler).handler()
+    def wrap(self, method: str, handler: Any) -> Handler:
+        """Return a handler that receives bytes, and passes the parsed messages to the RPC's own handler."""
+        return _Deserialization(self._state, *self._limiters, self._parser, method, handler).handler()
 
 
-class Intake:
-    """Parses messages as far as there is memory for them, which callers share.
+class MessageParser:
+    """Parser of messages with a limit on their memory, which callers share.
 
     Args:
-        largest: bytes of a message at most.
-        room: bytes of memory for all messages that are not answered yet.
+        largest: the largest size of a message, in bytes.
+        memory: the memory, in bytes, of all messages that are not answered yet.
     """
 
-    def __init__(self, largest: int, room: int) -> None:
+    def __init__(self, largest: int, memory: int) -> None:
         self._largest = largest
-        most = GROWTH * largest
-        # No caller has all of it: its long requests would keep out everybody else's.
-        self._room = Admission(max(room, most + 2 * largest), largest, line=math.inf, most=most)
+        caller_memory = MEMORY_FACTOR * largest
+        # No caller may have all of the memory: its long requests would block every other caller.
+        self._memory = Admission(max(memory, caller_memory + 2 * largest), largest, line=math.inf, most=caller_memory)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
-    async def parsed(self, data: bytes, shape: Shape, parse: Parse, caller: str) -> tuple[Any, Release]:
-        """Return a message, and the function that gives back the memory that it takes; wait until there is some.
+    async def parse(self, data: bytes, shape: Shape, parse: Parse, caller: str) -> tuple[Any, Release]:
+        """Parse a message when there is memory for it; return it and the function that releases the memory.
 
         Args:
-            data: as it came; if it is compressed, it is unpacked.
-            shape: of its kind.
-            parse: makes the message.
-            caller: that sent it.
+            data: the serialized message, which may be compressed.
+            shape: shape of the message's type.
+            parse: function that parses the decompressed message.
+            caller: the caller that sent the message.
 
         Raises:
-            InvalidArgument: it has too many fields, or takes too much memory for one message.
-            ResourceExhausted: it is too large.
-            DecodeError: it is none.
+            InvalidArgument: the message has too many fields, or takes too much memory once it is parsed.
+            ResourceExhausted: the message is too large once it is decompressed.
+            DecodeError: the data is not a message of this type.
         """
-        size = self._size_at_once(data, shape)
-        at_once = size is not None
+        size = self._inline_size(data, shape)
+        inline = size is not None
         if size is None:
             size = await in_thread(self._thread, self._size, data, shape)
-        if size > GROWTH * self._largest:
-            words = f"the message takes {size:,} bytes of memory, and {GROWTH * self._largest:,} is the limit"
-            raise InvalidArgument(words)
-        release = await self._room.hold(size, caller=caller, wait=True)
+        if size > MEMORY_FACTOR * self._largest:
+            message = f"the message takes {size:,} bytes of memory, and {MEMORY_FACTOR * self._largest:,} is the limit"
+            raise InvalidArgument(message)
+        release = await self._memory.hold(size, caller=caller, wait=True)
         try:
-            if at_once:
+            if inline:
                 return parse(data), release
-            # Unpacked once more: unpacked and waiting for memory, it would have taken that memory already.
-            return await in_thread(self._thread, lambda: parse(self._plain(data))), release
+            # Decompressed a second time: while it waits for memory, a decompressed message would already take it.
+            return await in_thread(self._thread, lambda: parse(self._decompress(data))), release
         except BaseException:
             release()
             raise
 
-    def _size_at_once(self, data: bytes, shape: Shape) -> int | None:
-        """Return what memory a message takes; None where that, or to parse it, is too much for the event loop."""
-        if len(data) > BYTES_AT_ONCE or is_compressed(data):
+    def _inline_size(self, data: bytes, shape: Shape) -> int | None:
+        """Return the memory of a message in bytes, or None if it takes the event loop too long to count or parse it."""
+        if len(data) > INLINE_BYTES or is_compressed(data):
             return None
-        return footprint(data, shape, FIELDS_AT_ONCE)
+        return footprint(data, shape, INLINE_FIELDS)
 
     def _size(self, data: bytes, shape: Shape) -> int:
-        size = footprint(self._plain(data), shape, FIELDS)
+        size = footprint(self._decompress(data), shape, MAX_FIELDS)
         if size is None:
-            raise InvalidArgument(f"the message has more than {FIELDS:,} fields, which is the limit")
+            raise InvalidArgument(f"the message has more than {MAX_FIELDS:,} fields, which is the limit")
         return size
 
-    def _plain(self, data: bytes) -> bytes:
-        return unpacked(data, self._largest) if is_compressed(data) else data
+    def _decompress(self, data: bytes) -> bytes:
+        return decompress(data, self._largest) if is_compressed(data) else data
 
 
 class _Deserialization:
-    """One RPC, whose messages are parsed here."""
+    """Deserialization of the messages of one RPC.
+
+    Args:
+        state: state of the server.
+        call_limiter: limit on messages of calls that are received at the same time.
+        stream_limiter: limit on messages of streams that are received at the same time.
+        parser: parser of the messages.
+        method: full name of the RPC.
+        handler: the RPC's own handler.
+    """
 
     def __init__(
-        self, house: ServerState, alone: Receiving, streamed: Receiving, intake: Intake, method: str, handler: Any
+        self,
+        state: ServerState,
+        call_limiter: ReceiveLimiter,
+        stream_limiter: ReceiveLimiter,
+        parser: MessageParser,
+        method: str,
+        handler: Any,
     ) -> None:
-        self._house, self._alone, self._streamed, self._intake, self._handler = house, alone, streamed, intake, handler
+        self._state, self._parser, self._handler = state, parser, handler
+        self._call_limiter, self._stream_limiter = call_limiter, stream_limiter
         rpc = descriptor_pool.Default().FindMethodByName(oip.own_name(method.strip("/").replace("/", ".")))
         self._rpc, self._refusal = rpc.name, f"the message is not a {oip.known_as(rpc.input_type.full_name)}"
         self._shape = shape_of(rpc.input_type)
 
     def handler(self) -> Handler:
-        # Without a deserializer gRPC hands over the bytes.
-        own, ends = self._handler, (None, self._handler.response_serializer)
-        # One message is taken as the first of a stream: only streams wait to receive theirs until they are asked to.
-        if own.unary_unary:
-            return grpc.stream_unary_rpc_method_handler(self._of_one(own.unary_unary), *ends)
-        if own.unary_stream:
-            return grpc.stream_stream_rpc_method_handler(self._of_one(own.unary_stream), *ends)
-        several = self._of_several if inspect.isasyncgenfunction(own.stream_stream) else self._of_several_written
-        return grpc.stream_stream_rpc_method_handler(several(own.stream_stream), *ends)
+        """Return a handler without a deserializer, so that gRPC passes bytes.
 
-    async def _parsed(self, data: bytes, caller: str) -> tuple[Any, Release]:
+        The handler of a call with one request is registered as a stream, too: gRPC receives the messages of a stream
+        only when the handler reads them, and it would receive the message of any other call at once.
+        """
+        own, serializers = self._handler, (None, self._handler.response_serializer)
+        if own.unary_unary:
+            return grpc.stream_unary_rpc_method_handler(self._unary(own.unary_unary), *serializers)
+        if own.unary_stream:
+            return grpc.stream_stream_rpc_method_handler(self._unary(own.unary_stream), *serializers)
+        wrap = self._generator_stream if inspect.isasyncgenfunction(own.stream_stream) else self._writing_stream
+        return grpc.stream_stream_rpc_method_handler(wrap(own.stream_stream), *serializers)
+
+    async def _parse(self, data: bytes, caller: str) -> tuple[Any, Release]:
         try:
-            return await self._intake.parsed(data, self._shape, self._handler.request_deserializer, caller)
+            return await self._parser.parse(data, self._shape, self._handler.request_deserializer, caller)
         except DecodeError:
             raise InvalidArgument(self._refusal) from None
 
-    def _of_one(self, behaviour: Behaviour) -> Behaviour:
+    def _unary(self, behaviour: Behaviour) -> Behaviour:
+        """Wrap a handler that takes one message."""
+
         async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
             try:
-                message, release = await self._received_alone(requests, context)
-                message = [message]
+                message, release = await self._receive_unary(requests, context)
+                message = [message]  # popped below, so that this frame does not keep the message in memory
                 try:
                     return await behaviour(message.pop(), context)
                 finally:
                     release()
             except grpc.aio.AbortError as error:
-                # gRPC's call holds this error, whose frames hold the call and the message: a cycle, which would stay.
+                # gRPC's call refers to this error, and the frames of its traceback refer to the call and the message.
+                # This cycle would keep them in memory until the next garbage collection.
                 raise error.with_traceback(None) from None
 
         return answer
 
-    async def _received_alone(self, requests: AsyncIterator[bytes], context: Context) -> tuple[Any, Release]:
-        """Return the only message of a call and the function that releases its memory, or end the call."""
+    async def _receive_unary(self, requests: AsyncIterator[bytes], context: Context) -> tuple[Any, Release]:
+        """Return the only message of a call and the function that releases its memory, or abort the call."""
         caller = caller_of(context)
         try:
-            async with self._alone.turn(caller, context.peer()) as turn:
-                data = [await only(_messages(requests, context), self._house.idle)]
-                turn.received = True
-                return await self._parsed(data.pop(), caller)
+            async with self._call_limiter.slot(caller, context.peer()) as slot:
+                data = [await receive_first(_messages(requests, context), self._state.idle)]
+                slot.received = True
+                return await self._parse(data.pop(), caller)
         except ServiceError as error:
-            refused = error.with_traceback(None)  # its frames hold the message
-        async with rpc_scope(self._house, context, self._rpc):
-            raise refused
+            refusal = error.with_traceback(None)  # the frames of the traceback refer to the message
+        async with rpc_scope(self._state, context, self._rpc):
+            raise refusal
 
-    def _of_several_written(self, behaviour: Behaviour) -> Behaviour:
-        """Our own streams, which answer for the error themselves, and say when a message is answered."""
+    def _writing_stream(self, behaviour: Behaviour) -> Behaviour:
+        """Wrap a handler that reads `Received` messages, releases each of them, and handles errors itself."""
 
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
             held: set[Release] = set()
             try:
-                await behaviour(self._received(_messages(requests, context), context, held), context)
+                await behaviour(self._receive_all(_messages(requests, context), context, held), context)
             except grpc.aio.AbortError as error:
-                raise error.with_traceback(None) from None  # as above
-            finally:  # of those that were read and never begun, too
+                raise error.with_traceback(None) from None  # as in `_unary`
+            finally:  # some messages may have been read and never answered
                 for release in held:
                     release()
 
         return answer
 
-    async def _received(
+    async def _receive_all(
         self, requests: AsyncIterator[bytes], context: Context, held: set[Release]
     ) -> AsyncIterator[Received[Any]]:
-        while (found := [await self._next(requests, context, held)])[0] is not None:
-            yield cast("Received[Any]", found.pop())  # not kept here until the next one comes
+        while (received := [await self._receive_next(requests, context, held)])[0] is not None:
+            yield cast("Received[Any]", received.pop())  # popped, so that this frame does not keep it in memory
 
-    async def _next(self, requests: AsyncIterator[bytes], context: Context, held: set[Release]) -> Received[Any] | None:
-        """Return the next message of a stream, or None at its end; add what releases its memory to `held`."""
+    async def _receive_next(
+        self, requests: AsyncIterator[bytes], context: Context, held: set[Release]
+    ) -> Received[Any] | None:
+        """Return the next message of a stream, or None at its end; add the function that releases it to `held`."""
         caller = caller_of(context)
-        async with self._streamed.turn(caller, context.peer()) as turn:
+        async with self._stream_limiter.slot(caller, context.peer()) as slot:
             data = [await anext(requests, None)]
-            turn.received = True
+            slot.received = True
             if data[0] is None:
                 return None
-            message, release = await self._parsed(cast("bytes", data.pop()), caller)
+            message, release = await self._parse(cast("bytes", data.pop()), caller)
             held.add(release)
-            return Received(message, partial(_let_go, held, release))
+            return Received(message, partial(_release_once, held, release))
 
-    def _of_several(self, behaviour: Behaviour) -> Behaviour:
+    def _generator_stream(self, behaviour: Behaviour) -> Behaviour:
+        """Wrap a handler that is an asynchronous generator over plain messages."""
+
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
             try:
-                async for reply in behaviour(self._in_turn(_messages(requests, context), context), context):
+                async for reply in behaviour(self._one_at_a_time(_messages(requests, context), context), context):
                     await context.write(reply)
             except ServiceError as error:
-                async with rpc_scope(self._house, context, self._rpc):
+                async with rpc_scope(self._state, context, self._rpc):
                     raise error from None
 
         return answer
 
-    async def _in_turn(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-        """Yield messages, each of which is answered when the next is asked for."""
-        while (received := await self._next(requests, context, set())) is not None:
+    async def _one_at_a_time(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        """Yield messages. Each is released when the handler requests the next one, and has answered it by then."""
+        while (received := await self._receive_next(requests, context, set())) is not None:
             try:
                 yield received.message
             finally:
@@ -232,7 +258,7 @@ def _messages(requests: AsyncIterator[bytes], context: Context) -> Messages:
     return requests if isinstance(requests, Messages) else Messages(context)
 
 
-def _let_go(held: set[Release], release: Release) -> None:
+def _release_once(held: set[Release], release: Release) -> None:
     if release in held:
         held.remove(release)
         release()

@@ -1,4 +1,4 @@
-"""The gRPC server: its services and limits, its port, its health, and how it drains."""
+"""The gRPC server: services, limits, port, health status, and draining."""
 
 import asyncio
 import logging
@@ -20,14 +20,15 @@ from camserve_server.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-TURN, QUIET = 0.01, 10
-"""A draining server checks for new calls every `TURN` seconds, and closes its port after `QUIET` checks without one.
+DRAIN_CHECK_INTERVAL, QUIET_CHECKS = 0.01, 10
+"""Seconds between checks for new calls while draining, and the checks without a new call after which the port closes.
 
-It counts checks and not seconds: if the machine did not run the process for a while, calls wait that it has not seen.
+Checks are counted instead of seconds: if the process was suspended for a while, there may be calls that it has not
+seen.
 """
 
 LONGEST_QUIET = 1.0
-"""Seconds after which it closes its port even if calls still come."""
+"""Seconds after which a draining server closes its port even if new calls still arrive."""
 
 SERVICES = (
     "",
@@ -36,20 +37,20 @@ SERVICES = (
     models_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
     oip.NAME,
 )
-"""What has a health of its own; the empty name is the server as a whole."""
+"""Names of the services that have a health status. The empty name is the server as a whole."""
 
 LIVE = "liveness"
-"""The name whose health says that the server's event loop runs, and nothing of its engines."""
+"""Name of the health check that is SERVING while the server's event loop runs, whatever the state of its engines."""
 
 
 @dataclass(slots=True)
 class Stop:
-    """How a running server is told to stop.
+    """Events that stop a running server.
 
     Attributes:
-        asked: finish what was accepted, then stop.
-        hurry: stop at once.
-        lost: accepted calls that were not answered when the server stopped.
+        asked: event that makes the server complete accepted calls, then stop.
+        hurry: event that makes the server stop at once.
+        lost: the number of accepted calls that were not answered when the server stopped.
     """
 
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,131 +59,142 @@ class Stop:
 
     @property
     def code(self) -> int:
-        """The exit code of a server that stopped: 0 unless calls were cut short."""
+        """The exit code of a stopped server: 1 if it was stopped at once or lost accepted calls, otherwise 0."""
         return int(self.hurry.is_set() or self.lost > 0)
 
     def signalled(self) -> None:
-        """Take a signal: the first asks, the second hurries."""
+        """Handle a signal: the first one sets `asked`, the second one `hurry`."""
         (self.hurry if self.asked.is_set() else self.asked).set()
 
 
 class Health:
-    """What the server says of itself: it is SERVING while its models are warm and explanations come out of them.
+    """Health status of the server: SERVING while its models are warm and its engines are healthy.
 
     Args:
-        checks: that answer who asks.
+        servicer: servicer that answers health checks.
     """
 
-    def __init__(self, checks: HealthServicer) -> None:
-        self._checks = checks
-        self._warm, self._well = False, True
+    def __init__(self, servicer: HealthServicer) -> None:
+        self._servicer = servicer
+        self._warm, self._healthy = False, True
 
     @property
     def serving(self) -> bool:
-        """Whether explanations can be had."""
-        return self._warm and self._well
+        """True if the server can explain images."""
+        return self._warm and self._healthy
 
     def live(self) -> None:
-        """Begin to answer: the event loop runs, and that is all there is yet."""
-        self._checks.set({LIVE: health_pb2.HealthCheckResponse.SERVING})
-        self._tell()
+        """Report that the event loop runs; the models are not warm yet."""
+        self._servicer.set({LIVE: health_pb2.HealthCheckResponse.SERVING})
+        self._publish()
 
-    def turn(self, *, warm: bool) -> None:
-        """Take note that the models are warm, or that the server stops."""
+    def set_warm(self, *, warm: bool) -> None:
+        """Set whether the models are warm and the server accepts requests."""
         self._warm = warm
-        self._tell()
+        self._publish()
 
-    def told(self, well: bool) -> None:  # noqa: FBT001 -- what a callback is told
-        """Take note of whether explanations can be had."""
-        if self._warm and well != self._well:
-            log.log(logging.INFO if well else logging.ERROR, "well again" if well else "not well: no explanations")
-        self._well = well
-        self._tell()
+    def set_healthy(self, healthy: bool) -> None:  # noqa: FBT001 -- the argument of a callback
+        """Set whether the engines can compute explanations."""
+        if self._warm and healthy != self._healthy:
+            message = "healthy again" if healthy else "unhealthy: no engine can compute explanations"
+            log.log(logging.INFO if healthy else logging.ERROR, message)
+        self._healthy = healthy
+        self._publish()
 
-    def _tell(self) -> None:
-        kinds = health_pb2.HealthCheckResponse
-        self._checks.set(dict.fromkeys(SERVICES, kinds.SERVING if self.serving else kinds.NOT_SERVING))
+    def _publish(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        self._servicer.set(dict.fromkeys(SERVICES, statuses.SERVING if self.serving else statuses.NOT_SERVING))
 
 
-async def drain(server: grpc.aio.Server, house: ServerState, seconds: float, stop: Stop) -> None:
-    """Refuse new calls, finish those that were accepted, within a number of seconds, and stop a server."""
+async def drain(server: grpc.aio.Server, state: ServerState, seconds: float, stop: Stop) -> None:
+    """Refuse new calls, complete accepted ones, and stop the server.
+
+    Args:
+        server: the server.
+        state: state of the server, which counts its calls.
+        seconds: the time that accepted calls have to complete.
+        stop: events that stop the server; `stop.lost` is set to the number of calls that were not answered.
+    """
     log.info("draining", extra=logs.fields(seconds=seconds))
-    house.draining.set()
-    finishing = asyncio.ensure_future(_finished(house, seconds))
+    state.draining.set()
+    finishing = asyncio.ensure_future(_wait_until_quiet(state, seconds))
     hurrying = asyncio.ensure_future(stop.hurry.wait())
     await asyncio.wait((finishing, hurrying), return_when=asyncio.FIRST_COMPLETED)
     if stop.hurry.is_set():
         log.warning("cut short by a second signal")
-    stop.lost = house.active
+    stop.lost = state.active
     if stop.lost:
         log.error("stopping before every accepted call was answered", extra=logs.fields(lost=stop.lost))
     for task in (finishing, hurrying):
         task.cancel()
-    await server.stop(None if stop.hurry.is_set() else LONGEST_QUIET)  # health watches would stay for ever
+    await server.stop(None if stop.hurry.is_set() else LONGEST_QUIET)  # without a limit, health watches would block it
     log.info("stopped")
 
 
-async def _finished(house: ServerState, seconds: float) -> None:
-    """Return when every accepted call is answered, and no new one came to be refused for a while.
+async def _wait_until_quiet(state: ServerState, seconds: float) -> None:
+    """Return when every accepted call is answered, and no new one arrived for some checks.
 
-    gRPC itself would cancel a call that it has received but not yet handed over at the moment it stops. So the calls
-    that still come are refused as Unavailable first, until their callers have noticed.
+    When gRPC stops, it cancels calls that it has received but not yet passed to a handler. So the calls that still
+    arrive are refused with UNAVAILABLE first, until their callers have noticed that the server drains.
     """
     clock = asyncio.get_running_loop().time
-    late = clock() + seconds
-    while house.active and clock() < late:  # noqa: ASYNC110 -- once in a life, not worth an event on every call
-        await asyncio.sleep(TURN)
-    late = min(late, clock() + LONGEST_QUIET)
+    deadline = clock() + seconds
+    while state.active and clock() < deadline:  # noqa: ASYNC110 -- runs once; an event would cost time in every call
+        await asyncio.sleep(DRAIN_CHECK_INTERVAL)
+    deadline = min(deadline, clock() + LONGEST_QUIET)
     quiet = 0
-    while quiet < QUIET and clock() < late:
-        arrived = house.arrived
-        await asyncio.sleep(TURN)
-        quiet = quiet + 1 if house.arrived == arrived else 0
+    while quiet < QUIET_CHECKS and clock() < deadline:
+        arrived = state.arrived
+        await asyncio.sleep(DRAIN_CHECK_INTERVAL)
+        quiet = quiet + 1 if state.arrived == arrived else 0
 
 
 def build(
-    settings: Settings, house: ServerState, checks: HealthServicer, inference: oip.InferenceServicer
+    settings: Settings, state: ServerState, health_servicer: HealthServicer, inference: oip.InferenceServicer
 ) -> grpc.aio.Server:
-    """Return a gRPC server with every service, which holds the limits of the settings; it does not listen yet."""
-    size = settings.max_message_mib * 2**20
-    server = grpc.aio.server(
-        interceptors=_at_the_door(settings, house),
-        options=(
-            ("grpc.max_receive_message_length", size),
-            ("grpc.per_message_decompression", 0),  # `deserialization` unpacks, when there is room
-            ("grpc.max_send_message_length", -1),
-            # Two limits: between them gRPC would refuse by chance.
-            ("grpc.max_metadata_size", settings.max_metadata_kib * 2**10),
-            ("grpc.absolute_max_metadata_size", settings.max_metadata_kib * 2**10),
-            ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a cluster
-            *connection_limits.options(settings),
-        ),
-    )
-    # gRPC waits for a call of each registered method, and for all of them anew whenever one has come: with ours that
-    # was an eighth of what the event loop does for a request. Those that are not registered it waits for together.
+    """Return a gRPC server with every service and the limits of the settings. It does not listen yet."""
+    server = grpc.aio.server(interceptors=_interceptors(settings, state), options=_options(settings))
+    # grpc.aio awaits calls of each registered method separately, and restarts all of these waits after each call. That
+    # was an eighth of the event loop's time for a request. It awaits calls of unregistered methods in one task.
     server.add_registered_method_handlers = lambda *_: None  # type: ignore[method-assign]
-    explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(house), server)
-    evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(house), server)
-    models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(house), server)
+    explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(state), server)
+    evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(state), server)
+    models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(state), server)
     oip.add_to_server(inference, server)
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    known = (*SERVICES[1:], health.SERVICE_NAME, reflection.NAME)
-    pool = oip.pool_of(name for name in known if name != oip.NAME)
-    told = reflection.ReflectionServicer(known, pool, settings.idle_seconds)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(told, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (*SERVICES[1:], health.SERVICE_NAME, reflection.NAME)
+    pool = oip.pool_of(name for name in names if name != oip.NAME)
+    reflection_servicer = reflection.ReflectionServicer(names, pool, settings.idle_seconds)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection_servicer, server)
     return server
 
 
-def _at_the_door(settings: Settings, house: ServerState) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    parser = DeserializationInterceptor(settings, house)
-    return (auth.AuthInterceptor(settings.tokens_file, house), parser) if settings.tokens_file else (parser,)
+def _interceptors(settings: Settings, state: ServerState) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    """Return the interceptors; with a file of tokens, each call is authenticated before a message is parsed."""
+    deserialization = DeserializationInterceptor(settings, state)
+    if settings.tokens_file:
+        return auth.AuthInterceptor(settings.tokens_file, state), deserialization
+    return (deserialization,)
+
+
+def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.max_receive_message_length", settings.max_message_mib * 2**20),
+        ("grpc.per_message_decompression", 0),  # `deserialization` decompresses, when there is memory for it
+        ("grpc.max_send_message_length", -1),
+        # gRPC refuses at random between its soft and its hard limit, so both have the same value.
+        ("grpc.max_metadata_size", settings.max_metadata_kib * 2**10),
+        ("grpc.absolute_max_metadata_size", settings.max_metadata_kib * 2**10),
+        ("grpc.so_reuseport", 0),  # so that a second server on the same port fails instead of sharing the port
+        *connection_limits.options(settings),
+    )
 
 
 def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     """Listen on an address; return the port.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the server cannot listen on the address.
     """
     try:
         return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)

@@ -1,7 +1,7 @@
-"""The gRPC health protocol: the status of each service, for single checks and for watches.
+"""Servicer of the gRPC health protocol: the status of each service, for single checks and for watches.
 
 The servicer of grpcio-health-checking writes to a watcher while it holds the lock that a change of status needs. So one
-watcher that reads nothing freezes the status for everyone. Here a change of status waits for no watcher.
+watcher that reads nothing freezes the status for every other one. Here a change of status waits for no watcher.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply: TypeAlias = health_pb2.HealthCheckResponse
 Status: TypeAlias = "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
 
-WATCHERS = 1000  # at a time; one takes about 20 KiB
-WATCHERS_OF_ONE = 100  # from one address, so that one caller leaves room for the others
-LARGEST = 4096  # bytes of a question: a watch keeps the memory that its message takes for as long as it lasts
+MAX_WATCHERS = 1000  # each takes about 20 KiB
+MAX_WATCHERS_PER_ADDRESS = 100  # so that one caller leaves room for others
+MAX_MESSAGE_BYTES = 4096  # a watch keeps the memory of its message until it ends
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, and not typed
-    """Answers health checks."""
+    """Servicer that answers health checks."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, Status] = {}
-        self._changed = asyncio.Event()  # a new one after each change
+        self._changed = asyncio.Event()  # set by the next change of status, and then replaced
         self._watchers: Counter[str] = Counter()  # by address
 
     def set(self, statuses: Mapping[str, Status]) -> None:
-        """Change the status of services, by their names, and wake the watchers."""
+        """Set the status of services by their names, and notify the watchers."""
         self._statuses.update(statuses)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -57,17 +57,19 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
     async def Watch(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
-        """Send the status of one service, and send it again whenever it changes, until the connection ends."""
-        if request.ByteSize() > LARGEST:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a health watch has at most {LARGEST:,} bytes")
+        """Send the status of one service at once and after each change, until the call ends."""
+        if request.ByteSize() > MAX_MESSAGE_BYTES:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"a health watch has at most {MAX_MESSAGE_BYTES:,} bytes"
+            )
         address = address_of(context.peer())
-        if self._watchers.total() >= WATCHERS or self._watchers[address] >= WATCHERS_OF_ONE:
+        if self._watchers.total() >= MAX_WATCHERS or self._watchers[address] >= MAX_WATCHERS_PER_ADDRESS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health watches")
-        with self._counted(address):
-            await self._watched(request.service, context)
+        with self._count_watcher(address):
+            await self._watch(request.service, context)
 
     @contextmanager
-    def _counted(self, address: str) -> Iterator[None]:
+    def _count_watcher(self, address: str) -> Iterator[None]:
         self._watchers[address] += 1
         try:
             yield
@@ -76,7 +78,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
             if not self._watchers[address]:
                 del self._watchers[address]
 
-    async def _watched(self, service: str, context: Context) -> None:
+    async def _watch(self, service: str, context: Context) -> None:
         sent: Status | None = None
         while True:
             changed, status = self._changed, self._statuses.get(service, Reply.SERVICE_UNKNOWN)

@@ -1,7 +1,7 @@
-"""A channel whose calls go to services of this process: no port, no socket, and no message is serialized.
+"""Channel to services in the same process, without a port, a socket or serialized messages.
 
-It has the methods of `grpc.Channel` that a camserve client uses, so that everything that is true of a call over the
-network is true of one in the process: options, errors, progress, timeouts and cancellation.
+It has the methods of `grpc.Channel` that a camserve client uses. Calls behave as over the network: options, errors,
+progress, timeouts and cancellation.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
 class Services:
-    """The services of this process by the names of their methods; generated code registers them, as with a server."""
+    """Services of this process. Generated code registers their methods, as with a server."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Any] = {}
@@ -35,7 +35,7 @@ class Services:
         self._handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Add nothing: generated code registers the same methods in both ways."""
+        """Do nothing: generated code also registers the same methods with `add_registered_method_handlers`."""
 
     def handler(self, method: str) -> Any:
         """Return the handler of a method.
@@ -49,11 +49,11 @@ class Services:
 
 
 def services_of(pipeline: Pipeline, stream_in_flight: int) -> Services:
-    """Return the services over a pipeline.
+    """Return the services of a pipeline.
 
     Args:
-        pipeline: that they answer from.
-        stream_in_flight: requests of one stream under way at most.
+        pipeline: pipeline that explains images.
+        stream_in_flight: the largest number of requests of one stream in flight.
     """
     services, state = cast("Any", Services()), ServerState(stream_in_flight, pipeline=pipeline)
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(state), services)
@@ -63,12 +63,12 @@ def services_of(pipeline: Pipeline, stream_in_flight: int) -> Services:
 
 
 class CallError(grpc.RpcError):
-    """The error of a call, as grpc's own: with a status code, details and trailers.
+    """Error of a call, with a status code, details and trailers like errors of grpc.
 
     Args:
-        code: The status code.
-        details: What was wrong.
-        trailers: Metadata that follow the error, such as the fields at fault.
+        code: the status code.
+        details: description of the error.
+        trailers: trailing metadata, such as the fields at fault.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str, trailers: Metadata = ()) -> None:
@@ -80,21 +80,21 @@ class CallError(grpc.RpcError):
         return self._code
 
     def details(self) -> str:
-        """Return what was wrong."""
+        """Return the description of the error."""
         return self._details
 
     def trailing_metadata(self) -> Any:
-        """Return the metadata that follow the error."""
+        """Return the trailing metadata."""
         return self._trailers
 
 
 class _Context:
-    """Context of a call: the methods of `grpc.aio.ServicerContext` that our services use.
+    """Context of a call, with the methods of `grpc.aio.ServicerContext` that the services use.
 
     Args:
-        metadata: of the call.
-        deadline: on the event loop's clock.
-        write: takes each message of a stream.
+        metadata: metadata of the call.
+        deadline: deadline on the event loop's clock.
+        write: function that receives each reply of a stream.
     """
 
     def __init__(self, metadata: Metadata, deadline: float, write: Callable[[Any], object]) -> None:
@@ -112,7 +112,7 @@ class _Context:
         return "in-process"
 
     def set_trailing_metadata(self, _trailers: Metadata) -> None:
-        """Drop the trailers of a call that succeeds: a client does not read them."""
+        """Do nothing: a client does not read the trailers of a call that succeeds."""
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         self._callbacks.append(callback)
@@ -129,11 +129,11 @@ class _Context:
 
 
 class Channel:
-    """Calls the services of an event loop that runs in another thread.
+    """Channel to services on an event loop that runs in another thread.
 
     Args:
-        loop: The event loop.
-        services: What is called.
+        loop: the event loop.
+        services: the services.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, services: Services) -> None:
@@ -146,10 +146,10 @@ class Channel:
 
         def call(request: Any, timeout: float | None = None, metadata: Metadata = ()) -> Any:
             handler = self._services.handler(method)
-            packed = isinstance(request, bytes)
-            message = handler.request_deserializer(request) if packed else request
-            reply = self._result(self._answered(handler.unary_unary, message, timeout, metadata))
-            return handler.response_serializer(reply) if packed else reply
+            serialized = isinstance(request, bytes)
+            message = handler.request_deserializer(request) if serialized else request
+            reply = self._result(self._call(handler.unary_unary, message, timeout, metadata))
+            return handler.response_serializer(reply) if serialized else reply
 
         return call
 
@@ -158,7 +158,7 @@ class Channel:
 
         def call(requests: Iterable[Any], timeout: float | None = None, metadata: Metadata = ()) -> Stream:
             handler, stream = self._services.handler(method), Stream()
-            work = self._streamed(handler.stream_stream, requests, stream, timeout, metadata)
+            work = self._call_stream(handler.stream_stream, requests, stream, timeout, metadata)
             stream.future = self._start(work)
             stream.future.add_done_callback(stream.end)
             return stream
@@ -166,7 +166,7 @@ class Channel:
         return call
 
     def close(self) -> None:
-        """Cancel the calls that are under way, and take no more."""
+        """Cancel the calls in flight, and refuse new ones."""
         self._closed = True
         for future in list(self._running):
             future.cancel()
@@ -174,7 +174,7 @@ class Channel:
     def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         if self._closed:
             work.close()
-            raise ValueError("Cannot invoke RPC on closed channel!")  # the words of grpc, which clients expect
+            raise ValueError("Cannot invoke RPC on closed channel!")  # the message of grpc, which clients expect
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
@@ -186,17 +186,15 @@ class Channel:
             return future.result()
         except CancelledError:
             raise CallError(grpc.StatusCode.CANCELLED, "Channel closed!") from None
-        except BaseException:  # Ctrl-C, which is raised in this thread
+        except BaseException:  # such as KeyboardInterrupt, which is raised in this thread
             future.cancel()
             raise
 
-    async def _answered(
-        self, method: Callable[..., Any], message: Any, timeout: float | None, metadata: Metadata
-    ) -> Any:
+    async def _call(self, method: Callable[..., Any], message: Any, timeout: float | None, metadata: Metadata) -> Any:
         async with _context(metadata, timeout, lambda _message: None) as context:
             return await method(message, context)
 
-    async def _streamed(
+    async def _call_stream(
         self,
         method: Callable[..., Any],
         requests: Iterable[Any],
@@ -205,14 +203,14 @@ class Channel:
         metadata: Metadata,
     ) -> None:
         async with _context(metadata, timeout, stream.put) as context:
-            await method(_received(requests, self._loop), context)
+            await method(_receive(requests, self._loop), context)
 
 
 @asynccontextmanager
 async def _context(
     metadata: Metadata, timeout: float | None, write: Callable[[Any], object]
 ) -> AsyncIterator[_Context]:
-    """Give the block what its service may ask of the call; end it when its time is up."""
+    """Yield the context of a call, and cancel the block when the timeout is over."""
     clock = asyncio.get_running_loop().time
     seconds = None if timeout is None or math.isinf(timeout) else timeout
     context = _Context(metadata, math.inf if seconds is None else clock() + seconds, write)
@@ -225,12 +223,12 @@ async def _context(
         context.done()
 
 
-async def _received(requests: Iterable[Any], loop: asyncio.AbstractEventLoop) -> AsyncIterator[Received[Any]]:
-    """Yield the messages of a stream; a thread takes them from the caller, who may make each only then."""
+async def _receive(requests: Iterable[Any], loop: asyncio.AbstractEventLoop) -> AsyncIterator[Received[Any]]:
+    """Yield the messages of a stream. A thread iterates over them, because the caller's iterator may block."""
     messages: asyncio.Queue[Received[Any] | None] = asyncio.Queue()
 
     def read() -> None:
-        with suppress(RuntimeError):  # the loop is closed, and with it the stream
+        with suppress(RuntimeError):  # the event loop was closed, which ended the stream
             for message in requests:
                 loop.call_soon_threadsafe(messages.put_nowait, Received(message))
             loop.call_soon_threadsafe(messages.put_nowait, None)
@@ -241,9 +239,9 @@ async def _received(requests: Iterable[Any], loop: asyncio.AbstractEventLoop) ->
 
 
 class Stream:
-    """The replies of a stream, as they come.
+    """Iterator over the replies of a stream.
 
-    Iteration ends with the stream, or with the `CallError` that it fails with.
+    Iteration ends when the stream ends, or raises the `CallError` of a stream that fails.
     """
 
     def __init__(self) -> None:
@@ -267,6 +265,6 @@ class Stream:
             raise error
 
     def cancel(self) -> None:
-        """Cancel what the stream still waits for."""
+        """Cancel the stream."""
         if self.future:
             self.future.cancel()

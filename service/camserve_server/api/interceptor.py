@@ -1,4 +1,4 @@
-"""What wraps the handler of every RPC, once."""
+"""Base class of interceptors that wrap the handler of each RPC once."""
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
@@ -6,22 +6,22 @@ from typing import Any, TypeAlias
 
 import grpc
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # gRPC's own class takes no [] at run time
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # a string: gRPC's class accepts no [] at run time
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """Gives each RPC a handler that is made of its own when it is first called."""
+    """Interceptor that wraps the handler of an RPC at its first call, and reuses the wrapped handler."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Handler] = {}
+        self._wrapped: dict[str, Handler] = {}
 
     @abstractmethod
-    def wrapped(self, method: str, handler: Any) -> Handler:
-        """Return what is to handle an RPC.
+    def wrap(self, method: str, handler: Any) -> Handler:
+        """Return the wrapped handler of an RPC.
 
         Args:
-            method: its name, "/camserve.v1.ExplainService/Explain".
-            handler: its own.
+            method: full name of the RPC, such as "/camserve.v1.ExplainService/Explain".
+            handler: the RPC's own handler.
         """
 
     async def intercept_service(
@@ -29,11 +29,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Return the handler of an RPC, or None where there is no such RPC."""
+        """Return the wrapped handler of an RPC, or None if there is no such RPC."""
         method = handler_call_details.method
-        if method in self._made:
-            return self._made[method]
+        if method in self._wrapped:
+            return self._wrapped[method]
         handler = await continuation(handler_call_details)
-        if handler is not None:  # callers choose the names of RPCs that there are not, so there is no end of them
-            handler = self._made[method] = self.wrapped(method, handler)
+        if handler is not None:  # unknown names are not stored: callers could send any number of them
+            handler = self._wrapped[method] = self.wrap(method, handler)
         return handler

@@ -1,4 +1,4 @@
-"""The scope of one RPC: its request id, deadline, caller, telemetry and line in the log; its errors become statuses."""
+"""Scope of an RPC: request id, deadline, caller, telemetry, the line in the log, and errors as gRPC statuses."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 STREAMS = frozenset({"ExplainStream", "ModelStreamInfer"})
-"""Streaming RPCs: each request of theirs is recorded by itself."""
+"""Names of the streaming RPCs. Each request of a stream has a trace of its own."""
 
 RPC_NAMES: Mapping[str, str] = {
     rpc.name: f"{service.full_name}/{rpc.name}"
@@ -37,11 +37,13 @@ RPC_NAMES: Mapping[str, str] = {
     for service in file.DESCRIPTOR.services_by_name.values()
     for rpc in service.methods
 }
-"""The full names of the RPCs, by their short names, which are unique."""
+"""Full names of the RPCs by their short names, which are unique."""
 
-LONGEST_ID = 128  # characters of a request id
-RECORDED_METHODS = 9  # methods of a request that are looked at before its size is checked
-ROUNDING = 0.95  # of a deadline: gRPC rounds the time left up, so the caller may give up slightly before our deadline
+MAX_ID_LENGTH = 128  # characters of a request id
+MAX_TRACED_METHODS = 9  # methods of a request that its trace names; the trace begins before the request is checked
+DEADLINE_TOLERANCE = (
+    0.95  # share of a deadline: gRPC rounds the time left up, so the caller may cancel slightly earlier
+)
 
 
 @dataclass(slots=True)
@@ -49,14 +51,14 @@ class ServerState:
     """The state of the server that its RPCs share.
 
     Attributes:
-        stream_in_flight: requests of one stream under way at most.
-        idle: seconds that a stream may be open with nothing of it under way.
-        pipeline: None until the models are warm.
-        draining: set when the server stops.
-        active: calls under way.
-        arrived: calls that came so far.
-        telemetry: of requests; None where it is off.
-        names: of spans, by the names of the RPCs.
+        stream_in_flight: the largest number of requests of one stream in flight.
+        idle: the time, in seconds, that a stream may be open without a request in flight.
+        pipeline: the pipeline; None until the models are warm.
+        draining: event that is set when the server stops.
+        active: the number of calls in flight.
+        arrived: the number of calls since the server started.
+        telemetry: telemetry of requests; None if it is off.
+        names: names of spans by the short names of the RPCs.
     """
 
     stream_in_flight: int
@@ -68,18 +70,18 @@ class ServerState:
     telemetry: Telemetry | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self) -> Pipeline:
-        """Return the pipeline.
+    def require_open(self) -> Pipeline:
+        """Return the pipeline for a new request.
 
         Raises:
-            Unavailable: the server is starting or stopping.
+            Unavailable: the server is starting or draining.
         """
         if self.draining.is_set():
             raise Unavailable("the server is draining", retry_after=1.0, shed="draining")
-        return self.accepted()
+        return self.require_warm()
 
-    def accepted(self) -> Pipeline:
-        """Return the pipeline for a request that was accepted before the server began to drain.
+    def require_warm(self) -> Pipeline:
+        """Return the pipeline, even for a server that drains: for requests that it has already accepted.
 
         Raises:
             Unavailable: the server is starting.
@@ -89,8 +91,8 @@ class ServerState:
         return self.pipeline
 
     @contextmanager
-    def visited(self) -> Iterator[None]:
-        """Count a call as under way inside the block."""
+    def count_call(self) -> Iterator[None]:
+        """Count a call as in flight inside the block."""
         self.arrived += 1
         self.active += 1
         try:
@@ -101,17 +103,17 @@ class ServerState:
 
 @dataclass(slots=True)
 class Call:
-    """One RPC, or one item of a stream.
+    """An RPC, or one item of a stream.
 
     Attributes:
-        request_id: the caller's, or one of ours.
-        deadline: on the event loop's clock.
-        caller: the name of a token, or an address.
-        unsent: closed when its reply is sent: releases what is held for it.
-        fields: of its line in the log.
-        telemetry: that counts it; None where it is off.
-        record: of it, for telemetry; None where it is off.
-        stream: the record of the stream that it is an item of.
+        request_id: id of the request, from the caller or generated.
+        deadline: deadline on the event loop's clock.
+        caller: name of the caller's token, or the caller's address.
+        unsent: stack that releases the reply's memory; closed when the reply has been sent.
+        fields: fields of the call's line in the log.
+        telemetry: telemetry that counts the call; None if it is off.
+        trace: trace of the call; None if telemetry is off.
+        stream_trace: trace of the stream that the item belongs to.
     """
 
     request_id: str
@@ -120,41 +122,41 @@ class Call:
     unsent: ExitStack = field(default_factory=ExitStack)
     fields: dict[str, object] = field(default_factory=dict)
     telemetry: Telemetry | None = None
-    record: RequestTrace | None = None
-    stream: RequestTrace | None = None
+    trace: RequestTrace | None = None
+    stream_trace: RequestTrace | None = None
 
     def item(self, request_id: str) -> "Call":
         """Return the call of one item of this stream."""
-        return Call(request_id, self.deadline, self.caller, stream=self.record)
+        return Call(request_id, self.deadline, self.caller, stream_trace=self.trace)
 
-    def bound(self, pipeline: Pipeline) -> Pipeline:
+    def bind(self, pipeline: Pipeline) -> Pipeline:
         """Return the pipeline for the requests of this call."""
-        return pipeline.called_by(self.caller, self.record)
+        return pipeline.called_by(self.caller, self.trace)
 
     def begin(self, state: ServerState, rpc: str, context: Context | None = None) -> None:
-        """Begin its record where telemetry is on; without a context it is an item of a stream."""
+        """Start the trace if telemetry is on. Without a context the call is an item of a stream."""
         if state.telemetry:
             name = state.names.get(rpc, rpc) if context else f"{rpc} item"
             stream = context is not None and rpc in STREAMS
-            record = RequestTrace(rpc, self.request_id if _is_id(self.request_id) else "", stream)
-            state.telemetry.begin(record, name, _metadata(context), self.stream)
-            self.telemetry, self.record = state.telemetry, record
-            logs.TRACE_ID.set(record.trace_id)
+            trace = RequestTrace(rpc, self.request_id if _is_id(self.request_id) else "", stream)
+            state.telemetry.begin(trace, name, _metadata(context), self.stream_trace)
+            self.telemetry, self.trace = state.telemetry, trace
+            logs.TRACE_ID.set(trace.trace_id)
 
     def record_request(self, request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel]) -> None:
-        """Record which model and methods a request names, before it is checked: names that do not exist are left out.
+        """Record the model and methods of a request that is not checked yet; unknown names are left out.
 
         Args:
-            request: as it came.
-            models: that there are; the first is the default.
+            request: the request.
+            models: the models of the server by name; the first is the default.
         """
-        if self.record:
+        if self.trace:
             model = request.model or next(iter(models), "")
-            named = [one.name if one.name in METHODS else "" for one in request.methods[:RECORDED_METHODS]]
-            self.record.about(model if model in models else "", named or [codec.DEFAULT_METHOD])
+            methods = [method.name if method.name in METHODS else "" for method in request.methods[:MAX_TRACED_METHODS]]
+            self.trace.about(model if model in models else "", methods or [codec.DEFAULT_METHOD])
 
     def note_reply(self, response: explain_pb2.ExplainResponse) -> None:
-        """Add what was answered to the fields of the log."""
+        """Add properties of the response to the fields of the log."""
         self.fields = {
             "model": response.model,
             "explanations": len(response.explanations),
@@ -162,72 +164,72 @@ class Call:
         }
 
     def fail(self, error: ServiceError) -> grpc.StatusCode:
-        """Add an error to the fields of the log and to the record; return its status."""
+        """Add an error to the fields of the log and to the trace; return its status."""
         self.fields["error"] = error.message
-        if self.record:
-            self.record.reason = error.shed
+        if self.trace:
+            self.trace.reason = error.shed
         return STATUS[type(error)]
 
-    def end(self, what: str, code: grpc.StatusCode, began: float) -> None:
-        """Write the line of the log, and end the record."""
+    def end(self, name: str, code: grpc.StatusCode, began: float) -> None:
+        """Write the line of the log, and end the trace."""
         now = asyncio.get_running_loop().time()
-        if code is grpc.StatusCode.CANCELLED and now - began >= ROUNDING * (self.deadline - began):
+        if code is grpc.StatusCode.CANCELLED and now - began >= DEADLINE_TOLERANCE * (self.deadline - began):
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-        log.info(what, extra=logs.fields(code=code.name, ms=round(1e3 * (now - began), 1), **self.fields))
-        if self.telemetry and self.record:
-            self.telemetry.end(self.record, code.name)
+        log.info(name, extra=logs.fields(code=code.name, ms=round(1e3 * (now - began), 1), **self.fields))
+        if self.telemetry and self.trace:
+            self.telemetry.end(self.trace, code.name)
 
 
 @asynccontextmanager
 async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIterator[Call]:
-    """Give the block its request id and deadline; turn what it raises into a status; log how it went."""
+    """Run an RPC in the block: give it a request id and a deadline, map its errors to statuses, and log it."""
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     deadline = math.inf if remaining is None else began + remaining
     call = Call(_request_id(context), deadline, caller_of(context))
-    context.add_done_callback(lambda _context: call.unsent.close())  # type: ignore[arg-type]  # any callable will do
+    context.add_done_callback(lambda _context: call.unsent.close())  # type: ignore[arg-type]  # accepts any callable
     logs.REQUEST_ID.set(call.request_id)
     call.begin(state, rpc, context)
     context.set_trailing_metadata((("x-request-id", call.request_id),))
     code = grpc.StatusCode.CANCELLED
     try:
-        with state.visited():
+        with state.count_call():
             yield call
         code = grpc.StatusCode.OK
-    except Exception as error:  # noqa: BLE001 -- the border: nothing of ours goes out unmapped
-        ours = service_error_of(error)
-        code = call.fail(ours)
-        await context.abort(code, ours.message, trailers_of(ours, call.request_id))
+    except Exception as error:  # noqa: BLE001 -- every error must become a gRPC status
+        service_error = service_error_of(error)
+        code = call.fail(service_error)
+        await context.abort(code, service_error.message, trailers_of(service_error, call.request_id))
     finally:
         call.end(rpc, code, began)
 
 
 async def run_item(state: ServerState, call: Call, rpc: str, work: Awaitable[T]) -> T | ServiceError:
-    """Wait for one request of a stream, whose failure leaves the stream open; log how it went.
+    """Run one request of a stream and log it. Return its error, if it fails, so that the stream stays open.
 
     Args:
-        state: of the server.
-        call: of the item.
-        rpc: of the stream.
-        work: that answers it.
+        state: state of the server.
+        call: call of the item.
+        rpc: name of the streaming RPC.
+        work: awaitable that answers the request.
     """
     began, code = asyncio.get_running_loop().time(), grpc.StatusCode.CANCELLED
     call.begin(state, rpc)
     try:
-        answer = await work
-    except Exception as error:  # noqa: BLE001 -- one request's failure leaves the stream open
-        ours = service_error_of(error)
-        code = call.fail(ours)
-        return ours
+        result = await work
+    except Exception as error:  # noqa: BLE001 -- the failure of one request leaves the stream open
+        service_error = service_error_of(error)
+        code = call.fail(service_error)
+        return service_error
     else:
         code = grpc.StatusCode.OK
-        return answer
+        return result
     finally:
         call.end(f"{rpc} item", code, began)
 
 
 def caller_of(context: Context) -> str:
-    """Return who makes a call: the name of its token, or else its address."""
+    """Return the caller of an RPC: the name of its token, or its address if it has none."""
     return logs.CALLER.get() or address_of(context.peer())
 
 
@@ -236,20 +238,20 @@ def _metadata(context: Context | None) -> dict[str, Any]:
 
 
 def _request_id(context: Context) -> str:
-    theirs = str(_metadata(context).get("x-request-id", ""))
-    # Unlike uuid4, this asks nothing of the kernel, which would let go of the interpreter on every call.
-    return theirs if _is_id(theirs) else f"{random.getrandbits(128):032x}"
+    request_id = str(_metadata(context).get("x-request-id", ""))
+    # Not uuid4, which makes a system call: that releases the interpreter's lock on every call.
+    return request_id if _is_id(request_id) else f"{random.getrandbits(128):032x}"
 
 
 def check_id(request_id: str) -> None:
     """Refuse a request id that is empty, too long or not printable.
 
     Raises:
-        InvalidArgument: it is one of these.
+        InvalidArgument: the id is empty, too long or not printable.
     """
     if not _is_id(request_id):
-        raise InvalidArgument(f"a request_id has 1 to {LONGEST_ID} printable characters", field="request_id")
+        raise InvalidArgument(f"a request_id has 1 to {MAX_ID_LENGTH} printable characters", field="request_id")
 
 
 def _is_id(text: str) -> bool:
-    return text.isprintable() and 0 < len(text) <= LONGEST_ID
+    return text.isprintable() and 0 < len(text) <= MAX_ID_LENGTH

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses: one table, the trailers of a call, and the error of one item of a stream."""
+"""Errors as gRPC statuses: the table of statuses, the trailers of a call, and the error of one item of a stream."""
 
 import logging
 import math
@@ -26,13 +26,13 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
     errors.WorkerLost: grpc.StatusCode.UNAVAILABLE,
     errors.Internal: grpc.StatusCode.INTERNAL,
 }
-"""The gRPC status of each of our errors."""
+"""The gRPC status of each subclass of ServiceError."""
 
 
 def service_error_of(error: Exception) -> ServiceError:
-    """Return our own errors as they are, and Internal for every other error, which is logged.
+    """Return a ServiceError as it is, and Internal for any other error, which is logged.
 
-    Our errors lose their tracebacks. A traceback refers to frames that refer to the error, and this cycle would keep
+    A ServiceError loses its traceback. A traceback refers to frames that refer to the error, and this cycle would keep
     the request, perhaps many megabytes, in memory until the next garbage collection.
     """
     if isinstance(error, ServiceError):
@@ -42,7 +42,7 @@ def service_error_of(error: Exception) -> ServiceError:
 
 
 def trailers_of(error: ServiceError, request_id: str) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the trailing metadata of a call that failed: google.rpc.Status, and when to retry."""
+    """Return the trailing metadata of a failed call: request id, google.rpc.Status, and the time before a retry."""
     status = status_pb2.Status(code=code_pb2.Code.Value(STATUS[type(error)].name), message=error.message)
     status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
     if error.field:

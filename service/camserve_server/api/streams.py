@@ -1,9 +1,9 @@
-"""Streams: the server of many requests on one call, and the timer that ends a stream that nobody uses."""
+"""Streams of requests: many requests on one call, and the timer that ends an idle stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -12,6 +12,8 @@ from camserve_server.core.errors import ServiceError, Unavailable
 
 Q = TypeVar("Q")
 
+Write: TypeAlias = Callable[[Any], Awaitable[None]]
+
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[Q]):
@@ -19,7 +21,7 @@ class Received(Generic[Q]):
 
     Attributes:
         message: the message.
-        release: releases the memory that is reserved for it.
+        release: function that releases the memory reserved for the message.
     """
 
     message: Q
@@ -30,66 +32,76 @@ async def serve_stream(
     state: ServerState,
     context: Context,
     requests: AsyncIterator[Received[Q]],
-    answer: Callable[[Q, Callable[[Any], Awaitable[None]]], Awaitable[None]],
+    answer: Callable[[Q, Write], Awaitable[None]],
 ) -> None:
-    """Answer the requests of a stream, some at a time, until there are no more or the server stops.
+    """Answer the requests of a stream, several at a time, until it ends or the server stops.
 
     Args:
-        state: says how many at a time, and when it stops.
-        context: of the call.
-        requests: as they come.
-        answer: answers one of them, by what writes to the stream.
+        state: state of the server, with the limit on requests of one stream in flight.
+        context: context of the call.
+        requests: the messages of the stream.
+        answer: function that answers one request. It gets the request and a function that writes to the stream.
 
     Raises:
-        ServiceError: the stream was idle for long, or what came is no request; those before it are answered first.
+        ServiceError: the stream was idle for too long, or a message is invalid; earlier requests are answered first.
     """
-    state.open()
-    free, writing, timer = asyncio.Semaphore(state.stream_in_flight), asyncio.Lock(), IdleTimer(state.idle)
-    handler = cast("asyncio.Task[None]", asyncio.current_task())
+    state.require_open()
+    slots, timer, write = asyncio.Semaphore(state.stream_in_flight), IdleTimer(state.idle), _serialized_writer(context)
 
-    async def write(reply: Any) -> None:
-        async with writing:
-            try:
-                await context.write(reply)
-            except grpc.aio.InternalError:  # the caller has gone: a write may know it before gRPC cancels us
-                handler.cancel()
-
-    async def answered(item: Received[Q]) -> None:
+    async def answer_item(item: Received[Q]) -> None:
         await answer(item.message, write)
         item.release()
-        timer.ended()
-        free.release()
+        timer.request_finished()
+        slots.release()
 
-    ended: ServiceError | None = None
+    error: ServiceError | None = None
     async with asyncio.TaskGroup() as group:
-        await free.acquire()
+        await slots.acquire()
         try:
             while (item := await _next(state, requests, timer)) is not None:
-                timer.began()
-                group.create_task(answered(item))
-                del item  # or it would stay until the next one comes
-                await free.acquire()
-        except ServiceError as error:
-            ended = error  # those that came before it are answered first
-    if ended:
-        raise ended
+                timer.request_started()
+                group.create_task(answer_item(item))
+                del item  # otherwise the message would stay in memory until the next one arrives
+                await slots.acquire()
+        except ServiceError as raised:
+            error = raised  # raised below, when the group has answered the earlier requests
+    if error:
+        raise error
+    _check_not_draining(state)
+
+
+def _check_not_draining(state: ServerState) -> None:
     if state.draining.is_set():
-        raise Unavailable("the server is draining: send the rest to another", retry_after=1.0, shed="draining")
+        message = "the server is draining: send the remaining requests to another server"
+        raise Unavailable(message, retry_after=1.0, shed="draining")
+
+
+def _serialized_writer(context: Context) -> Write:
+    """Return a function that writes messages one at a time, and cancels the current task if the caller is gone."""
+    lock, handler = asyncio.Lock(), cast("asyncio.Task[None]", asyncio.current_task())
+
+    async def write(reply: Any) -> None:
+        async with lock:
+            try:
+                await context.write(reply)
+            except grpc.aio.InternalError:  # the caller is gone: a write may fail before gRPC cancels the handler
+                handler.cancel()
+
+    return write
 
 
 async def _next(state: ServerState, requests: AsyncIterator[Received[Q]], timer: "IdleTimer") -> Received[Q] | None:
-    """Return the next request, or None when there are no more or the server stops.
+    """Return the next request, or None at the end of the stream or when the server stops.
 
     Raises:
-        Unavailable: nothing is under way, and nothing came for long.
-        InvalidArgument: what came is no request.
+        Unavailable: the stream was idle for too long.
+        InvalidArgument: the message is invalid.
     """
     reading = asyncio.ensure_future(anext(requests, None))
     draining = asyncio.ensure_future(state.draining.wait())
     try:
         while not (reading.done() or draining.done()):
-            waiting = (reading, draining)
-            await asyncio.wait(waiting, timeout=timer.left(), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reading, draining), timeout=timer.seconds_left(), return_when=asyncio.FIRST_COMPLETED)
         return reading.result() if reading.done() else None
     finally:
         draining.cancel()
@@ -97,31 +109,33 @@ async def _next(state: ServerState, requests: AsyncIterator[Received[Q]], timer:
 
 
 class IdleTimer:
-    """Ends a stream that is idle; one that waits for its answers is not.
+    """Timeout for a stream without a request in flight. A stream that waits for its answers is not idle.
 
     Args:
-        idle: seconds that it may be open with nothing of it under way.
+        timeout: the time, in seconds, that a stream may be open without a request in flight.
     """
 
-    def __init__(self, idle: float) -> None:
-        self._idle, self._under_way, self._since = idle, 0, asyncio.get_running_loop().time()
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._in_flight, self._idle_since = timeout, 0, asyncio.get_running_loop().time()
 
-    def began(self) -> None:
-        """Note that a request came."""
-        self._under_way += 1
+    def request_started(self) -> None:
+        """Count a request as in flight."""
+        self._in_flight += 1
 
-    def ended(self) -> None:
-        """Note that one was answered."""
-        self._under_way -= 1
-        self._since = asyncio.get_running_loop().time()
+    def request_finished(self) -> None:
+        """Count a request as answered, and restart the timeout."""
+        self._in_flight -= 1
+        self._idle_since = asyncio.get_running_loop().time()
 
-    def left(self) -> float:
-        """Return how many seconds from now to look again.
+    def seconds_left(self) -> float:
+        """Return the time in seconds until the stream may be idle for too long.
 
         Raises:
-            Unavailable: it was idle for too long; a client may open another when it has more to ask.
+            Unavailable: the stream was idle for too long; a client may open another one.
         """
-        left = self._idle if self._under_way else self._since + self._idle - asyncio.get_running_loop().time()
+        if self._in_flight:
+            return self._timeout
+        left = self._idle_since + self._timeout - asyncio.get_running_loop().time()
         if left <= 0:
-            raise Unavailable(f"the stream was idle for {self._idle:g} s")
+            raise Unavailable(f"the stream was idle for {self._timeout:g} s")
         return left

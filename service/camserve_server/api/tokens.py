@@ -1,4 +1,4 @@
-"""Tokens: who may call, kept as hashes in a file of lines `NAME ROLE[,ROLE] SHA256 [expires=DATE]`."""
+"""Access tokens, stored as hashes in a file with lines `NAME ROLE[,ROLE] SHA256 [expires=DATE]`."""
 
 import hashlib
 import hmac
@@ -12,23 +12,27 @@ from typing import TypeAlias
 from camserve_server.core.errors import ConfigError, Unauthenticated
 
 ROLES = ("explain", "observe", "admin")
-"""What a token may be for: to explain and judge; to see models, methods and reflection; to change something."""
+"""Roles of a token.
+
+explain: explain images and evaluate explanations. observe: list models and methods, and use reflection. admin: load and
+unload models.
+"""
 
 NAME = r"[\w.@-]{1,64}"
 LINE = re.compile(rf"({NAME})\s+([a-z,]+)\s+([0-9a-f]{{64}})(?:\s+expires=(\d{{4}}-\d\d-\d\d))?", re.ASCII)
 BEARER = re.compile(r"bearer +([!-~]{1,512})", re.ASCII | re.IGNORECASE)
-HINT = "send the metadata `authorization: Bearer TOKEN`, once"
+HINT = "send one metadata entry `authorization: Bearer TOKEN`"
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token: never the token itself.
+    """Record of a token, without the token itself.
 
     Attributes:
-        name: of who holds it, for the log.
-        roles: what it is for.
-        digest: SHA-256, 32 bytes.
-        last_day: on which it is good, in UTC; None for ever.
+        name: name of the holder, for the log.
+        roles: roles of the token.
+        digest: SHA-256 of the token, 32 bytes.
+        last_day: the last day on which the token is valid, in UTC; None if it does not expire.
     """
 
     name: str
@@ -37,7 +41,7 @@ class Token:
     last_day: date | None = None
 
     def line(self) -> str:
-        """Return the line of the file."""
+        """Return the token's line in the file."""
         expires = f" expires={self.last_day}" if self.last_day else ""
         return f"{self.name} {','.join(sorted(self.roles))} {self.digest.hex()}{expires}"
 
@@ -46,37 +50,37 @@ Tokens: TypeAlias = tuple[Token, ...]
 
 
 def new(name: str, roles: Iterable[str], last_day: date | None = None) -> tuple[str, Token]:
-    """Make a token of 256 random bits.
+    """Create a token of 256 random bits.
 
     Returns:
-        The token, for who shall hold it, and what to keep of it.
+        The secret token for its holder, and the record to store.
 
     Raises:
-        ConfigError: the name or a role is none.
+        ConfigError: the name or a role is invalid.
     """
     if not re.fullmatch(NAME, name, re.ASCII):
-        raise ConfigError(f"{name!r} is no name: it takes 1 to 64 letters, digits and any of . _ @ -")
-    secret = f"camserve_{secrets.token_urlsafe(32)}"  # the beginning is for those who scan for leaked secrets
+        raise ConfigError(f"invalid name {name!r}: a name has 1 to 64 letters, digits and characters of . _ @ -")
+    secret = f"camserve_{secrets.token_urlsafe(32)}"  # the prefix lets scanners recognise leaked secrets
     return secret, Token(name, _roles(",".join(roles)), _digest(secret), last_day)
 
 
 def parse(text: str) -> Tokens:
-    """Read the file.
+    """Parse the contents of the file.
 
     Raises:
-        ConfigError: a line is wrong. The words name its number and never what it says: it may be a token by mistake.
+        ConfigError: a line is malformed. The message has its number and not its text, which may be a secret token.
     """
     lines = ((number, line.split("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
-    return tuple(_token(number, line) for number, line in lines if line)
+    return tuple(_parse_line(number, line) for number, line in lines if line)
 
 
-def _token(number: int, line: str) -> Token:
-    form = LINE.fullmatch(line)
-    if not form:
+def _parse_line(number: int, line: str) -> Token:
+    match = LINE.fullmatch(line)
+    if not match:
         raise ConfigError(
-            f"line {number} is not NAME ROLE[,ROLE] SHA256 [expires=YYYY-MM-DD]: `camserve-server token new` makes one"
+            f"line {number} is not NAME ROLE[,ROLE] SHA256 [expires=YYYY-MM-DD]: `camserve-server token new` prints one"
         )
-    name, roles, digest, day = form.groups()
+    name, roles, digest, day = match.groups()
     try:
         return Token(name, _roles(roles), bytes.fromhex(digest), date.fromisoformat(day) if day else None)
     except (ValueError, ConfigError) as error:
@@ -86,44 +90,44 @@ def _token(number: int, line: str) -> Token:
 def _roles(text: str) -> frozenset[str]:
     roles = frozenset(text.split(","))
     if unknown := sorted(roles.difference(ROLES)):
-        raise ConfigError(f"no role {unknown[0]!r}: there are {', '.join(ROLES)}")
+        raise ConfigError(f"unknown role {unknown[0]!r}: the roles are {', '.join(ROLES)}")
     return roles
 
 
 def _digest(secret: str) -> bytes:
-    # A fast hash is enough: nobody guesses 256 random bits, as they would a password.
+    # A fast hash is enough: 256 random bits cannot be guessed, unlike a password.
     return hashlib.sha256(secret.encode()).digest()
 
 
-def authenticate(tokens: Tokens, shown: list[object], today: date | None = None) -> Token:
-    """Return whose token a call shows.
+def authenticate(tokens: Tokens, authorizations: list[object], today: date | None = None) -> Token:
+    """Return the token of a call.
 
     Args:
-        tokens: that are known.
-        shown: every value of the call's metadata `authorization`.
-        today: in UTC.
+        tokens: the valid tokens.
+        authorizations: all values of the call's metadata `authorization`.
+        today: the current date in UTC. Default: today.
 
     Raises:
-        Unauthenticated: there is none, or not one; or it is malformed, unknown or expired.
+        Unauthenticated: the call does not have exactly one token, or its token is malformed, unknown or expired.
     """
-    if not shown:
-        raise Unauthenticated(f"this server wants a token: {HINT}")
-    if len(shown) > 1:
-        raise Unauthenticated(f"the call shows {len(shown)} authorizations: {HINT}")
-    form = BEARER.fullmatch(shown[0]) if isinstance(shown[0], str) else None
-    if form is None:
-        raise Unauthenticated(f"the call's authorization is no bearer token: {HINT}")
-    token = _known(tokens, _digest(form[1]))
+    if not authorizations:
+        raise Unauthenticated(f"this server requires a token: {HINT}")
+    if len(authorizations) > 1:
+        raise Unauthenticated(f"the call has {len(authorizations)} authorizations: {HINT}")
+    match = BEARER.fullmatch(authorizations[0]) if isinstance(authorizations[0], str) else None
+    if match is None:
+        raise Unauthenticated(f"the call's authorization is not a bearer token: {HINT}")
+    token = _find(tokens, _digest(match[1]))
     if token is None:
-        raise Unauthenticated("the token is not known here, or was revoked: ask the server's operator for one")
+        raise Unauthenticated("the token is unknown or was revoked: ask the server's operator for a new one")
     if token.last_day and (today or datetime.now(UTC).date()) > token.last_day:
         raise Unauthenticated(f"the token expired after {token.last_day}: ask the server's operator for a new one")
     return token
 
 
-def _known(tokens: Tokens, digest: bytes) -> Token | None:
-    known = None
-    for token in tokens:  # all of them, so that the time taken does not say where in the file it stands
+def _find(tokens: Tokens, digest: bytes) -> Token | None:
+    result = None
+    for token in tokens:  # all of them, so that the time taken does not depend on the token's place in the file
         if hmac.compare_digest(token.digest, digest):
-            known = token
-    return known
+            result = token
+    return result

@@ -99,7 +99,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         self.address_family = AF_INET6 if host.startswith("[") else AF_INET
         self.metrics = prometheus_metrics.encode
         self._settings = settings
-        self._tokens = auth.known(settings.tokens_file) if settings.tokens_file else None
+        self._tokens = auth.tokens_file(settings.tokens_file) if settings.tokens_file else None
         self._open: dict[Any, tuple[float, socket]] = {}
         """Start time of each connection, and a duplicate of its socket, which TLS does not wrap; the oldest first."""
         super().__init__((host.strip("[]"), int(port)), _Handler)

@@ -165,11 +165,11 @@ async def serve(
         health.live()
         await server.start()
         try:
-            async with open_pipeline(settings, health.told, state.telemetry, specs) as pipeline:
+            async with open_pipeline(settings, health.set_healthy, state.telemetry, specs) as pipeline:
                 _start_serving(state, health, pipeline, port)
                 ready(port, pipeline)
                 await stop.asked.wait()
-                health.turn(warm=False)
+                health.set_warm(warm=False)
                 await grpc_server.drain(server, state, settings.drain_seconds, stop)
         finally:
             await server.stop(None)
@@ -177,7 +177,7 @@ async def serve(
 
 def _start_serving(state: ServerState, health: grpc_server.Health, pipeline: Pipeline, port: int) -> None:
     """Turn the health to SERVING, and pass requests to the pipeline."""
-    health.turn(warm=True)
+    health.set_warm(warm=True)
     state.pipeline = pipeline
     log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
 

@@ -116,7 +116,7 @@ def _check_environment(settings: Settings) -> Iterator[tuple[str, str]]:
         ("address", lambda: auth.check(settings.model_copy(update={"metrics_address": None}))),
         ("metrics_address", lambda: auth.check(settings.model_copy(update={"address": LOCAL_ADDRESS}))),
         ("tls_cert" if settings.tls_cert else "tls_key", lambda: auth.credentials(settings)),
-        ("tokens_file", lambda: settings.tokens_file and auth.known(settings.tokens_file)),
+        ("tokens_file", lambda: settings.tokens_file and auth.tokens_file(settings.tokens_file)),
         ("model_folder", check_model_folder),
         ("", add_plugins),
     )

@@ -160,4 +160,4 @@ class Engine:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the rows that are accepted and not yet answered, for the scaling policy."""
-        return {"rows": float(self._state.accepted().batcher.admitted)}
+        return {"rows": float(self._state.require_warm().batcher.admitted)}

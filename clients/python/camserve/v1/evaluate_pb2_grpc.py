@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EvaluateServiceStub(object):
-    """Judges explanations.
+    """Evaluates explanations.
     """
 
     def __init__(self, channel):
@@ -48,14 +48,14 @@ class EvaluateServiceStub(object):
 
 
 class EvaluateServiceServicer(object):
-    """Judges explanations.
+    """Evaluates explanations.
     """
 
     def Evaluate(self, request, context):
-        """Explains one image, and judges every map by every metric.
+        """Explains one image, and evaluates every map by every metric.
 
-        It costs the rows of the explanations and those of the metrics, which share batches with everybody else's. Errors are
-        those of Explain; INVALID_ARGUMENT also for a metric that needs a box where there is none.
+        The request costs the rows of the explanations and those of the metrics. Both share batches with the rows of other
+        requests. Errors are those of Explain. INVALID_ARGUMENT: a metric needs a box, and the request has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +90,7 @@ def add_EvaluateServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EvaluateService(object):
-    """Judges explanations.
+    """Evaluates explanations.
     """
 
     @staticmethod

@@ -64,9 +64,10 @@ class ExplainServiceServicer(object):
     def Explain(self, request, context):
         """Explains one image.
 
-        INVALID_ARGUMENT: a field is out of range, or the image cannot be read. NOT_FOUND: no such model, layer, label or
-        method. FAILED_PRECONDITION: the method cannot explain that layer. RESOURCE_EXHAUSTED: the queue is full; the trailer
-        "grpc-retry-pushback-ms" says how long to wait. UNAVAILABLE: the server is starting or draining.
+        INVALID_ARGUMENT: a field is out of range, or the image cannot be decoded. NOT_FOUND: there is no such model,
+        layer, label or method. FAILED_PRECONDITION: the method cannot explain that layer, or the target does not fit the
+        model. RESOURCE_EXHAUSTED: the queue is full; the trailer "grpc-retry-pushback-ms" says how long to wait.
+        UNAVAILABLE: the server is starting or draining, or the model is not ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,19 +76,25 @@ class ExplainServiceServicer(object):
     def ExplainStream(self, request_iterator, context):
         """Explains many images over one stream.
 
-        Replies come as they are ready, not in the order of the requests: pair them by request_id. A request that fails is
-        answered by an error of its own and leaves the stream open. The server reads ahead only as far as it has room, so a
-        client that keeps sending is slowed down and never refused for a full queue.
+        The server sends each response as soon as it is ready, in any order: match responses to requests by request_id. If
+        a request fails, the stream returns an Error for it and stays open. The server reads the next request only when it
+        has room for it. A client that sends faster is slowed down by flow control and is never refused because of a full
+        queue.
+
+        UNAVAILABLE: the server is draining, or the stream was idle for too long (20 s by default). Requests that the
+        server read before are answered first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InspectLayers(self, request, context):
-        """Measures every layer of a model while it looks at one image: what the layer returns and the score's gradient there.
+        """Measures the layers of a model for one image: statistics of each layer's output and of the score's gradient with
+        respect to it.
 
-        It takes one forward and one backward pass, whatever the number of layers, and keeps none of what it measures. Errors
-        are those of Explain; any layer that runs can be measured, with a grid or without.
+        It takes one forward and one backward pass, however many layers there are, and stores none of the tensors. Any
+        layer that runs can be measured, with or without a grid. Errors are those of Explain. FAILED_PRECONDITION: the
+        model returns an embedding, so there is no score to differentiate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,8 +103,9 @@ class ExplainServiceServicer(object):
     def ExtractFeatures(self, request, context):
         """Returns channels of a layer's feature maps: the most active ones, or those that matter most for the score.
 
-        Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image. INVALID_ARGUMENT: neither a
-        picture nor the raw maps are asked for, or those have more than 32 MiB.
+        Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image, or the model returns an
+        embedding. INVALID_ARGUMENT: the request asks for neither a picture nor raw maps, or the raw maps are larger than
+        32 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

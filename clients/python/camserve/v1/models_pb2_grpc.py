@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Describes the models and the methods; loads and unloads models.
+    """Describes models, layers and methods. Loads and unloads models.
     """
 
     def __init__(self, channel):
@@ -68,25 +68,26 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """Describes the models and the methods; loads and unloads models.
+    """Describes models, layers and methods. Loads and unloads models.
     """
 
     def ListModels(self, request, context):
-        """Lists the models; the first one is the default.
+        """Lists the models. The first one is the default.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Describes one model. NOT_FOUND: no such model.
+        """Describes one model, in whatever state it is. NOT_FOUND: there is no such model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLayers(self, request, context):
-        """Lists the layers of a model in the order in which they run. NOT_FOUND: no such model.
+        """Lists the layers of a model in the order in which they finish when it runs. NOT_FOUND: there is no such model, or
+        it is unloaded. UNAVAILABLE: it is being loaded or failed to load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,19 +101,24 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadModel(self, request, context):
-        """Loads a model that the configuration names, or loads it again: the version before goes on answering until the new one
-        is warm, and also when that cannot be loaded. Loads take turns. One whose caller gives up while it waits for its turn is
-        not begun, and one that has begun is finished. FAILED_PRECONDITION: the server's settings do not allow it, or it could
-        not be loaded. NOT_FOUND: no such model, or file. INVALID_ARGUMENT: a field is not as it is described.
+        """Loads a model of the configuration, or loads it again. The previous version answers until the new one has loaded
+        and warmed up, and continues to answer if that fails.
+
+        Models are loaded one at a time. If the caller cancels while the load waits for its turn, the load does not start.
+        A load that has started is completed even if the caller cancels.
+
+        FAILED_PRECONDITION: the server's settings do not allow it, or the model could not be loaded. NOT_FOUND: there is
+        no such model, or no such file of weights. INVALID_ARGUMENT: a field is malformed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadModel(self, request, context):
-        """Unloads a model: refuses new requests for it, finishes those that were accepted, and gives its memory back. To unload
-        one that is not loaded is no error. FAILED_PRECONDITION: the server's settings do not allow it. NOT_FOUND: no such
-        model.
+        """Unloads a model: refuses new requests for it, completes accepted requests, and frees its memory. Returns when its
+        last request is answered. To unload a model that is not loaded is not an error.
+
+        FAILED_PRECONDITION: the server's settings do not allow it. NOT_FOUND: there is no such model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,7 +166,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Describes the models and the methods; loads and unloads models.
+    """Describes models, layers and methods. Loads and unloads models.
     """
 
     @staticmethod

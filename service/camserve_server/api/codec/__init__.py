@@ -1,10 +1,10 @@
-"""Codec: protobuf requests into the server's own values, and results into protobuf replies."""
+"""Codec: converts protobuf requests into plain values, and results into protobuf responses."""
 
 from camserve_server.api.codec.evaluate import describe_metric, evaluate_response, read_evaluation, within_explain
 from camserve_server.api.codec.inspection import features_response, inspect_response, read_extraction, read_inspection
 from camserve_server.api.codec.loading import read_loading, read_unloading
 from camserve_server.api.codec.replies import describe_layer, describe_method, describe_model, explain_response, kind_of
-from camserve_server.api.codec.requests import DEFAULT_METHOD, find_model, read_model, read_order
+from camserve_server.api.codec.requests import DEFAULT_METHOD, find_model, read_explanation, read_model
 from camserve_server.api.codec.sizes import check_sizes
 
 __all__ = [
@@ -21,11 +21,11 @@ __all__ = [
     "inspect_response",
     "kind_of",
     "read_evaluation",
+    "read_explanation",
     "read_extraction",
     "read_inspection",
     "read_loading",
     "read_model",
-    "read_order",
     "read_unloading",
     "within_explain",
 ]

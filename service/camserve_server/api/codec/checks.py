@@ -1,46 +1,53 @@
-"""What every field is checked with, and how an error says what there is instead."""
+"""Checks that all fields share, and errors that list the valid names."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from camserve_server.core.errors import InvalidArgument, NotFound, did_you_mean
 
-LONGEST_SHOWN = 64  # characters of a caller's own word that an error repeats
-LARGEST_SIDE = 16_384  # pixels
-SHOWN = 12  # names that an error lists before it says how many more there are
+MAX_ECHOED = 64  # characters of a caller's text that an error repeats
+MAX_SIDE = 16_384  # pixels
+MAX_LISTED = 12  # names that an error lists; of further names it gives the number
 
 T = TypeVar("T")
 
 
-def find_known(kind: str, name: str, among: Mapping[str, T], there_are: str, field: str) -> T:
-    """Return what has that name.
+def find_known(kind: str, name: str, known: Mapping[str, T], intro: str, field: str) -> T:
+    """Return the value of a name.
+
+    Args:
+        kind: what the name stands for, such as "method".
+        name: the name in the request.
+        known: the valid names and their values.
+        intro: text before the list of valid names in the error, such as "there are".
+        field: path of the request's field.
 
     Raises:
-        NotFound: nothing has; the error lists what there is.
+        NotFound: the name is unknown; the error lists the valid names.
     """
-    if name in among:
-        return among[name]
-    hint = did_you_mean(name, among)
-    raise NotFound(f'unknown {kind} "{short(name)}": {there_are} {listed(among)}{hint}', field=field)
+    if name in known:
+        return known[name]
+    hint = did_you_mean(name, known)
+    raise NotFound(f'unknown {kind} "{shorten(name)}": {intro} {join_names(known)}{hint}', field=field)
 
 
 def check_range(value: float, low: float, high: float, field: str) -> None:
     """Refuse a number outside a range.
 
     Raises:
-        InvalidArgument: it is outside, or no number.
+        InvalidArgument: the number is outside the range, or NaN.
     """
     if not low <= value <= high:  # NaN fails this too
         raise InvalidArgument.of_field(field, f"is {low:g} to {high:g}, not {value:g}")
 
 
-def listed(names: Iterable[str]) -> str:
-    """Join names for an error: the first dozen, and how many more there are."""
+def join_names(names: Iterable[str]) -> str:
+    """Join names for an error: the first `MAX_LISTED`, and the number of the others."""
     names = list(names)
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    others = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + others
 
 
-def short(name: str) -> str:
-    """Cut a caller's own word for an error."""
-    return name if len(name) <= LONGEST_SHOWN else name[: LONGEST_SHOWN - 1] + "…"
+def shorten(text: str) -> str:
+    """Shorten a caller's text for an error."""
+    return text if len(text) <= MAX_ECHOED else text[: MAX_ECHOED - 1] + "…"

@@ -1,4 +1,4 @@
-"""Requests to judge explanations, and the replies."""
+"""Codec of Evaluate and ListMetrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from camserve.v1 import evaluate_pb2, explain_pb2
 from camserve_server.api.codec.checks import find_known
 from camserve_server.api.codec.replies import parameter_info, parameter_messages
-from camserve_server.api.codec.requests import read_order, read_parameters
+from camserve_server.api.codec.requests import read_explanation, read_parameters
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_box
 from camserve_server.core.errors import InvalidArgument, ServiceError
@@ -23,26 +23,25 @@ DEFAULT_METRICS = ("deletion", "insertion")
 def read_evaluation(
     request: evaluate_pb2.EvaluateRequest, models: Mapping[str, KnownModel], limits: Limits
 ) -> EvaluateRequest:
-    """Check a request and resolve every name in it.
+    """Check a request and resolve its names.
 
     Args:
-        request: as it came.
-        models: that there are; the first is the default.
-        limits: on what one request may ask for.
+        request: the request.
+        models: the models of the server by name; the first is the default.
+        limits: limits on one request.
 
     Raises:
-        ServiceError: a field is wrong; the error names it.
+        ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
     with within_explain():
-        explain = read_order(request.explain, models, limits)
+        explain = read_explanation(request.explain, models, limits)
     box = read_box(request.box, "box") if request.HasField("box") else None
     assessment = Assessment(explain.job, _read_metrics(request.metrics), box)
-    for place, call in enumerate(assessment.metrics):
+    for index, call in enumerate(assessment.metrics):
         if METRICS[call.name].boxed and box is None:
-            raise InvalidArgument(
-                f"{call.name} needs to be told where the object is: give a box", field=f"metrics[{place}].name"
-            )
+            message = f"{call.name} compares the map with the object's place: set box to the box around the object"
+            raise InvalidArgument(message, field=f"metrics[{index}].name")
     if assessment.rows > limits.rows:
         raise InvalidArgument(
             f"the request costs {assessment.rows} rows, {assessment.rows - explain.job.rows} of them for metrics, and "
@@ -54,7 +53,7 @@ def read_evaluation(
 
 @contextmanager
 def within_explain() -> Iterator[None]:
-    """Say of errors in the block that their field lies in `explain`."""
+    """Prefix the field paths of errors in the block with `explain.`."""
     try:
         yield
     except ServiceError as error:
@@ -64,8 +63,8 @@ def within_explain() -> Iterator[None]:
 
 
 def _read_metrics(metrics: Sequence[evaluate_pb2.Metric]) -> tuple[MetricCall, ...]:
-    wanted = metrics or [evaluate_pb2.Metric(name=name) for name in DEFAULT_METRICS]
-    return tuple(_read_metric(metric, f"metrics[{place}]") for place, metric in enumerate(wanted))
+    metrics = metrics or [evaluate_pb2.Metric(name=name) for name in DEFAULT_METRICS]
+    return tuple(_read_metric(metric, f"metrics[{index}]") for index, metric in enumerate(metrics))
 
 
 def _read_metric(message: evaluate_pb2.Metric, field: str) -> MetricCall:
@@ -77,19 +76,19 @@ def _read_metric(message: evaluate_pb2.Metric, field: str) -> MetricCall:
 def evaluate_response(
     request: EvaluateRequest, explained: explain_pb2.ExplainResponse, readings: Sequence[Sequence[Reading]]
 ) -> evaluate_pb2.EvaluateResponse:
-    """Encode the reply to a request; the caller sets its id.
+    """Encode the response to a request; the caller sets its id.
 
     Args:
-        request: says which metrics were evaluated.
+        request: the request, which names the metrics.
         explained: the encoded explanations.
-        readings: for each explanation, one of each metric.
+        readings: for each explanation, the reading of each metric.
     """
     return evaluate_pb2.EvaluateResponse(
         explained=explained,
         readings=[
-            _reading(place, call, one)
-            for place, row in enumerate(readings)
-            for call, one in zip(request.assessment.metrics, row, strict=True)
+            _reading(explanation, call, reading)
+            for explanation, row in enumerate(readings)
+            for call, reading in zip(request.assessment.metrics, row, strict=True)
         ],
     )
 
@@ -101,13 +100,13 @@ def _reading(explanation: int, call: MetricCall, reading: Reading) -> evaluate_p
         value=reading.value,
         higher_is_better=METRICS[call.name].higher_is_better,
         message=reading.words,
-        curves=[evaluate_pb2.Curve(name=one.name, x=one.x, y=one.y) for one in reading.curves],
+        curves=[evaluate_pb2.Curve(name=curve.name, x=curve.x, y=curve.y) for curve in reading.curves],
         parameters=parameter_messages(call.parameters),
     )
 
 
 def describe_metric(name: str) -> evaluate_pb2.MetricInfo:
-    """Describe the metric of that name."""
+    """Describe a metric."""
     metric = METRICS[name]
     defaults = {parameter.name: parameter.default for parameter in metric.parameters}
     return evaluate_pb2.MetricInfo(

@@ -1,4 +1,4 @@
-"""Names of picture encodings, fusions and profiles, here and on the wire."""
+"""Names of picture encodings, fusions and profiles by their protobuf values."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ FORMATS: dict["explain_pb2.ImageFormat.ValueType", Literal["jpeg", "png", "webp"
     explain_pb2.IMAGE_FORMAT_PNG: "png",
     explain_pb2.IMAGE_FORMAT_WEBP: "webp",
 }
-"""Ours by theirs."""
+"""Encodings of pictures by their protobuf values."""
 
 FUSIONS: dict["explain_pb2.Fusion.ValueType", Fusion | None] = {
     explain_pb2.FUSION_UNSPECIFIED: None,
@@ -20,7 +20,7 @@ FUSIONS: dict["explain_pb2.Fusion.ValueType", Fusion | None] = {
     explain_pb2.FUSION_MAX: "max",
     explain_pb2.FUSION_PRODUCT: "product",
 }
-"""Ours by theirs."""
+"""Fusions by their protobuf values."""
 
 PROFILES: dict["explain_pb2.Profile.ValueType", Profile] = {
     explain_pb2.PROFILE_UNSPECIFIED: "paper",
@@ -29,4 +29,4 @@ PROFILES: dict["explain_pb2.Profile.ValueType", Profile] = {
     explain_pb2.PROFILE_TORCHCAM: "torchcam",
     explain_pb2.PROFILE_CAPTUM: "captum",
 }
-"""Ours by theirs."""
+"""Profiles by their protobuf values."""

@@ -1,4 +1,4 @@
-"""The wire of the x-ray: what every layer gives for an image, and the channels of one."""
+"""Codec of InspectLayers and ExtractFeatures."""
 
 from collections.abc import Mapping
 
@@ -26,21 +26,21 @@ RANKS: Mapping["explain_pb2.ChannelRank.ValueType", Rank] = {
     explain_pb2.CHANNEL_RANK_ACTIVATION: "activation",
     explain_pb2.CHANNEL_RANK_GRADIENT: "gradient",
 }
-"""Ours by theirs."""
+"""Ranks by their protobuf values."""
 
 
 def read_inspection(
     request: explain_pb2.InspectLayersRequest, models: Mapping[str, KnownModel], limits: Limits
 ) -> InspectRequest:
-    """Check a request to measure layers.
+    """Check an InspectLayers request and resolve its names.
 
     Raises:
-        ServiceError: a field is wrong; the error names it.
+        ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
     model = read_model(request.model, models, "model")
-    for place, name in enumerate(request.layers):
-        find_layer(name, model, f"layers[{place}]")
+    for index, name in enumerate(request.layers):
+        find_layer(name, model, f"layers[{index}]")
     if len(set(request.layers)) < len(request.layers):
         raise InvalidArgument("a layer is named twice", field="layers")
     return InspectRequest(model, _target(request, model), tuple(request.layers), request.image)
@@ -49,22 +49,22 @@ def read_inspection(
 def read_extraction(
     request: explain_pb2.ExtractFeaturesRequest, models: Mapping[str, KnownModel], limits: Limits
 ) -> FeaturesRequest:
-    """Check a request for channels of a layer.
+    """Check an ExtractFeatures request and resolve its names.
 
     Raises:
-        ServiceError: a field is wrong; the error names it.
+        ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
     model = read_model(request.model, models, "model")
     layer = request.layer or model.default_layer
     check_layer(layer, model, "layer")
     if request.rank not in RANKS:
-        raise InvalidArgument(f"there is no rank {request.rank}", field="rank")
+        raise InvalidArgument(f"unknown rank {request.rank}", field="rank")
     top = request.top if request.HasField("top") else DEFAULT_TOP
     check_range(top, 1, limits.channels, "top")
     if not (request.raw or request.picture):
-        raise InvalidArgument("ask for a picture, for raw maps, or for both", field="picture")
-    found = FeaturesRequest(
+        raise InvalidArgument("request a picture, raw maps, or both", field="picture")
+    features_request = FeaturesRequest(
         model=model,
         target=_target(request, model),
         layer=layer,
@@ -75,48 +75,47 @@ def read_extraction(
         picture=read_format(request.picture, "picture"),
         colormap=request.colormap or "viridis",
     )
-    _check_size(found, limits)
-    return found
+    _check_raw_size(features_request, limits)
+    return features_request
 
 
 def _target(request: explain_pb2.InspectLayersRequest | explain_pb2.ExtractFeaturesRequest, model: ModelInfo) -> Target:
     if not request.HasField("target"):
         if model.task == "embed":
-            raise FailedPrecondition(f"{model.name} answers with an embedding, which is no score", field="target")
+            message = f"{model.name} returns an embedding, so there is no score to differentiate"
+            raise FailedPrecondition(message, field="target")
         return RankTarget(0)
     target = read_target(request.target, model, "target")
     if kind_of(target).compared(target) or kind_of(target).box(target):
-        raise InvalidArgument(
-            "here a target is a class: say it without another image, a region or a box", field="target"
-        )
+        raise InvalidArgument("here a target is a class, without another image, a region or a box", field="target")
     return target
 
 
-def _check_size(order: FeaturesRequest, limits: Limits) -> None:
-    layout = order.model.layers[order.layer].layout
-    if not (order.raw and layout):
+def _check_raw_size(request: FeaturesRequest, limits: Limits) -> None:
+    layout = request.model.layers[request.layer].layout
+    if not (request.raw and layout):
         return
-    count = min(order.top, *channels_of(order.model, [order.layer]))
+    count = min(request.top, *channels_of(request.model, [request.layer]))
     height, width = layout.height, layout.width
-    one = 4 * height * width
-    if count * one > limits.raw_bytes:
+    map_bytes = 4 * height * width
+    if count * map_bytes > limits.raw_bytes:
         raise InvalidArgument(
-            f"{count} raw maps of {height} by {width} have {count * one / 2**20:,.1f} MiB, and "
-            f"{limits.raw_bytes // 2**20} is the limit: ask for at most {limits.raw_bytes // one}",
+            f"{count} raw maps of {height} by {width} have {count * map_bytes / 2**20:,.1f} MiB, and "
+            f"{limits.raw_bytes // 2**20} is the limit: request at most {limits.raw_bytes // map_bytes}",
             field="top",
         )
 
 
 def inspect_response(request: InspectRequest, result: InspectResult) -> explain_pb2.InspectLayersResponse:
-    """Encode the reply to a request; the caller sets its id."""
-    inside = {name.rpartition(".")[0] for name in request.model.layers}
+    """Encode the response to a request; the caller sets its id."""
+    containers = {name.rpartition(".")[0] for name in request.model.layers}
     return explain_pb2.InspectLayersResponse(
         model=request.model.name,
         target=explained_message(result.prediction, result.target, result.score),
         contrast=contrast_message(result.prediction, result.target),
         score=result.score,
         layers=[
-            _reading(request.model.layers[name], reading, container=name in inside)
+            _reading(request.model.layers[name], reading, container=name in containers)
             for name, reading in zip(request.names, result.readings, strict=True)
         ],
         timing=timing_message(result.timing),
@@ -133,20 +132,20 @@ def _reading(layer: LayerInfo, reading: Reading | None, *, container: bool) -> e
     return message
 
 
-def _statistics(one: Statistics) -> explain_pb2.Statistics:
+def _statistics(statistics: Statistics) -> explain_pb2.Statistics:
     return explain_pb2.Statistics(
-        mean=one.mean,
-        std=one.std,
-        minimum=one.minimum,
-        maximum=one.maximum,
-        zeros=one.zeros,
-        norm=one.norm,
-        non_finite=one.non_finite,
+        mean=statistics.mean,
+        std=statistics.std,
+        minimum=statistics.minimum,
+        maximum=statistics.maximum,
+        zeros=statistics.zeros,
+        norm=statistics.norm,
+        non_finite=statistics.non_finite,
     )
 
 
 def features_response(request: FeaturesRequest, result: FeaturesResult) -> explain_pb2.ExtractFeaturesResponse:
-    """Encode the reply to a request; the caller sets its id."""
+    """Encode the response to a request; the caller sets its id."""
     count, height, width = result.shape
     return explain_pb2.ExtractFeaturesResponse(
         model=request.model.name,
@@ -155,13 +154,13 @@ def features_response(request: FeaturesRequest, result: FeaturesResult) -> expla
         contrast=contrast_message(result.prediction, result.target),
         score=result.score,
         channels=[
-            explain_pb2.Channel(index=one.index, mean_activation=one.activation, gradient_weight=one.weight)
-            for one in result.channels
+            explain_pb2.Channel(index=channel.index, mean_activation=channel.activation, gradient_weight=channel.weight)
+            for channel in result.channels
         ],
         channel_count=count,
         grid_height=height,
         grid_width=width,
-        maps=b"".join(one.map.astype("<f4").tobytes() for one in result.channels) if request.raw else b"",
+        maps=b"".join(channel.map.astype("<f4").tobytes() for channel in result.channels) if request.raw else b"",
         picture=picture_message(result.picture),
         photo=photo_message(result.size, result.prediction.seen),
         timing=timing_message(result.timing),

@@ -1,4 +1,4 @@
-"""Requests to load models and to unload them."""
+"""Codec of LoadModel and UnloadModel requests."""
 
 import re
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ def read_loading(request: models_pb2.LoadModelRequest, models: Mapping[str, Know
     """Check a request to load a model.
 
     Args:
-        request: as it came.
-        models: that there are.
-        limits: on what one request may ask for.
+        request: the request.
+        models: the models of the server by name.
+        limits: limits on one request.
 
     Raises:
-        ServiceError: a field is wrong; the error names it.
+        ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
     name = _read_name(request.name, models)
@@ -33,22 +33,22 @@ def read_loading(request: models_pb2.LoadModelRequest, models: Mapping[str, Know
 
 
 def read_unloading(request: models_pb2.UnloadModelRequest, models: Mapping[str, KnownModel], limits: Limits) -> str:
-    """Check a request to unload a model; return its name.
+    """Check a request to unload a model; return the model's name.
 
     Args:
-        request: as it came.
-        models: that there are.
-        limits: on what one request may ask for.
+        request: the request.
+        models: the models of the server by name.
+        limits: limits on one request.
 
     Raises:
-        ServiceError: the name is wrong.
+        ServiceError: the name is missing or unknown.
     """
     check_sizes(request, limits)
     return _read_name(request.name, models)
 
 
 def _read_name(name: str, models: Mapping[str, KnownModel]) -> str:
-    """Check a name; the default model must be named as any other, so that none is changed by mistake."""
+    """Check a name. It has no default, so that no model is loaded or unloaded by mistake."""
     if not name:
         raise InvalidArgument("name the model", field="name")
     find_known("model", name, models, "the server has", "name")

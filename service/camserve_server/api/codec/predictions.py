@@ -1,4 +1,4 @@
-"""Predictions and resolved targets as protobuf."""
+"""Conversion of predictions and resolved targets to protobuf."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from camserve_server.targets.values import ContrastTarget, DetectionTarget, Fine
 
 
 def prediction_message(prediction: Prediction) -> explain_pb2.Prediction:
-    """Return a prediction as protobuf."""
+    """Convert a prediction to protobuf."""
     return explain_pb2.Prediction(
         class_index=prediction.class_index,
         label=prediction.label,
@@ -23,23 +23,23 @@ def prediction_message(prediction: Prediction) -> explain_pb2.Prediction:
 
 
 def box_message(box: Box) -> explain_pb2.Box:
-    """Return a box as protobuf."""
+    """Convert a box to protobuf."""
     return explain_pb2.Box(left=box.left, top=box.top, right=box.right, bottom=box.bottom)
 
 
 def explained_message(prediction: ModelPrediction, target: FixedTarget, score: float) -> explain_pb2.Prediction:
-    """Return the prediction that a target explains."""
+    """Return the prediction that a target explains, as protobuf."""
     return prediction_message(prediction.explained(target, score))
 
 
 def contrast_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Prediction | None:
-    """Return the prediction that a contrast is explained against."""
+    """Return the class that a contrast compares with, as protobuf; None for other targets."""
     against = prediction.against(target)
     return prediction_message(against) if against else None
 
 
 def target_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Target:
-    """Return a target as a request names it, so that it can be asked for again."""
+    """Convert a resolved target to protobuf, so that it can be requested again."""
     return _TARGETS[kind_of(target).name](prediction, target)
 
 
@@ -71,7 +71,7 @@ _TARGETS: Mapping[str, Callable[[ModelPrediction, Any], explain_pb2.Target]] = {
     "probability": lambda _prediction, target: explain_pb2.Target(class_index=target.index, softmax=True),
     "contrast": _contrast,
     "finer": _finer,
-    # Not the other photo again: it may be large, and the caller has it.
+    # Without the other photo, which may be large, and which the caller has.
     "similarity": lambda _prediction, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
     "segment": _segment,
     "detection": _detection,

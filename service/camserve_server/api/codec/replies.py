@@ -1,4 +1,4 @@
-"""Replies: the server's values as protobuf."""
+"""Responses: conversion of results, models, layers and methods to protobuf."""
 
 from collections.abc import Mapping
 
@@ -36,11 +36,12 @@ _VERDICTS = {
 
 
 def explain_response(request: ExplainRequest, result: ExplainResult) -> explain_pb2.ExplainResponse:
-    """Encode the reply to a request; the caller sets its id.
+    """Encode the response to a request; the caller sets its id.
 
     Args:
-        request: says how many predictions to send, and whether to send the raw maps.
-        result: its explanations are taken from the list one by one, as pictures and messages take much memory.
+        request: the request, with the number of predictions to return and whether to return raw maps.
+        result: the result. Its list of explanations is emptied one by one, so that a picture and its copy in the
+            message do not take memory at the same time.
     """
     prediction, raw = result.prediction, request.rendering.heatmap
     response = explain_pb2.ExplainResponse(
@@ -56,12 +57,12 @@ def explain_response(request: ExplainRequest, result: ExplainResult) -> explain_
 
 
 def photo_message(size: tuple[int, int], seen: Box) -> explain_pb2.Photo:
-    """Describe a photo of that height and width, and the part of it that the model saw."""
+    """Convert the height and width of a photo, and the part of it that the model saw, to protobuf."""
     return explain_pb2.Photo(height=size[0], width=size[1], seen=box_message(seen))
 
 
 def timing_message(timing: Timing) -> explain_pb2.Timing:
-    """Return where the time went as protobuf."""
+    """Convert the timing of a request to protobuf, in milliseconds."""
     return explain_pb2.Timing(
         decode_ms=1e3 * timing.decode,
         queue_ms=1e3 * timing.queue,
@@ -112,7 +113,7 @@ def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:
 
 
 def picture_message(picture: Picture | None) -> explain_pb2.Picture | None:
-    """Return a picture as protobuf."""
+    """Convert a picture to protobuf; None stays None."""
     if picture is None:
         return None
     return explain_pb2.Picture(
@@ -121,7 +122,7 @@ def picture_message(picture: Picture | None) -> explain_pb2.Picture | None:
 
 
 def parameter_messages(parameters: Mapping[str, ParameterValue]) -> dict[str, explain_pb2.Parameter]:
-    """Write parameters by name."""
+    """Convert parameters by name to protobuf."""
     return {name: _parameter(value) for name, value in parameters.items()}
 
 
@@ -138,7 +139,7 @@ _STATES: dict[str, "models_pb2.ModelState.ValueType"] = {
 
 
 def describe_model(info: KnownModel) -> models_pb2.Model:
-    """Describe a model, or that it does not answer."""
+    """Describe a model; of one that is not ready, only the name, source, version and state."""
     if isinstance(info, UnavailableModel):
         return models_pb2.Model(name=info.name, source=info.source, version=info.version, state=_STATES[info.state])
     height, width = info.preprocess.size
@@ -172,7 +173,7 @@ def describe_layer(layer: LayerInfo) -> models_pb2.Layer:
         grid_height=layer.layout.height if layer.layout else 0,
         grid_width=layer.layout.width if layer.layout else 0,
         reason=layer.reason,
-        kinds=sorted({kind_of(one) for one in METHODS.values() if one.layered}) if layer.layout else (),
+        kinds=sorted({kind_of(method) for method in METHODS.values() if method.layered}) if layer.layout else (),
     )
 
 
@@ -185,17 +186,17 @@ _KINDS: dict[str, "models_pb2.MethodKind.ValueType"] = {
     "baseline": models_pb2.METHOD_KIND_BASELINE,
 }
 
-_TYPICAL_CHANNELS = 512
-_TYPICAL_SIZE = (224, 224)
+_TYPICAL_CHANNELS = 512  # of a layer
+_TYPICAL_SIZE = (224, 224)  # height and width of a model's input
 
 
 def kind_of(method: Method) -> "models_pb2.MethodKind.ValueType":
-    """Return what a method computes from."""
+    """Return the kind of a method as protobuf."""
     return _KINDS[method.kind]
 
 
 def describe_method(name: str) -> models_pb2.MethodInfo:
-    """Describe the method of that name."""
+    """Describe a method."""
     method = METHODS[name]
     call = MethodCall(name, {parameter.name: parameter.default for parameter in method.parameters})
     return models_pb2.MethodInfo(

@@ -1,10 +1,10 @@
-"""Requests: everything in one is checked here, before it costs anything."""
+"""Codec of Explain requests, which are checked completely before anything is computed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from camserve.v1 import explain_pb2
-from camserve_server.api.codec.checks import LARGEST_SIDE, check_range, find_known, listed, short
+from camserve_server.api.codec.checks import MAX_SIDE, check_range, find_known, join_names, shorten
 from camserve_server.api.codec.formats import FORMATS, FUSIONS, PROFILES
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_targets
@@ -19,19 +19,21 @@ from camserve_server.serving.requests import ExplainRequest
 
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
-SMALLEST_SIDE = 16
+MIN_SIDE = 16  # pixels of the longer side of a picture
 
 
-def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> ExplainRequest:
-    """Check a request and resolve every name in it.
+def read_explanation(
+    request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits
+) -> ExplainRequest:
+    """Check a request and resolve its names.
 
     Args:
-        request: as it came.
-        models: that there are; the first is the default.
-        limits: on what one request may ask for.
+        request: the request.
+        models: the models of the server by name; the first is the default.
+        limits: limits on one request.
 
     Raises:
-        ServiceError: a field is wrong; the error names it.
+        ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
     model = read_model(request.model, models, "model")
@@ -55,10 +57,10 @@ def read_order(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownMo
 
 
 def find_model(name: str, models: Mapping[str, KnownModel], field: str) -> KnownModel:
-    """Return the model of that name, or the first where there is none.
+    """Return a model in whatever state, or the first model if the name is empty.
 
     Raises:
-        NotFound: there is no such model.
+        NotFound: no model has this name.
     """
     if not name:
         return next(iter(models.values()))
@@ -66,36 +68,36 @@ def find_model(name: str, models: Mapping[str, KnownModel], field: str) -> Known
 
 
 def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> ModelInfo:
-    """Return the model of that name, or the first where there is none; never another for one that does not answer.
+    """Return a model that is ready, or the first model if the name is empty. No model replaces one that is not ready.
 
     Raises:
-        NotFound: there is no such model, or it was unloaded.
-        Unavailable: it is being loaded, or could not be.
+        NotFound: no model has this name, or it was unloaded.
+        Unavailable: the model is being loaded, or could not be loaded.
     """
-    found = find_model(name, models, field)
-    if isinstance(found, ModelInfo):
-        return found
-    if found.state == "loading":
-        raise Unavailable(f"model {found.name} is being loaded", retry_after=1.0, shed="model_loading")
-    if found.state == "failed":
-        words = f"model {found.name} could not be loaded; the server's log says why"
-        raise Unavailable(words, shed="model_failed")
-    raise NotFound(f"model {found.name} is not loaded: it was unloaded", field=field)
+    model = find_model(name, models, field)
+    if isinstance(model, ModelInfo):
+        return model
+    if model.state == "loading":
+        raise Unavailable(f"model {model.name} is being loaded", retry_after=1.0, shed="model_loading")
+    if model.state == "failed":
+        message = f"model {model.name} could not be loaded; the server's log says why"
+        raise Unavailable(message, shed="model_failed")
+    raise NotFound(f"model {model.name} is not loaded: it was unloaded", field=field)
 
 
 def _read_calls(methods: Sequence[explain_pb2.Method]) -> tuple[MethodCall, ...]:
     if not methods:
         return (MethodCall(DEFAULT_METHOD),)
-    return tuple(_read_call(method, f"methods[{place}]") for place, method in enumerate(methods))
+    return tuple(_read_call(method, f"methods[{index}]") for index, method in enumerate(methods))
 
 
 def _read_call(message: explain_pb2.Method, field: str) -> MethodCall:
     method = find_known("method", message.name, METHODS, "there are", f"{field}.name")
     values = read_parameters(message.name, message.parameters, method.parameters, f"{field}.parameters")
     if message.eigen_smoothing and not method.smooths:
-        smooth = listed(name for name, one in METHODS.items() if one.smooths)
+        others = join_names(name for name, other in METHODS.items() if other.smooths)
         raise FailedPrecondition(
-            f"{message.name} does not add up channels, so it has no principal component: {smooth} do",
+            f"{message.name} does not add up channels, so it has no principal component; methods that do: {others}",
             field=f"{field}.eigen_smoothing",
         )
     return MethodCall(message.name, values, message.augmentation_smoothing, message.eigen_smoothing)
@@ -108,19 +110,19 @@ def read_parameters(
 
     Args:
         owner: name of the method or metric.
-        given: as they came.
-        parameters: that it takes.
+        given: the parameters in the request, by name.
+        parameters: the parameters of the method or metric.
         field: path of the request's field.
 
     Raises:
-        InvalidArgument: there is no such parameter, or its value is out of range.
+        InvalidArgument: a parameter is unknown, or its value is out of range.
     """
     known = {parameter.name: parameter for parameter in parameters}
     for name in given:
         if name not in known:
-            takes = f"it takes {listed(known)}" if known else "it takes none"
+            takes = f"it takes {join_names(known)}" if known else "it takes none"
             raise InvalidArgument(
-                f'{owner} has no parameter "{short(name)}"{did_you_mean(name, known)}: {takes}', field=field
+                f'{owner} has no parameter "{shorten(name)}"{did_you_mean(name, known)}: {takes}', field=field
             )
     values: dict[str, ParameterValue] = {parameter.name: parameter.default for parameter in parameters}
     for name, value in given.items():
@@ -148,15 +150,15 @@ def _read_choice(parameter: Parameter, value: explain_pb2.Parameter, field: str)
 
 def _read_fusion(value: "explain_pb2.Fusion.ValueType") -> Fusion | None:
     if value not in FUSIONS:
-        raise InvalidArgument(f"there is no fusion {value}", field="fusion")
+        raise InvalidArgument(f"unknown fusion {value}", field="fusion")
     return FUSIONS[value]
 
 
 def _read_layers(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise InvalidArgument("a layer is named twice", field="layers")
-    for place, name in enumerate(names):
-        check_layer(name, model, f"layers[{place}]")
+    for index, name in enumerate(names):
+        check_layer(name, model, f"layers[{index}]")
     return tuple(names) or (model.default_layer,)
 
 
@@ -164,31 +166,31 @@ def find_layer(name: str, model: ModelInfo, field: str) -> LayerInfo:
     """Return a layer.
 
     Raises:
-        NotFound: there is none of this name that runs.
+        NotFound: no module that runs has this name.
     """
     if name not in model.layers:
         hint = did_you_mean(name, model.layers)
-        raise NotFound(f'unknown layer "{short(name)}": {model.name} has {_with_a_grid(model)}{hint}', field=field)
+        raise NotFound(f'unknown layer "{shorten(name)}": {model.name} has {_list_layers(model)}{hint}', field=field)
     return model.layers[name]
 
 
-def _with_a_grid(model: ModelInfo) -> str:
-    """List layers that can be explained: the outermost, where there are some."""
+def _list_layers(model: ModelInfo) -> str:
+    """List the layers that can be explained for an error: the outermost ones, if any."""
     names = [name for name, layer in model.layers.items() if layer.layout]
-    return listed([name for name in names if "." not in name] or names)
+    return join_names([name for name in names if "." not in name] or names)
 
 
 def check_layer(name: str, model: ModelInfo, field: str) -> None:
-    """Check that a layer is there and has a grid over the image.
+    """Check that a layer exists and has a grid over the image.
 
     Raises:
-        NotFound: there is no such layer.
-        FailedPrecondition: it cannot be explained.
+        NotFound: no module that runs has this name.
+        FailedPrecondition: the layer cannot be explained.
     """
     layer = find_layer(name, model, field)
     if not layer.layout:
         raise FailedPrecondition(
-            f'layer "{name}" cannot be explained: {layer.reason}; {model.name} has {_with_a_grid(model)}, '
+            f'layer "{name}" cannot be explained: {layer.reason}; {model.name} has {_list_layers(model)}, '
             f'and the default is "{model.default_layer}"',
             field=field,
         )
@@ -198,10 +200,10 @@ def _read_rendering(message: explain_pb2.Rendering) -> Rendering:
     alpha = message.alpha if message.HasField("alpha") else 0.5
     check_range(alpha, 0.0, 1.0, "rendering.alpha")
     if message.max_side:
-        check_range(message.max_side, SMALLEST_SIDE, LARGEST_SIDE, "rendering.max_side")
+        check_range(message.max_side, MIN_SIDE, MAX_SIDE, "rendering.max_side")
     check_range(message.quality, 0, 100, "rendering.quality")
     if message.profile not in PROFILES:
-        raise InvalidArgument(f"there is no profile {message.profile}", field="rendering.profile")
+        raise InvalidArgument(f"unknown profile {message.profile}", field="rendering.profile")
     return Rendering(
         overlay=read_format(message.overlay, "rendering.overlay"),
         heatmap_image=read_format(message.heatmap_image, "rendering.heatmap_image"),
@@ -216,11 +218,11 @@ def _read_rendering(message: explain_pb2.Rendering) -> Rendering:
 
 
 def read_format(value: "explain_pb2.ImageFormat.ValueType", field: str) -> Literal["jpeg", "png", "webp"] | None:
-    """Return our name of a picture's encoding, None for no picture.
+    """Return the name of a picture's encoding, or None for no picture.
 
     Raises:
-        InvalidArgument: there is no such encoding.
+        InvalidArgument: the encoding is unknown.
     """
     if value not in FORMATS:
-        raise InvalidArgument(f"there is no image format {value}", field=field)
+        raise InvalidArgument(f"unknown image format {value}", field=field)
     return FORMATS[value]

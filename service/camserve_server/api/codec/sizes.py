@@ -1,4 +1,4 @@
-"""How long texts and lists may be, in every field of every request: looked at before anything else is."""
+"""Limits on the length of texts and lists in every field of every request, checked before anything else."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,19 +28,22 @@ LISTS: Mapping[str, str] = {
     "open_inference.v2.RepositoryModelLoadRequest.parameters": "asked",
     "open_inference.v2.RepositoryModelUnloadRequest.parameters": "asked",
 }
-"""The limit on each repeated field and map of a request; numbers one by one are as many as a message's bytes allow."""
+"""The attribute of `Limits` for each repeated field and map of a request.
+
+Lists of numbers have no limit of their own: the size of the message limits them.
+"""
 
 
 def check_sizes(message: Message, limits: Limits, path: str = "") -> None:
     """Refuse a request in which a text or a list is too long.
 
     Args:
-        message: the request, or a part of it.
-        limits: on what one request may ask for.
-        path: of the part, with a dot at its end.
+        message: the request, or a message inside it.
+        limits: limits on one request.
+        path: path of the message inside the request, with a dot at its end.
 
     Raises:
-        InvalidArgument: one is too long; the error names the field and the limit.
+        InvalidArgument: a text or list is too long; the error names the field and the limit.
     """
     for field, value in message.ListFields():
         name = f"{path}{field.name}"
@@ -50,16 +53,16 @@ def check_sizes(message: Message, limits: Limits, path: str = "") -> None:
             _check_value(value, limits, name)
 
 
-def _check_list(values: Any, limits: Limits, name: str, most: int) -> None:
-    if len(values) > most:
-        raise InvalidArgument(f"{len(values)} {name}, and {most} is the limit", field=name)
-    items: Iterable[tuple[object, Any]] = enumerate(values)
+def _check_list(values: Any, limits: Limits, name: str, limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidArgument(f"{len(values)} {name}, and {limit} is the limit", field=name)
+    items: Iterable[tuple[object, Any]] = enumerate(values)  # index or quoted key, and value
     if isinstance(values, Mapping):
         for key in values:
             _check_value(key, limits, name)
         items = ((f'"{key}"', values[key]) for key in values)
-    for place, value in items:
-        _check_value(value, limits, f"{name}[{place}]")
+    for key, value in items:
+        _check_value(value, limits, f"{name}[{key}]")
 
 
 def _check_value(value: Any, limits: Limits, name: str) -> None:

@@ -1,10 +1,10 @@
-"""What is to be explained: read from a request, and checked against what the model answers with."""
+"""Codec of the targets of a request, which must fit the model's task."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from camserve.v1 import explain_pb2
-from camserve_server.api.codec.checks import LARGEST_SIDE, SHOWN, check_range, short
+from camserve_server.api.codec.checks import MAX_LISTED, MAX_SIDE, check_range, shorten
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, did_you_mean
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Box
@@ -21,29 +21,30 @@ from camserve_server.targets.values import (
     Target,
 )
 
-_SAYS: Mapping[Task, str] = {
+_HINTS: Mapping[Task, str] = {
     "classify": "classes: explain one by its label or index",
     "multilabel": "classes: explain one by its label or index",
     "regress": "numbers: explain one by its label or index",
     "segment": "a class for every pixel: explain one with segment(...)",
     "detect": "boxes: explain an object with detection(...)",
-    "embed": "an embedding: explain how alike two images are with similarity(...)",
+    "embed": "an embedding: explain the similarity of two images with similarity(...)",
 }
+"""The output of a model and its targets, for errors, by task."""
 
 
 def read_targets(request: explain_pb2.ExplainRequest, model: ModelInfo, limits: Limits) -> tuple[Target, ...]:
-    """Read what a request wants explained: its targets, or the model's own first predictions.
+    """Read the targets of a request; without any, they are the first predictions of the model.
 
     Raises:
-        ServiceError: a field is wrong, or does not fit what the model answers with.
+        ServiceError: a field is invalid, or does not fit the model's task.
     """
     if request.targets:
-        return tuple(read_target(one, model, f"targets[{place}]") for place, one in enumerate(request.targets))
+        return tuple(read_target(target, model, f"targets[{index}]") for index, target in enumerate(request.targets))
     if model.task == "embed":
         raise _unfit(model, "targets")
     top_k = request.top_k if request.HasField("top_k") else 1
-    most = limits.targets if model.task == "detect" else min(limits.targets, model.classes)
-    check_range(top_k, 1, most, "top_k")
+    limit = limits.targets if model.task == "detect" else min(limits.targets, model.classes)
+    check_range(top_k, 1, limit, "top_k")
     return tuple(RankTarget(rank) for rank in range(top_k))
 
 
@@ -51,11 +52,11 @@ def read_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Tar
     """Read one target.
 
     Raises:
-        ServiceError: it is wrong in itself, or does not fit what the model answers with; the error names the field.
+        ServiceError: a field is invalid, or does not fit the model's task; the error names the field.
     """
     kind = target.WhichOneof("kind")
     if kind is None:
-        raise InvalidArgument("say a class_index or a label", field=field)
+        raise InvalidArgument("the target is empty: set class_index, label or another kind", field=field)
     if target.softmax and kind not in ("class_index", "label"):
         raise InvalidArgument("only a class has a probability", field=f"{field}.softmax")
     reader = _KINDS[kind]
@@ -65,15 +66,15 @@ def read_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Tar
 
 
 def _unfit(model: ModelInfo, field: str) -> FailedPrecondition:
-    return FailedPrecondition(f"{model.name} answers with {_SAYS[model.task]}", field=field)
+    return FailedPrecondition(f"{model.name} returns {_HINTS[model.task]}", field=field)
 
 
-def _read_plain(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+def _read_class_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
     index = read_class(target, model, field)
     if not target.softmax:
         return ClassTarget(index)
     if model.task == "regress":
-        raise FailedPrecondition(f"{model.name} answers with numbers, not probabilities", field=f"{field}.softmax")
+        raise FailedPrecondition(f"{model.name} returns numbers, not probabilities", field=f"{field}.softmax")
     return ProbabilityTarget(index, apart=model.task == "multilabel")
 
 
@@ -88,11 +89,11 @@ def _read_contrast(target: explain_pb2.Target, model: ModelInfo, field: str) -> 
 def _read_finer(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
     finer, field = target.finer, f"{field}.finer"
     why = read_class(finer.why, model, f"{field}.why")
-    against = tuple(read_class(one, model, f"{field}.against[{place}]") for place, one in enumerate(finer.against))
+    against = tuple(read_class(name, model, f"{field}.against[{index}]") for index, name in enumerate(finer.against))
     if why in against or len(set(against)) < len(against):
-        raise InvalidArgument("each class may be named once only", field=f"{field}.against")
+        raise InvalidArgument("a class may be named only once", field=f"{field}.against")
     if model.classes == 1:
-        raise FailedPrecondition(f"{model.name} has one class only, which no other resembles", field=field)
+        raise FailedPrecondition(f"{model.name} has only one class, so there is no similar class", field=field)
     weight = finer.weight if finer.HasField("weight") else 1.0
     check_range(weight, 0.0, 1.0, f"{field}.weight")
     return FinerTarget(why, against, weight)
@@ -101,8 +102,8 @@ def _read_finer(target: explain_pb2.Target, model: ModelInfo, field: str) -> Tar
 def _read_similarity(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
     if model.task != "embed" and not model.embedding:
         raise FailedPrecondition(
-            f"{model.name} has no linear layer at its end whose input would be an embedding: load one without a head, "
-            "as timm:NAME?classes=0",
+            f"{model.name} does not end in a linear layer, whose input would be the embedding: load a model without a "
+            "head, such as timm:NAME?classes=0",
             field=f"{field}.similarity",
         )
     if not target.similarity.image:
@@ -124,15 +125,15 @@ def _read_detection(target: explain_pb2.Target, model: ModelInfo, field: str) ->
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What reads one kind of target, and the tasks of the models that it is for."""
+    """Function that reads one kind of target, and the tasks that the kind fits."""
 
     read: Callable[[explain_pb2.Target, ModelInfo, str], Target]
     tasks: tuple[Task, ...]
 
 
 _KINDS: Mapping[str, _Reader] = {
-    "class_index": _Reader(_read_plain, ("classify", "multilabel", "regress")),
-    "label": _Reader(_read_plain, ("classify", "multilabel", "regress")),
+    "class_index": _Reader(_read_class_target, ("classify", "multilabel", "regress")),
+    "label": _Reader(_read_class_target, ("classify", "multilabel", "regress")),
     "contrast": _Reader(_read_contrast, ("classify", "multilabel", "regress")),
     "finer": _Reader(_read_finer, ("classify", "multilabel")),
     "similarity": _Reader(_read_similarity, ("classify", "multilabel", "regress", "embed")),
@@ -145,15 +146,15 @@ def read_box(box: explain_pb2.Box, field: str) -> Box:
     """Read a box in the photo's pixels; it may reach beyond the photo.
 
     Raises:
-        InvalidArgument: an edge is out of all bounds, or nothing is between two.
+        InvalidArgument: an edge is out of range, or the box is empty.
     """
     edges = {name: getattr(box, name) for name in ("left", "top", "right", "bottom")}
     for name, value in edges.items():
-        check_range(value, -LARGEST_SIDE, 2 * LARGEST_SIDE, f"{field}.{name}")
+        check_range(value, -MAX_SIDE, 2 * MAX_SIDE, f"{field}.{name}")
     for first, second in (("left", "right"), ("top", "bottom")):
         if edges[first] >= edges[second]:
             raise InvalidArgument(
-                f"{first} is {edges[first]:g}, and {second} {edges[second]:g}: the box is empty", field=field
+                f"{first} is {edges[first]:g}, and {second} is {edges[second]:g}: the box is empty", field=field
             )
     return Box(**edges)
 
@@ -163,11 +164,11 @@ def read_class(name: explain_pb2.Target | explain_pb2.ClassName, model: ModelInf
 
     Raises:
         NotFound: the model has no such class.
-        InvalidArgument: nothing is said, or several classes have that label.
+        InvalidArgument: neither index nor label is set, or several classes have that label.
     """
     kind = name.WhichOneof("kind")
     if kind is None:
-        raise InvalidArgument("say a class_index or a label", field=field)
+        raise InvalidArgument("set class_index or label", field=field)
     if kind == "label":
         return _find_label(name.label, model, f"{field}.label")
     if name.class_index >= model.classes:
@@ -180,17 +181,17 @@ def read_class(name: explain_pb2.Target | explain_pb2.ClassName, model: ModelInf
 
 def _find_label(label: str, model: ModelInfo, field: str) -> int:
     if not model.labels:
-        raise NotFound(f"{model.name} has no labels: name classes by their index", field=field)
-    wanted = _folded(label)
-    found = [index for index, known in enumerate(model.labels) if _folded(known) == wanted]
-    if not found:
+        raise NotFound(f"{model.name} has no labels: use the index of the class", field=field)
+    folded = _fold(label)
+    matches = [index for index, known in enumerate(model.labels) if _fold(known) == folded]
+    if not matches:
         hint = did_you_mean(label.replace("_", " "), model.labels)
-        raise NotFound(f'{model.name} has no label "{short(label)}"{hint}', field=field)
-    if len(found) > 1:
-        which = " and ".join(map(str, found[:SHOWN]))
-        raise InvalidArgument(f'"{short(label)}" is the label of classes {which}: give the index', field=field)
-    return found[0]
+        raise NotFound(f'{model.name} has no label "{shorten(label)}"{hint}', field=field)
+    if len(matches) > 1:
+        classes = " and ".join(map(str, matches[:MAX_LISTED]))
+        raise InvalidArgument(f'"{shorten(label)}" is the label of classes {classes}: use the index', field=field)
+    return matches[0]
 
 
-def _folded(label: str) -> str:
+def _fold(label: str) -> str:
     return label.replace("_", " ").strip().casefold()

@@ -1,9 +1,9 @@
-"""The Open Inference Protocol, version 2, which clients of Triton and KServe speak: a translation, beside our own API.
+"""The Open Inference Protocol, version 2, which clients of Triton and KServe use.
 
-Read a request's way from `InferenceServicer.ModelInfer` downward:
+Its requests are converted to ExplainRequests and back. To follow a request, start at `InferenceServicer.ModelInfer`:
 
-ModelInferRequest -> requests (check; an ExplainRequest for each image) -> pipeline.explain, as our own API's requests
--> replies (its answers as tensors) -> ModelInferResponse
+ModelInferRequest -> requests (check; one ExplainRequest for each image) -> servicers.explain.explain
+-> replies (the explanations as tensors) -> ModelInferResponse
 """
 
 from camserve_server.api.oip.names import NAME, NAMES, SERVICE, add_to_server, known_as, own_name, pool_of

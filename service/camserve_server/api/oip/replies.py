@@ -1,4 +1,4 @@
-"""Answers: what was explained as tensors, and models as Triton describes them."""
+"""Responses: explanations as tensors, and models as Triton describes them."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ EXTENSIONS = ("model_configuration", "model_repository", "parameters", "statisti
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output.
+    """An output of a model.
 
     Attributes:
-        datatype: as the protocol calls it.
-        dims: its shape for one image; -1 where that depends on the layer.
-        of: returns its values for one image, as they lie in memory.
+        datatype: datatype in the protocol.
+        dims: shape for one image; -1 for a dimension that depends on the layer.
+        encode: function that returns the values for one image as the bytes of a tensor.
     """
 
     datatype: str
     dims: tuple[int, ...]
-    of: Callable[[explain_pb2.Explanation], bytes]
+    encode: Callable[[explain_pb2.Explanation], bytes]
 
 
 def _verdict(explanation: explain_pb2.Explanation) -> bytes:
@@ -33,14 +33,14 @@ def _verdict(explanation: explain_pb2.Explanation) -> bytes:
 
 
 OUTPUTS: Mapping[str, Output] = {
-    "overlay": Output("BYTES", (1,), lambda one: element(one.overlay.data)),
-    "heatmap": Output("FP32", (-1, -1), lambda one: one.heatmap.data),
-    "class_id": Output("INT64", (1,), lambda one: struct.pack("<q", one.target.class_index)),
-    "score": Output("FP32", (1,), lambda one: struct.pack("<f", one.score)),
-    "label": Output("BYTES", (1,), lambda one: element(one.target.label.encode())),
-    "verdict": Output("BYTES", (1,), lambda one: element(_verdict(one))),
+    "overlay": Output("BYTES", (1,), lambda explanation: element(explanation.overlay.data)),
+    "heatmap": Output("FP32", (-1, -1), lambda explanation: explanation.heatmap.data),
+    "class_id": Output("INT64", (1,), lambda explanation: struct.pack("<q", explanation.target.class_index)),
+    "score": Output("FP32", (1,), lambda explanation: struct.pack("<f", explanation.score)),
+    "label": Output("BYTES", (1,), lambda explanation: element(explanation.target.label.encode())),
+    "verdict": Output("BYTES", (1,), lambda explanation: element(_verdict(explanation))),
 }
-"""What may be asked for, one value or array for each image."""
+"""The outputs of every model by name, with one value or array for each image."""
 
 _TYPES = {
     "BYTES": inference_pb2.TYPE_STRING,
@@ -53,24 +53,24 @@ def infer_response(
     request: inference_pb2.ModelInferRequest,
     model: ModelInfo,
     outputs: Sequence[str],
-    answers: Sequence[explain_pb2.ExplainResponse],
+    responses: Sequence[explain_pb2.ExplainResponse],
 ) -> inference_pb2.ModelInferResponse:
-    """Put the answer to a message together.
+    """Encode the response to a request.
 
     Args:
-        request: as it came.
-        model: that answered.
-        outputs: that are wanted, in order.
-        answers: one for each image, each of one explanation.
+        request: the request.
+        model: the model that was explained.
+        outputs: names of the requested outputs, in order.
+        responses: the response for each image, each with one explanation.
     """
-    explanations = [answer.explanations[0] for answer in answers]
+    explanations = [response.explanations[0] for response in responses]
     response = inference_pb2.ModelInferResponse(model_name=model.name, model_version=str(model.version), id=request.id)
     for name in outputs:
         output, shape = OUTPUTS[name], [len(explanations), *OUTPUTS[name].dims]
         if name == "heatmap":
             shape[1:] = [explanations[0].heatmap.height, explanations[0].heatmap.width]
         response.outputs.add(name=name, datatype=output.datatype, shape=shape)
-        response.raw_output_contents.append(b"".join(map(output.of, explanations)))
+        response.raw_output_contents.append(b"".join(map(output.encode, explanations)))
     return response
 
 
@@ -82,7 +82,9 @@ def metadata_of(model: ModelInfo) -> inference_pb2.ModelMetadataResponse:
         versions=[str(model.version)],
         platform=PLATFORM,
         inputs=[tensor(name=IMAGE, datatype="BYTES", shape=[-1, 1])],
-        outputs=[tensor(name=name, datatype=one.datatype, shape=[-1, *one.dims]) for name, one in OUTPUTS.items()],
+        outputs=[
+            tensor(name=name, datatype=output.datatype, shape=[-1, *output.dims]) for name, output in OUTPUTS.items()
+        ],
         properties={
             "task": model.task,
             "source": model.source,
@@ -93,12 +95,12 @@ def metadata_of(model: ModelInfo) -> inference_pb2.ModelMetadataResponse:
 
 
 def config_of(model: ModelInfo, images: int, delay_ms: float) -> inference_pb2.ModelConfig:
-    """Describe a model as its configuration at Triton would.
+    """Describe a model as a configuration of Triton does.
 
     Args:
-        model: that answers.
-        images: how many a message may have.
-        delay_ms: how long a row may be held back for company, in milliseconds.
+        model: the model.
+        images: the largest number of images in a request.
+        delay_ms: the longest time, in milliseconds, that a row waits for others to fill a batch.
     """
     return inference_pb2.ModelConfig(
         name=model.name,
@@ -107,25 +109,26 @@ def config_of(model: ModelInfo, images: int, delay_ms: float) -> inference_pb2.M
         max_batch_size=images,
         input=[inference_pb2.ModelInput(name=IMAGE, data_type=inference_pb2.TYPE_STRING, dims=[1])],
         output=[
-            inference_pb2.ModelOutput(name=name, data_type=_TYPES[one.datatype], dims=one.dims)
-            for name, one in OUTPUTS.items()
+            inference_pb2.ModelOutput(name=name, data_type=_TYPES[output.datatype], dims=output.dims)
+            for name, output in OUTPUTS.items()
         ],
         dynamic_batching=inference_pb2.ModelDynamicBatching(max_queue_delay_microseconds=round(1e3 * delay_ms)),
         model_transaction_policy=inference_pb2.ModelTransactionPolicy(decoupled=False),
     )
 
 
-_WHY = {
+_STATES = {
     "loading": ("LOADING", ""),
     "failed": ("UNAVAILABLE", "it could not be loaded; the server's log says why"),
-    "unloading": ("UNLOADING", "it finishes what was accepted"),
+    "unloading": ("UNLOADING", "it completes accepted requests"),
     "unloaded": ("UNAVAILABLE", "unloaded"),
 }
+"""State and reason of a model that is not ready, by `UnavailableModel.state`."""
 
 
 def index_of(model: KnownModel) -> inference_pb2.RepositoryIndexResponse.ModelIndex:
-    """Say of a model whether it answers."""
-    state, reason = ("READY", "") if isinstance(model, ModelInfo) else _WHY[model.state]
+    """Describe the state of a model."""
+    state, reason = ("READY", "") if isinstance(model, ModelInfo) else _STATES[model.state]
     version = str(model.version) if model.version else ""
     return inference_pb2.RepositoryIndexResponse.ModelIndex(
         name=model.name, version=version, state=state, reason=reason

@@ -1,4 +1,4 @@
-"""How many inferences there were, and where their time went."""
+"""Statistics of inferences: their numbers, and the time spent in each stage."""
 
 import time
 from collections.abc import Sequence
@@ -10,47 +10,47 @@ from camserve_server.models.values import ModelInfo
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Of one version of a model.
+class _VersionStatistics:
+    """Statistics of one version of a model.
 
     Attributes:
-        version: its number.
-        told: what is answered.
-        batches: their parts, added up.
+        version: number of the version.
+        message: the statistics as protobuf.
+        batches: number of batches, the sum of each inference's share of its batch.
     """
 
     version: int
-    told: inference_pb2.ModelStatistics = field(default_factory=inference_pb2.ModelStatistics)
+    message: inference_pb2.ModelStatistics = field(default_factory=inference_pb2.ModelStatistics)
     batches: float = 0.0
 
 
 class Statistics:
-    """The statistics of the versions that answer. Used on one event loop."""
+    """Statistics of the latest version of each model. Used on one event loop."""
 
     def __init__(self) -> None:
-        self._tallies: dict[str, _Tally] = {}
+        self._by_model: dict[str, _VersionStatistics] = {}
 
     def of(self, model: ModelInfo) -> inference_pb2.ModelStatistics:
-        """Return those of a model, since its version was loaded; none of a version that was replaced."""
-        tally = self._tally(model)
-        return tally.told if tally else _told(model)
+        """Return the statistics of a version of a model since it was loaded; empty if it was replaced."""
+        current = self._current(model)
+        return current.message if current else _empty_statistics(model)
 
-    def succeeded(self, model: ModelInfo, seconds: float, answers: Sequence[explain_pb2.ExplainResponse]) -> None:
-        """Count a message that was answered.
+    def count_success(self, model: ModelInfo, seconds: float, responses: Sequence[explain_pb2.ExplainResponse]) -> None:
+        """Count a request that was answered.
 
         Args:
-            model: that answered.
-            seconds: that it took.
-            answers: one for each image.
+            model: the model that was explained.
+            seconds: duration of the request.
+            responses: the response for each image.
         """
-        tally, timings = self._tally(model), [answer.timing for answer in answers]
-        if tally is None:
+        current, timings = self._current(model), [response.timing for response in responses]
+        if current is None:
             return
-        tally.batches += sum(1 / max(1, timing.batch_rows) for timing in timings)
-        told, stats = tally.told, tally.told.inference_stats
-        told.last_inference = round(1e3 * time.time())
-        told.inference_count += len(answers)
-        told.execution_count = max(1, round(tally.batches))
+        current.batches += sum(1 / max(1, timing.batch_rows) for timing in timings)
+        message, stats = current.message, current.message.inference_stats
+        message.last_inference = round(1e3 * time.time())
+        message.inference_count += len(responses)
+        message.execution_count = max(1, round(current.batches))
         _add(stats.success, seconds)
         for duration, stage in (
             (stats.queue, "queue_ms"),
@@ -60,20 +60,23 @@ class Statistics:
         ):
             _add(duration, sum(getattr(timing, stage) for timing in timings) / 1e3 / len(timings))
 
-    def failed(self, model: ModelInfo, seconds: float) -> None:
-        """Count a message that was not answered, after so many seconds."""
-        if tally := self._tally(model):
-            _add(tally.told.inference_stats.fail, seconds)
+    def count_failure(self, model: ModelInfo, seconds: float) -> None:
+        """Count a request that failed, and its duration."""
+        if current := self._current(model):
+            _add(current.message.inference_stats.fail, seconds)
 
-    def _tally(self, model: ModelInfo) -> _Tally | None:
-        """Return that of a version; None if a newer one has been seen: what this one accepted may end after it came."""
-        tally = self._tallies.get(model.name)
-        if tally is None or tally.version < model.version:
-            tally = self._tallies[model.name] = _Tally(model.version, _told(model))
-        return tally if tally.version == model.version else None
+    def _current(self, model: ModelInfo) -> _VersionStatistics | None:
+        """Return the statistics of a version, or None if a newer version has any.
+
+        Requests that a version has accepted may end after a newer version was loaded.
+        """
+        current = self._by_model.get(model.name)
+        if current is None or current.version < model.version:
+            current = self._by_model[model.name] = _VersionStatistics(model.version, _empty_statistics(model))
+        return current if current.version == model.version else None
 
 
-def _told(model: ModelInfo) -> inference_pb2.ModelStatistics:
+def _empty_statistics(model: ModelInfo) -> inference_pb2.ModelStatistics:
     return inference_pb2.ModelStatistics(name=model.name, version=str(model.version))
 
 

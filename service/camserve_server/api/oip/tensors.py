@@ -1,4 +1,4 @@
-"""Tensors: the inputs of a message as files of images, and values as the bytes of outputs."""
+"""Tensors: input tensors as image files, and values as the bytes of output tensors."""
 
 import math
 import struct
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from camserve_server.api.codec.checks import short
+from camserve_server.api.codec.checks import shorten
 from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.core.arrays import Pixels
 from camserve_server.core.errors import InvalidArgument
@@ -16,79 +16,79 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging.opencv import cv2
 
 IMAGE = "image"
-"""The name of the one input."""
+"""Name of the only input."""
 
-_PLANES = 3  # red, green, blue
-_TOGETHER = 65_536  # numbers turned into an array before others have a turn: below a millisecond
+_CHANNELS = 3  # red, green, blue
+_CHUNK = 65_536  # numbers converted to an array at once, in less than a millisecond, before other threads may run
 
 Input: TypeAlias = inference_pb2.ModelInferRequest.InferInputTensor
 Values: TypeAlias = bytes | Sequence[Any]
-"""A tensor's values: as they lie in memory, or one by one."""
+"""Values of a tensor: its bytes in memory, or a sequence of numbers or files."""
 
 
 def read_images(request: inference_pb2.ModelInferRequest, limits: Limits) -> list[bytes]:
-    """Return the images of a message, each as a file; pixels become a BMP file, which loses nothing.
+    """Return the images of a request as files. Pixels become a BMP file, which is lossless.
 
     Args:
-        request: as it came.
-        limits: on what one request may ask for.
+        request: the request.
+        limits: limits on one request.
 
     Raises:
-        InvalidArgument: there is no such tensor, or it is not as it says.
+        InvalidArgument: the tensor is unknown, or its values do not fit its datatype or shape.
     """
     _check_inputs(request)
     (tensor,) = request.inputs
     if tensor.datatype not in _READERS:
         raise InvalidArgument(
-            f'{IMAGE} is BYTES (files), UINT8 or FP32 (pixels), not "{short(tensor.datatype)}"',
+            f'{IMAGE} is BYTES (files), UINT8 or FP32 (pixels), not "{shorten(tensor.datatype)}"',
             field="inputs[0].datatype",
         )
     if min(tensor.shape, default=0) < 1:
-        raise InvalidArgument(f"nothing has the shape {list(tensor.shape)}", field="inputs[0].shape")
+        raise InvalidArgument(f"the shape {list(tensor.shape)} has no elements", field="inputs[0].shape")
     return _READERS[tensor.datatype](tensor, _values_of(request, tensor), limits)
 
 
 def _check_inputs(request: inference_pb2.ModelInferRequest) -> None:
     names = [tensor.name for tensor in request.inputs]
-    for place, tensor in enumerate(request.inputs):
+    for index, tensor in enumerate(request.inputs):
         if tensor.name != IMAGE:
             raise InvalidArgument(
-                f'unknown input "{short(tensor.name)}": there is {IMAGE}; method, target, layer are parameters of the '
-                "request",
-                field=f"inputs[{place}].name",
+                f'unknown input "{shorten(tensor.name)}": the only input is {IMAGE}; method, target and layer are '
+                "parameters of the request",
+                field=f"inputs[{index}].name",
             )
-        check_plain(tensor.parameters, f"inputs[{place}].parameters")
+        check_tensor_parameters(tensor.parameters, f"inputs[{index}].parameters")
     if len(names) != 1:
-        raise InvalidArgument(f"give one input, {IMAGE}: a tensor may hold several", field="inputs")
+        raise InvalidArgument(f"send one input, {IMAGE}, which may hold several images", field="inputs")
 
 
-def check_plain(parameters: Mapping[str, Any], field: str) -> None:
-    """Refuse a tensor that is asked to be anything but its values.
+def check_tensor_parameters(parameters: Mapping[str, Any], field: str) -> None:
+    """Refuse parameters of a tensor that would change its values.
 
-    What else its parameters say is of no consequence in gRPC, such as "binary_data_size", which KServe's SDK writes
-    for both of its protocols, and is ignored.
+    Other parameters have no effect in gRPC and are ignored, such as "binary_data_size", which KServe's SDK sends over
+    HTTP and gRPC alike.
 
     Raises:
-        InvalidArgument: it is to be in shared memory, or the classes of another.
+        InvalidArgument: a parameter requests shared memory, or the classification of an output.
     """
     for name in parameters:
         if name.startswith("shared_memory_"):
-            words = f'a tensor takes no parameter "{short(name)}": send and read its values, there is no shared memory'
-            raise InvalidArgument(words, field=field)
+            message = f'a tensor has no parameter "{shorten(name)}": shared memory is not supported, send the values'
+            raise InvalidArgument(message, field=field)
         if name == "classification":
-            words = 'there is no "classification" of an output: class_id, label and score are outputs of their own'
-            raise InvalidArgument(words, field=field)
+            message = '"classification" is not supported: class_id, label and score are outputs of their own'
+            raise InvalidArgument(message, field=field)
 
 
 def _values_of(request: inference_pb2.ModelInferRequest, tensor: Input) -> Values:
-    """Return the values of the only input, from whichever of the two places they are in."""
+    """Return the values of the only input, from its contents or from raw_input_contents."""
     kind = _CONTENTS[tensor.datatype]
     typed: Sequence[Any] = getattr(tensor.contents, kind)
     if not request.raw_input_contents:
         return typed
     if len(request.raw_input_contents) != 1 or tensor.HasField("contents"):
         raise InvalidArgument(
-            "raw_input_contents has the values of every input, and then no input has contents",
+            "raw_input_contents must have one element for each input, and then no input may have contents",
             field="raw_input_contents",
         )
     return request.raw_input_contents[0]
@@ -105,20 +105,21 @@ def _read_files(tensor: Input, values: Values, limits: Limits) -> list[bytes]:
     files = list(_elements(values)) if isinstance(values, bytes) else list(values)
     if len(files) != count:
         raise InvalidArgument(
-            f"{len(files)} files, and the shape says {count}: in raw_input_contents each follows its length, as an "
-            "unsigned number of four bytes, little-endian",
+            f"{len(files)} files do not fill the shape, which has {count}: in raw_input_contents each file follows its "
+            "length as an unsigned little-endian number of four bytes",
             field="inputs[0]",
         )
     return files
 
 
 def _elements(raw: bytes) -> Iterator[bytes]:
+    """Yield the elements of a tensor of BYTES; one that is cut off is left out, which the caller notices."""
     at = 0
     while at < len(raw):
         length = int.from_bytes(raw[at : at + 4], "little")
         at += 4 + length
         if at > len(raw):
-            return  # they are counted by who asked
+            return
         yield raw[at - length : at]
 
 
@@ -129,54 +130,54 @@ def _check_count(count: int, limits: Limits) -> int:
 
 
 def _read_bytes(tensor: Input, values: Values, limits: Limits) -> list[bytes]:
-    return _packed(tensor, _array(values, np.dtype(np.uint8), tensor), limits)
+    return _to_files(tensor, _array(values, np.dtype(np.uint8), tensor), limits)
 
 
 def _read_floats(tensor: Input, values: Values, limits: Limits) -> list[bytes]:
     array = _array(values, np.dtype("<f4"), tensor)
     if not (array.min() >= 0 and array.max() <= 1):  # NaN fails this too
         raise InvalidArgument(
-            "FP32 pixels are 0 to 1, RGB, before any mean and standard deviation: the server does what the model needs",
+            "FP32 pixels are RGB values of 0 to 1, not normalised: the server normalises them as the model needs it",
             field="inputs[0]",
         )
-    return _packed(tensor, np.rint(array * np.float32(255)).astype(np.uint8), limits)
+    return _to_files(tensor, np.rint(array * np.float32(255)).astype(np.uint8), limits)
 
 
 def _array(values: Values, kind: "np.dtype[Any]", tensor: Input) -> NDArray[Any]:
-    """Return the values in a row.
+    """Return the values as an array of one dimension.
 
     Raises:
-        InvalidArgument: they are more or fewer than the shape says, or too large for their kind.
+        InvalidArgument: the number of values does not fit the shape, or a value is too large for the datatype.
     """
     count = len(values) / kind.itemsize if isinstance(values, bytes) else len(values)
     if count != math.prod(tensor.shape):
         raise InvalidArgument(f"{count:,g} values do not fill the shape {list(tensor.shape)}", field="inputs[0]")
     if isinstance(values, bytes):
         return np.frombuffer(values, kind)
-    return np.concatenate([_part(values[at : at + _TOGETHER], kind) for at in range(0, len(values), _TOGETHER)])
+    return np.concatenate([_to_array(values[at : at + _CHUNK], kind) for at in range(0, len(values), _CHUNK)])
 
 
-def _part(values: Sequence[Any], kind: "np.dtype[Any]") -> NDArray[Any]:
-    part = np.array(values)
-    if kind == np.uint8 and part.max() > np.iinfo(kind).max:
+def _to_array(values: Sequence[Any], kind: "np.dtype[Any]") -> NDArray[Any]:
+    array = np.array(values)
+    if kind == np.uint8 and array.max() > np.iinfo(kind).max:
         raise InvalidArgument("UINT8 values are 0 to 255", field="inputs[0].contents")
-    return part.astype(kind)
+    return array.astype(kind)
 
 
-def _packed(tensor: Input, values: NDArray[np.uint8], limits: Limits) -> list[bytes]:
+def _to_files(tensor: Input, values: NDArray[np.uint8], limits: Limits) -> list[bytes]:
     shape = list(tensor.shape)
-    if len(shape) not in (3, 4) or _PLANES not in (shape[-1], shape[-3]):
+    if len(shape) not in (3, 4) or _CHANNELS not in (shape[-1], shape[-3]):
         raise InvalidArgument(
-            f"pixels have the shape [N,H,W,3] or [N,3,H,W], or that of one image, and not {shape}",
+            f"pixels have the shape [N,H,W,3] or [N,3,H,W], for one image also without N, and not {shape}",
             field="inputs[0].shape",
         )
     images = values.reshape(-1, *shape[-3:])
     _check_count(len(images), limits)
-    last = images if shape[-1] == _PLANES else images.transpose(0, 2, 3, 1)
-    return [_file(image) for image in last]
+    channels_last = images if shape[-1] == _CHANNELS else images.transpose(0, 2, 3, 1)
+    return [_to_file(image) for image in channels_last]
 
 
-def _file(image: Pixels) -> bytes:
+def _to_file(image: Pixels) -> bytes:
     return cv2.imencode(".bmp", np.ascontiguousarray(image[:, :, ::-1]))[1].tobytes()
 
 
@@ -188,7 +189,7 @@ _READERS: Mapping[str, Callable[[Input, Values, Limits], list[bytes]]] = {
 
 
 def element(data: bytes) -> bytes:
-    """Return an element of a tensor of BYTES: after its length.
+    """Return an element of a tensor of BYTES: its length as four little-endian bytes, then its data.
 
     Example:
         >>> element(b"cat").hex(" ")

@@ -1,4 +1,4 @@
-"""The gRPC servicers of our own services: they read messages into requests, and encode results into replies."""
+"""gRPC servicers of camserve.v1. They convert messages into requests, and results into messages."""
 
 from camserve_server.api.servicers.evaluate import EvaluateServicer
 from camserve_server.api.servicers.explain import ExplainServicer

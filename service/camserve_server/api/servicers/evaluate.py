@@ -1,4 +1,4 @@
-"""The RPCs of EvaluateService."""
+"""Servicer of EvaluateService."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from camserve_server.serving.explain import Pipeline
 
 
 class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
-    """Evaluates explanations."""
+    """Servicer that evaluates explanations."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -21,7 +21,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
     ) -> evaluate_pb2.EvaluateResponse:
         """Explain one image, and evaluate every map."""
         async with rpc_scope(self._state, context, "Evaluate") as call:
-            response = await _evaluate(self._state.open(), request, call)
+            response = await _evaluate(self._state.require_open(), request, call)
             response.request_id = response.explained.request_id = call.request_id
             call.note_reply(response.explained)
             return response
@@ -31,7 +31,7 @@ class EvaluateServicer(evaluate_pb2_grpc.EvaluateServiceServicer):
     ) -> evaluate_pb2.ListMetricsResponse:
         """List the metrics."""
         async with rpc_scope(self._state, context, "ListMetrics"):
-            self._state.open()
+            self._state.require_open()
             return evaluate_pb2.ListMetricsResponse(metrics=map(codec.describe_metric, METRICS))
 
 
@@ -39,13 +39,13 @@ async def _evaluate(
     pipeline: Pipeline, request: evaluate_pb2.EvaluateRequest, call: Call
 ) -> evaluate_pb2.EvaluateResponse:
     call.record_request(request.explain, pipeline.models)
-    order = codec.read_evaluation(request, pipeline.models, pipeline.limits)
+    evaluate_request = codec.read_evaluation(request, pipeline.models, pipeline.limits)
     with codec.within_explain():
         response, readings = await evaluate(
-            call.bound(pipeline),
-            order,
+            call.bind(pipeline),
+            evaluate_request,
             call.unsent,
-            encode=partial(codec.explain_response, order.explain),
+            encode=partial(codec.explain_response, evaluate_request.explain),
             deadline=call.deadline,
         )
-    return codec.evaluate_response(order, response, readings)
+    return codec.evaluate_response(evaluate_request, response, readings)

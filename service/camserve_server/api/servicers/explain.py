@@ -1,4 +1,4 @@
-"""The RPCs of ExplainService. Read a request's way from `ExplainServicer.Explain` downward."""
+"""Servicer of ExplainService. To follow a request, start at `ExplainServicer.Explain`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +20,7 @@ Write = Callable[[explain_pb2.ExplainStreamResponse], Awaitable[None]]
 
 
 class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
-    """Explains images, and shows the layers of models."""
+    """Servicer that explains images and inspects layers."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -30,7 +30,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExplainResponse:
         """Explain one image."""
         async with rpc_scope(self._state, context, "Explain") as call:
-            response = await explain(self._state.open(), request, call)
+            response = await explain(self._state.require_open(), request, call)
             response.request_id = call.request_id
             call.note_reply(response)
             return response
@@ -38,14 +38,14 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     async def ExplainStream(  # type: ignore[override]  # noqa: N802 -- the RPC's name; writes rather than yields
         self, requests: AsyncIterator[Received[explain_pb2.ExplainStreamRequest]], context: Context
     ) -> None:
-        """Explain many images, each answered as it is ready."""
+        """Explain many images. Each response is sent as soon as it is ready."""
         async with rpc_scope(self._state, context, "ExplainStream") as call:
 
             async def answer(item: explain_pb2.ExplainStreamRequest, write: Write) -> None:
-                one = call.item(item.request_id)
-                with one.unsent:
+                item_call = call.item(item.request_id)
+                with item_call.unsent:
                     async with progress_reporter(item, write) as progress:
-                        reply = await self._reply(item, one, progress)
+                        reply = await self._reply(item, item_call, progress)
                     await write(reply)
 
             await serve_stream(self._state, context, requests, answer)
@@ -53,17 +53,17 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     async def _reply(
         self, item: explain_pb2.ExplainStreamRequest, call: Call, progress: jobs.Progress
     ) -> explain_pb2.ExplainStreamResponse:
-        outcome = await run_item(self._state, call, "ExplainStream", self._explained(item, call, progress))
+        outcome = await run_item(self._state, call, "ExplainStream", self._explain_item(item, call, progress))
         if isinstance(outcome, ServiceError):
             return explain_pb2.ExplainStreamResponse(request_id=item.request_id, error=error_message(outcome))
         return explain_pb2.ExplainStreamResponse(request_id=item.request_id, response=outcome)
 
-    async def _explained(
+    async def _explain_item(
         self, item: explain_pb2.ExplainStreamRequest, call: Call, progress: jobs.Progress
     ) -> explain_pb2.ExplainResponse:
         check_id(item.request_id)
         logs.REQUEST_ID.set(item.request_id)
-        response = await explain(self._state.accepted(), item.request, call, wait=True, progress=progress)
+        response = await explain(self._state.require_warm(), item.request, call, wait=True, progress=progress)
         response.request_id = item.request_id
         call.note_reply(response)
         return response
@@ -71,12 +71,12 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     async def InspectLayers(  # noqa: N802 -- the RPC's name
         self, request: explain_pb2.InspectLayersRequest, context: Context
     ) -> explain_pb2.InspectLayersResponse:
-        """Measure every layer for one image."""
+        """Measure the layers of a model for one image."""
         async with rpc_scope(self._state, context, "InspectLayers") as call:
-            pipeline = self._state.open()
-            order = codec.read_inspection(request, pipeline.models, pipeline.limits)
-            result = await inspection.inspect(call.bound(pipeline), order, deadline=call.deadline)
-            response = codec.inspect_response(order, result)
+            pipeline = self._state.require_open()
+            inspect_request = codec.read_inspection(request, pipeline.models, pipeline.limits)
+            result = await inspection.inspect(call.bind(pipeline), inspect_request, deadline=call.deadline)
+            response = codec.inspect_response(inspect_request, result)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "layers": len(response.layers)}
             return response
@@ -86,10 +86,12 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
     ) -> explain_pb2.ExtractFeaturesResponse:
         """Return channels of a layer."""
         async with rpc_scope(self._state, context, "ExtractFeatures") as call:
-            pipeline = self._state.open()
-            order = codec.read_extraction(request, pipeline.models, pipeline.limits)
-            result = await inspection.features(call.bound(pipeline), order, call.unsent, deadline=call.deadline)
-            response = codec.features_response(order, result)
+            pipeline = self._state.require_open()
+            features_request = codec.read_extraction(request, pipeline.models, pipeline.limits)
+            result = await inspection.features(
+                call.bind(pipeline), features_request, call.unsent, deadline=call.deadline
+            )
+            response = codec.features_response(features_request, result)
             response.request_id = call.request_id
             call.fields = {"model": response.model, "channels": len(response.channels)}
             return response
@@ -103,24 +105,24 @@ async def explain(
     wait: bool = False,
     progress: jobs.Progress = jobs.ignore_progress,
 ) -> explain_pb2.ExplainResponse:
-    """Explain one image: read the request, and encode the result.
+    """Explain one image: check the request, run it, and encode the result.
 
     Args:
-        pipeline: explains it.
-        request: as it came.
-        call: that it is part of.
-        wait: for room in the queue, rather than be refused.
-        progress: is notified how many rows are done, and of how many.
+        pipeline: pipeline that runs the request.
+        request: the request.
+        call: the call that the request belongs to.
+        wait: True to wait if the queue is full, False to be refused.
+        progress: callback that receives the number of rows that are done, and the total number.
 
     Raises:
-        ServiceError: whatever was wrong.
+        ServiceError: the request is invalid or failed.
     """
     call.record_request(request, pipeline.models)
-    order = codec.read_order(request, pipeline.models, pipeline.limits)
-    return await call.bound(pipeline).explain(
-        order,
+    explain_request = codec.read_explanation(request, pipeline.models, pipeline.limits)
+    return await call.bind(pipeline).explain(
+        explain_request,
         call.unsent,
-        encode=partial(codec.explain_response, order),
+        encode=partial(codec.explain_response, explain_request),
         deadline=call.deadline,
         wait=wait,
         progress=progress,
@@ -129,23 +131,26 @@ async def explain(
 
 @asynccontextmanager
 async def progress_reporter(item: explain_pb2.ExplainStreamRequest, write: Write) -> AsyncIterator[jobs.Progress]:
-    """Report the progress of a request that asks for it, never faster than its caller reads."""
+    """Yield a callback that reports the progress of a request, if requested.
+
+    Only the latest progress is sent, so that a caller that reads slowly does not fall behind.
+    """
     if not item.request.progress:
         yield jobs.ignore_progress
         return
-    news: asyncio.Queue[explain_pb2.Progress | None] = asyncio.Queue()
+    updates: asyncio.Queue[explain_pb2.Progress | None] = asyncio.Queue()
 
     def progress(done: int, rows: int) -> None:
-        news.put_nowait(explain_pb2.Progress(rows_done=done, rows_total=rows))
+        updates.put_nowait(explain_pb2.Progress(rows_done=done, rows_total=rows))
 
-    async def tell() -> None:
-        while (latest := await news.get()) is not None:
-            if news.empty():
+    async def send_updates() -> None:
+        while (latest := await updates.get()) is not None:
+            if updates.empty():
                 await write(explain_pb2.ExplainStreamResponse(request_id=item.request_id, progress=latest))
 
-    telling = asyncio.create_task(tell())
+    sender = asyncio.create_task(send_updates())
     try:
         yield progress
     finally:
-        news.put_nowait(None)  # not cancelled: half a message would end the stream
-        await asyncio.gather(telling, return_exceptions=True)
+        updates.put_nowait(None)  # not cancelled: a cancelled write would end the stream
+        await asyncio.gather(sender, return_exceptions=True)

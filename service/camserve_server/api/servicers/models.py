@@ -1,4 +1,4 @@
-"""The RPCs of ModelService."""
+"""Servicer of ModelService."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,7 +15,7 @@ K = TypeVar("K", bound=KnownModel)
 
 
 class ModelServicer(models_pb2_grpc.ModelServiceServicer):
-    """Describes models, layers and methods; loads and unloads models."""
+    """Servicer that describes models, layers and methods, and loads and unloads models."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -25,7 +25,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.ListModelsResponse:
         """List the models."""
         async with rpc_scope(self._state, context, "ListModels"):
-            models = self._state.open().models.values()
+            models = self._state.require_open().models.values()
             return models_pb2.ListModelsResponse(models=map(codec.describe_model, models))
 
     async def GetModel(  # noqa: N802 -- the RPC's name
@@ -33,7 +33,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.GetModelResponse:
         """Describe one model."""
         async with rpc_scope(self._state, context, "GetModel"):
-            pipeline = self._state.open()
+            pipeline = self._state.require_open()
             codec.check_sizes(request, pipeline.limits)
             model = codec.find_model(request.name, pipeline.models, "name")
             labels = model.labels if isinstance(model, ModelInfo) else ()
@@ -44,7 +44,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     ) -> models_pb2.ListLayersResponse:
         """List the layers of a model."""
         async with rpc_scope(self._state, context, "ListLayers"):
-            pipeline = self._state.open()
+            pipeline = self._state.require_open()
             codec.check_sizes(request, pipeline.limits)
             layers = codec.read_model(request.model, pipeline.models, "model").layers.values()
             return models_pb2.ListLayersResponse(layers=map(codec.describe_layer, layers))
@@ -52,7 +52,7 @@ class ModelServicer(models_pb2_grpc.ModelServiceServicer):
     async def ListMethods(  # noqa: N802 -- the RPC's name
         self, _request: models_pb2.ListMethodsRequest, context: Context
     ) -> models_pb2.ListMethodsResponse:
-        """List the methods, CAMs first."""
+        """List the methods, sorted by kind."""
         async with rpc_scope(self._state, context, "ListMethods"):
             names = sorted(METHODS, key=lambda name: codec.kind_of(METHODS[name]))
             return models_pb2.ListMethodsResponse(methods=map(codec.describe_method, names))
@@ -80,26 +80,26 @@ async def load_model(state: ServerState, request: models_pb2.LoadModelRequest) -
     """Load a model, or load it again.
 
     Raises:
-        ServiceError: a field is wrong, that is not allowed, or it cannot be loaded.
+        ServiceError: the request is invalid or not allowed, or the model cannot be loaded.
     """
-    pipeline = state.open()
-    asked = codec.read_loading(request, pipeline.models, pipeline.limits)
-    return await _unless_draining(state, pipeline.lifecycle.load(asked))
+    pipeline = state.require_open()
+    load_request = codec.read_loading(request, pipeline.models, pipeline.limits)
+    return await _unless_draining(state, pipeline.lifecycle.load(load_request))
 
 
 async def unload_model(state: ServerState, request: models_pb2.UnloadModelRequest) -> KnownModel:
     """Unload a model, and return when its last request is answered.
 
     Raises:
-        ServiceError: a field is wrong, or that is not allowed.
+        ServiceError: the request is invalid or not allowed.
     """
-    pipeline = state.open()
+    pipeline = state.require_open()
     name = codec.read_unloading(request, pipeline.models, pipeline.limits)
     return await _unless_draining(state, pipeline.lifecycle.unload(name))
 
 
 async def _unless_draining(state: ServerState, work: Coroutine[Any, Any, K]) -> K:
-    """Wait for what concerns a server that goes on, and for no longer than it does."""
+    """Return the result of the work, or raise Unavailable as soon as the server drains."""
     working = asyncio.ensure_future(work)
     draining = asyncio.ensure_future(state.draining.wait())
     try:
