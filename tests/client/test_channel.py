@@ -260,7 +260,7 @@ async def test_a_fault_of_a_channel_reaches_the_caller(client: Any, server: Any)
 
 @pytest.mark.parametrize("access", [{"tls": True}, {"credentials": grpc.ssl_channel_credentials()}], ids=["tls", "own"])
 def test_encryption_is_not_given_with_a_channel(connect: Any, direct: Any, access: Any) -> None:
-    with pytest.raises(camserve.InvalidArgument, match="encrypt the channel that you give"):
+    with pytest.raises(camserve.InvalidArgument, match="encrypt the channel that you pass"):
         connect(FAR, channel=direct, **access)
 
     assert direct.closed == 0

@@ -192,15 +192,12 @@ async def test_a_pushback_may_forbid_another_try(client: Any, server: Any, refus
 def pauses(monkeypatch: Any) -> list[float]:
     """Record the pauses between tries, and advance the client's clock by each at once."""
     found: list[float] = []
-    sleep = asyncio.sleep
 
     async def pause(seconds: float) -> None:
-        if seconds:
-            found.append(seconds)
-        await sleep(0)
+        found.append(seconds)
 
-    monkeypatch.setattr("camserve._client.time", SimpleNamespace(sleep=found.append))
-    monkeypatch.setattr("camserve._aio.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": pause}))
+    monkeypatch.setattr("camserve._transport_sync.sleep", found.append)
+    monkeypatch.setattr("camserve._transport_async.sleep", pause)
     monkeypatch.setattr("camserve._retry.time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(found)))
     return found
 

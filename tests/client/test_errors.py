@@ -34,7 +34,7 @@ class Foreign(grpc.RpcError):
 
 
 def translated(*args: Any) -> camserve.CamserveError:
-    with pytest.raises(camserve.CamserveError) as caught, _errors.border("host:1", "sent"):
+    with pytest.raises(camserve.CamserveError) as caught, _errors.translate_errors("host:1", "sent"):
         raise Foreign(*args)
     return caught.value
 
@@ -144,5 +144,5 @@ def test_words_of_grpcs_core_are_made_readable() -> None:
 
 
 def test_other_errors_pass_the_border() -> None:
-    with pytest.raises(KeyError), _errors.border("host:1", ""):
+    with pytest.raises(KeyError), _errors.translate_errors("host:1", ""):
         raise KeyError

@@ -347,7 +347,7 @@ async def test_silence_has_an_end(client: Any, server: Any, replies: Any) -> Non
     found = await collected_with_error(client.explain_many(images(5), timeout=1))
 
     assert classes(found) == [0, 1, "DeadlineExceeded"]
-    assert str(found[2]).startswith("the server said nothing for ")
+    assert str(found[2]).startswith("the server sent nothing for ")
     assert server.stream_ended.wait(60)
 
 

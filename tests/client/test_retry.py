@@ -7,7 +7,7 @@ import math
 import pytest
 
 import camserve
-from camserve._retry import Tries
+from camserve._retry import CallAttempts
 
 BUSY = camserve.Unavailable("busy")
 
@@ -57,7 +57,7 @@ def test_nothing_is_negative(wrong: dict[str, float]) -> None:
 
 
 def test_no_pause_outlasts_the_deadline() -> None:
-    tries = Tries(camserve.Retry(), timeout=10)
+    tries = CallAttempts(camserve.Retry(), timeout=10)
     tries.start()
 
     assert tries.pause(camserve.Unavailable("", retry_after=9)) == 9
@@ -65,6 +65,6 @@ def test_no_pause_outlasts_the_deadline() -> None:
 
 
 def test_a_try_has_what_is_left_of_the_time() -> None:
-    assert 9 < Tries(camserve.Retry(), 10).start() <= 10
-    assert Tries(camserve.Retry(), -1).start() == 0
-    assert Tries(camserve.Retry(), math.inf).start() is None
+    assert 9 < CallAttempts(camserve.Retry(), 10).start() <= 10
+    assert CallAttempts(camserve.Retry(), -1).start() == 0
+    assert CallAttempts(camserve.Retry(), math.inf).start() is None

@@ -22,8 +22,8 @@ def window(limit: int = 4, **retry: Any) -> _stream.InFlightWindow:
 def filled(made: _stream.InFlightWindow, count: int) -> list[str]:
     """Take so many images and send them; return their ids."""
     for number in range(count):
-        made.take(_stream.asked(QUESTION, bytes([number + 1])))
-    return [each.request_id for each in made.due()]
+        made.add(_stream.prepare_request(QUESTION, bytes([number + 1])))
+    return [each.request_id for each in made.take_due()]
 
 
 def answer(request_id: str) -> explain_pb2.ExplainStreamResponse:
@@ -33,31 +33,31 @@ def answer(request_id: str) -> explain_pb2.ExplainStreamResponse:
 
 
 def ids(made: _stream.InFlightWindow) -> list[str]:
-    return [each.request_id for each in made.ready() if isinstance(each, camserve.Result)]
+    return [each.request_id for each in made.pop_finished() if isinstance(each, camserve.Result)]
 
 
 def test_there_is_room_until_the_limit_and_again_after_a_result_was_handed_on() -> None:
     made = window(limit=2)
     first, second = filled(made, 2)
-    assert not made.room
+    assert not made.has_room
 
-    made.hear(answer(second))
+    made.handle(answer(second))
     assert ids(made) == []
-    assert not made.room
+    assert not made.has_room
 
-    made.hear(answer(first))
+    made.handle(answer(first))
     assert ids(made) == [first, second]
-    assert made.room
+    assert made.has_room
 
 
 def test_it_is_done_when_the_last_was_handed_on() -> None:
     made = window()
     (only,) = filled(made, 1)
-    made.take(_stream.asked(QUESTION, _stream.END))
-    assert not made.room
+    made.add(_stream.prepare_request(QUESTION, _stream.END))
+    assert not made.has_room
     assert not made.done
 
-    made.hear(answer(only))
+    made.handle(answer(only))
     assert ids(made) == [only]
     assert made.done
 
@@ -65,26 +65,26 @@ def test_it_is_done_when_the_last_was_handed_on() -> None:
 def test_it_does_not_wait_while_there_is_room() -> None:
     made = window(limit=2)
     filled(made, 1)
-    assert made.patience() == 0
+    assert made.seconds_to_wait() == 0
 
     filled(made, 1)
-    assert made.patience() > 0
+    assert made.seconds_to_wait() > 0
 
 
 def test_it_waits_as_long_as_the_server_may_take_for_all_under_way() -> None:
     made = window(limit=3)
     one, *_ = filled(made, 3)
-    assert 89 < made.patience() <= 90
+    assert 89 < made.seconds_to_wait() <= 90
 
-    made.hear(answer(one))
-    assert 59 < made.patience() <= 60
+    made.handle(answer(one))
+    assert 59 < made.seconds_to_wait() <= 60
 
 
 def test_without_a_limit_it_still_looks_up_now_and_then() -> None:
     made = _stream.InFlightWindow(1, camserve.Retry(), timeout=math.inf, on_error="return")
     filled(made, 1)
 
-    assert made.patience() == 3600
+    assert made.seconds_to_wait() == 3600
 
 
 def test_it_waits_only_until_something_is_to_be_sent_again() -> None:
@@ -92,18 +92,18 @@ def test_it_waits_only_until_something_is_to_be_sent_again() -> None:
     (only,) = filled(made, 1)
     error = explain_pb2.Error(code=14, retry_after_ms=2000)
 
-    made.hear(explain_pb2.ExplainStreamResponse(request_id=only, error=error))
+    made.handle(explain_pb2.ExplainStreamResponse(request_id=only, error=error))
 
-    assert made.due() == []
-    assert 1.9 < made.patience() <= 2
+    assert made.take_due() == []
+    assert 1.9 < made.seconds_to_wait() <= 2
 
 
 def test_a_stream_that_breaks_with_nothing_under_way_costs_nothing() -> None:
     made = window(attempts=0)
     (only,) = filled(made, 1)
-    made.hear(answer(only))
+    made.handle(answer(only))
 
-    made.hear(camserve.Unavailable("drained"))
+    made.handle(camserve.Unavailable("drained"))
 
     assert ids(made) == [only]
 
@@ -112,9 +112,9 @@ def test_what_was_under_way_is_sent_again_in_its_order() -> None:
     made = window(first=0)
     sent = filled(made, 3)
 
-    made.hear(camserve.Unavailable("gone"))
+    made.handle(camserve.Unavailable("gone"))
 
-    assert [each.request_id for each in made.due()] == sent
+    assert [each.request_id for each in made.take_due()] == sent
 
 
 def test_suspects_go_one_at_a_time_and_the_culprit_fails_alone() -> None:
@@ -122,16 +122,16 @@ def test_suspects_go_one_at_a_time_and_the_culprit_fails_alone() -> None:
     one, two, three = filled(made, 3)
     broken = camserve.Internal("broken")
 
-    made.hear(broken)
-    assert [each.request_id for each in made.due()] == [one]
-    assert made.due() == []
-    made.hear(answer(one))
-    assert [each.request_id for each in made.due()] == [two]
-    made.hear(broken)
-    assert [each.request_id for each in made.due()] == [three]
-    made.hear(answer(three))
+    made.handle(broken)
+    assert [each.request_id for each in made.take_due()] == [one]
+    assert made.take_due() == []
+    made.handle(answer(one))
+    assert [each.request_id for each in made.take_due()] == [two]
+    made.handle(broken)
+    assert [each.request_id for each in made.take_due()] == [three]
+    made.handle(answer(three))
 
-    found = list(made.ready())
+    found = list(made.pop_finished())
     assert [type(each) for each in found] == [camserve.Result, camserve.Internal, camserve.Result]
     assert len(filled(made, 4)) == 4
 
@@ -144,16 +144,16 @@ def test_what_would_end_so_again_is_raised(code: str) -> None:
     error.code = grpc.StatusCode[code]
 
     with pytest.raises(camserve.CamserveError):
-        made.hear(error)
+        made.handle(error)
 
 
 def test_an_answer_resets_the_count_of_breaks() -> None:
     made = window(limit=99, attempts=1, first=0)
     sent = filled(made, 9)
     for each in sent:
-        made.hear(camserve.Unavailable("gone"))
-        assert made.due()
-        made.hear(answer(each))
+        made.handle(camserve.Unavailable("gone"))
+        assert made.take_due()
+        made.handle(answer(each))
 
     assert ids(made) == sent
 
@@ -167,16 +167,16 @@ def test_progress_is_news_and_not_an_answer() -> None:
     made = window(limit=2)
     first, second = filled(made, 2)
 
-    made.hear(progress(first, 64, 512))
-    made.hear(progress(second, 1, 2))
-    assert made.news() == [(64, 512), (1, 2)]
-    assert made.news() == []
+    made.handle(progress(first, 64, 512))
+    made.handle(progress(second, 1, 2))
+    assert made.take_progress() == [(64, 512), (1, 2)]
+    assert made.take_progress() == []
     assert ids(made) == []
 
-    made.hear(answer(first))
-    made.hear(progress(first, 512, 512))  # too late
-    made.hear(progress(second, 2, 2))
-    assert made.news() == [(2, 2)]
+    made.handle(answer(first))
+    made.handle(progress(first, 512, 512))  # too late
+    made.handle(progress(second, 2, 2))
+    assert made.take_progress() == [(2, 2)]
     assert ids(made) == [first]
 
 
@@ -187,12 +187,12 @@ def test_progress_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     (only,) = filled(made, 1)
     for _ in range(5):
         now[0] += 29
-        made.hear(progress(only, 1, 9))
-        made.hear(None)
+        made.handle(progress(only, 1, 9))
+        made.handle(None)
 
     now[0] += 31
     with pytest.raises(camserve.DeadlineExceeded):
-        made.hear(None)
+        made.handle(None)
 
 
 def test_a_request_that_brings_the_server_down_half_way_is_not_sent_for_ever() -> None:
@@ -201,20 +201,20 @@ def test_a_request_that_brings_the_server_down_half_way_is_not_sent_for_ever() -
     gone = camserve.Unavailable("gone")
 
     for _ in range(2):
-        made.hear(progress(only, 1, 9))
-        made.hear(gone)
-        assert made.due()
-    made.hear(progress(only, 1, 9))
+        made.handle(progress(only, 1, 9))
+        made.handle(gone)
+        assert made.take_due()
+    made.handle(progress(only, 1, 9))
 
     with pytest.raises(camserve.Unavailable, match="gone"):
-        made.hear(gone)
+        made.handle(gone)
 
 
 def test_what_only_a_newer_client_understands_is_ignored() -> None:
     made = window(limit=1)
     (only,) = filled(made, 1)
 
-    made.hear(explain_pb2.ExplainStreamResponse(request_id=only))
-    made.hear(answer(only))
+    made.handle(explain_pb2.ExplainStreamResponse(request_id=only))
+    made.handle(answer(only))
 
     assert ids(made) == [only]

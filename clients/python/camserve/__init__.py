@@ -13,8 +13,7 @@
 """
 
 from camserve._access import AccessOptions
-from camserve._aio import AsyncClient
-from camserve._client import Client
+from camserve._async.client import AsyncClient
 from camserve._codec import ExplainOptions, ImageLike, MethodLike
 from camserve._errors import (
     CamserveError,
@@ -38,6 +37,7 @@ from camserve._receipts import Receipt
 from camserve._replay import Check, Replay
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
 from camserve._retry import Retry
+from camserve._sync.client import Client
 from camserve._targets import (
     BoxLike,
     ClassLike,
