@@ -1,4 +1,4 @@
-"""Ask a camserve server why a vision model said what it said.
+"""Client of camserve, a server that explains the predictions of vision models.
 
     import camserve
 
@@ -6,10 +6,10 @@
         result = client.explain("cat.jpg", methods=["gradcam", "layercam"], targets=["tabby"])
         print(result.predictions[0].label, result.predictions[0].probability)
         result.explanations[0].save("why.jpg")
-        for each in client.explain_many(paths, progress=True):
-            print(each.predictions[0].label, each.explanations[0].verdict)
+        for result in client.explain_many(paths, progress=True):
+            print(result.predictions[0].label, result.explanations[0].verdict)
 
-``AsyncClient`` is the same, awaited.
+``AsyncClient`` has the same methods as coroutines.
 """
 
 from camserve._access import AccessOptions
