@@ -197,7 +197,7 @@ async def test_client_calls_only_the_documented_methods_of_a_channel(connect: An
 async def test_metadata_and_timeout_reach_the_channel(connect: Any, channel: Any, server: Any) -> None:
     client = connect(FAR, channel=channel, token="abc", metadata={"x-who": "me"})
     await client.models()
-    _ = [each async for each in client.explain_many([b"1"])]
+    _ = [result async for result in client.explain_many([b"1"])]
     unary, stream = server.calls
 
     for call in (unary, stream):
@@ -221,7 +221,7 @@ async def test_calls_through_a_channel_are_retried(client: Any, server: Any, ref
 
     assert (await client.explain(b"\x07")).predictions[0].class_index == 7
     server.refusals = [refusal(grpc.StatusCode.UNAVAILABLE)]
-    assert [each.predictions[0].class_index async for each in client.explain_many([b"\x08"])] == [8]
+    assert [result.predictions[0].class_index async for result in client.explain_many([b"\x08"])] == [8]
     assert [call.rpc for call in server.calls] == ["Explain"] * 4 + ["ExplainStream"] * 2
 
 
@@ -231,7 +231,7 @@ async def test_leaving_the_loop_early_cancels_the_call(client: Any, channel: Any
         break
     await results.aclose()
 
-    assert [each.cancelled for each in channel.streams] == [True]
+    assert [stream.cancelled for stream in channel.streams] == [True]
 
 
 @pytest.mark.parametrize("called", [False, True])
@@ -257,7 +257,7 @@ async def test_other_exception_of_a_channel_reaches_the_caller(client: Any, serv
         await client.explain(b"\x07")
     server.streams = [broken]
     with pytest.raises(KeyError, match="a bug"):
-        _ = [each async for each in client.explain_many([b"\x07"], timeout=3600)]
+        _ = [result async for result in client.explain_many([b"\x07"], timeout=3600)]
 
 
 @pytest.mark.parametrize("access", [{"tls": True}, {"credentials": grpc.ssl_channel_credentials()}], ids=["tls", "own"])

@@ -70,7 +70,7 @@ async def test_calls_have_the_default_timeout_unless_given_another(connect: Any,
 
 async def test_descriptions_of_models_layers_and_methods(client: Any) -> None:
     models = await client.models()
-    assert [each.name for each in models] == ["tiny", "large"]
+    assert [model.name for model in models] == ["tiny", "large"]
     assert models[0].labels == ()
     assert models[0].parameters == 4_650_000
     assert models[0].task == "classify"
@@ -88,7 +88,7 @@ async def test_descriptions_of_models_layers_and_methods(client: Any) -> None:
 
     gradcam, smoothgrad = await client.methods()
     assert gradcam.kind == "CAM"
-    assert [each.default for each in smoothgrad.parameters] == [16.0, "max", None]
+    assert [parameter.default for parameter in smoothgrad.parameters] == [16.0, "max", None]
     assert smoothgrad.parameters[1].choices == ("max", "mean")
 
 
@@ -106,7 +106,7 @@ async def test_health_is_not_retried(connect: Any) -> None:
         await client.health()
 
 
-@pytest.mark.parametrize("code", [each for each in grpc.StatusCode if each.value[0]])
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
 async def test_every_status_becomes_an_error_of_its_class(
     connect: Any, server: Any, refuse: Any, code: grpc.StatusCode
 ) -> None:

@@ -212,7 +212,7 @@ class Evaluation:
             The path.
 
         Raises:
-            InvalidArgument: The suffix is another one.
+            InvalidArgument: The suffix is not one of these.
             OSError: The file cannot be written.
         """
         file = Path(path)

@@ -95,9 +95,9 @@ class _Slot:
 class InFlightWindow:
     """Bounded window of images between the input iterable and the consumer, in their order.
 
-    After a stream breaks, the client opens another one, and the window sends the images in flight again. A status may
-    blame a request rather than the connection. The images that were in flight are then sent one at a time until the
-    culprit is found, and only that one fails.
+    After a stream breaks, the client opens another one, and the window sends the images in flight again. If the
+    status shows that a request caused the break, the images that were in flight are sent one at a time. Only the image
+    that breaks the stream again fails.
 
     Args:
         limit: The largest number of images that are read and not yet yielded.
