@@ -16,7 +16,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos lint types contracts proto-check clean gallery parity precision
+.PHONY: setup node demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -50,6 +50,9 @@ endef
 
 protos: $(PROTO_VENV)/.done  ## generate the stubs from protos/
 	$(call generate,$(STUBS),$(SERVER_STUBS))
+
+sync-client: setup  ## generate the synchronous Python client, after a change to the asynchronous one
+	$(BIN)/python tools/generate_sync.py
 
 node: clients/node/node_modules  ## install the dependencies of the Node client, if npm is installed
 
@@ -124,7 +127,7 @@ test-ray: $(RAY_VENV)/.done  ## run the tests on a Ray cluster of this machine, 
 soak: setup  ## load a server to saturation for MINUTES=10, and check its responses and resources
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
-check: lint types contracts proto-check  ## run all static checks
+check: lint types contracts proto-check sync-check  ## run all static checks
 
 lint: setup
 	$(BIN)/ruff check .
@@ -152,6 +155,9 @@ proto-check: setup $(PROTO_VENV)/.done
 	  cmp $$f ../$(STUBS)/$$f 2>/dev/null || cmp $$f ../$(SERVER_STUBS)/$$f || \
 	  { echo "the stubs do not match protos/: run 'make protos'"; exit 1; }; done
 	@rm -rf .protocheck
+
+sync-check: setup
+	$(BIN)/python tools/generate_sync.py --check
 
 gallery: setup  ## write docs/methods.md and docs/gallery.md: some minutes
 	$(BIN)/python docs/generate/gallery.py

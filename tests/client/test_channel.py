@@ -1,4 +1,4 @@
-"""A client with a channel of its caller's: an intercepted one of gRPC's, and objects that are none of gRPC's."""
+"""Clients with the caller's own channel: an intercepted gRPC channel, and objects that are not from gRPC."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "channels.md").read_text("utf-8")
 FAR = "why.example:50051"
 
 
-class Refused(grpc.RpcError):
-    """The error of a channel that is not gRPC's."""
+class FakeRpcError(grpc.RpcError):
+    """Error of a channel that is not from gRPC."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
         self.code = lambda: code
@@ -31,7 +31,7 @@ class Refused(grpc.RpcError):
 
 
 class Context:
-    """The part of a servicer's context that the fake server uses."""
+    """Part of a servicer's context that the fake server uses."""
 
     def __init__(self, metadata: Any, timeout: float | None) -> None:
         self.invocation_metadata = lambda: metadata
@@ -42,19 +42,19 @@ class Context:
         self.trailers = trailers
 
     def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise Refused(code, details, self.trailers)
+        raise FakeRpcError(code, details, self.trailers)
 
     def add_callback(self, callback: Callable[[], None]) -> None:
-        """Forget it: the fake server's own tests need it."""
+        """Ignore it: other tests use it."""
 
 
-def check(packed: bytes, _context: Context) -> bytes:
+def check_health(packed: bytes, _context: Context) -> bytes:
     service = health_pb2.HealthCheckRequest.FromString(packed).service
     return health_pb2.HealthCheckResponse(status=2 if service == "asleep" else 1).SerializeToString()
 
 
-class Direct:
-    """A channel for `Client` without a network: it calls the methods of a servicer."""
+class InProcessChannel:
+    """Channel for `Client` that calls the methods of a servicer in the same process."""
 
     def __init__(self, servicer: Any) -> None:
         self.servicer = servicer
@@ -62,7 +62,9 @@ class Direct:
         self.streams: list[Any] = []
 
     def handler(self, path: str) -> Callable[[Any, Context], Any]:
-        return check if path == "/grpc.health.v1.Health/Check" else getattr(self.servicer, path.rpartition("/")[2])
+        return (
+            check_health if path == "/grpc.health.v1.Health/Check" else getattr(self.servicer, path.rpartition("/")[2])
+        )
 
     def answer(self, path: str, request: Any, timeout: float | None, metadata: Any) -> Any:
         if self.closed:
@@ -73,9 +75,9 @@ class Direct:
         return lambda request, *, timeout, metadata: self.answer(path, request, timeout, metadata)
 
     def stream_stream(self, path: str, **_coding: Any) -> Callable[..., Any]:
-        return lambda requests, *, metadata: self.opened(Stream(self.answer(path, requests, None, metadata)))
+        return lambda requests, *, metadata: self.record(Stream(self.answer(path, requests, None, metadata)))
 
-    def opened(self, stream: Any) -> Any:
+    def record(self, stream: Any) -> Any:
         self.streams.append(stream)
         return stream
 
@@ -84,7 +86,7 @@ class Direct:
 
 
 class Stream:
-    """The call object of a stream."""
+    """Call object of a stream."""
 
     def __init__(self, answers: Iterator[Any]) -> None:
         self.answers = answers
@@ -97,8 +99,8 @@ class Stream:
         self.cancelled = True
 
 
-class AsyncDirect(Direct):
-    """The same for `AsyncClient`."""
+class AsyncInProcessChannel(InProcessChannel):
+    """Channel for `AsyncClient` that calls the methods of a servicer in the same process."""
 
     def unary_unary(self, path: str, **_coding: Any) -> Callable[..., Any]:
         async def call(request: Any, *, timeout: float | None, metadata: Any) -> Any:
@@ -109,11 +111,11 @@ class AsyncDirect(Direct):
     def stream_stream(self, path: str, **_coding: Any) -> Callable[..., Any]:
         def call(requests: AsyncIterator[Any], *, metadata: Any) -> Any:
             async def answers() -> AsyncIterator[Any]:
-                async for each in requests:
-                    for answer in self.answer(path, iter([each]), None, metadata):
+                async for request in requests:
+                    for answer in self.answer(path, iter([request]), None, metadata):
                         yield answer
 
-            return self.opened(AsyncStream(answers()))
+            return self.record(AsyncStream(answers()))
 
         return call
 
@@ -127,27 +129,29 @@ class AsyncStream(Stream):
 
 
 @pytest.fixture
-def direct(connect: Any, server: Any) -> Any:
-    """Return a channel for the kind of client that `connect` makes."""
-    made = connect(server.address)
-    return (AsyncDirect if isinstance(made, camserve.AsyncClient) else Direct)(server)
+def channel(connect: Any, server: Any) -> Any:
+    """Return a channel for the kind of client that `connect` opens."""
+    client = connect(server.address)
+    return (AsyncInProcessChannel if isinstance(client, camserve.AsyncClient) else InProcessChannel)(server)
 
 
 @pytest.fixture
-def client(connect: Any, direct: Any) -> Any:
-    return connect(FAR, channel=direct)
+def client(connect: Any, channel: Any) -> Any:
+    return connect(FAR, channel=channel)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     if is_dataclass(value):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value) if each.name != "request_id"}
+        return {
+            field.name: to_plain(getattr(value, field.name)) for field in fields(value) if field.name != "request_id"
+        }
     if isinstance(value, np.ndarray):
         return value.tolist()
-    return [plain(each) for each in value] if isinstance(value, tuple | list) else value
+    return [to_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-async def everything(client: Any) -> list[Any]:
-    """Return what every method of a client returns."""
+async def call_all(client: Any) -> list[Any]:
+    """Call every method of a client; return the results."""
     explained = await client.explain(b"\x07", heatmap=True)
     return [
         explained,
@@ -162,51 +166,49 @@ async def everything(client: Any) -> list[Any]:
         await client.metrics(),
         await client.health(),
         await client.health("asleep"),
-        [each async for each in client.explain_many([b"\x01", b"\x02", b"\x03"])],
+        [result async for result in client.explain_many([b"\x01", b"\x02", b"\x03"])],
     ]
 
 
-async def test_a_channel_without_a_network_gives_the_answers_of_a_server(
-    client: Any, connect: Any, server: Any
-) -> None:
-    assert plain(await everything(client)) == plain(await everything(connect(server.address)))
+async def test_in_process_channel_gives_the_results_of_a_server(client: Any, connect: Any, server: Any) -> None:
+    assert to_plain(await call_all(client)) == to_plain(await call_all(connect(server.address)))
 
 
-async def test_a_channel_is_asked_for_the_methods_that_the_page_names(connect: Any, direct: Any) -> None:
-    asked: list[tuple[str, str, dict[str, Any]]] = []
+async def test_client_calls_only_the_documented_methods_of_a_channel(connect: Any, channel: Any) -> None:
+    calls: list[tuple[str, str, dict[str, Any]]] = []
 
-    class Noted:
+    class Recorder:
         def __getattr__(self, name: str) -> Any:
             if name == "close":
-                return direct.close
-            return lambda path, **coding: asked.append((name, path, coding)) or getattr(direct, name)(path, **coding)
+                return channel.close
+            return lambda path, **coding: calls.append((name, path, coding)) or getattr(channel, name)(path, **coding)
 
-    await everything(connect(FAR, channel=Noted()))
+    await call_all(connect(FAR, channel=Recorder()))
 
-    named = set(re.findall(r"^\| `channel\.(\w+)\(", PAGE, re.MULTILINE))
-    assert {name for name, *_ in asked} == named - {"close"} == {"unary_unary", "stream_stream"}
-    assert [path for name, path, _ in asked if name == "stream_stream"] == ["/camserve.v1.ExplainService/ExplainStream"]
-    codings = {path: coding for _, path, coding in asked}
+    documented = set(re.findall(r"^\| `channel\.(\w+)\(", PAGE, re.MULTILINE))
+    assert {name for name, *_ in calls} == documented - {"close"} == {"unary_unary", "stream_stream"}
+    assert [path for name, path, _ in calls if name == "stream_stream"] == ["/camserve.v1.ExplainService/ExplainStream"]
+    codings = {path: coding for _, path, coding in calls}
     assert codings.pop("/grpc.health.v1.Health/Check") == {}
     keywords = {"request_serializer", "response_deserializer", "_registered_method"}
     assert all(set(coding) == keywords for coding in codings.values())
 
 
-async def test_metadata_and_timeout_reach_the_channel(connect: Any, direct: Any, server: Any) -> None:
-    client = connect(FAR, channel=direct, token="abc", metadata={"x-who": "me"})
+async def test_metadata_and_timeout_reach_the_channel(connect: Any, channel: Any, server: Any) -> None:
+    client = connect(FAR, channel=channel, token="abc", metadata={"x-who": "me"})
     await client.models()
-    _ = [each async for each in client.explain_many([b"1"])]
-    limited, streamed = server.calls
+    _ = [result async for result in client.explain_many([b"1"])]
+    unary, stream = server.calls
 
-    for call in (limited, streamed):
+    for call in (unary, stream):
         assert call.metadata["authorization"] == "Bearer abc"
         assert call.metadata["x-who"] == "me"
         assert call.metadata["x-request-id"]
-    assert 0 < limited.time_remaining <= 30
-    assert streamed.time_remaining is None
+    assert 0 < unary.time_remaining <= 30
+    assert stream.time_remaining is None
 
 
-async def test_errors_of_a_channel_become_those_of_the_client(client: Any, server: Any, refusal: Any) -> None:
+async def test_errors_of_a_channel_become_errors_of_the_client(client: Any, server: Any, refusal: Any) -> None:
     server.refusals = [refusal(grpc.StatusCode.INVALID_ARGUMENT, "bad", {"alpha": "too large"}, "r1")]
     with pytest.raises(camserve.InvalidArgument) as caught:
         await client.models()
@@ -214,37 +216,37 @@ async def test_errors_of_a_channel_become_those_of_the_client(client: Any, serve
     assert (caught.value.message, caught.value.fields, caught.value.request_id) == ("bad", {"alpha": "too large"}, "r1")
 
 
-async def test_calls_through_a_channel_are_tried_again(client: Any, server: Any, refusal: Any) -> None:
+async def test_calls_through_a_channel_are_retried(client: Any, server: Any, refusal: Any) -> None:
     server.refusals = [refusal(grpc.StatusCode.UNAVAILABLE) for _ in range(3)]
 
     assert (await client.explain(b"\x07")).predictions[0].class_index == 7
     server.refusals = [refusal(grpc.StatusCode.UNAVAILABLE)]
-    assert [each.predictions[0].class_index async for each in client.explain_many([b"\x08"])] == [8]
+    assert [result.predictions[0].class_index async for result in client.explain_many([b"\x08"])] == [8]
     assert [call.rpc for call in server.calls] == ["Explain"] * 4 + ["ExplainStream"] * 2
 
 
-async def test_leaving_the_loop_early_cancels_the_call(client: Any, direct: Any) -> None:
+async def test_leaving_the_loop_early_cancels_the_call(client: Any, channel: Any) -> None:
     results = client.explain_many([b"\x01", b"\x02", b"\x03"], in_flight=1)
     async for _ in results:
         break
     await results.aclose()
 
-    assert [each.cancelled for each in direct.streams] == [True]
+    assert [stream.cancelled for stream in channel.streams] == [True]
 
 
 @pytest.mark.parametrize("called", [False, True])
-async def test_a_client_closes_the_channel_that_it_was_given(client: Any, direct: Any, called: bool) -> None:
+async def test_client_closes_the_channel_that_it_was_given(client: Any, channel: Any, called: bool) -> None:
     if called:
         await client.models()
     await client.close()
 
-    assert direct.closed == 1
+    assert channel.closed == 1
     with pytest.raises(camserve.FailedPrecondition, match="the client is closed"):
         await client.models()
 
 
-async def test_a_fault_of_a_channel_reaches_the_caller(client: Any, server: Any) -> None:
-    """Also in a stream, whose answers come in another thread or task: nobody waits for a timeout."""
+async def test_other_exception_of_a_channel_reaches_the_caller(client: Any, server: Any) -> None:
+    """Also in a stream, which another thread or task reads: the caller does not wait for a timeout."""
 
     def broken(_requests: Any, _context: Any) -> Any:
         raise KeyError("a bug")
@@ -255,15 +257,15 @@ async def test_a_fault_of_a_channel_reaches_the_caller(client: Any, server: Any)
         await client.explain(b"\x07")
     server.streams = [broken]
     with pytest.raises(KeyError, match="a bug"):
-        _ = [each async for each in client.explain_many([b"\x07"], timeout=3600)]
+        _ = [result async for result in client.explain_many([b"\x07"], timeout=3600)]
 
 
 @pytest.mark.parametrize("access", [{"tls": True}, {"credentials": grpc.ssl_channel_credentials()}], ids=["tls", "own"])
-def test_encryption_is_not_given_with_a_channel(connect: Any, direct: Any, access: Any) -> None:
-    with pytest.raises(camserve.InvalidArgument, match="encrypt the channel that you give"):
-        connect(FAR, channel=direct, **access)
+def test_encryption_options_are_refused_with_a_channel(connect: Any, channel: Any, access: Any) -> None:
+    with pytest.raises(camserve.InvalidArgument, match="encrypt the channel that you pass"):
+        connect(FAR, channel=channel, **access)
 
-    assert direct.closed == 0
+    assert channel.closed == 0
 
 
 class Tagger(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
@@ -287,23 +289,23 @@ class AsyncStreamTagger(grpc.aio.StreamStreamClientInterceptor):
 
 
 @pytest.fixture
-def intercepted(direct: Any, server: Any) -> Any:
-    if isinstance(direct, AsyncDirect):
+def intercepted(channel: Any, server: Any) -> Any:
+    if isinstance(channel, AsyncInProcessChannel):
         return grpc.aio.insecure_channel(server.address, interceptors=[AsyncTagger(), AsyncStreamTagger()])
     return grpc.intercept_channel(grpc.insecure_channel(server.address), Tagger())
 
 
-async def test_interceptors_see_every_call(connect: Any, intercepted: Any, server: Any) -> None:
+async def test_interceptors_are_called_for_every_call(connect: Any, intercepted: Any, server: Any) -> None:
     client = connect(server.address, channel=intercepted)
 
-    assert plain(await everything(client)) == plain(await everything(connect(server.address)))
+    assert to_plain(await call_all(client)) == to_plain(await call_all(connect(server.address)))
     tags = [(call.rpc, call.metadata["x-tag"]) for call in server.calls if "x-tag" in call.metadata]
     assert len(tags) == len(server.calls) / 2 > 10
     assert dict(tags).pop("ExplainStream") == "many"
     assert {tag for rpc, tag in tags if rpc != "ExplainStream"} == {"one"}
 
 
-async def test_an_intercepted_call_keeps_its_error(connect: Any, intercepted: Any, server: Any, refusal: Any) -> None:
+async def test_intercepted_call_keeps_its_error(connect: Any, intercepted: Any, server: Any, refusal: Any) -> None:
     client = connect(server.address, channel=intercepted)
     server.refusals = [refusal(grpc.StatusCode.NOT_FOUND, "no such model", {"model": "unknown"})]
 
@@ -315,7 +317,7 @@ async def test_an_intercepted_call_keeps_its_error(connect: Any, intercepted: An
         await client.models()
 
 
-def test_the_pages_python_works_when_pasted(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_example_of_the_page_works(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code.replace("localhost:50051", server.address), {})  # noqa: S102 -- that is the promise
 

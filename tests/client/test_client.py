@@ -1,4 +1,4 @@
-"""Calls with one answer: both clients, against a server that says what it is told."""
+"""Calls with one response: both clients, against a server whose responses each test sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from camserve.v1 import explain_pb2
 
 @pytest.fixture
 def refuse(server: Any, refusal: Any) -> Any:
-    """Make the server refuse, so often, with a code."""
+    """Make the server refuse a number of calls with a status code."""
 
     def add(code: str, times: int = 1, **rest: Any) -> None:
         server.refusals += [refusal(grpc.StatusCode[code], **rest)] * times
@@ -28,7 +28,7 @@ def refuse(server: Any, refusal: Any) -> Any:
     return add
 
 
-async def test_an_image_goes_out_and_a_result_comes_back(client: Any, server: Any) -> None:
+async def test_explain_returns_the_result_of_the_server(client: Any, server: Any) -> None:
     result = await client.explain(b"\x07", model="tiny", methods="gradcam")
 
     assert result.model == "tiny"
@@ -40,44 +40,44 @@ async def test_an_image_goes_out_and_a_result_comes_back(client: Any, server: An
     assert result.request_id == server.calls[0].metadata["x-request-id"]
 
 
-async def test_every_call_has_an_id_of_its_own(client: Any, server: Any) -> None:
+async def test_every_call_has_its_own_request_id(client: Any, server: Any) -> None:
     await client.explain(b"1")
     await client.models()
 
     ids = [call.metadata["x-request-id"] for call in server.calls]
     assert len(set(ids)) == 2
-    assert all(len(each) == 32 for each in ids)
+    assert all(len(request_id) == 32 for request_id in ids)
 
 
-async def test_metadata_goes_with_every_call(connect: Any, server: Any) -> None:
+async def test_metadata_is_sent_with_every_call(connect: Any, server: Any) -> None:
     await connect(server.address, metadata={"authorization": "Bearer x"}).models()
 
     assert server.calls[0].metadata["authorization"] == "Bearer x"
 
 
-async def test_calls_have_a_deadline_unless_told_otherwise(connect: Any, server: Any) -> None:
+async def test_calls_have_the_default_timeout_unless_given_another(connect: Any, server: Any) -> None:
     client = connect(server.address)
     await client.explain(b"1")
     await client.explain(b"1", timeout=5)
     await client.explain(b"1", timeout=math.inf)
 
-    left = [call.time_remaining for call in server.calls]
-    # gRPC rounds up what it puts on the wire.
-    assert 25 < left[0] < 30.5
-    assert 4 < left[1] < 5.5
-    assert left[2] is None or left[2] > 1e6
+    remaining = [call.time_remaining for call in server.calls]
+    # gRPC rounds timeouts up before it sends them.
+    assert 25 < remaining[0] < 30.5
+    assert 4 < remaining[1] < 5.5
+    assert remaining[2] is None or remaining[2] > 1e6
 
 
-async def test_models_layers_and_methods_are_described(client: Any) -> None:
+async def test_descriptions_of_models_layers_and_methods(client: Any) -> None:
     models = await client.models()
-    assert [each.name for each in models] == ["tiny", "large"]
+    assert [model.name for model in models] == ["tiny", "large"]
     assert models[0].labels == ()
     assert models[0].parameters == 4_650_000
     assert models[0].task == "classify"
 
-    one = await client.model("large")
-    assert one.labels == ("cat", "dog")
-    assert one.source == "timm:large"
+    large = await client.model("large")
+    assert large.labels == ("cat", "dog")
+    assert large.source == "timm:large"
 
     features, head = await client.layers("tiny")
     assert features.grid == (7, 7)
@@ -88,31 +88,31 @@ async def test_models_layers_and_methods_are_described(client: Any) -> None:
 
     gradcam, smoothgrad = await client.methods()
     assert gradcam.kind == "CAM"
-    assert [each.default for each in smoothgrad.parameters] == [16.0, "max", None]
+    assert [parameter.default for parameter in smoothgrad.parameters] == [16.0, "max", None]
     assert smoothgrad.parameters[1].choices == ("max", "mean")
 
 
-async def test_health_is_asked_per_service(client: Any) -> None:
+async def test_health_is_reported_for_each_service(client: Any) -> None:
     assert await client.health() is camserve.Health.SERVING
     assert await client.health("asleep") is camserve.Health.NOT_SERVING
     with pytest.raises(camserve.NotFound):
         await client.health("nobody")
 
 
-async def test_health_is_asked_once(connect: Any) -> None:
+async def test_health_is_not_retried(connect: Any) -> None:
     client = connect("127.0.0.1:1", retries=camserve.Retry(first=60))
 
     with pytest.raises(camserve.Unavailable):
         await client.health()
 
 
-@pytest.mark.parametrize("code", [each for each in grpc.StatusCode if each.value[0]])
-async def test_every_status_becomes_an_error_of_ours(
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+async def test_every_status_becomes_an_error_of_its_class(
     connect: Any, server: Any, refuse: Any, code: grpc.StatusCode
 ) -> None:
     refuse(code.name, message="because")
-    named = code.name.title().replace("_", "")
-    expected = getattr(camserve, named, camserve.CamserveError)
+    class_name = code.name.title().replace("_", "")
+    expected = getattr(camserve, class_name, camserve.CamserveError)
 
     with pytest.raises(camserve.CamserveError) as caught:
         await connect(server.address, retries=0).explain(b"1")
@@ -123,7 +123,7 @@ async def test_every_status_becomes_an_error_of_ours(
     assert isinstance(caught.value.__cause__, grpc.RpcError)
 
 
-async def test_details_of_an_error_are_read(client: Any, refuse: Any) -> None:
+async def test_details_of_an_error_are_decoded(client: Any, refuse: Any) -> None:
     refuse("INVALID_ARGUMENT", fields={"alpha": "too large"}, request_id="r-1")
 
     with pytest.raises(camserve.InvalidArgument) as caught:
@@ -134,9 +134,7 @@ async def test_details_of_an_error_are_read(client: Any, refuse: Any) -> None:
     assert str(caught.value) == "no (alpha: too large) [request r-1]"
 
 
-async def test_the_request_id_comes_from_the_trailer_or_else_from_the_call(
-    client: Any, server: Any, refuse: Any
-) -> None:
+async def test_request_id_is_from_the_trailer_or_else_from_the_call(client: Any, server: Any, refuse: Any) -> None:
     refuse("INTERNAL", trailers=(("x-request-id", "from trailer"),))
     refuse("INTERNAL")
 
@@ -150,7 +148,9 @@ async def test_the_request_id_comes_from_the_trailer_or_else_from_the_call(
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED"])
-async def test_what_may_pass_is_tried_again_under_the_same_id(client: Any, server: Any, refuse: Any, code: str) -> None:
+async def test_transient_error_is_retried_with_the_same_request_id(
+    client: Any, server: Any, refuse: Any, code: str
+) -> None:
     refuse(code, 4)
 
     await client.explain(b"1")
@@ -159,7 +159,7 @@ async def test_what_may_pass_is_tried_again_under_the_same_id(client: Any, serve
     assert len({call.metadata["x-request-id"] for call in server.calls}) == 1
 
 
-async def test_in_the_end_the_error_is_raised(client: Any, server: Any, refuse: Any) -> None:
+async def test_error_is_raised_after_the_last_retry(client: Any, server: Any, refuse: Any) -> None:
     refuse("UNAVAILABLE", 9)
 
     with pytest.raises(camserve.Unavailable):
@@ -168,7 +168,7 @@ async def test_in_the_end_the_error_is_raised(client: Any, server: Any, refuse: 
     assert len(server.calls) == 5
 
 
-async def test_what_will_not_pass_is_tried_once(client: Any, server: Any, refuse: Any) -> None:
+async def test_permanent_error_is_not_retried(client: Any, server: Any, refuse: Any) -> None:
     refuse("INVALID_ARGUMENT", 2)
 
     with pytest.raises(camserve.InvalidArgument):
@@ -178,7 +178,7 @@ async def test_what_will_not_pass_is_tried_once(client: Any, server: Any, refuse
 
 
 @pytest.mark.parametrize("pushback", ["-1", "soon"])
-async def test_a_pushback_may_forbid_another_try(client: Any, server: Any, refuse: Any, pushback: str) -> None:
+async def test_pushback_can_forbid_a_retry(client: Any, server: Any, refuse: Any, pushback: str) -> None:
     refuse("RESOURCE_EXHAUSTED", trailers=(("grpc-retry-pushback-ms", pushback),))
 
     with pytest.raises(camserve.ResourceExhausted) as caught:
@@ -191,21 +191,20 @@ async def test_a_pushback_may_forbid_another_try(client: Any, server: Any, refus
 @pytest.fixture
 def pauses(monkeypatch: Any) -> list[float]:
     """Record the pauses between tries, and advance the client's clock by each at once."""
-    found: list[float] = []
-    sleep = asyncio.sleep
+    seconds_paused: list[float] = []
 
     async def pause(seconds: float) -> None:
-        if seconds:
-            found.append(seconds)
-        await sleep(0)
+        seconds_paused.append(seconds)
 
-    monkeypatch.setattr("camserve._client.time", SimpleNamespace(sleep=found.append))
-    monkeypatch.setattr("camserve._aio.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": pause}))
-    monkeypatch.setattr("camserve._retry.time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(found)))
-    return found
+    monkeypatch.setattr("camserve._transport_sync.sleep", seconds_paused.append)
+    monkeypatch.setattr("camserve._transport_async.sleep", pause)
+    monkeypatch.setattr(
+        "camserve._retry.time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(seconds_paused))
+    )
+    return seconds_paused
 
 
-async def test_a_pushback_is_waited_for(connect: Any, server: Any, refuse: Any, pauses: list[float]) -> None:
+async def test_pushback_sets_the_pause(connect: Any, server: Any, refuse: Any, pauses: list[float]) -> None:
     refuse("RESOURCE_EXHAUSTED", trailers=(("grpc-retry-pushback-ms", "120"),))
 
     await connect(server.address, retries=camserve.Retry(first=60)).explain(b"1")
@@ -223,7 +222,7 @@ async def test_client_does_not_pause_beyond_its_deadline(client: Any, refuse: An
     assert pauses == []
 
 
-async def test_the_deadline_covers_all_tries(connect: Any, server: Any, refuse: Any, pauses: list[float]) -> None:
+async def test_deadline_covers_all_tries(connect: Any, server: Any, refuse: Any, pauses: list[float]) -> None:
     refuse("UNAVAILABLE", 3, trailers=(("grpc-retry-pushback-ms", "100000"),))
 
     await connect(server.address, timeout=1000).explain(b"1")
@@ -232,19 +231,19 @@ async def test_the_deadline_covers_all_tries(connect: Any, server: Any, refuse: 
     assert [round(call.time_remaining / 100) for call in server.calls] == [10, 9, 8, 7]
 
 
-async def test_a_server_that_is_silent_ends_in_deadline_exceeded(client: Any, server: Any) -> None:
+async def test_silent_server_raises_deadline_exceeded(client: Any, server: Any) -> None:
     server.hold.clear()
 
     with pytest.raises(camserve.DeadlineExceeded, match="did not answer in time"):
         await client.explain(b"1", timeout=0.1)
 
 
-async def test_nothing_at_the_address_reads_well(connect: Any) -> None:
+async def test_address_without_a_server_has_a_readable_error(connect: Any) -> None:
     with pytest.raises(camserve.Unavailable, match=r"no server answers at 127\.0\.0\.1:1: "):
         await connect("127.0.0.1:1", retries=0).models()
 
 
-async def test_a_call_under_way_is_cancelled_by_closing(connect: Any, server: Any) -> None:
+async def test_closing_cancels_a_call_in_progress(connect: Any, server: Any) -> None:
     server.hold.clear()
     client = connect(server.address)
     call = asyncio.create_task(client.explain(b"1"))
@@ -256,7 +255,7 @@ async def test_a_call_under_way_is_cancelled_by_closing(connect: Any, server: An
         await call
 
 
-async def test_a_closed_client_says_so(client: Any) -> None:
+async def test_closed_client_raises_failed_precondition(client: Any) -> None:
     await client.models()
     await client.close()
 
@@ -273,12 +272,12 @@ async def test_a_closed_client_says_so(client: Any) -> None:
         {"address": "a:1", "retries": -1},
     ],
 )
-async def test_what_a_client_is_given_is_checked(connect: Any, wrong: dict[str, Any]) -> None:
+async def test_arguments_of_a_client_are_checked(connect: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(camserve.InvalidArgument):
         connect(**wrong)
 
 
-async def test_what_is_seen_to_be_wrong_is_not_sent(client: Any, server: Any) -> None:
+async def test_invalid_request_is_not_sent(client: Any, server: Any) -> None:
     with pytest.raises(camserve.InvalidArgument):
         await client.explain(b"1", alpha=2)
     with pytest.raises(camserve.InvalidArgument):
@@ -287,12 +286,12 @@ async def test_what_is_seen_to_be_wrong_is_not_sent(client: Any, server: Any) ->
     assert server.calls == []
 
 
-async def test_an_answer_of_32_mib_arrives(client: Any, server: Any) -> None:
+async def test_response_of_32_mib_is_received(client: Any, server: Any) -> None:
     large = bytes(32 * 2**20)
-    usual = server.answer
+    default_answer = server.answer
 
     def answer(request: Any, request_id: str) -> Any:
-        response = usual(request, request_id)
+        response = default_answer(request, request_id)
         response.explanations[0].overlay.data = large
         return response
 
@@ -303,7 +302,7 @@ async def test_an_answer_of_32_mib_arrives(client: Any, server: Any) -> None:
     assert len(result.explanations[0].overlay) == len(large)
 
 
-async def test_a_secure_client_does_not_talk_in_the_clear(connect: Any, server: Any) -> None:
+async def test_client_with_credentials_does_not_send_unencrypted(connect: Any, server: Any) -> None:
     client = connect(server.address, credentials=grpc.ssl_channel_credentials(), retries=0)
 
     with pytest.raises(camserve.Unavailable):
@@ -312,22 +311,22 @@ async def test_a_secure_client_does_not_talk_in_the_clear(connect: Any, server: 
     assert server.calls == []
 
 
-def test_one_client_serves_many_threads(server: Any) -> None:
+def test_threads_share_one_client(server: Any) -> None:
     with camserve.Client(server.address) as client, ThreadPoolExecutor(8) as pool:
-        starting = threading.Barrier(8)
+        barrier = threading.Barrier(8)
 
         def work(number: int) -> list[int]:
-            starting.wait()
-            alone = client.explain(bytes([number])).predictions[0].class_index
+            barrier.wait()
+            single = client.explain(bytes([number])).predictions[0].class_index
             images = [bytes([at, number]) for at in range(10)]
-            return [alone, *(r.predictions[0].class_index for r in client.explain_many(images))]
+            return [single, *(result.predictions[0].class_index for result in client.explain_many(images))]
 
-        found = list(pool.map(work, range(8)))
+        classes = list(pool.map(work, range(8)))
 
-    assert found == [[number] * 11 for number in range(8)]
+    assert classes == [[number] * 11 for number in range(8)]
 
 
-async def test_a_cancelled_task_stays_cancelled(server: Any) -> None:
+async def test_cancelled_task_raises_cancelled_error(server: Any) -> None:
     server.hold.clear()
     async with camserve.AsyncClient(server.address) as client:
         call = asyncio.create_task(client.explain(b"1"))
@@ -338,7 +337,7 @@ async def test_a_cancelled_task_stays_cancelled(server: Any) -> None:
             await call
 
 
-async def test_an_array_is_sent_without_loss(client: Any, server: Any) -> None:
+async def test_array_is_sent_as_png(client: Any, server: Any) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
 
     await client.explain(pixels)
@@ -346,37 +345,37 @@ async def test_an_array_is_sent_without_loss(client: Any, server: Any) -> None:
     assert server.calls[0].request.image.startswith(b"\x89PNG")
 
 
-def counting(server: Any, *steps: tuple[int, int]) -> Any:
-    """Answer a stream's requests after saying how far they have come."""
+def report_progress(server: Any, *steps: tuple[int, int]) -> Any:
+    """Return a stream that reports progress before it answers each request."""
 
     def serve(requests: Any, _: Any) -> Any:
-        for each in requests:
+        for request in requests:
             for done, total in steps:
-                said = explain_pb2.Progress(rows_done=done, rows_total=total)
-                yield explain_pb2.ExplainStreamResponse(request_id=each.request_id, progress=said)
-            yield server.reply(each)
+                progress = explain_pb2.Progress(rows_done=done, rows_total=total)
+                yield explain_pb2.ExplainStreamResponse(request_id=request.request_id, progress=progress)
+            yield server.reply(request)
 
     return serve
 
 
-async def test_a_caller_is_told_how_far_a_long_method_has_come(client: Any, server: Any) -> None:
-    told: list[tuple[int, int]] = []
-    server.streams = [counting(server, (64, 192), (128, 192), (192, 192))]
+async def test_on_progress_receives_the_rows_of_a_long_method(client: Any, server: Any) -> None:
+    reports: list[tuple[int, int]] = []
+    server.streams = [report_progress(server, (64, 192), (128, 192), (192, 192))]
 
-    result = await client.explain(b"\x07", on_progress=lambda done, total: told.append((done, total)))
+    result = await client.explain(b"\x07", on_progress=lambda done, total: reports.append((done, total)))
 
     assert result.predictions[0].class_index == 7
-    assert told == [(64, 192), (128, 192), (192, 192)]
+    assert reports == [(64, 192), (128, 192), (192, 192)]
     assert [call.rpc for call in server.calls] == ["ExplainStream"]
 
 
-async def test_only_who_listens_is_told(client: Any, server: Any) -> None:
-    asked: list[bool] = []
+async def test_progress_is_requested_only_if_it_is_used(client: Any, server: Any) -> None:
+    requested: list[bool] = []
 
     def keep(requests: Any, _: Any) -> Any:
-        for each in requests:
-            asked.append(each.request.progress)
-            yield server.reply(each)
+        for request in requests:
+            requested.append(request.request.progress)
+            yield server.reply(request)
 
     server.streams = [keep, keep, keep]
 
@@ -386,14 +385,14 @@ async def test_only_who_listens_is_told(client: Any, server: Any) -> None:
             pass
     await client.explain(b"1")
 
-    assert asked == [True, True, False]
+    assert requested == [True, True, False]
     assert server.calls[-1].request.progress is False
 
 
-async def test_what_goes_wrong_under_way_is_raised_as_ever(client: Any, server: Any) -> None:
+async def test_error_of_a_call_with_progress_is_raised(client: Any, server: Any) -> None:
     def fails(requests: Any, _: Any) -> Any:
-        for each in requests:
-            yield server.error(each, grpc.StatusCode.INVALID_ARGUMENT)
+        for request in requests:
+            yield server.error(request, grpc.StatusCode.INVALID_ARGUMENT)
 
     server.streams = [fails]
 
@@ -403,13 +402,13 @@ async def test_what_goes_wrong_under_way_is_raised_as_ever(client: Any, server: 
         await client.explain("no/such.jpg", on_progress=print)
 
 
-async def test_an_error_of_the_listener_passes_through_and_ends_the_stream(client: Any, server: Any) -> None:
+async def test_error_of_the_callback_is_raised_and_ends_the_stream(client: Any, server: Any) -> None:
     def fails(_done: int, _total: int) -> None:
-        raise KeyError("mine")
+        raise KeyError("callback")
 
-    server.streams = [counting(server, (1, 2))]
+    server.streams = [report_progress(server, (1, 2))]
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="callback"):
         await client.explain(b"1", on_progress=fails)
 
     assert server.stream_ended.wait(5)

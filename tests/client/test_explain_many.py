@@ -1,4 +1,4 @@
-"""Many images over one stream: both clients, against streams that go wrong in every way."""
+"""Many images over one stream: both clients, against streams that fail in many ways."""
 
 from __future__ import annotations
 
@@ -20,100 +20,100 @@ def images(count: int) -> list[bytes]:
     return [bytes([number]) for number in range(count)]
 
 
-def classes(results: list[Any]) -> list[Any]:
-    """Name what came back: the class of a result, the class of an error."""
+def classes(outcomes: list[Any]) -> list[Any]:
+    """Return the class index of each result, and the class name of each error."""
     return [
-        type(each).__name__ if isinstance(each, camserve.CamserveError) else each.predictions[0].class_index
-        for each in results
+        type(outcome).__name__ if isinstance(outcome, camserve.CamserveError) else outcome.predictions[0].class_index
+        for outcome in outcomes
     ]
 
 
-async def collected(results: Any) -> list[Any]:
-    return [each async for each in results]
+async def collect(results: Any) -> list[Any]:
+    return [result async for result in results]
 
 
-async def collected_with_error(results: Any) -> list[Any]:
-    """Return what came before the error that was raised, and the error."""
-    found = []
+async def collect_with_error(results: Any) -> list[Any]:
+    """Return the results before the error, and the error."""
+    outcomes = []
     try:
-        async for each in results:
-            found.append(each)  # noqa: PERF401 -- a comprehension would be lost with the error
+        async for result in results:
+            outcomes.append(result)  # noqa: PERF401 -- a comprehension would be lost with the error
     except camserve.CamserveError as error:
-        return [*found, error]
-    pytest.fail("nothing was raised")
+        return [*outcomes, error]
+    pytest.fail("no error was raised")
 
 
-def streams(server: Any) -> int:
+def count_streams(server: Any) -> int:
     return sum(call.rpc == "ExplainStream" for call in server.calls)
 
 
-async def eventually(fact: Any) -> None:
-    while not fact():  # noqa: ASYNC110 -- what is waited for has no event
+async def wait_until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110 -- no event is set for the condition
         await asyncio.sleep(0.005)
 
 
-async def test_results_come_in_the_order_of_the_images(client: Any, server: Any, replies: Any) -> None:
+async def test_results_are_in_the_order_of_the_images(client: Any, server: Any, replies: Any) -> None:
     def backwards(requests: Any, _: Any) -> Any:
         for batch in iter(lambda: list(itertools.islice(requests, 4)), []):
             yield from map(replies.reply, reversed(batch))
 
     server.streams = [backwards]
 
-    found = await collected(client.explain_many(images(16), in_flight=4))
+    outcomes = await collect(client.explain_many(images(16), in_flight=4))
 
-    assert classes(found) == list(range(16))
+    assert classes(outcomes) == list(range(16))
 
 
-async def test_no_images_need_no_stream(client: Any, server: Any) -> None:
-    assert await collected(client.explain_many([])) == []
+async def test_no_stream_is_opened_without_images(client: Any, server: Any) -> None:
+    assert await collect(client.explain_many([])) == []
     assert server.calls == []
 
 
-async def test_options_go_with_every_image(client: Any) -> None:
-    found = await collected(client.explain_many(images(2), methods=["a", "b"], overlay=None))
+async def test_options_are_sent_with_every_image(client: Any) -> None:
+    outcomes = await collect(client.explain_many(images(2), methods=["a", "b"], overlay=None))
 
-    assert [[e.method for e in each.explanations] for each in found] == [["a", "b"]] * 2
-    assert found[0].explanations[0].overlay_picture is None
-    assert found[0].request_id != found[1].request_id
+    assert [[e.method for e in result.explanations] for result in outcomes] == [["a", "b"]] * 2
+    assert outcomes[0].explanations[0].overlay_picture is None
+    assert outcomes[0].request_id != outcomes[1].request_id
 
 
-async def test_images_are_read_only_so_far_ahead(client: Any, server: Any) -> None:
-    taken = []
+async def test_images_are_read_ahead_up_to_the_limit(client: Any, server: Any) -> None:
+    read = []
 
     def endless() -> Any:
         for number in itertools.count():
-            taken.append(number)
+            read.append(number)
             yield bytes([number])
 
     server.hold.clear()
     results = client.explain_many(endless(), in_flight=3)
     async with aclosing(results):
         first = asyncio.create_task(anext(results))
-        await eventually(lambda: len(taken) == 3)
+        await wait_until(lambda: len(read) == 3)
         server.hold.set()
 
         assert classes([await first]) == [0]
         for number in range(1, 20):
             assert classes([await anext(results)]) == [number]
-            assert len(taken) <= number + 1 + 3
+            assert len(read) <= number + 1 + 3
 
 
-async def test_a_held_result_keeps_the_window_shut(client: Any, server: Any, replies: Any) -> None:
+async def test_missing_first_result_stops_reading_ahead(client: Any, server: Any, replies: Any) -> None:
     seen: list[int] = []
 
     def first_last(requests: Any, _: Any) -> Any:
         first = next(requests)
-        for each in itertools.islice(requests, 3):
-            seen.append(each.request.image[0])
-            yield replies.reply(each)
+        for request in itertools.islice(requests, 3):
+            seen.append(request.request.image[0])
+            yield replies.reply(request)
         yield replies.reply(first)
         yield from replies.in_order(requests, None)
 
     server.streams = [first_last]
 
-    found = await collected(client.explain_many(images(9), in_flight=4))
+    outcomes = await collect(client.explain_many(images(9), in_flight=4))
 
-    assert classes(found) == list(range(9))
+    assert classes(outcomes) == list(range(9))
     assert seen == [1, 2, 3]
 
 
@@ -140,7 +140,7 @@ async def test_leaving_early_does_not_wait_for_a_busy_server(client: Any, server
     assert server.stream_ended.wait(60)
 
 
-async def test_all_done_the_stream_is_ended_in_good_order(client: Any, server: Any, replies: Any) -> None:
+async def test_finished_stream_is_not_cancelled(client: Any, server: Any, replies: Any) -> None:
     drained = threading.Event()
 
     def whole(requests: Any, context: Any) -> Any:
@@ -148,113 +148,111 @@ async def test_all_done_the_stream_is_ended_in_good_order(client: Any, server: A
         drained.set()
 
     server.streams = [whole]
-    await collected(client.explain_many(images(3)))
+    await collect(client.explain_many(images(3)))
 
     assert drained.wait(5)
 
 
-async def test_an_error_is_raised_in_its_place(client: Any, server: Any, replies: Any) -> None:
+async def test_error_of_an_image_is_raised_in_its_place(client: Any, server: Any, replies: Any) -> None:
     def third_is_bad(requests: Any, _: Any) -> Any:
-        for each in requests:
-            bad = each.request.image == b"\x02"
-            yield replies.error(each, grpc.StatusCode.NOT_FOUND) if bad else replies.reply(each)
+        for request in requests:
+            bad = request.request.image == b"\x02"
+            yield replies.error(request, grpc.StatusCode.NOT_FOUND) if bad else replies.reply(request)
 
     server.streams = [third_is_bad]
 
-    found = await collected_with_error(client.explain_many(images(5)))
+    outcomes = await collect_with_error(client.explain_many(images(5)))
 
-    assert classes(found) == [0, 1, "NotFound"]
-    assert found[2].request_id.endswith("-2")
+    assert classes(outcomes) == [0, 1, "NotFound"]
+    assert outcomes[2].request_id.endswith("-2")
     assert server.stream_ended.wait(60)
 
 
-async def test_errors_may_be_returned_instead(client: Any, server: Any, replies: Any, tmp_path: Any) -> None:
+async def test_errors_can_be_returned(client: Any, server: Any, replies: Any, tmp_path: Any) -> None:
     def odd_are_bad(requests: Any, _: Any) -> Any:
         from camserve.v1 import explain_pb2  # noqa: PLC0415 -- used here only
 
         wrong = [explain_pb2.FieldViolation(field="image", description="no image")]
-        for each in requests:
-            if each.request.image[0] % 2:
-                yield replies.error(each, grpc.StatusCode.INVALID_ARGUMENT, fields=wrong)
+        for request in requests:
+            if request.request.image[0] % 2:
+                yield replies.error(request, grpc.StatusCode.INVALID_ARGUMENT, fields=wrong)
             else:
-                yield replies.reply(each)
+                yield replies.reply(request)
 
     server.streams = [odd_are_bad]
-    given = [b"\x00", b"\x01", tmp_path / "missing.jpg", b"\x02"]
+    inputs = [b"\x00", b"\x01", tmp_path / "missing.jpg", b"\x02"]
 
-    found = await collected(client.explain_many(given, on_error="return"))
+    outcomes = await collect(client.explain_many(inputs, on_error="return"))
 
-    assert classes(found) == [0, "InvalidArgument", "InvalidArgument", 2]
-    assert found[1].fields == {"image": "no image"}
-    assert "cannot read" in str(found[2])
+    assert classes(outcomes) == [0, "InvalidArgument", "InvalidArgument", 2]
+    assert outcomes[1].fields == {"image": "no image"}
+    assert "cannot read" in str(outcomes[2])
 
 
-async def test_a_garbled_answer_is_the_error_of_its_image(client: Any, server: Any, replies: Any) -> None:
-    def garbled(requests: Any, _: Any) -> Any:
-        for each in requests:
-            answer = replies.reply(each)
-            if each.request.image == b"\x00":
+async def test_malformed_response_is_the_error_of_its_image(client: Any, server: Any, replies: Any) -> None:
+    def malformed(requests: Any, _: Any) -> Any:
+        for request in requests:
+            answer = replies.reply(request)
+            if request.request.image == b"\x00":
                 answer.response.explanations[0].heatmap.height = 9
             yield answer
 
-    server.streams = [garbled]
+    server.streams = [malformed]
 
-    found = await collected(client.explain_many(images(2), on_error="return"))
+    outcomes = await collect(client.explain_many(images(2), on_error="return"))
 
-    assert classes(found) == ["Internal", 1]
+    assert classes(outcomes) == ["Internal", 1]
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED"])
-async def test_an_image_that_was_refused_for_now_is_sent_again(
-    client: Any, server: Any, replies: Any, code: str
-) -> None:
+async def test_image_with_a_transient_error_is_sent_again(client: Any, server: Any, replies: Any, code: str) -> None:
     def refuse_first(requests: Any, _: Any) -> Any:
         refused = set()
-        for each in requests:
-            if each.request_id in refused:
-                yield replies.reply(each)
+        for request in requests:
+            if request.request_id in refused:
+                yield replies.reply(request)
             else:
-                refused.add(each.request_id)
-                yield replies.error(each, grpc.StatusCode[code], retry_after_ms=20)
+                refused.add(request.request_id)
+                yield replies.error(request, grpc.StatusCode[code], retry_after_ms=20)
 
     server.streams = [refuse_first]
 
-    found = await collected(client.explain_many(images(6), in_flight=2))
+    outcomes = await collect(client.explain_many(images(6), in_flight=2))
 
-    assert classes(found) == list(range(6))
-    assert streams(server) == 1
+    assert classes(outcomes) == list(range(6))
+    assert count_streams(server) == 1
 
 
-async def test_an_image_is_not_sent_again_for_ever(client: Any, server: Any, replies: Any) -> None:
+async def test_number_of_retries_of_an_image_is_limited(client: Any, server: Any, replies: Any) -> None:
     sent: list[str] = []
 
     def full(requests: Any, _: Any) -> Any:
-        for each in requests:
-            sent.append(each.request_id)
-            yield replies.error(each, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        for request in requests:
+            sent.append(request.request_id)
+            yield replies.error(request, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
     server.streams = [full]
 
-    found = await collected(client.explain_many(images(1), on_error="return"))
+    outcomes = await collect(client.explain_many(images(1), on_error="return"))
 
-    assert classes(found) == ["ResourceExhausted"]
+    assert classes(outcomes) == ["ResourceExhausted"]
     assert len(sent) == 5
 
 
-async def test_a_pause_longer_than_the_patience_is_not_waited_for(client: Any, server: Any, replies: Any) -> None:
+async def test_pause_longer_than_the_timeout_is_an_error(client: Any, server: Any, replies: Any) -> None:
     def later(requests: Any, _: Any) -> Any:
-        for each in requests:
-            yield replies.error(each, grpc.StatusCode.UNAVAILABLE, retry_after_ms=60_000)
+        for request in requests:
+            yield replies.error(request, grpc.StatusCode.UNAVAILABLE, retry_after_ms=60_000)
 
     server.streams = [later]
 
-    found = await collected(client.explain_many(images(2), on_error="return", timeout=5))
+    outcomes = await collect(client.explain_many(images(2), on_error="return", timeout=5))
 
-    assert classes(found) == ["Unavailable", "Unavailable"]
+    assert classes(outcomes) == ["Unavailable", "Unavailable"]
 
 
 def breaking(after: int, code: grpc.StatusCode, replies: Any) -> Any:
-    """Make a stream that answers so many and then breaks, with others under way."""
+    """Return a stream that answers a number of requests and then breaks while another is in flight."""
 
     def serve(requests: Any, context: Any) -> Any:
         yield from map(replies.reply, itertools.islice(requests, after))
@@ -264,78 +262,78 @@ def breaking(after: int, code: grpc.StatusCode, replies: Any) -> Any:
     return serve
 
 
-async def test_a_stream_that_breaks_is_opened_again(client: Any, server: Any, replies: Any) -> None:
+async def test_broken_stream_is_opened_again(client: Any, server: Any, replies: Any) -> None:
     server.streams = [breaking(after, grpc.StatusCode.UNAVAILABLE, replies) for after in (3, 0, 2, 0, 0, 0)]
 
-    found = await collected(client.explain_many(images(20), in_flight=4))
+    outcomes = await collect(client.explain_many(images(20), in_flight=4))
 
-    assert classes(found) == list(range(20))
-    assert streams(server) == 7
+    assert classes(outcomes) == list(range(20))
+    assert count_streams(server) == 7
 
 
-async def test_a_stream_that_ends_too_early_is_opened_again(client: Any, server: Any, replies: Any) -> None:
+async def test_stream_that_ends_too_early_is_opened_again(client: Any, server: Any, replies: Any) -> None:
     server.streams = [lambda requests, _: map(replies.reply, itertools.islice(requests, 2))]
 
-    found = await collected(client.explain_many(images(8), in_flight=4))
+    outcomes = await collect(client.explain_many(images(8), in_flight=4))
 
-    assert classes(found) == list(range(8))
-    assert streams(server) == 2
+    assert classes(outcomes) == list(range(8))
+    assert count_streams(server) == 2
 
 
 @pytest.mark.parametrize("on_error", ["raise", "return"])
-async def test_a_server_that_is_lost_is_raised(client: Any, server: Any, replies: Any, on_error: str) -> None:
+async def test_loss_of_the_server_is_raised(client: Any, server: Any, replies: Any, on_error: str) -> None:
     server.streams = [breaking(0, grpc.StatusCode.UNAVAILABLE, replies)] * 9
 
     with pytest.raises(camserve.Unavailable):
-        await collected(client.explain_many(images(3), on_error=on_error))
+        await collect(client.explain_many(images(3), on_error=on_error))
 
-    assert streams(server) == 5
+    assert count_streams(server) == 5
 
 
-async def test_nothing_at_the_address_is_raised(connect: Any) -> None:
+async def test_address_without_a_server_is_raised(connect: Any) -> None:
     with pytest.raises(camserve.Unavailable, match="no server answers"):
-        await collected(connect("127.0.0.1:1").explain_many(images(3)))
+        await collect(connect("127.0.0.1:1").explain_many(images(3)))
 
 
 @pytest.mark.parametrize("code", ["UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"])
-async def test_a_stream_that_is_not_allowed_is_tried_once(client: Any, server: Any, replies: Any, code: str) -> None:
+async def test_forbidden_stream_is_not_retried(client: Any, server: Any, replies: Any, code: str) -> None:
     server.streams = [breaking(0, grpc.StatusCode[code], replies)] * 9
 
     with pytest.raises(camserve.CamserveError) as caught:
-        await collected(client.explain_many(images(1), on_error="return"))
+        await collect(client.explain_many(images(1), on_error="return"))
 
     assert caught.value.code.name == code
-    assert streams(server) == 1
+    assert count_streams(server) == 1
 
 
-async def test_a_refusal_in_the_middle_of_writing_is_not_lost(client: Any, server: Any, replies: Any) -> None:
+async def test_status_sent_during_a_write_is_not_lost(client: Any, server: Any, replies: Any) -> None:
     server.streams = [breaking(0, grpc.StatusCode.PERMISSION_DENIED, replies)] * 9
 
     with pytest.raises(camserve.PermissionDenied):
-        await collected(client.explain_many(images(8)))
+        await collect(client.explain_many(images(8)))
 
-    # grpc.aio may lose the status of a stream that is being written to, but not of the next.
-    assert streams(server) <= 2
+    # grpc.aio may lose the status of a stream during a write, but not that of the next stream.
+    assert count_streams(server) <= 2
 
 
 @pytest.mark.parametrize("code", ["RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN"])
-async def test_an_image_that_breaks_the_stream_fails_alone(client: Any, server: Any, code: str, replies: Any) -> None:
+async def test_only_the_image_that_breaks_the_stream_fails(client: Any, server: Any, code: str, replies: Any) -> None:
     def fragile(requests: Any, context: Any) -> Any:
-        for each in requests:
-            if each.request.image == b"\x03":
-                # What the server read with it is lost too.
+        for request in requests:
+            if request.request.image == b"\x03":
+                # The requests that the server read before this one are lost too.
                 context.abort(grpc.StatusCode[code], "message larger than max")
-            yield replies.reply(each)
+            yield replies.reply(request)
 
     server.streams = [fragile] * 20
 
-    found = await collected(client.explain_many(images(8), in_flight=8, on_error="return"))
+    outcomes = await collect(client.explain_many(images(8), in_flight=8, on_error="return"))
 
-    assert [each for each in classes(found) if isinstance(each, int)] == [0, 1, 2, 4, 5, 6, 7]
-    assert found[3].code.name == code
+    assert [index for index in classes(outcomes) if isinstance(index, int)] == [0, 1, 2, 4, 5, 6, 7]
+    assert outcomes[3].code.name == code
 
 
-async def test_silence_has_an_end(client: Any, server: Any, replies: Any) -> None:
+async def test_silence_of_the_server_is_limited(client: Any, server: Any, replies: Any) -> None:
     def two_then_silent(requests: Any, context: Any) -> Any:
         yield from map(replies.reply, itertools.islice(requests, 2))
         ended = threading.Event()
@@ -344,47 +342,47 @@ async def test_silence_has_an_end(client: Any, server: Any, replies: Any) -> Non
 
     server.streams = [two_then_silent]
 
-    found = await collected_with_error(client.explain_many(images(5), timeout=1))
+    outcomes = await collect_with_error(client.explain_many(images(5), timeout=1))
 
-    assert classes(found) == [0, 1, "DeadlineExceeded"]
-    assert str(found[2]).startswith("the server said nothing for ")
+    assert classes(outcomes) == [0, 1, "DeadlineExceeded"]
+    assert str(outcomes[2]).startswith("the server sent nothing for ")
     assert server.stream_ended.wait(60)
 
 
 async def test_slow_consumer_does_not_count_as_a_silent_server(client: Any, monkeypatch: Any) -> None:
-    found: list[Any] = []
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (100 if len(found) >= 2 else 0))
+    outcomes: list[Any] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (100 if len(outcomes) >= 2 else 0))
     monkeypatch.setattr("camserve._stream.time", clock)
-    async for each in client.explain_many(images(6), in_flight=2, timeout=60):
-        found.append(each)  # noqa: PERF401 -- the clock looks at it
+    async for result in client.explain_many(images(6), in_flight=2, timeout=60):
+        outcomes.append(result)  # noqa: PERF401 -- the clock depends on it
 
-    assert classes(found) == list(range(6))
+    assert classes(outcomes) == list(range(6))
 
 
-async def test_an_answer_to_nothing_is_ignored(client: Any, server: Any, replies: Any) -> None:
+async def test_second_response_to_a_request_is_ignored(client: Any, server: Any, replies: Any) -> None:
     def twice(requests: Any, _: Any) -> Any:
-        for each in requests:
-            yield replies.reply(each)
-            yield replies.reply(each)
+        for request in requests:
+            yield replies.reply(request)
+            yield replies.reply(request)
 
     server.streams = [twice]
 
-    assert classes(await collected(client.explain_many(images(5)))) == list(range(5))
+    assert classes(await collect(client.explain_many(images(5)))) == list(range(5))
 
 
-async def test_an_error_of_the_iterable_passes_through(client: Any, server: Any) -> None:
+async def test_error_of_the_iterable_is_raised(client: Any, server: Any) -> None:
     def broken() -> Any:
         yield b"1"
-        raise KeyError("mine")
+        raise KeyError("iterable")
 
-    with pytest.raises(KeyError, match="mine"):
-        await collected(client.explain_many(broken(), in_flight=1))
+    with pytest.raises(KeyError, match="iterable"):
+        await collect(client.explain_many(broken(), in_flight=1))
 
     assert server.stream_ended.wait(60)
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("inputs", "options"),
     [
         ("folder", {}),
         (b"bytes", {}),
@@ -393,19 +391,19 @@ async def test_an_error_of_the_iterable_passes_through(client: Any, server: Any)
         ([b"1"], {"top_k": 99}),
     ],
 )
-def test_what_is_wrong_is_said_before_the_first_result(given: Any, options: Any) -> None:
+def test_invalid_arguments_are_refused_before_the_first_result(inputs: Any, options: Any) -> None:
     with camserve.Client("a:1") as client, pytest.raises(camserve.InvalidArgument):
-        client.explain_many(given, **options)
+        client.explain_many(inputs, **options)
     with pytest.raises(camserve.InvalidArgument):
-        camserve.AsyncClient("a:1").explain_many(given, **options)
+        camserve.AsyncClient("a:1").explain_many(inputs, **options)
 
 
-async def test_a_bar_shows_how_far_it_is(
+async def test_progress_bar_counts_images(
     client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
-    await collected(client.explain_many(images(3), progress=True))
+    await collect(client.explain_many(images(3), progress=True))
 
     shown = capsys.readouterr()
     assert "3/3" in shown.err
@@ -426,22 +424,22 @@ async def test_closing_the_client_ends_a_stream(connect: Any, server: Any) -> No
     await results.aclose()
 
 
-async def test_a_closed_client_opens_no_stream(connect: Any, server: Any) -> None:
+async def test_closed_client_opens_no_stream(connect: Any, server: Any) -> None:
     client = connect(server.address)
     await client.models()
     await client.close()
 
     with pytest.raises(camserve.FailedPrecondition):
-        await collected(client.explain_many(images(3)))
+        await collect(client.explain_many(images(3)))
 
 
-async def test_images_may_come_asynchronously(server: Any) -> None:
+async def test_images_may_be_an_asynchronous_iterable(server: Any) -> None:
     async def arriving() -> Any:
-        for each in images(5):
+        for image in images(5):
             await asyncio.sleep(0)
-            yield each
+            yield image
 
     async with camserve.AsyncClient(server.address) as client:
-        found = await collected(client.explain_many(arriving(), in_flight=2))
+        outcomes = await collect(client.explain_many(arriving(), in_flight=2))
 
-    assert classes(found) == list(range(5))
+    assert classes(outcomes) == list(range(5))

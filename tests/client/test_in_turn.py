@@ -1,4 +1,4 @@
-"""Several servers behind one address: asked in turn, and left out while they take no requests."""
+"""Load balancing between several servers at one address; unhealthy servers get no calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 IMAGE = np.zeros((8, 8, 3), np.uint8)
-WELL, AWAY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+HEALTHY, UNHEALTHY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Server(explain_pb2_grpc.ExplainServiceServicer):
-    """Says in each answer which server it is."""
+    """Server whose responses contain its name."""
 
     def __init__(self, name: str, port: int = 0) -> None:
         self.name, self.health = name, health.HealthServicer()
@@ -34,7 +34,7 @@ class Server(explain_pb2_grpc.ExplainServiceServicer):
         explain_pb2_grpc.add_ExplainServiceServicer_to_server(self, self.grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self.port = self.grpc.add_insecure_port(f"127.0.0.1:{port}")
-        self.health.set("", WELL)
+        self.health.set("", HEALTHY)
         self.grpc.start()
 
     def Explain(self, _request: object, _context: object) -> explain_pb2.ExplainResponse:  # noqa: N802 -- the RPC's name
@@ -47,8 +47,8 @@ def servers() -> Iterator[list[Server]]:
     try:
         yield started
     finally:
-        for each in started:
-            each.grpc.stop(None)
+        for server in started:
+            server.grpc.stop(None)
 
 
 @pytest.fixture
@@ -58,72 +58,73 @@ def both() -> Iterator[list[Server]]:
 
 
 def address(both: list[Server]) -> str:
-    return "ipv4:" + ",".join(f"127.0.0.1:{each.port}" for each in both)
+    return "ipv4:" + ",".join(f"127.0.0.1:{server.port}" for server in both)
 
 
-def answers(client: camserve.Client, number: int = 20) -> Counter[str]:
-    return Counter(client.explain(IMAGE).model for _ in range(number))
+def count_calls(client: camserve.Client, calls: int = 20) -> Counter[str]:
+    """Make calls; return the number that each server answered."""
+    return Counter(client.explain(IMAGE).model for _ in range(calls))
 
 
-def settled(client: camserve.Client, wanted: set[str]) -> None:
-    """Wait until so many answer: connections are made, and health is told, in their own time."""
-    while set(answers(client, 4)) != wanted:
+def wait_for_servers(client: camserve.Client, expected: set[str]) -> None:
+    """Wait until exactly these servers answer: connections and health updates take time."""
+    while set(count_calls(client, 4)) != expected:
         time.sleep(0.02)
 
 
-def test_calls_are_shared_evenly(both: list[Server]) -> None:
+def test_servers_get_the_same_number_of_calls(both: list[Server]) -> None:
     with camserve.Client(address(both)) as client:
-        settled(client, {"one", "two"})
+        wait_for_servers(client, {"one", "two"})
 
-        assert answers(client) == {"one": 10, "two": 10}
+        assert count_calls(client) == {"one": 10, "two": 10}
 
 
-async def test_the_asynchronous_client_shares_them_too(both: list[Server]) -> None:
+async def test_asynchronous_client_calls_all_servers(both: list[Server]) -> None:
     async with camserve.AsyncClient(address(both)) as client:
-        found: set[str] = set()
-        while found != {"one", "two"}:
-            replies = await asyncio.gather(*(client.explain(IMAGE) for _ in range(4)))
-            found = {one.model for one in replies}
+        names: set[str] = set()
+        while names != {"one", "two"}:
+            results = await asyncio.gather(*(client.explain(IMAGE) for _ in range(4)))
+            names = {result.model for result in results}
 
 
-def test_a_server_that_drains_is_left_out_before_it_refuses_anything_and_taken_back(both: list[Server]) -> None:
+def test_draining_server_gets_no_calls_until_it_is_healthy_again(both: list[Server]) -> None:
     with camserve.Client(address(both), retries=0) as client:
-        settled(client, {"one", "two"})
+        wait_for_servers(client, {"one", "two"})
 
-        both[0].health.set("", AWAY)
-        settled(client, {"two"})
-        assert answers(client) == {"two": 20}
+        both[0].health.set("", UNHEALTHY)
+        wait_for_servers(client, {"two"})
+        assert count_calls(client) == {"two": 20}
 
-        both[0].health.set("", WELL)
-        settled(client, {"one", "two"})
+        both[0].health.set("", HEALTHY)
+        wait_for_servers(client, {"one", "two"})
 
 
-def test_a_server_that_dies_costs_no_request_and_is_found_again(both: list[Server]) -> None:
+def test_stopped_server_fails_no_call_and_is_used_after_its_restart(both: list[Server]) -> None:
     with camserve.Client(address(both)) as client:
-        settled(client, {"one", "two"})
+        wait_for_servers(client, {"one", "two"})
         both[0].grpc.stop(None).wait()
 
-        assert answers(client) == {"two": 20}
+        assert count_calls(client) == {"two": 20}
 
         both[0] = Server("one again", both[0].port)
-        settled(client, {"one again", "two"})
+        wait_for_servers(client, {"one again", "two"})
 
 
-def test_a_name_stands_for_all_of_its_addresses(both: list[Server]) -> None:
-    """Of the loopback's name one address answers, here; whichever of them are there, calls go to those."""
+def test_name_stands_for_all_of_its_addresses(both: list[Server]) -> None:
+    """`localhost` may have an address that no server listens on; calls go to the others."""
     assert socket.getaddrinfo("localhost", both[0].port)
     with camserve.Client(f"dns:///localhost:{both[0].port}") as client:
-        assert answers(client) == {"one": 20}
+        assert count_calls(client) == {"one": 20}
 
 
-def test_a_plain_address_keeps_one_connection(both: list[Server]) -> None:
+def test_plain_address_does_not_use_health_checks(both: list[Server]) -> None:
     with camserve.Client(f"127.0.0.1:{both[0].port}") as client:
-        both[0].health.set("", AWAY)  # nobody asks
+        both[0].health.set("", UNHEALTHY)
 
-        assert answers(client) == {"one": 20}
+        assert count_calls(client) == {"one": 20}
 
 
-def test_real_servers_share_the_work_and_say_the_same() -> None:
+def test_real_servers_share_calls_and_return_the_same_scores() -> None:
     import camserve_server  # noqa: PLC0415 -- the other tests of this folder need no torch
 
     net = "torchvision:squeezenet1_1?weights=none&size=64"
@@ -133,11 +134,11 @@ def test_real_servers_share_the_work_and_say_the_same() -> None:
         camserve_server.running(f"two={net}") as two,
         camserve.Client(f"ipv4:{one},{two}") as client,
     ):
-        settled(client, {"one", "two"})
-        found = [client.explain(photo) for _ in range(8)]
+        wait_for_servers(client, {"one", "two"})
+        results = [client.explain(photo) for _ in range(8)]
         streamed = list(client.explain_many([photo] * 4))
 
-    assert Counter(one.model for one in found) == {"one": 4, "two": 4}
-    scores = [one.explanations[0].score for one in found]
+    assert Counter(result.model for result in results) == {"one": 4, "two": 4}
+    scores = [result.explanations[0].score for result in results]
     assert max(scores) - min(scores) <= 1e-5 * abs(scores[0])
-    assert len({one.model for one in streamed}) == 1  # a stream is one call
+    assert len({result.model for result in streamed}) == 1  # a stream is one call

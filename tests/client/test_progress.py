@@ -1,4 +1,4 @@
-"""The bar: images count whole, those under way as far as they have come."""
+"""Progress bar: an image in flight counts by the share of its rows that is done."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from camserve import _progress
 
 
 @pytest.fixture
-def bar() -> _progress.Bar:
+def bar() -> _progress.ProgressBar:
     progress = Progress()
-    return _progress.Bar(progress, progress.add_task("explaining", total=4, rows=""))
+    return _progress.ProgressBar(progress, progress.add_task("explaining", total=4, rows=""))
 
 
-def shown(bar: _progress.Bar) -> tuple[float, str]:
+def shown(bar: _progress.ProgressBar) -> tuple[float, str]:
     (task,) = bar._progress.tasks
     return task.completed, task.fields["rows"]
 
 
-def test_an_image_under_way_counts_as_far_as_it_has_come(bar: _progress.Bar) -> None:
-    bar.image()
-    bar.rows([(128, 512), (256, 512)])
+def test_image_in_flight_counts_by_its_share_of_rows(bar: _progress.ProgressBar) -> None:
+    bar.image_done()
+    bar.rows_done([(128, 512), (256, 512)])
 
     assert shown(bar) == (1.75, "384/1024 rows")
 
 
-def test_an_image_that_is_done_counts_whole(bar: _progress.Bar) -> None:
-    bar.rows([(500, 512)])
-    bar.image()
+def test_finished_image_counts_as_one(bar: _progress.ProgressBar) -> None:
+    bar.rows_done([(500, 512)])
+    bar.image_done()
 
     assert shown(bar) == (1, "")
 
 
-def test_quick_methods_leave_the_bar_as_it_is(bar: _progress.Bar) -> None:
-    bar.rows([(1, 1), (0, 0)])
+def test_few_rows_are_not_shown(bar: _progress.ProgressBar) -> None:
+    bar.rows_done([(1, 1), (0, 0)])
 
     assert shown(bar) == (1, "")

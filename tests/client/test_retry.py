@@ -1,4 +1,4 @@
-"""When to try again, and how long to wait before."""
+"""Retries: which errors are retried, and after which pause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 import camserve
-from camserve._retry import Tries
+from camserve._retry import CallAttempts
 
 BUSY = camserve.Unavailable("busy")
 
@@ -21,13 +21,13 @@ def test_pauses_double_up_to_the_longest_and_vary_by_a_half() -> None:
         assert ceiling * 0.9 < max(pauses) <= ceiling
 
 
-def test_after_so_many_attempts_there_is_no_other() -> None:
+def test_number_of_retries_is_limited() -> None:
     assert camserve.Retry(attempts=2).pause(2, BUSY) is not None
     assert camserve.Retry(attempts=2).pause(3, BUSY) is None
     assert camserve.Retry(attempts=0).pause(1, BUSY) is None
 
 
-def test_a_pause_asked_for_is_kept() -> None:
+def test_pause_requested_by_the_server_is_used() -> None:
     assert camserve.Retry().pause(1, camserve.Unavailable("", retry_after=7)) == 7
     assert camserve.Retry().pause(1, camserve.Unavailable("", retry_after=-1)) is None
 
@@ -42,29 +42,29 @@ def test_a_pause_asked_for_is_kept() -> None:
         camserve.ResourceExhausted("Received message larger than max (9 vs. 4)"),
     ],
 )
-def test_what_would_fail_again_is_not_retried(error: camserve.CamserveError) -> None:
+def test_error_that_would_recur_is_not_retried(error: camserve.CamserveError) -> None:
     assert camserve.Retry().pause(1, error) is None
 
 
-def test_a_full_queue_is_retried() -> None:
+def test_full_queue_is_retried() -> None:
     assert camserve.Retry().pause(1, camserve.ResourceExhausted("queue full")) is not None
 
 
 @pytest.mark.parametrize("wrong", [{"attempts": -1}, {"first": -1}, {"longest": -0.1}])
-def test_nothing_is_negative(wrong: dict[str, float]) -> None:
+def test_negative_values_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(camserve.InvalidArgument):
         camserve.Retry(**wrong)
 
 
-def test_no_pause_outlasts_the_deadline() -> None:
-    tries = Tries(camserve.Retry(), timeout=10)
-    tries.start()
+def test_no_pause_exceeds_the_deadline() -> None:
+    attempts = CallAttempts(camserve.Retry(), timeout=10)
+    attempts.start()
 
-    assert tries.pause(camserve.Unavailable("", retry_after=9)) == 9
-    assert tries.pause(camserve.Unavailable("", retry_after=11)) is None
+    assert attempts.pause(camserve.Unavailable("", retry_after=9)) == 9
+    assert attempts.pause(camserve.Unavailable("", retry_after=11)) is None
 
 
-def test_a_try_has_what_is_left_of_the_time() -> None:
-    assert 9 < Tries(camserve.Retry(), 10).start() <= 10
-    assert Tries(camserve.Retry(), -1).start() == 0
-    assert Tries(camserve.Retry(), math.inf).start() is None
+def test_try_gets_the_remaining_time() -> None:
+    assert 9 < CallAttempts(camserve.Retry(), 10).start() <= 10
+    assert CallAttempts(camserve.Retry(), -1).start() == 0
+    assert CallAttempts(camserve.Retry(), math.inf).start() is None

@@ -1,4 +1,4 @@
-"""What the window of a stream decides, without a stream."""
+"""Decisions of the in-flight window, tested without a stream."""
 
 from __future__ import annotations
 
@@ -19,202 +19,209 @@ def window(limit: int = 4, **retry: Any) -> _stream.InFlightWindow:
     return _stream.InFlightWindow(limit, camserve.Retry(**retry), timeout=30, on_error="return")
 
 
-def filled(made: _stream.InFlightWindow, count: int) -> list[str]:
-    """Take so many images and send them; return their ids."""
+def send(sending: _stream.InFlightWindow, count: int) -> list[str]:
+    """Add images and mark their requests as sent; return the request ids."""
     for number in range(count):
-        made.take(_stream.asked(QUESTION, bytes([number + 1])))
-    return [each.request_id for each in made.due()]
+        sending.add(_stream.prepare_request(QUESTION, bytes([number + 1])))
+    return due_ids(sending)
 
 
-def answer(request_id: str) -> explain_pb2.ExplainStreamResponse:
+def due_ids(sending: _stream.InFlightWindow) -> list[str]:
+    return [request.request_id for request in sending.take_due()]
+
+
+def response(request_id: str) -> explain_pb2.ExplainStreamResponse:
     return explain_pb2.ExplainStreamResponse(
         request_id=request_id, response=explain_pb2.ExplainResponse(request_id=request_id)
     )
 
 
-def ids(made: _stream.InFlightWindow) -> list[str]:
-    return [each.request_id for each in made.ready() if isinstance(each, camserve.Result)]
+def finished_ids(sending: _stream.InFlightWindow) -> list[str]:
+    return [outcome.request_id for outcome in sending.pop_finished() if isinstance(outcome, camserve.Result)]
 
 
-def test_there_is_room_until_the_limit_and_again_after_a_result_was_handed_on() -> None:
-    made = window(limit=2)
-    first, second = filled(made, 2)
-    assert not made.room
+def test_window_has_room_below_its_limit() -> None:
+    sending = window(limit=2)
+    first, second = send(sending, 2)
+    assert not sending.has_room
 
-    made.hear(answer(second))
-    assert ids(made) == []
-    assert not made.room
+    sending.handle(response(second))
+    assert finished_ids(sending) == []
+    assert not sending.has_room
 
-    made.hear(answer(first))
-    assert ids(made) == [first, second]
-    assert made.room
-
-
-def test_it_is_done_when_the_last_was_handed_on() -> None:
-    made = window()
-    (only,) = filled(made, 1)
-    made.take(_stream.asked(QUESTION, _stream.END))
-    assert not made.room
-    assert not made.done
-
-    made.hear(answer(only))
-    assert ids(made) == [only]
-    assert made.done
+    sending.handle(response(first))
+    assert finished_ids(sending) == [first, second]
+    assert sending.has_room
 
 
-def test_it_does_not_wait_while_there_is_room() -> None:
-    made = window(limit=2)
-    filled(made, 1)
-    assert made.patience() == 0
+def test_window_is_done_after_the_last_result_is_yielded() -> None:
+    sending = window()
+    (only,) = send(sending, 1)
+    sending.add(_stream.prepare_request(QUESTION, _stream.END))
+    assert not sending.has_room
+    assert not sending.done
 
-    filled(made, 1)
-    assert made.patience() > 0
-
-
-def test_it_waits_as_long_as_the_server_may_take_for_all_under_way() -> None:
-    made = window(limit=3)
-    one, *_ = filled(made, 3)
-    assert 89 < made.patience() <= 90
-
-    made.hear(answer(one))
-    assert 59 < made.patience() <= 60
+    sending.handle(response(only))
+    assert finished_ids(sending) == [only]
+    assert sending.done
 
 
-def test_without_a_limit_it_still_looks_up_now_and_then() -> None:
-    made = _stream.InFlightWindow(1, camserve.Retry(), timeout=math.inf, on_error="return")
-    filled(made, 1)
+def test_window_with_room_does_not_wait() -> None:
+    sending = window(limit=2)
+    send(sending, 1)
+    assert sending.seconds_to_wait() == 0
 
-    assert made.patience() == 3600
+    send(sending, 1)
+    assert sending.seconds_to_wait() > 0
 
 
-def test_it_waits_only_until_something_is_to_be_sent_again() -> None:
-    made = window(limit=1)
-    (only,) = filled(made, 1)
+def test_wait_covers_the_timeouts_of_all_images_in_flight() -> None:
+    sending = window(limit=3)
+    first, *_ = send(sending, 3)
+    assert 89 < sending.seconds_to_wait() <= 90
+
+    sending.handle(response(first))
+    assert 59 < sending.seconds_to_wait() <= 60
+
+
+def test_wait_without_a_timeout_is_one_hour() -> None:
+    sending = _stream.InFlightWindow(1, camserve.Retry(), timeout=math.inf, on_error="return")
+    send(sending, 1)
+
+    assert sending.seconds_to_wait() == 3600
+
+
+def test_wait_ends_when_a_retry_is_due() -> None:
+    sending = window(limit=1)
+    (only,) = send(sending, 1)
     error = explain_pb2.Error(code=14, retry_after_ms=2000)
 
-    made.hear(explain_pb2.ExplainStreamResponse(request_id=only, error=error))
+    sending.handle(explain_pb2.ExplainStreamResponse(request_id=only, error=error))
 
-    assert made.due() == []
-    assert 1.9 < made.patience() <= 2
-
-
-def test_a_stream_that_breaks_with_nothing_under_way_costs_nothing() -> None:
-    made = window(attempts=0)
-    (only,) = filled(made, 1)
-    made.hear(answer(only))
-
-    made.hear(camserve.Unavailable("drained"))
-
-    assert ids(made) == [only]
+    assert sending.take_due() == []
+    assert 1.9 < sending.seconds_to_wait() <= 2
 
 
-def test_what_was_under_way_is_sent_again_in_its_order() -> None:
-    made = window(first=0)
-    sent = filled(made, 3)
+def test_break_without_images_in_flight_is_ignored() -> None:
+    sending = window(attempts=0)
+    (only,) = send(sending, 1)
+    sending.handle(response(only))
 
-    made.hear(camserve.Unavailable("gone"))
+    sending.handle(camserve.Unavailable("drained"))
 
-    assert [each.request_id for each in made.due()] == sent
+    assert finished_ids(sending) == [only]
 
 
-def test_suspects_go_one_at_a_time_and_the_culprit_fails_alone() -> None:
-    made = window(first=0)
-    one, two, three = filled(made, 3)
+def test_images_in_flight_are_sent_again_in_order() -> None:
+    sending = window(first=0)
+    sent = send(sending, 3)
+
+    sending.handle(camserve.Unavailable("gone"))
+
+    assert due_ids(sending) == sent
+
+
+def test_suspects_are_sent_one_at_a_time_and_only_the_culprit_fails() -> None:
+    sending = window(first=0)
+    first, second, third = send(sending, 3)
     broken = camserve.Internal("broken")
 
-    made.hear(broken)
-    assert [each.request_id for each in made.due()] == [one]
-    assert made.due() == []
-    made.hear(answer(one))
-    assert [each.request_id for each in made.due()] == [two]
-    made.hear(broken)
-    assert [each.request_id for each in made.due()] == [three]
-    made.hear(answer(three))
+    sending.handle(broken)
+    assert due_ids(sending) == [first]
+    assert sending.take_due() == []
+    sending.handle(response(first))
+    assert due_ids(sending) == [second]
+    sending.handle(broken)
+    assert due_ids(sending) == [third]
+    sending.handle(response(third))
 
-    found = list(made.ready())
-    assert [type(each) for each in found] == [camserve.Result, camserve.Internal, camserve.Result]
-    assert len(filled(made, 4)) == 4
+    assert [type(outcome) for outcome in sending.pop_finished()] == [
+        camserve.Result,
+        camserve.Internal,
+        camserve.Result,
+    ]
+    assert len(send(sending, 4)) == 4
 
 
 @pytest.mark.parametrize("code", ["CANCELLED", "UNAUTHENTICATED", "UNIMPLEMENTED"])
-def test_what_would_end_so_again_is_raised(code: str) -> None:
-    made = window()
-    filled(made, 1)
+def test_fatal_status_is_raised(code: str) -> None:
+    sending = window()
+    send(sending, 1)
     error = camserve.CamserveError("no")
     error.code = grpc.StatusCode[code]
 
     with pytest.raises(camserve.CamserveError):
-        made.hear(error)
+        sending.handle(error)
 
 
-def test_an_answer_resets_the_count_of_breaks() -> None:
-    made = window(limit=99, attempts=1, first=0)
-    sent = filled(made, 9)
-    for each in sent:
-        made.hear(camserve.Unavailable("gone"))
-        assert made.due()
-        made.hear(answer(each))
+def test_response_resets_the_count_of_breaks() -> None:
+    sending = window(limit=99, attempts=1, first=0)
+    sent = send(sending, 9)
+    for request_id in sent:
+        sending.handle(camserve.Unavailable("gone"))
+        assert sending.take_due()
+        sending.handle(response(request_id))
 
-    assert ids(made) == sent
+    assert finished_ids(sending) == sent
 
 
 def progress(request_id: str, done: int, total: int) -> explain_pb2.ExplainStreamResponse:
-    said = explain_pb2.Progress(rows_done=done, rows_total=total)
-    return explain_pb2.ExplainStreamResponse(request_id=request_id, progress=said)
+    rows = explain_pb2.Progress(rows_done=done, rows_total=total)
+    return explain_pb2.ExplainStreamResponse(request_id=request_id, progress=rows)
 
 
-def test_progress_is_news_and_not_an_answer() -> None:
-    made = window(limit=2)
-    first, second = filled(made, 2)
+def test_progress_is_reported_once_and_is_not_a_result() -> None:
+    sending = window(limit=2)
+    first, second = send(sending, 2)
 
-    made.hear(progress(first, 64, 512))
-    made.hear(progress(second, 1, 2))
-    assert made.news() == [(64, 512), (1, 2)]
-    assert made.news() == []
-    assert ids(made) == []
+    sending.handle(progress(first, 64, 512))
+    sending.handle(progress(second, 1, 2))
+    assert sending.take_progress() == [(64, 512), (1, 2)]
+    assert sending.take_progress() == []
+    assert finished_ids(sending) == []
 
-    made.hear(answer(first))
-    made.hear(progress(first, 512, 512))  # too late
-    made.hear(progress(second, 2, 2))
-    assert made.news() == [(2, 2)]
-    assert ids(made) == [first]
+    sending.handle(response(first))
+    sending.handle(progress(first, 512, 512))  # too late: it is finished
+    sending.handle(progress(second, 2, 2))
+    assert sending.take_progress() == [(2, 2)]
+    assert finished_ids(sending) == [first]
 
 
-def test_progress_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_as_activity_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(_stream.time, "monotonic", lambda: now[0])
-    made = window(limit=1)
-    (only,) = filled(made, 1)
+    sending = window(limit=1)
+    (only,) = send(sending, 1)
     for _ in range(5):
         now[0] += 29
-        made.hear(progress(only, 1, 9))
-        made.hear(None)
+        sending.handle(progress(only, 1, 9))
+        sending.handle(None)
 
     now[0] += 31
     with pytest.raises(camserve.DeadlineExceeded):
-        made.hear(None)
+        sending.handle(None)
 
 
-def test_a_request_that_brings_the_server_down_half_way_is_not_sent_for_ever() -> None:
-    made = window(limit=1, attempts=2, first=0)
-    (only,) = filled(made, 1)
+def test_request_that_crashes_the_server_halfway_is_not_sent_forever() -> None:
+    sending = window(limit=1, attempts=2, first=0)
+    (only,) = send(sending, 1)
     gone = camserve.Unavailable("gone")
 
     for _ in range(2):
-        made.hear(progress(only, 1, 9))
-        made.hear(gone)
-        assert made.due()
-    made.hear(progress(only, 1, 9))
+        sending.handle(progress(only, 1, 9))
+        sending.handle(gone)
+        assert sending.take_due()
+    sending.handle(progress(only, 1, 9))
 
     with pytest.raises(camserve.Unavailable, match="gone"):
-        made.hear(gone)
+        sending.handle(gone)
 
 
-def test_what_only_a_newer_client_understands_is_ignored() -> None:
-    made = window(limit=1)
-    (only,) = filled(made, 1)
+def test_response_of_an_unknown_kind_is_ignored() -> None:
+    sending = window(limit=1)
+    (only,) = send(sending, 1)
 
-    made.hear(explain_pb2.ExplainStreamResponse(request_id=only))
-    made.hear(answer(only))
+    sending.handle(explain_pb2.ExplainStreamResponse(request_id=only))
+    sending.handle(response(only))
 
-    assert ids(made) == [only]
+    assert finished_ids(sending) == [only]

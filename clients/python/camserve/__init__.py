@@ -1,4 +1,4 @@
-"""Ask a camserve server why a vision model said what it said.
+"""Client of camserve, a server that explains the predictions of vision models.
 
     import camserve
 
@@ -6,15 +6,14 @@
         result = client.explain("cat.jpg", methods=["gradcam", "layercam"], targets=["tabby"])
         print(result.predictions[0].label, result.predictions[0].probability)
         result.explanations[0].save("why.jpg")
-        for each in client.explain_many(paths, progress=True):
-            print(each.predictions[0].label, each.explanations[0].verdict)
+        for result in client.explain_many(paths, progress=True):
+            print(result.predictions[0].label, result.explanations[0].verdict)
 
-``AsyncClient`` is the same, awaited.
+``AsyncClient`` has the same methods as coroutines.
 """
 
 from camserve._access import AccessOptions
-from camserve._aio import AsyncClient
-from camserve._client import Client
+from camserve._async.client import AsyncClient
 from camserve._codec import ExplainOptions, ImageLike, MethodLike
 from camserve._errors import (
     CamserveError,
@@ -38,6 +37,7 @@ from camserve._receipts import Receipt
 from camserve._replay import Check, Replay
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
 from camserve._retry import Retry
+from camserve._sync.client import Client
 from camserve._targets import (
     BoxLike,
     ClassLike,

@@ -1,4 +1,4 @@
-"""How a client and its server know one another: TLS, certificates and tokens."""
+"""Access of a client to a server: TLS, certificates and tokens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _TOKEN: Final = re.compile("[!-~]{1,512}")
 
 
 class AccessOptions(TypedDict, total=False):
-    """How a client and its server know one another; everything may be left out.
+    """Options for TLS and tokens. All are optional.
 
     Attributes:
-        tls: Whether to encrypt, trusting the public authorities; or the path of a PEM file of those
-            to trust, such as your own. Default: False.
-        tls_name: The name that the server's certificate is for, where it is not that of the address.
-        client_cert: Path of a PEM file: the client's certificate, for a server that asks for one.
-        client_key: Path of a PEM file: its key.
-        token: What `camserve-server token new` gave out. It is sent over TLS, or to this machine.
+        tls: True to encrypt and trust the public authorities, or the path of a PEM file with the
+            authorities to trust, such as your own. Default: False.
+        tls_name: The name in the server's certificate, if it differs from the address.
+        client_cert: Path of the client's certificate in PEM, for a server that requires one.
+        client_key: Path of the key of the client's certificate in PEM.
+        token: A token that `camserve-server token new` printed. It is sent only over TLS or to the
+            local machine.
     """
 
     tls: bool | str | os.PathLike[str]
@@ -43,10 +44,10 @@ class AccessOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``AccessOptions``, checked.
+    """Checked ``AccessOptions``.
 
     Raises:
-        InvalidArgument: They do not go together, or the token is none.
+        InvalidArgument: The options contradict one another, or the token is malformed.
     """
 
     tls: bool | str | os.PathLike[str] = False
@@ -57,52 +58,53 @@ class Access:
 
     def __post_init__(self) -> None:
         if bool(self.client_cert) != bool(self.client_key):
-            raise InvalidArgument("client_cert and client_key go together: a certificate and its key")
+            raise InvalidArgument("client_cert and client_key must be given together: a certificate and its key")
         if not self.tls and (self.client_cert or self.tls_name):
             raise InvalidArgument(
-                "client_cert and tls_name are for TLS: say tls=True, or tls=PATH of the authority's file"
+                "client_cert and tls_name require TLS: pass tls=True, or tls=PATH of the authority's file"
             )
         if self.token and not _TOKEN.fullmatch(self.token):
-            raise InvalidArgument("the token is none: it is one word, as `camserve-server token new` prints it")
+            raise InvalidArgument("invalid token: a token is one word, as printed by `camserve-server token new`")
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Return what gRPC encrypts with, or None without TLS.
+        """Return the credentials of the channel, or None without TLS.
 
         Raises:
-            InvalidArgument: A file cannot be read, or is not what it should be.
+            InvalidArgument: A file cannot be read, or is not a certificate or key in PEM.
         """
         if not self.tls:
             return None
-        roots = None if self.tls is True else _authority(self.tls)
-        key, cert = _pair(self.client_key, self.client_cert) if self.client_key and self.client_cert else (None, None)
-        return grpc.ssl_channel_credentials(roots, key, cert)
+        roots = None if self.tls is True else _read_authority(self.tls)
+        if not (self.client_key and self.client_cert):
+            return grpc.ssl_channel_credentials(roots)
+        return grpc.ssl_channel_credentials(roots, *_read_key_pair(self.client_key, self.client_cert))
 
     @property
     def channel_options(self) -> tuple[tuple[str, str], ...]:
-        """What a channel must know besides."""
+        """Options of the channel: the expected name of the server."""
         return (("grpc.ssl_target_name_override", self.tls_name),) if self.tls_name else ()
 
     def metadata(self) -> dict[str, str]:
-        """Return what goes with every call."""
+        """Return the metadata of every call."""
         return {AUTHORIZATION: f"Bearer {self.token}"} if self.token else {}
 
 
-def _authority(path: str | os.PathLike[str]) -> bytes:
+def _read_authority(path: str | os.PathLike[str]) -> bytes:
     pem = _read(path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
-        raise InvalidArgument(f"{path} holds no certificate in PEM") from error
+        raise InvalidArgument(f"{path} has no certificate in PEM") from error
     return pem
 
 
-def _pair(key: str | os.PathLike[str], cert: str | os.PathLike[str]) -> tuple[bytes, bytes]:
+def _read_key_pair(key: str | os.PathLike[str], cert: str | os.PathLike[str]) -> tuple[bytes, bytes]:
     pems = _read(key), _read(cert)
     try:
-        # Without a password OpenSSL would ask for one on the terminal.
+        # Without a password argument OpenSSL would prompt for one on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
-        raise InvalidArgument(f"{cert} and {key} are no certificate and its key in PEM, not encrypted") from error
+        raise InvalidArgument(f"{cert} and {key} are not a certificate and its unencrypted key in PEM") from error
     return pems
 
 
@@ -113,20 +115,21 @@ def _read(path: str | os.PathLike[str]) -> bytes:
         raise InvalidArgument(f"cannot read {path}: {error.strerror}") from error
 
 
-def check_clear(address: str, metadata: Mapping[str, str]) -> None:
-    """Keep a token from going over a network in the clear.
+def check_token_is_protected(address: str, metadata: Mapping[str, str]) -> None:
+    """Check that no token is sent over a network without encryption.
 
     Raises:
-        InvalidArgument: It would.
+        InvalidArgument: The metadata has a token, and the address is not on this machine.
     """
     if AUTHORIZATION in map(str.lower, metadata) and not is_local(address):
         raise InvalidArgument(
-            f"a token would go to {address} in the clear, where anyone on the way can read it: say tls=True or tls=PATH"
+            f"the token would be sent to {address} without encryption, and anyone on the way could read it: "
+            "pass tls=True or tls=PATH"
         )
 
 
 def is_local(address: str) -> bool:
-    """Say whether an address surely leads to this machine.
+    """Return True if an address is certainly on this machine.
 
     >>> is_local("localhost:1"), is_local("[::1]:1"), is_local("unix:/run/camserve"), is_local("10.0.0.1:1")
     (True, True, True, False)
@@ -135,8 +138,8 @@ def is_local(address: str) -> bool:
     """
     if address.startswith(("unix:", "unix-abstract:")):
         return True
-    named = address.removeprefix("dns:///").removeprefix("ipv4:").removeprefix("ipv6:")
-    return all(_is_loopback(one.rpartition(":")[0].strip("[]")) for one in named.split(","))
+    endpoints = address.removeprefix("dns:///").removeprefix("ipv4:").removeprefix("ipv6:")
+    return all(_is_loopback(endpoint.rpartition(":")[0].strip("[]")) for endpoint in endpoints.split(","))
 
 
 def _is_loopback(host: str) -> bool:

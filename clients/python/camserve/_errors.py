@@ -1,15 +1,15 @@
-"""What can go wrong, and the one border where gRPC's errors become ours.
+"""Errors of the client, and the translation of gRPC's errors into them.
 
 CamserveError
 ├── InvalidArgument      a field is out of range, or the image cannot be read
-├── NotFound             no such model, layer, label or method
-├── FailedPrecondition   the method cannot explain that layer; a part that was not asked for
+├── NotFound             the model, layer, label or method does not exist
+├── FailedPrecondition   the method cannot explain the layer, or the result lacks a part that was not requested
 ├── ResourceExhausted    the server's queue is full, or a message is too large
-├── DeadlineExceeded     the answer did not come in time
-├── Cancelled            the call was cancelled, as by closing the client
-├── Unavailable          nothing answers, or the server is starting or draining
-├── Unauthenticated      no valid credentials
-├── PermissionDenied     the credentials do not allow it
+├── DeadlineExceeded     the response did not arrive in time
+├── Cancelled            the call was cancelled, for example by closing the client
+├── Unavailable          no server answers, or the server is starting or draining
+├── Unauthenticated      the credentials are missing or invalid
+├── PermissionDenied     the credentials do not allow the call
 └── Internal             a fault of the server
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from google.rpc import (  # pyright: ignore[reportMissingTypeStubs]  # they lie beside it
+from google.rpc import (  # pyright: ignore[reportMissingTypeStubs]  # it ships .pyi files without a py.typed marker
     error_details_pb2,
     status_pb2,
 )
@@ -36,25 +36,34 @@ DETAILS_TRAILER = "grpc-status-details-bin"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 REQUEST_ID = "x-request-id"
 
-NEVER = -1.0
+NEVER_RETRY = -1.0
+"""``retry_after`` of an error whose request must not be sent again."""
 
-# What grpc.aio says in place of the server's status: https://github.com/grpc/grpc/issues/36066
-_LOST = "Internal error from Core"
+CLIENT_CLOSED_DURING_CALL = "the client was closed"
+UNPARSABLE_RESPONSE = "the server sent a response that cannot be parsed"
+
+# Details that grpc.aio reports in place of the server's status: https://github.com/grpc/grpc/issues/36066
+_STATUS_LOST = "Internal error from Core"
 # When a gRPC server stops, it cancels the calls that it has received but not yet passed to a handler; no work was done
 # for them. A call that the client cancels has other details, such as "Channel closed!".
-_NOT_TAKEN = grpc.StatusCode.CANCELLED, "CANCELLED"
+_NOT_HANDLED = grpc.StatusCode.CANCELLED, "CANCELLED"
+# Details of gRPC itself, and what they mean here. The asynchronous client detects both cases without them.
+_GRPC_DETAILS = {
+    "Channel closed!": CLIENT_CLOSED_DURING_CALL,
+    "Exception deserializing response!": UNPARSABLE_RESPONSE,
+}
 
 
 class CamserveError(Exception):
-    """Anything that a call to camserve ends with, other than its result.
+    """Base class of all errors of a call to camserve.
 
     Attributes:
-        message: What was wrong, in the server's words.
+        message: The error message, usually from the server.
         code: The gRPC status code.
-        request_id: What to look for in the server's log; empty if nothing was sent.
-        fields: What is wrong with each field of the request at fault.
-        retry_after: Seconds after which the server wants to see the request again; negative if
-            never, None if it did not say.
+        request_id: The id of the request in the server's log; empty if nothing was sent.
+        fields: The faults of the request by field name.
+        retry_after: Seconds after which the server accepts the request again; negative for never,
+            None if the server did not specify it.
     """
 
     code = grpc.StatusCode.UNKNOWN
@@ -74,8 +83,8 @@ class CamserveError(Exception):
         self.retry_after = retry_after
 
     def __str__(self) -> str:
-        unsaid = [f"{k}: {v}" for k, v in self.fields.items() if v not in self.message]
-        fields = f" ({'; '.join(unsaid)})" if unsaid else ""
+        other_faults = [f"{name}: {fault}" for name, fault in self.fields.items() if fault not in self.message]
+        fields = f" ({'; '.join(other_faults)})" if other_faults else ""
         request = f" [request {self.request_id}]" if self.request_id else ""
         return printable(f"{self.message}{fields}{request}")  # a traceback shows it on a terminal
 
@@ -87,13 +96,13 @@ class InvalidArgument(CamserveError):
 
 
 class NotFound(CamserveError):
-    """There is no such model, layer, label or method."""
+    """The model, layer, label or method does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
 
 
 class FailedPrecondition(CamserveError):
-    """The method cannot explain that layer, or the part of a result was not asked for."""
+    """The method cannot explain the layer, or the result lacks a part that was not requested."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -105,29 +114,29 @@ class ResourceExhausted(CamserveError):
 
 
 class DeadlineExceeded(CamserveError):
-    """The answer did not come in time."""
+    """The response did not arrive in time."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Cancelled(CamserveError):
-    """The call was cancelled, as by closing the client."""
+    """The call was cancelled, for example by closing the client."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class Unavailable(CamserveError):
-    """Nothing answers at the address, or the server is starting or draining."""
+    """No server answers at the address, or the server is starting or draining."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class StatusLost(Unavailable):
-    """A stream broke while it was written to, and gRPC lost what the server said."""
+    """The stream broke during a write, and gRPC lost the server's status."""
 
 
 class Unauthenticated(CamserveError):
-    """The call carries no valid credentials."""
+    """The credentials are missing or invalid."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
@@ -139,7 +148,7 @@ class PermissionDenied(CamserveError):
 
 
 class Internal(CamserveError):
-    """The server made a mistake; its log has the request id."""
+    """Fault of the server; its log has the request id."""
 
     code = grpc.StatusCode.INTERNAL
 
@@ -164,7 +173,7 @@ _CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.St
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a server says about an error besides its code and message."""
+    """Parts of an error besides its code and message."""
 
     request_id: str = ""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -172,7 +181,7 @@ class Details:
 
 
 def make(code: grpc.StatusCode, message: str, details: Details) -> CamserveError:
-    """Make the error of a status code; those without a class of their own keep their code."""
+    """Build the error for a status code; ``CamserveError`` with that code if the code has no class of its own."""
     error = STATUS.get(code, CamserveError)(
         message or code.name.lower().replace("_", " "),
         request_id=details.request_id,
@@ -184,12 +193,12 @@ def make(code: grpc.StatusCode, message: str, details: Details) -> CamserveError
 
 
 def code_of(number: int) -> grpc.StatusCode:
-    """Return the status code with a number; UNKNOWN if there is none."""
+    """Return the status code with a number; UNKNOWN for a number without a code."""
     return _CODES.get(number, grpc.StatusCode.UNKNOWN)
 
 
 def merged(violations: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Gather what is wrong with each field; a field may be named more than once."""
+    """Return the faults by field name; several faults of one field are joined."""
     fields: dict[str, str] = {}
     for name, description in violations:
         fields[name] = f"{fields[name]}; {description}" if name in fields else description
@@ -197,80 +206,84 @@ def merged(violations: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 @contextmanager
-def border(address: str, request_id: str) -> Generator[None, None, None]:
-    """Turn gRPC's errors into ours, so that no other kind leaves the package.
+def translate_errors(address: str, request_id: str) -> Generator[None, None, None]:
+    """Raise gRPC's errors as a ``CamserveError``, so that callers need not catch any other kind.
 
     Args:
-        address: The server's, for the words of the error.
-        request_id: The id that was sent, for errors that do not carry one.
+        address: Address of the server, for the message.
+        request_id: The id that was sent, for errors without one.
     """
     try:
         yield
+    except CamserveError as error:
+        error.request_id = error.request_id or request_id
+        raise
     except grpc.RpcError as error:
-        raise _translated(error, address, request_id) from error
-    except (ValueError, grpc.aio.UsageError) as error:  # how gRPC says that a channel is closed
+        raise _translate(error, address, request_id) from error
+    except (ValueError, grpc.aio.UsageError) as error:  # gRPC raises these if the channel is closed
         raise FailedPrecondition(f"the client is closed ({error})") from error
 
 
-def _translated(error: grpc.RpcError, address: str, request_id: str) -> CamserveError:
+def _translate(error: grpc.RpcError, address: str, request_id: str) -> CamserveError:
     trailers = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
-    said = _from_status(trailers.get(DETAILS_TRAILER))
-    own = _text(trailers.get(REQUEST_ID)) or request_id
-    if error.details() == _LOST:
-        return StatusLost("the stream broke", request_id=own)
-    if (error.code(), error.details()) == _NOT_TAKEN:
-        return Unavailable(f"the server at {address} stopped before it took the request", request_id=own)
-    details = Details(said.request_id or own, said.fields, _seconds(trailers.get(PUSHBACK_TRAILER)))
-    return make(error.code(), _readable(error.details() or "", address), details)
+    status = _decode_status(trailers.get(DETAILS_TRAILER))
+    request_id = _to_text(trailers.get(REQUEST_ID)) or request_id
+    if error.details() == _STATUS_LOST:
+        return StatusLost("the stream broke", request_id=request_id)
+    if (error.code(), error.details()) == _NOT_HANDLED:
+        return Unavailable(f"the server at {address} stopped before it handled the request", request_id=request_id)
+    details = Details(status.request_id or request_id, status.fields, _to_seconds(trailers.get(PUSHBACK_TRAILER)))
+    return make(error.code(), _to_readable(error.details() or "", address), details)
 
 
-def _from_status(packed: str | bytes | None) -> Details:
-    """Read BadRequest and RequestInfo from a google.rpc.Status; a garbled one says nothing."""
+def _decode_status(packed: str | bytes | None) -> Details:
+    """Decode BadRequest and RequestInfo of a google.rpc.Status; return empty details if it is malformed."""
     status = status_pb2.Status()
     violations = error_details_pb2.BadRequest()
     info = error_details_pb2.RequestInfo()
     try:
         status.ParseFromString(packed if isinstance(packed, bytes) else b"")
         for detail in status.details:
-            # Unpack does nothing where the type is another.
+            # Unpack does nothing if the type differs.
             detail.Unpack(violations)
             detail.Unpack(info)
     except DecodeError:
         return Details()
-    pairs = ((each.field, each.description) for each in violations.field_violations)
+    pairs = ((violation.field, violation.description) for violation in violations.field_violations)
     return Details(info.request_id, merged(pairs))
 
 
-def _seconds(pushback: str | bytes | None) -> float | None:
-    """Read a pushback in milliseconds; by gRPC's rule one that is no number means never."""
+def _to_seconds(pushback: str | bytes | None) -> float | None:
+    """Convert a pushback in milliseconds; gRPC specifies that a pushback that is not a number forbids a retry."""
     if pushback is None:
         return None
     try:
         milliseconds = int(pushback)
     except ValueError:
-        return NEVER
-    return milliseconds / 1000 if milliseconds >= 0 else NEVER
+        return NEVER_RETRY
+    return milliseconds / 1000 if milliseconds >= 0 else NEVER_RETRY
 
 
-def _text(value: str | bytes | None) -> str:
+def _to_text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
 
 
-def _readable(details: str, address: str) -> str:
-    """Say in plain words what gRPC's core says in its own."""
+def _to_readable(details: str, address: str) -> str:
+    """Rephrase a message of gRPC itself; return other messages unchanged."""
     if details.startswith("failed to connect to all addresses"):
-        return _unreached(details, address)
+        return _connection_failure(details, address)
     if details == "Deadline Exceeded":
         return f"{address} did not answer in time"
-    return details
+    return _GRPC_DETAILS.get(details, details)
 
 
-def _unreached(details: str, address: str) -> str:
-    _, distrusted, why = details.partition("CERTIFICATE_VERIFY_FAILED: ")
-    if distrusted:
-        return f"{address} shows a certificate that is not trusted here: {why.removesuffix(': OK')}"
+def _connection_failure(details: str, address: str) -> str:
+    _, untrusted, reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")
+    if untrusted:
+        return f"{address} has a certificate that is not trusted here: {reason.removesuffix(': OK')}"
     if "Hostname Verification" in details:
-        return f"{address} shows a certificate for another name: if that is as it should be, say tls_name"
+        return f"{address} has a certificate for another name: if that is expected, pass tls_name"
     reason = details.rpartition(": ")[2]
-    hint = " (it hung up: it may want TLS, or a certificate of yours)" if reason == "Socket closed" else ""
-    return f"no server answers at {address}: {reason}{hint}"
+    if reason == "Socket closed":
+        reason += " (it closed the connection: it may want TLS, or a certificate of yours)"
+    return f"no server answers at {address}: {reason}"

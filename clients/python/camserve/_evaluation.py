@@ -1,4 +1,4 @@
-"""What metrics say of explanations."""
+"""Evaluations of explanations by metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric and its parameters; those left out have the server's defaults.
+    """A metric and its parameters. Omitted parameters have the server's defaults.
 
     >>> Metric("deletion", {"steps": 50})
     Metric(name='deletion', parameters={'steps': 50})
@@ -36,19 +36,19 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """A metric that the server knows.
+    """Description of one of the server's metrics.
 
     Attributes:
-        name: Its name in requests.
-        summary: What it measures, in a sentence.
-        formula: In words and symbols.
+        name: Name of the metric in requests.
+        summary: The measured property, in a sentence.
+        formula: The formula in words and symbols.
         paper: The paper that defines it.
-        parameters: What can be set.
-        rows: Image copies that judging one map costs with the default parameters; where ``repeats``
-            is set, times those of the method.
-        higher_is_better: Whether more of it is better; if not, less is.
-        needs_box: Whether it needs to be told where the object is.
-        repeats: Whether it has the explanation computed again.
+        parameters: The parameters that a request can set.
+        rows: The number of rows (copies of the image through the model) that the evaluation of one map
+            costs with the default parameters. If ``repeats`` is set, multiply it by the method's rows.
+        higher_is_better: True if higher values are better, False if lower values are.
+        needs_box: True if it needs the position of the object.
+        repeats: True if it computes the explanation again.
     """
 
     name: str
@@ -64,12 +64,12 @@ class MetricInfo:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How something changes: y at each x.
+    """Curve of a metric: y at each x.
 
     Attributes:
-        name: What it is, such as "hottest first".
-        x: The share, 0 to 1, of the pixels that were changed, or of the model that was randomised.
-        y: The target's probability there, or the likeness of the maps.
+        name: Name of the curve, such as "hottest first".
+        x: The share of the pixels that were changed, or of the model that was randomised, 0 to 1.
+        y: The target's probability at x, or the similarity of the maps.
     """
 
     name: str
@@ -79,16 +79,16 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one metric says of one explanation.
+    """Value of one metric for one explanation.
 
     Attributes:
-        explanation: That it judges.
-        metric: Its name.
-        value: The number; NaN where the map cannot be judged, and ``message`` says why.
-        higher_is_better: Whether more of it is better; if not, less is.
-        message: What the number does not say; may be empty.
-        curves: That the number sums up.
-        parameters: What the metric ran with, defaults included.
+        explanation: The evaluated explanation.
+        metric: Name of the metric.
+        value: The value; NaN if the map cannot be evaluated, and ``message`` gives the reason.
+        higher_is_better: True if higher values are better, False if lower values are.
+        message: A remark on the value; may be empty.
+        curves: The curves that the value summarises.
+        parameters: All parameters of the metric, including defaults.
     """
 
     explanation: Explanation
@@ -101,7 +101,7 @@ class Reading:
 
     @property
     def rank(self) -> float:
-        """The better the map is, the lower; last of all where it cannot be judged."""
+        """Sort key: lower for better maps, infinite if the map cannot be evaluated."""
         if math.isnan(self.value):
             return math.inf
         return -self.value if self.higher_is_better else self.value
@@ -109,11 +109,11 @@ class Reading:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Evaluation:
-    """The explanations of one image, and what metrics say of them.
+    """Explanations of one image, and their values by several metrics.
 
     Attributes:
-        explained: The explanations, as ``Client.explain`` gives them.
-        readings: Of each explanation, in their order, one of each metric, in theirs.
+        explained: The explanations, as returned by ``Client.explain``.
+        readings: The readings of the first explanation by every metric, then those of the second, and so on.
     """
 
     explained: Result
@@ -122,44 +122,47 @@ class Evaluation:
     @property
     def rows(self) -> tuple[tuple[Reading, ...], ...]:
         """The readings of each explanation."""
-        each = len(self.readings) // max(1, len(self.explained.explanations))
-        return tuple(self.readings[start : start + each] for start in range(0, len(self.readings), each or 1))
+        metrics = len(self.readings) // max(1, len(self.explained.explanations))
+        return tuple(self.readings[start : start + metrics] for start in range(0, len(self.readings), metrics or 1))
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What tells the explanations apart: the method, and layer and target where they differ."""
-        given = self.explained.explanations
-        names = [each.how for each in given]
-        for part in ([each.layer for each in given], [each.title for each in given]):
-            if len({name for name in part if name}) > 1:
-                names = [f"{name} · {more}" if more else name for name, more in zip(names, part, strict=True)]
-        return tuple(names)
+        """Labels of the explanations: the method, and the layer and the target if they differ."""
+        explanations = self.explained.explanations
+        labels = [explanation.how for explanation in explanations]
+        layers = [explanation.layer for explanation in explanations]
+        targets = [explanation.title for explanation in explanations]
+        for parts in (layers, targets):
+            if len({part for part in parts if part}) > 1:
+                labels = [f"{label} · {part}" if part else label for label, part in zip(labels, parts, strict=True)]
+        return tuple(labels)
 
     @property
     def best(self) -> frozenset[tuple[int, int]]:
-        """Row and column of the best reading of each metric among the explanations of one target."""
-        found: set[tuple[int, int]] = set()
-        titles = [each.title for each in self.explained.explanations]
+        """Rows and columns of the best reading of each metric among the explanations of one target."""
+        best: set[tuple[int, int]] = set()
+        titles = [explanation.title for explanation in self.explained.explanations]
         for column in range(len(self.rows[0]) if self.rows else 0):
             for title in dict.fromkeys(titles):
-                rows = [row for row, its in enumerate(titles) if its == title]
+                rows = [row for row, row_title in enumerate(titles) if row_title == title]
                 ranks = {row: self.rows[row][column].rank for row in rows}
-                least = min(ranks.values())
-                if len(rows) > 1 and math.isfinite(least):
-                    found |= {(row, column) for row, rank in ranks.items() if rank == least}
-        return frozenset(found)
+                lowest = min(ranks.values())
+                if len(rows) > 1 and math.isfinite(lowest):
+                    best |= {(row, column) for row, rank in ranks.items() if rank == lowest}
+        return frozenset(best)
 
     def cells(self) -> tuple[tuple[str, ...], ...]:
-        """Write the table: headings first, then one line for each explanation, its label first."""
-        first = self.rows[0] if self.rows else ()
-        heads = ("", *(f"{each.metric} {'↑' if each.higher_is_better else '↓'}" for each in first))
+        """Return the cells of the table: a line of headings, then a line with a label for each explanation."""
+        first_row = self.rows[0] if self.rows else ()
+        headings = ("", *(f"{reading.metric} {'↑' if reading.higher_is_better else '↓'}" for reading in first_row))
         lines = (
-            (label, *(written(each.value) for each in row)) for label, row in zip(self.labels, self.rows, strict=True)
+            (label, *(format_value(reading.value) for reading in row))
+            for label, row in zip(self.labels, self.rows, strict=True)
         )
-        return (heads, *lines)
+        return (headings, *lines)
 
     def table(self) -> str:
-        """Write the table as text; ↑ is better for higher numbers, * marks the best of each column."""
+        """Return the table as text; ↑ means that higher is better, * marks the best of each column."""
         cells = [list(map(printable, line)) for line in self.cells()]
         for row, column in self.best:
             cells[row + 1][column + 1] += " *"
@@ -168,61 +171,62 @@ class Evaluation:
         return "\n".join(line.rstrip() for line in lines)
 
     def remarks(self) -> tuple[tuple[str, str], ...]:
-        """What numbers do not say: label and metric of a reading, and its words."""
+        """Return the messages of readings, each with the label of its explanation and its metric."""
         return tuple(
-            (f"{label}, {each.metric}", each.message)
+            (f"{label}, {reading.metric}", reading.message)
             for label, row in zip(self.labels, self.rows, strict=True)
-            for each in row
-            if each.message
+            for reading in row
+            if reading.message
         )
 
     def plain(self) -> list[dict[str, object]]:
-        """The readings as plain values, ready for JSON; None for what cannot be judged."""
+        """Return the readings as plain values for JSON; a value that is NaN becomes None."""
         return [
             {
-                "method": each.explanation.method,
-                "layer": each.explanation.layer,
-                "target": each.explanation.title,
-                "metric": each.metric,
-                "value": None if math.isnan(each.value) else each.value,
-                "higher_is_better": each.higher_is_better,
-                "message": each.message,
-                "parameters": dict(each.parameters),
-                "curves": [{"name": curve.name, "x": list(curve.x), "y": list(curve.y)} for curve in each.curves],
+                "method": reading.explanation.method,
+                "layer": reading.explanation.layer,
+                "target": reading.explanation.title,
+                "metric": reading.metric,
+                "value": None if math.isnan(reading.value) else reading.value,
+                "higher_is_better": reading.higher_is_better,
+                "message": reading.message,
+                "parameters": dict(reading.parameters),
+                "curves": [{"name": curve.name, "x": list(curve.x), "y": list(curve.y)} for curve in reading.curves],
             }
-            for each in self.readings
+            for reading in self.readings
         ]
 
     def plot(self) -> Image.Image:
-        """Draw the overlays side by side, and below a chart of each metric."""
+        """Draw the overlays side by side, and below them a chart of each metric."""
+        pictures = [explanation.overlay_picture for explanation in self.explained.explanations]
         tiles = [
-            _board.Tile(label, each.overlay_picture.open() if each.overlay_picture else None)
-            for label, each in zip(self.labels, self.explained.explanations, strict=True)
+            _board.Tile(label, picture.open() if picture else None)
+            for label, picture in zip(self.labels, pictures, strict=True)
         ]
         return _board.draw(tiles, [_panel(column) for column in zip(*self.rows, strict=True)])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plot (.png, .jpg, .webp).
+        """Save the plot as a picture (.png, .jpg, .webp).
 
         Returns:
             The path.
 
         Raises:
-            InvalidArgument: The suffix is none of these.
+            InvalidArgument: The suffix is not one of these.
             OSError: The file cannot be written.
         """
-        to = Path(path)
-        if to.suffix.lower() not in FORMATS:
-            raise InvalidArgument(f"cannot save as {to.suffix or to.name!r}; there are {', '.join(FORMATS)}")
-        _local.write(to, encode(self.plot(), FORMATS[to.suffix.lower()]))
-        return to
+        file = Path(path)
+        if file.suffix.lower() not in FORMATS:
+            raise InvalidArgument(f"cannot save as {file.suffix or file.name!r}; the formats are {', '.join(FORMATS)}")
+        _local.write(file, encode(self.plot(), FORMATS[file.suffix.lower()]))
+        return file
 
     def _repr_png_(self) -> bytes:
         return encode(self.plot(), "png")
 
 
-def written(value: float) -> str:
-    """Write a reading shortly."""
+def format_value(value: float) -> str:
+    """Format a reading with three decimals, and NaN as "-"."""
     return "-" if math.isnan(value) else f"{value:.3f}"
 
 
@@ -231,7 +235,7 @@ def _panel(column: tuple[Reading, ...]) -> _board.Panel:
     return _board.Panel(
         title=first.metric.replace("_", " "),
         note="higher is better" if first.higher_is_better else "lower is better",
-        bars=[_board.Bar(each.value, written(each.value)) for each in column],
-        lines=[[_board.Line(curve.x, curve.y) for curve in each.curves] for each in column],
+        bars=[_board.Bar(reading.value, format_value(reading.value)) for reading in column],
+        lines=[[_board.Line(curve.x, curve.y) for curve in reading.curves] for reading in column],
         names=[curve.name for curve in first.curves],
     )

@@ -1,4 +1,4 @@
-"""Metrics to protobuf, and readings to values: pure, so that both clients share it."""
+"""Encoding of metrics and decoding of evaluations. This module does no I/O, so both clients share it."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ if TYPE_CHECKING:
 
 MetricLike: TypeAlias = "str | Metric | tuple[str, Mapping[str, float | str]]"
 
-EDGES = 4
+_BOX_EDGES = 4
 
 
 def request(
     question: explain_pb2.ExplainRequest, metrics: MetricLike | Sequence[MetricLike], box: BoxLike | None
 ) -> evaluate_pb2.EvaluateRequest:
-    """Return the request, its image not yet in it.
+    """Return the request for an evaluation.
 
     Raises:
-        InvalidArgument: A metric or the box is of a wrong kind.
+        InvalidArgument: A metric or the box has the wrong type.
     """
     try:
         return evaluate_pb2.EvaluateRequest(
             explain=question,
-            metrics=[_metric(each) for each in _several(metrics)],
-            box=None if box is None else _box(box),
+            metrics=[_encode_metric(metric_like) for metric_like in _to_sequence(metrics)],
+            box=None if box is None else _encode_box(box),
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgument(f"an option is of a wrong kind: {error}") from error
 
 
-def _several(given: MetricLike | Sequence[MetricLike]) -> Sequence[MetricLike]:
-    if isinstance(given, str | Metric):
-        return (given,)
-    if isinstance(given, tuple) and given and isinstance(given[-1], Mapping):
-        return (cast("tuple[str, Mapping[str, float | str]]", given),)
-    return cast("Sequence[MetricLike]", given)
+def _to_sequence(metrics: MetricLike | Sequence[MetricLike]) -> Sequence[MetricLike]:
+    if isinstance(metrics, str | Metric):
+        return (metrics,)
+    if isinstance(metrics, tuple) and metrics and isinstance(metrics[-1], Mapping):
+        return (cast("tuple[str, Mapping[str, float | str]]", metrics),)
+    return cast("Sequence[MetricLike]", metrics)
 
 
-def _metric(given: MetricLike) -> evaluate_pb2.Metric:
-    if isinstance(given, str):
-        return evaluate_pb2.Metric(name=given)
-    metric = given if isinstance(given, Metric) else Metric(*given)
-    parameters = {name: _codec.parameter(name, each, "metrics") for name, each in metric.parameters.items()}
+def _encode_metric(metric_like: MetricLike) -> evaluate_pb2.Metric:
+    if isinstance(metric_like, str):
+        return evaluate_pb2.Metric(name=metric_like)
+    metric = metric_like if isinstance(metric_like, Metric) else Metric(*metric_like)
+    parameters = {name: _codec.parameter(name, value, "metrics") for name, value in metric.parameters.items()}
     return evaluate_pb2.Metric(name=metric.name, parameters=parameters)
 
 
-def _box(given: BoxLike) -> explain_pb2.Box:
-    edges = (given.left, given.top, given.right, given.bottom) if isinstance(given, Box) else tuple(given)
-    if len(edges) != EDGES:
+def _encode_box(box: BoxLike) -> explain_pb2.Box:
+    edges = (box.left, box.top, box.right, box.bottom) if isinstance(box, Box) else tuple(box)
+    if len(edges) != _BOX_EDGES:
         reason = f"a box is left, top, right, bottom, not {len(edges)} numbers"
         raise InvalidArgument(f"box: {reason}", fields={"box": reason})
     left, top, right, bottom = edges
@@ -64,43 +64,43 @@ def _box(given: BoxLike) -> explain_pb2.Box:
 
 
 def evaluation(response: evaluate_pb2.EvaluateResponse) -> Evaluation:
-    """Read a response.
+    """Decode the response of an evaluation.
 
     Raises:
-        Internal: It judges an explanation that it does not have, or a reading is invalid.
+        Internal: A reading is invalid, or is of an explanation that the response does not have.
     """
     explained = _codec.result(response.explained)
     if len(response.readings) % max(1, len(explained.explanations)):
-        raise Internal("the server did not judge every explanation by the same metrics")
-    return Evaluation(explained, tuple(_reading(each, explained) for each in response.readings))
+        raise Internal("the server did not evaluate every explanation by the same metrics")
+    return Evaluation(explained, tuple(_decode_reading(reading, explained) for reading in response.readings))
 
 
-def _reading(said: evaluate_pb2.Reading, explained: Result) -> Reading:
-    if said.explanation >= len(explained.explanations):
-        raise Internal("the server judged an explanation that it did not send")
-    if not all(len(each.x) == len(each.y) and all(0 <= x <= 1 for x in each.x) for each in said.curves):
+def _decode_reading(message: evaluate_pb2.Reading, explained: Result) -> Reading:
+    if message.explanation >= len(explained.explanations):
+        raise Internal("the server evaluated an explanation that it did not send")
+    if not all(len(curve.x) == len(curve.y) and all(0 <= x <= 1 for x in curve.x) for curve in message.curves):
         raise Internal("the server sent an invalid curve")
     return Reading(
-        explanation=explained.explanations[said.explanation],
-        metric=said.metric,
-        value=said.value,
-        higher_is_better=said.higher_is_better,
-        message=said.message,
-        curves=tuple(Curve(each.name, tuple(each.x), tuple(each.y)) for each in said.curves),
-        parameters={name: _codec.value(each) for name, each in said.parameters.items()},
+        explanation=explained.explanations[message.explanation],
+        metric=message.metric,
+        value=message.value,
+        higher_is_better=message.higher_is_better,
+        message=message.message,
+        curves=tuple(Curve(curve.name, tuple(curve.x), tuple(curve.y)) for curve in message.curves),
+        parameters={name: _codec.value(value) for name, value in message.parameters.items()},
     )
 
 
-def metric(said: evaluate_pb2.MetricInfo) -> MetricInfo:
-    """Read the description of a metric."""
+def metric(message: evaluate_pb2.MetricInfo) -> MetricInfo:
+    """Decode the description of a metric."""
     return MetricInfo(
-        name=said.name,
-        summary=said.summary,
-        formula=said.formula,
-        paper=said.paper,
-        parameters=tuple(map(_codec.parameter_info, said.parameters)),
-        rows=said.rows,
-        higher_is_better=said.higher_is_better,
-        needs_box=said.needs_box,
-        repeats=said.repeats,
+        name=message.name,
+        summary=message.summary,
+        formula=message.formula,
+        paper=message.paper,
+        parameters=tuple(map(_codec.parameter_info, message.parameters)),
+        rows=message.rows,
+        higher_is_better=message.higher_is_better,
+        needs_box=message.needs_box,
+        repeats=message.repeats,
     )

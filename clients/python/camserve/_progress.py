@@ -1,4 +1,4 @@
-"""How far a call has come: told to the caller, or drawn as a bar for those who ask for one."""
+"""Progress of a call: passed to a callback, or drawn as a progress bar."""
 
 from __future__ import annotations
 
@@ -12,78 +12,78 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 Rows: TypeAlias = "tuple[int, int]"
-"""Rows of one request that are computed, and that it costs in all."""
+"""Rows of one request: the number computed so far, and the total."""
 
 OnProgress: TypeAlias = "Callable[[int, int], None]"
 
-# Rows of the images under way from which on the bar shows them: fewer are done at once.
-_MANY = 32
+# Fewer rows than this are computed at once, so the bar does not show them.
+_MIN_ROWS_SHOWN = 32
 
 
-class Meter(Protocol):
-    """Is told how far a call has come."""
+class ProgressReporter(Protocol):
+    """Receiver of a call's progress."""
 
-    def image(self) -> None:
+    def image_done(self) -> None:
         """Count one more image as done."""
 
-    def rows(self, under_way: Sequence[Rows]) -> None:
-        """Take in how far each of the images under way has come, as far as that is known."""
+    def rows_done(self, in_flight: Sequence[Rows]) -> None:
+        """Receive the last known progress of the images in flight."""
 
 
 class NullProgress:
-    """A meter that nobody looks at."""
+    """Reporter that ignores progress."""
 
-    def image(self) -> None:
+    def image_done(self) -> None:
         """Do nothing."""
 
-    def rows(self, under_way: Sequence[Rows]) -> None:
+    def rows_done(self, in_flight: Sequence[Rows]) -> None:
         """Do nothing."""
 
 
 class CallbackProgress(NullProgress):
-    """Tells a caller how far its one image has come."""
+    """Reporter that passes the progress of a single image to a callback."""
 
     def __init__(self, on_progress: OnProgress) -> None:
-        self._tell = on_progress
+        self._on_progress = on_progress
 
-    def rows(self, under_way: Sequence[Rows]) -> None:
-        """Tell of the one image."""
-        self._tell(*under_way[0])
+    def rows_done(self, in_flight: Sequence[Rows]) -> None:
+        """Call the callback with the rows of the image."""
+        self._on_progress(*in_flight[0])
 
 
-class Bar:
-    """A bar that counts images; those under way count as far as they have come."""
+class ProgressBar:
+    """Progress bar that counts images; an image in flight counts by the share of its rows that is done."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
         self._images = 0
 
-    def image(self) -> None:
-        """Move on by one image."""
+    def image_done(self) -> None:
+        """Advance by one image."""
         self._images += 1
         self._progress.update(self._task, completed=self._images, rows="")
 
-    def rows(self, under_way: Sequence[Rows]) -> None:
-        """Show how far the images under way have come."""
-        done, total = (sum(each) for each in zip(*under_way, strict=True))
-        shares = sum(each / most for each, most in under_way if most)
-        said = f"{done}/{total} rows" if total >= _MANY else ""
-        self._progress.update(self._task, completed=self._images + shares, rows=said)
+    def rows_done(self, in_flight: Sequence[Rows]) -> None:
+        """Show the progress of the images in flight."""
+        done, total = (sum(counts) for counts in zip(*in_flight, strict=True))
+        shares = sum(image_done / image_total for image_done, image_total in in_flight if image_total)
+        text = f"{done}/{total} rows" if total >= _MIN_ROWS_SHOWN else ""
+        self._progress.update(self._task, completed=self._images + shares, rows=text)
 
 
 @contextmanager
-def progress_bar(images: object, *, shown: bool) -> Generator[Meter, None, None]:
-    """Draw a bar on standard error; yield the meter that moves it on.
+def progress_bar(images: object, *, shown: bool) -> Generator[ProgressReporter, None, None]:
+    """Draw a progress bar on standard error; yield the reporter that advances it.
 
     Args:
-        images: What is counted: its length is the total, where it has one.
-        shown: Whether to draw at all.
+        images: The images to count. Their length, where they have one, is the total.
+        shown: False to draw nothing.
     """
     if not shown:
         yield NullProgress()
         return
-    from rich import progress  # noqa: PLC0415 -- only who draws a bar waits for rich
+    from rich import progress  # noqa: PLC0415 -- rich is slow to import, and most callers draw no bar
     from rich.console import Console  # noqa: PLC0415 -- the same
 
     columns = (
@@ -94,4 +94,4 @@ def progress_bar(images: object, *, shown: bool) -> Generator[Meter, None, None]
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        yield Bar(bar, bar.add_task("explaining", total=operator.length_hint(images) or None, rows=""))
+        yield ProgressBar(bar, bar.add_task("explaining", total=operator.length_hint(images) or None, rows=""))

@@ -1,4 +1,4 @@
-"""When to try again, and how long a call may take: pure, so that both clients share it."""
+"""Retries and timeouts of calls. This module does no I/O, so both clients share it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ if TYPE_CHECKING:
 
 RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
-
-LONGEST_PUSHBACK = 3600.0  # seconds; if the server asks for a longer pause, the request is not sent again
+MAX_PUSHBACK = 3600.0  # seconds; if the server asks for a longer pause, the request is not sent again
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often, and after which pauses, a request is sent again.
+    """Number of retries, and the pauses between them.
 
-    Only UNAVAILABLE and RESOURCE_EXHAUSTED are retried. A pause that the server asks for is kept;
-    otherwise pauses double, each shortened at random by up to a half, so that clients refused
-    together do not come back together.
+    Only UNAVAILABLE and RESOURCE_EXHAUSTED are retried. If the server asks for a pause, the client
+    waits exactly that long. Otherwise the pauses double. Each is shortened at random by up to a half,
+    so that clients that were refused at the same time do not all retry at the same time.
 
-    >>> Retry(attempts=0)  # never again
+    >>> Retry(attempts=0)  # no retries
     Retry(attempts=0, first=0.25, longest=5.0)
 
     Attributes:
-        attempts: How often to send it again, after the first time.
-        first: Seconds before the first of them.
-        longest: Seconds that a pause grows to.
+        attempts: The largest number of retries after the first try.
+        first: Seconds before the first retry.
+        longest: The longest pause in seconds.
     """
 
     attempts: int = 4
@@ -47,45 +46,45 @@ class Retry:
             raise InvalidArgument(f"none of {self} may be negative")
 
     def pause(self, tries: int, error: CamserveError) -> float | None:
-        """Return the seconds to wait before sending again, or None to give up.
+        """Return the seconds to wait before the next try, or None to give up.
 
         Args:
-            tries: How often it was sent so far.
-            error: What the last one ended with.
+            tries: The number of tries so far.
+            error: The error of the last try.
         """
-        if tries > self.attempts or not _worth(error):
+        if tries > self.attempts or not _is_retryable(error):
             return None
         if error.retry_after is not None:
-            return error.retry_after if error.retry_after <= LONGEST_PUSHBACK else None
+            return error.retry_after if error.retry_after <= MAX_PUSHBACK else None
         ceiling = min(self.longest, self.first * 2.0 ** (tries - 1))
         return ceiling * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter is no secret
 
 
-def _worth(error: CamserveError) -> bool:
+def _is_retryable(error: CamserveError) -> bool:
     forbidden = error.retry_after is not None and error.retry_after < 0
     return error.code in RETRYABLE and not too_large(error) and not forbidden
 
 
 def too_large(error: CamserveError) -> bool:
-    """Say whether a message was refused for its size, by gRPC or by us: with the code of a full queue."""
-    return "larger than max" in error.message  # only its words tell
+    """Return True if gRPC or the server refused a message for its size."""
+    return "larger than max" in error.message  # its code, RESOURCE_EXHAUSTED, is also that of a full queue
 
 
-class Tries:
-    """The tries of one call, all of them inside its deadline."""
+class CallAttempts:
+    """Count and remaining time of one call's tries, which share the call's deadline."""
 
     def __init__(self, retry: Retry, timeout: float) -> None:
         self._retry = retry
-        self._ends = time.monotonic() + timeout
+        self._deadline = time.monotonic() + timeout
         self._tries = 0
 
     def start(self) -> float | None:
-        """Begin a try; return the seconds that it may take, None for as long as it likes."""
+        """Start a try; return its timeout in seconds, or None for no limit."""
         self._tries += 1
-        left = self._ends - time.monotonic()
-        return None if math.isinf(left) else max(left, 0.0)
+        remaining = self._deadline - time.monotonic()
+        return None if math.isinf(remaining) else max(remaining, 0.0)
 
     def pause(self, error: CamserveError) -> float | None:
-        """Return the seconds before the next try; None if there is none, or no time for it."""
+        """Return the seconds before the next try, or None if no retry or no time is left."""
         pause = self._retry.pause(self._tries, error)
-        return pause if pause is not None and time.monotonic() + pause < self._ends else None
+        return pause if pause is not None and time.monotonic() + pause < self._deadline else None

@@ -1,4 +1,4 @@
-"""What every call of a client has in common: pure, so that both clients share it."""
+"""Settings of a client, and its health check. This module does no I/O, so both clients share it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2  # pyright: ignore[reportMissingTypeStubs]  # it ships no types
 
-from camserve._access import Access, AccessOptions, check_clear
+from camserve._access import Access, AccessOptions, check_token_is_protected
 from camserve._errors import REQUEST_ID, Internal, InvalidArgument
 from camserve._retry import Retry
 from camserve._values import Health
@@ -27,20 +27,34 @@ IN_FLIGHT: Final = 32
 _MAX_MESSAGE: Final = 64 * 2**20
 CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE),
-    # Connecting again keeps pace with Retry, or its tries would meet the last one's failure.
+    # gRPC must reconnect as often as Retry retries. Otherwise a retry gets the error of the last connection attempt.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
-# Servers in turn; one that drains, or is not warm yet, says so by its health and is left out.
-_IN_TURN: Final = json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}})
-_SEVERAL: Final = ("dns:", "ipv4:", "ipv6:")
+# Call the servers in turn. A server that drains or still starts reports that by its health check and gets no calls.
+_ROUND_ROBIN: Final = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+)
+_MULTI_ADDRESS_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:")
 HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to reach a server, and how long and how often to try; without credentials, in the clear."""
+    """Settings of a client's channel and calls.
+
+    Raises:
+        InvalidArgument: The address is not HOST:PORT, or the timeout is not above 0.
+
+    Attributes:
+        address: Address of the server.
+        timeout: Seconds that a call may take, unless the call has a timeout of its own.
+        retry: The rule for sending a request again.
+        metadata: Metadata of every call.
+        credentials: Credentials of the channel; None for no encryption.
+        channel_options: Options of the channel.
+    """
 
     address: str
     timeout: float
@@ -51,14 +65,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.address or self.address.startswith(("http://", "https://")):
-            raise InvalidArgument(f"an address is HOST:PORT, as {LOCAL}, not {self.address!r}")
-        self.patience(self.timeout)
+            raise InvalidArgument(f"the address must be HOST:PORT, such as {LOCAL}, not {self.address!r}")
+        self.timeout_for(self.timeout)
 
-    def patience(self, timeout: float | None) -> float:
-        """Return the seconds that a call may take: those given for it, or else the client's.
+    def timeout_for(self, timeout: float | None) -> float:
+        """Return the timeout of a call in seconds: its own, or else the client's.
 
         Raises:
-            InvalidArgument: They are not above 0.
+            InvalidArgument: It is not above 0.
         """
         seconds = self.timeout if timeout is None else timeout
         if not seconds > 0:
@@ -71,8 +85,16 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a client was given, besides the address, to be checked and gathered by ``settings``."""
+class ClientOptions:
+    """Unchecked arguments of a client's constructor.
+
+    Attributes:
+        timeout: Seconds that a call may take.
+        retries: The number of retries, or the rule for them.
+        credentials: gRPC's channel credentials.
+        metadata: Metadata of every call.
+        own_channel: True if the caller passed a channel.
+    """
 
     timeout: float
     retries: int | Retry
@@ -81,57 +103,60 @@ class Given:
     own_channel: bool = False
 
 
-def settings(address: str, given: Given, options: AccessOptions) -> Settings:
-    """Gather what a client was given.
+def make_settings(address: str, options: ClientOptions, access_options: AccessOptions) -> Settings:
+    """Check a client's arguments and build its settings.
 
     Raises:
-        InvalidArgument: Something is out of range, or the address is none; what is said of TLS does
-            not go together, or is given with a channel; or a token would go over a network in the clear.
+        InvalidArgument: A value is out of range, TLS options contradict one another or come with a
+            channel, or a token would be sent over a network without encryption.
     """
-    access = Access(**options)
-    if given.own_channel and (given.credentials or access.tls):
-        raise InvalidArgument("credentials and tls are for a channel to the address: encrypt the channel that you give")
-    if given.credentials and access.tls:
-        raise InvalidArgument("credentials and tls say the same: give one of them")
-    retry = given.retries if isinstance(given.retries, Retry) else Retry(attempts=given.retries)
-    credentials = given.credentials or access.credentials()
-    metadata = {**(given.metadata or {}), **access.metadata()}
-    if credentials is None and not given.own_channel:
-        check_clear(address, metadata)
-    channel = CHANNEL_OPTIONS + access.channel_options + balancing(address)
+    access = Access(**access_options)
+    if options.own_channel and (options.credentials or access.tls):
+        raise InvalidArgument(
+            "credentials and tls are for a channel that the client opens: encrypt the channel that you pass"
+        )
+    if options.credentials and access.tls:
+        raise InvalidArgument("credentials and tls both set the encryption: pass only one of them")
+    retry = options.retries if isinstance(options.retries, Retry) else Retry(attempts=options.retries)
+    credentials = options.credentials or access.credentials()
+    metadata = {**(options.metadata or {}), **access.metadata()}
+    if credentials is None and not options.own_channel:
+        check_token_is_protected(address, metadata)
+    channel_options = CHANNEL_OPTIONS + access.channel_options + load_balancing_options(address)
     if credentials is None:
-        channel += (("grpc.enable_http_proxy", 0),)  # a proxy could read and change what is not encrypted
-    return Settings(address, given.timeout, retry, metadata, credentials, channel)
+        channel_options += (("grpc.enable_http_proxy", 0),)  # a proxy could read and change unencrypted calls
+    return Settings(address, options.timeout, retry, metadata, credentials, channel_options)
 
 
-def balancing(address: str) -> tuple[tuple[str, str], ...]:
-    """Return what a channel must know to take several servers in turn, where an address may name several.
+def load_balancing_options(address: str) -> tuple[tuple[str, str], ...]:
+    """Return the channel options that balance calls, if the address may stand for several servers.
 
-    >>> [bool(balancing(one)) for one in ("localhost:1", "dns:///camserve:50051", "ipv4:10.0.0.1:1,10.0.0.2:1")]
+    >>> addresses = "localhost:1", "dns:///camserve:50051", "ipv4:10.0.0.1:1,10.0.0.2:1"
+    >>> [bool(load_balancing_options(address)) for address in addresses]
     [False, True, True]
     """
-    return (("grpc.service_config", _IN_TURN),) if address.startswith(_SEVERAL) else ()
+    return (("grpc.service_config", _ROUND_ROBIN),) if address.startswith(_MULTI_ADDRESS_SCHEMES) else ()
 
 
 def new_request_id() -> str:
-    """Make an id by which a request is found in the server's log."""
+    """Return a new id, which the server's log shows for the request."""
     return uuid.uuid4().hex
 
 
-def health_request(service: str) -> bytes:
-    """Encode the question whether a service takes requests."""
-    packed: bytes = health_pb2.HealthCheckRequest(service=service).SerializeToString()
-    return packed
+def encode_health_request(service: str) -> bytes:
+    """Encode a request of gRPC's health check."""
+    encoded: bytes = health_pb2.HealthCheckRequest(service=service).SerializeToString()
+    return encoded
 
 
-def health(packed: bytes) -> Health:
-    """Read the answer.
+def decode_health(response: bytes) -> Health:
+    """Decode a response of gRPC's health check.
 
     Raises:
-        Internal: The answer is not a valid health status.
+        Internal: The response is not a valid health status.
     """
     try:
-        number = health_pb2.HealthCheckResponse.FromString(packed).status
+        number = health_pb2.HealthCheckResponse.FromString(response).status
         return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(number))
     except (DecodeError, ValueError) as error:
         raise Internal("the server sent an invalid health status") from error

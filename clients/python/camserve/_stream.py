@@ -1,7 +1,7 @@
-"""What is under way on a stream, and what to do next: no I/O, so that both clients share it.
+"""State of a stream of explanations: the images in flight and what to do next.
 
-A client turns in a circle: take an image if there is room, send what is due, hear what came, hand
-on what is ready. The window decides; the client only does.
+This module does no I/O, so both clients share it. A client repeats four steps: add an image if the window has room,
+send the requests that are due, handle the next event, and yield the finished outcomes. The window makes every decision.
 """
 
 from __future__ import annotations
@@ -34,21 +34,26 @@ if TYPE_CHECKING:
     from camserve._retry import Retry
 
 Outcome: TypeAlias = "Result | CamserveError"
-Event: TypeAlias = "explain_pb2.ExplainStreamResponse | CamserveError | None"
+"""Result of one image, or its error."""
 
-Asked: TypeAlias = "explain_pb2.ExplainRequest | CamserveError | None"
+Event: TypeAlias = "explain_pb2.ExplainStreamResponse | CamserveError | None"
+"""A response, the error that ended the stream, or None if neither arrived in time."""
+
+PreparedRequest: TypeAlias = "explain_pb2.ExplainRequest | CamserveError | None"
+"""Request for one image, the error of an image that cannot be read, or None after the last image."""
 
 T = TypeVar("T")
 
 END: Final = object()
+"""Takes the place of an image after the last one."""
 
-# Seconds that a server has to end a stream after its last answer.
-FAREWELL: Final = 1.0
+STREAM_END_TIMEOUT: Final = 1.0
+"""Seconds that the server may take to end a stream after its last response."""
 
-_LONGEST_WAIT: Final = 3600.0
+_MAX_WAIT: Final = 3600.0  # seconds
 
-# A stream that ends with one of these would end so again, whatever is sent.
-_HOPELESS: Final = frozenset(
+# A stream that ends with one of these codes would end the same way again, whatever is sent.
+_FATAL_CODES: Final = frozenset(
     {
         grpc.StatusCode.CANCELLED,
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -59,38 +64,46 @@ _HOPELESS: Final = frozenset(
 )
 
 
-def ended() -> Unavailable:
-    """Return what a stream that ended well, yet too early, comes to: a server that drains."""
+def stream_ended() -> Unavailable:
+    """Return the error of a stream that ended with status OK before the last response, as when a server drains."""
     return Unavailable("the server ended the stream")
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One image: waiting to be sent from ``due`` on, or under way, or answered."""
+    """State of one image: waiting to be sent, in flight, or finished.
+
+    Attributes:
+        request: The request; None once the image is finished.
+        send_at: The time from which to send it; None while it is in flight or finished.
+        tries: The number of times it was sent.
+        outcome: The result or the error; None until the image is finished.
+        rows: The last progress that the server reported.
+    """
 
     request: explain_pb2.ExplainRequest | None
-    due: float | None = None
+    send_at: float | None = None
     tries: int = 0
     outcome: Outcome | None = None
     rows: Rows | None = None
 
     @property
-    def under_way(self) -> bool:
-        return self.due is None and self.outcome is None
+    def in_flight(self) -> bool:
+        return self.send_at is None and self.outcome is None
 
 
 class InFlightWindow:
-    """The images between the reader and the consumer, at most so many, in their order.
+    """Bounded window of images between the input iterable and the consumer, in their order.
 
-    A stream that breaks is opened again and what was under way is sent again. Where the status
-    says that a request was at fault, not the connection, those that were under way are sent one at
-    a time until the culprit is found: it alone fails.
+    After a stream breaks, the client opens another one, and the window sends the images in flight again. If the
+    status shows that a request caused the break, the images that were in flight are sent one at a time. Only the image
+    that breaks the stream again fails.
 
     Args:
-        limit: How many images may be taken and not yet handed on.
-        retry: When to send again.
+        limit: The largest number of images that are read and not yet yielded.
+        retry: The rule for sending a request again.
         timeout: Seconds that the server may take for one image.
-        on_error: What ``ready`` does with the error of an image: "raise", or "return" it.
+        on_error: How ``pop_finished`` reports the error of an image: "raise" or "return".
 
     Raises:
         InvalidArgument: An argument is out of range.
@@ -100,172 +113,171 @@ class InFlightWindow:
         if limit < 1:
             raise InvalidArgument(f"in_flight must be at least 1, not {limit}")
         if on_error not in {"raise", "return"}:
-            raise InvalidArgument(f"on_error is 'raise' or 'return', not {on_error!r}")
-        self._raising = on_error == "raise"
+            raise InvalidArgument(f"on_error must be 'raise' or 'return', not {on_error!r}")
+        self._raises = on_error == "raise"
         self._limit = limit
         self._retry = retry
         self._timeout = timeout
-        self._name = uuid.uuid4().hex
+        self._id_prefix = uuid.uuid4().hex
         self._slots: dict[str, _Slot] = {}
         self._suspects: set[str] = set()
-        self._taken = 0
+        self._images_added = 0
         self._breaks = 0
-        self._heard = 0.0
-        self._ended = False
-        self._news = False
+        self._last_activity = 0.0
+        self._input_ended = False
+        self._progress_changed = False
 
     @property
-    def room(self) -> bool:
-        """Whether to take another image."""
-        return not self._ended and len(self._slots) < self._limit
+    def has_room(self) -> bool:
+        """True if another image may be added."""
+        return not self._input_ended and len(self._slots) < self._limit
 
     @property
     def done(self) -> bool:
-        """Whether every image was handed on and no more will come."""
-        return self._ended and not self._slots
+        """True once the input has ended and every outcome was yielded."""
+        return self._input_ended and not self._slots
 
-    def take(self, request: Asked) -> None:
-        """Accept the request of one more image, or why there is none; None after the last."""
-        if request is None:
-            self._ended = True
+    def add(self, prepared: PreparedRequest) -> None:
+        """Add the request or the error of the next image, or None after the last one."""
+        if prepared is None:
+            self._input_ended = True
             return
-        if isinstance(request, CamserveError):
-            self._add(_Slot(None, outcome=request))
+        key = f"{self._id_prefix}-{self._images_added}"
+        if isinstance(prepared, CamserveError):
+            self._slots[key] = _Slot(None, outcome=prepared)
         else:
-            self._add(_Slot(request, due=0.0))
+            self._slots[key] = _Slot(prepared, send_at=0.0)
+        self._images_added += 1
 
-    def _add(self, slot: _Slot) -> None:
-        self._slots[f"{self._name}-{self._taken}"] = slot
-        self._taken += 1
-
-    def due(self) -> list[explain_pb2.ExplainStreamRequest]:
-        """Return what to send now, and hold it for under way."""
+    def take_due(self) -> list[explain_pb2.ExplainStreamRequest]:
+        """Return the requests to send now, and mark them as in flight."""
         now = time.monotonic()
-        free = (1 if self._suspects else self._limit) - len(self._under_way())
-        waiting = [k for k, v in self._slots.items() if v.due is not None and v.due <= now]
-        chosen = waiting[: max(free, 0)]
-        for key in chosen:
-            self._slots[key].due = None
+        free = (1 if self._suspects else self._limit) - len(self._keys_in_flight())
+        waiting = [key for key, slot in self._slots.items() if slot.send_at is not None and slot.send_at <= now]
+        due = waiting[: max(free, 0)]
+        for key in due:
+            self._slots[key].send_at = None
             self._slots[key].tries += 1
-            self._heard = now
-        return [explain_pb2.ExplainStreamRequest(request_id=k, request=self._slots[k].request) for k in chosen]
+            self._last_activity = now
+        return [explain_pb2.ExplainStreamRequest(request_id=key, request=self._slots[key].request) for key in due]
 
-    def patience(self) -> float:
-        """Return how many seconds to wait for the next event; 0 while there is room."""
-        if self.room:
+    def seconds_to_wait(self) -> float:
+        """Return the number of seconds to wait for the next event; 0 while the window has room."""
+        if self.has_room:
             return 0.0
-        ends = [slot.due for slot in self._slots.values() if slot.due is not None]
-        if self._under_way():
-            # What is due already waits for those under way, not for the clock.
-            ends = [due for due in ends if due > time.monotonic()]
-            ends.append(self._silent_until())
-        return min(_LONGEST_WAIT, max(0.0, min(ends, default=0.0) - time.monotonic()))
+        times = [slot.send_at for slot in self._slots.values() if slot.send_at is not None]
+        if self._keys_in_flight():
+            # A request that is already due waits for those in flight, not for the clock.
+            times = [send_at for send_at in times if send_at > time.monotonic()]
+            times.append(self._silence_deadline())
+        return min(_MAX_WAIT, max(0.0, min(times, default=0.0) - time.monotonic()))
 
-    def hear(self, event: Event) -> None:
-        """Take in an answer, the error that a stream broke with, or that nothing came.
+    def handle(self, event: Event) -> None:
+        """Process a response, the error that ended the stream, or the absence of both.
 
         Raises:
-            CamserveError: The stream cannot go on.
+            CamserveError: The stream cannot continue.
         """
         if isinstance(event, explain_pb2.ExplainStreamResponse):
-            self._answered(event)
+            self._handle_response(event)
         elif event is not None:
-            self._broken(event)
-        elif self._under_way() and time.monotonic() >= self._silent_until():
-            silence = time.monotonic() - self._heard
-            raise DeadlineExceeded(f"the server said nothing for {silence:.3g} s")
+            self._handle_break(event)
+        elif self._keys_in_flight() and time.monotonic() >= self._silence_deadline():
+            silence = time.monotonic() - self._last_activity
+            raise DeadlineExceeded(f"the server sent nothing for {silence:.3g} s")
 
-    def ready(self) -> Iterator[Outcome]:
-        """Hand on what comes next in the order of the images, as far as it is there.
+    def pop_finished(self) -> Iterator[Outcome]:
+        """Yield finished outcomes in the order of the images, up to the first image that is not finished.
 
         Raises:
-            CamserveError: That of an image, where errors are to be raised.
+            CamserveError: The error of an image, if errors are to be raised.
         """
         while self._slots:
             key, slot = next(iter(self._slots.items()))
             if slot.outcome is None:
                 return
             del self._slots[key]
-            if self._raising and isinstance(slot.outcome, CamserveError):
+            if self._raises and isinstance(slot.outcome, CamserveError):
                 raise slot.outcome
             yield slot.outcome
 
-    def news(self) -> list[Rows]:
-        """Return how far each image under way has come, as far as known; nothing if it is no news."""
-        if not self._news:
+    def take_progress(self) -> list[Rows]:
+        """Return the last reported progress of each image in flight; empty if unchanged since the last call."""
+        if not self._progress_changed:
             return []
-        self._news = False
-        return [slot.rows for slot in self._slots.values() if slot.under_way and slot.rows]
+        self._progress_changed = False
+        return [slot.rows for slot in self._slots.values() if slot.in_flight and slot.rows]
 
-    def _under_way(self) -> list[str]:
-        return [key for key, slot in self._slots.items() if slot.under_way]
+    def _keys_in_flight(self) -> list[str]:
+        return [key for key, slot in self._slots.items() if slot.in_flight]
 
-    def _silent_until(self) -> float:
-        # A server may work on all of them at once and end them together.
-        return self._heard + self._timeout * len(self._under_way())
+    def _silence_deadline(self) -> float:
+        # A server may work on all images in flight at once and finish them together.
+        return self._last_activity + self._timeout * len(self._keys_in_flight())
 
-    def _answered(self, reply: explain_pb2.ExplainStreamResponse) -> None:
-        slot = self._slots.get(reply.request_id)
-        if slot is None or not slot.under_way:
-            return  # not an answer to any open request, so it does not count as a sign of life
-        self._heard = time.monotonic()
-        if reply.WhichOneof("outcome") == "progress":
-            slot.rows, self._news = (reply.progress.rows_done, reply.progress.rows_total), True
+    def _handle_response(self, response: explain_pb2.ExplainStreamResponse) -> None:
+        slot = self._slots.get(response.request_id)
+        if slot is None or not slot.in_flight:
+            return  # it answers no open request, so it does not count as a sign of life
+        self._last_activity = time.monotonic()
+        if response.WhichOneof("outcome") == "progress":
+            slot.rows = (response.progress.rows_done, response.progress.rows_total)
+            self._progress_changed = True
             return
-        outcome = _codec.outcome(reply, slot.request.targets if slot.request else ())
+        outcome = _codec.outcome(response, slot.request.targets if slot.request else ())
         if outcome is None:
             return
-        # Not by progress: a request that brings the server down half way would be sent for ever.
+        # Progress does not reset the count. Otherwise a request that crashes the server halfway is sent forever.
         self._breaks = 0
         if isinstance(outcome, CamserveError):
-            self._failed(reply.request_id, outcome)
+            self._retry_or_fail(response.request_id, outcome)
         else:
-            self._settle(reply.request_id, outcome)
+            self._finish(response.request_id, outcome)
 
-    def _failed(self, key: str, error: CamserveError) -> None:
+    def _retry_or_fail(self, key: str, error: CamserveError) -> None:
         slot = self._slots[key]
         pause = self._retry.pause(slot.tries, error)
         if pause is None or pause > self._timeout:
-            self._settle(key, error)
+            self._finish(key, error)
         else:
-            slot.due = time.monotonic() + pause
+            slot.send_at = time.monotonic() + pause
 
-    def _settle(self, key: str, outcome: Outcome) -> None:
+    def _finish(self, key: str, outcome: Outcome) -> None:
         slot = self._slots[key]
-        # The photo's bytes are not needed any more, and the consumer may be slow.
+        # Drop the request: it holds the photo's bytes, and the consumer may be slow.
         slot.outcome, slot.request = outcome, None
         self._suspects.discard(key)
 
-    def _broken(self, error: CamserveError) -> None:
-        lost = self._under_way()
-        if error.code in _HOPELESS:
+    def _handle_break(self, error: CamserveError) -> None:
+        lost = self._keys_in_flight()
+        if error.code in _FATAL_CODES:
             raise error
         if not lost:
             return
         if error.code is grpc.StatusCode.UNAVAILABLE:
-            # One at a time a request is written whole before the server answers it.
+            # Sent one at a time, a request is fully written before the server responds, so gRPC keeps the status.
             self._suspects.update(lost if isinstance(error, StatusLost) else ())
-            self._send_again(lost, error)
+            self._resend(lost, error)
         elif len(lost) == 1:
-            self._failed(lost[0], error)
+            self._retry_or_fail(lost[0], error)
         else:
             self._suspects.update(lost)
             for key in lost:
-                self._slots[key].due = 0.0
+                self._slots[key].send_at = 0.0
 
-    def _send_again(self, lost: list[str], error: CamserveError) -> None:
+    def _resend(self, lost: list[str], error: CamserveError) -> None:
         self._breaks += 1
         pause = self._retry.pause(self._breaks, error)
         if pause is None or pause > self._timeout:
             raise error
         for key in lost:
-            self._slots[key].due = time.monotonic() + pause
+            self._slots[key].send_at = time.monotonic() + pause
 
 
-def asked(
+def prepare_request(
     question: explain_pb2.ExplainRequest, image: object, file_of: Callable[[Any], bytes] = _codec.image_bytes
-) -> Asked:
-    """Build the request for an image; for one that cannot be read, say why; None for END."""
+) -> PreparedRequest:
+    """Build the request for an image; return the error of an image that cannot be read, and None for ``END``."""
     if image is END:
         return None
     try:
@@ -274,11 +286,11 @@ def asked(
         return error
 
 
-def many(images: T) -> T:
-    """Refuse one image where many are expected; a path would be taken letter by letter.
+def refuse_single_image(images: T) -> T:
+    """Return the images, unless they are one image: a path would be read letter by letter.
 
     Raises:
-        InvalidArgument: That.
+        InvalidArgument: It is one image.
     """
     if isinstance(images, str | bytes | os.PathLike | Image.Image):
         raise InvalidArgument("explain_many takes several images; explain takes one")

@@ -1,4 +1,4 @@
-"""The values that say what to explain, and those that describe what a server can."""
+"""Values that requests are made of, and descriptions of a server's models, layers and methods."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method and its parameters; those left out have the server's defaults.
+    """A method and its parameters. Omitted parameters have the server's defaults.
 
     >>> Method("smoothgrad", {"samples": 32}).parameters
     {'samples': 32}
 
     Attributes:
-        name: Of the method.
-        parameters: By name.
-        augmentation_smoothing: Whether to take the mean of the maps of six copies of the image: as
-            it is and mirrored, each at 0.9, 1 and 1.1 of its contrast.
-        eigen_smoothing: Whether to take the first principal component of the weighted feature maps
-            instead of their sum; for the methods whose ``MethodInfo`` says so.
+        name: Name of the method.
+        parameters: Values of the parameters by name.
+        augmentation_smoothing: True to average the maps of six copies of the image: the image itself
+            and its mirror image, each at 0.9, 1 and 1.1 times its contrast.
+        eigen_smoothing: True to use the first principal component of the weighted feature maps
+            instead of their sum. ``MethodInfo.eigen_smoothing`` is true for methods that allow it.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Method:
 
 
 class Health(StrEnum):
-    """Whether a server, or one of its services, takes requests."""
+    """Health of a server or of one of its services: SERVING if it accepts requests."""
 
     UNKNOWN = "UNKNOWN"
     SERVING = "SERVING"
@@ -42,7 +42,7 @@ class Health(StrEnum):
 
 
 class ModelState(StrEnum):
-    """Whether a model answers."""
+    """State of a model: READY if it answers requests."""
 
     UNSPECIFIED = "UNSPECIFIED"
     LOADING = "LOADING"
@@ -54,24 +54,27 @@ class ModelState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the server; of one that is not ready only the name, source, version and state are known.
+    """Description of one of the server's models.
+
+    If the model is not ready, only its name, source, version and state are known.
 
     Attributes:
-        name: Its name in requests.
-        source: Where it comes from, such as "timm:resnet50".
-        weights: Which weights it has: "default", "file", or "none" for random ones.
-        digest: SHA-256 over its parameters and buffers, in hexadecimal.
-        classes: How many classes it tells apart.
-        input_height: Of its input, in pixels.
-        input_width: Of its input, in pixels.
-        default_layer: The layer explained when a request names none.
-        parameters: How many it has.
+        name: Name of the model in requests.
+        source: Origin of the network, such as "timm:resnet50".
+        weights: Kind of weights: "default", "file", or "none" for random weights.
+        digest: SHA-256 of the parameters and buffers, in hexadecimal.
+        classes: The number of classes.
+        input_height: Height of the input in pixels.
+        input_width: Width of the input in pixels.
+        default_layer: The layer that is explained if a request has no layers.
+        parameters: The number of parameters.
         precision: "float32", "bfloat16" or "float16".
-        device: Where it runs: "cpu", "cuda:0", …
-        task: What it answers with: "classify", "multilabel", "regress", "segment", "detect" or "embed".
-        labels: Of every class, in the order of the output; empty in a list of models.
-        version: How often it was loaded since the server started.
-        state: Whether it answers; UNSPECIFIED where the server does not say, as it answers then.
+        device: The device that the model runs on, such as "cpu" or "cuda:0".
+        task: Kind of output: "classify", "multilabel", "regress", "segment", "detect" or "embed".
+        labels: Labels of all classes in the order of the output; empty in a list of models.
+        version: The number of times it was loaded since the server started.
+        state: State of the model. UNSPECIFIED, from a server that does not report states, means that
+            the model answers.
     """
 
     name: str
@@ -93,18 +96,18 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module of a model.
+    """Description of one layer (module) of a model.
 
     Attributes:
-        name: Its name in requests.
-        type: Its class, such as "Conv2d".
-        output_shape: Of its output for one image, the batch first.
-        parameters: How many it has.
-        calls: How often one pass through the model calls it.
-        explainable: Whether class activation methods can explain it.
-        grid: Rows and columns of its grid over the image; None where it has none.
-        reason: Why it cannot be explained; empty where it can.
-        kinds: Of method that can explain it: "CAM", "PERTURBATION", …
+        name: Name of the layer in requests.
+        type: Class of the module, such as "Conv2d".
+        output_shape: Shape of the output for one image, batch dimension first.
+        parameters: The number of parameters.
+        calls: The number of times that one pass through the model calls it.
+        explainable: True if class activation methods can explain it.
+        grid: Rows and columns of its grid over the image; None for a layer without a grid.
+        reason: The reason why it cannot be explained; empty if it can.
+        kinds: Kinds of methods that can explain it, such as "CAM" and "PERTURBATION".
     """
 
     name: str
@@ -120,16 +123,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """A parameter of a method.
+    """Description of a parameter of a method or a metric.
 
     Attributes:
-        name: Its name in requests.
-        summary: What it does, in a sentence.
-        default: Its value when left out; None where the server does not say.
-        minimum: Smallest number allowed.
-        maximum: Largest number allowed.
-        integer: Whether it must be a whole number.
-        choices: Words allowed; empty where it is a number.
+        name: Name of the parameter in requests.
+        summary: Its effect, in a sentence.
+        default: The default value; None if the server does not report it.
+        minimum: The smallest allowed number.
+        maximum: The largest allowed number.
+        integer: True if it must be an integer.
+        choices: The allowed words; empty if it is a number.
     """
 
     name: str
@@ -143,20 +146,20 @@ class ParameterInfo:
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
-    """A method that the server knows.
+    """Description of one of the server's methods.
 
     Attributes:
-        name: Its name in requests.
-        kind: What it computes from: "CAM", "SALIENCY", …
-        summary: What it does, in a sentence.
+        name: Name of the method in requests.
+        kind: Kind of computation, such as "CAM" or "SALIENCY".
+        summary: A description in one sentence.
         paper: The paper that defines it.
-        parameters: What can be set.
-        rows: Image copies that one target costs with the default parameters; where that depends on
-            the layer's channels, for a layer of 512.
-        layered: Whether it looks at layers; if not, the layers of a request do not matter to it.
-        eigen_smoothing: Whether it can be smoothed by the first principal component.
-        needs: What it needs of a model, in words; empty where it needs nothing.
-        formula: In words and symbols.
+        parameters: The parameters that a request can set.
+        rows: The number of rows (copies of the image through the model) that one target costs with the
+            default parameters. If it depends on the layer's channels, it is given for 512 channels.
+        layered: True if it uses layers; if False, it ignores the layers of a request.
+        eigen_smoothing: True if ``Method.eigen_smoothing`` can be used.
+        needs: Requirements on the model, in words; empty if it works with any model.
+        formula: The formula in words and symbols.
     """
 
     name: str

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from concurrent.futures import Future
 
-    from camserve._client import Client
     from camserve._stream import Outcome
+    from camserve._sync.client import Client
     from camserve._values import Model
     from camserve.dataset.photos import Key, Photos
     from camserve.dataset.store import Store

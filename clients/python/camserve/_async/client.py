@@ -1,0 +1,75 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from camserve._async.evaluation import EvaluationCalls
+from camserve._async.explanations import ExplanationCalls
+from camserve._async.inspection import InspectionCalls
+from camserve._async.models import ModelCalls
+from camserve._retry import Retry
+from camserve._settings import LOCAL, TIMEOUT, ClientOptions, make_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+    from typing import Self, Unpack
+
+    import grpc.aio
+
+    from camserve._access import AccessOptions
+
+
+class AsyncClient(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
+    """Asynchronous client of a camserve server, for use in one event loop.
+
+    Example:
+        async with camserve.AsyncClient("localhost:50051") as client:
+            result = await client.explain("cat.jpg", methods=["gradcam"])
+            async for result in client.explain_many(["cat.jpg", "dog.jpg"]):
+                print(result.predictions[0].label)
+
+    Args:
+        address: HOST:PORT. Several servers are called in turn: ``dns:///NAME:PORT`` stands for all
+            addresses of a name, ``ipv4:HOST:PORT,HOST:PORT`` for those listed.
+        timeout: Seconds that a call may take, including retries and pauses; ``math.inf`` for no
+            limit.
+        retries: The largest number of retries of a call if the server is unavailable or its queue is
+            full; a ``Retry`` also sets the pauses.
+        credentials: gRPC's channel credentials, in place of ``tls``. Default: no encryption.
+        metadata: Metadata that is sent with every call.
+        channel: A channel to use instead of one to the address: for interceptors, for tests, or for
+            a server in the same process. The client closes it. The address then only appears in
+            errors, and a token is sent whether or not the channel is encrypted. docs/channels.md
+            lists the methods that a channel needs.
+        **access: TLS and the token: see ``AccessOptions``.
+
+    Raises:
+        InvalidArgument: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        address: str = LOCAL,
+        *,
+        timeout: float = TIMEOUT,
+        retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Mapping[str, str] | None = None,
+        channel: grpc.aio.Channel | None = None,
+        **access: Unpack[AccessOptions],
+    ) -> None:
+        options = ClientOptions(timeout, retries, credentials, metadata, own_channel=channel is not None)
+        super().__init__(make_settings(address, options, access), channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -1,0 +1,54 @@
+"""Calls that evaluate explanations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from camserve import _codec, _metrics
+from camserve import _transport_async as transport
+from camserve._async.connection import Connection
+from camserve.v1 import evaluate_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Unpack
+
+    from camserve._evaluation import Evaluation, MetricInfo
+    from camserve._targets import BoxLike
+
+
+class EvaluationCalls(Connection):
+    """Calls that evaluate explanations by metrics."""
+
+    async def evaluate(
+        self,
+        image: _codec.ImageLike,
+        *,
+        metrics: _metrics.MetricLike | Sequence[_metrics.MetricLike] = (),
+        box: BoxLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[_codec.ExplainOptions],
+    ) -> Evaluation:
+        """Explain one image, and evaluate every map by every metric.
+
+        Args:
+            image: An image as for ``explain``.
+            metrics: One metric or several, each a name, a ``Metric``, or a pair of name and
+                parameters. Default: deletion and insertion.
+            box: Position of the object in pixels of the photo, for metrics that test whether the map
+                finds it: a ``Box``, or left, top, right, bottom.
+            timeout: Seconds, instead of the client's.
+            **options: The parts to explain and to return: see ``ExplainOptions``.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+        """
+        question = _codec.Question(**options).request()
+        question = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))
+        request = _metrics.request(question, metrics, box)
+        return _metrics.evaluation(await self._call(self._stubs.evaluate.Evaluate, request, timeout))
+
+    async def metrics(self) -> tuple[MetricInfo, ...]:
+        """List the server's metrics and their parameters."""
+        response = await self._call(self._stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
+        return tuple(map(_metrics.metric, response.metrics))

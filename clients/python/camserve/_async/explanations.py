@@ -1,0 +1,145 @@
+"""Calls that explain images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from camserve import _codec, _replay, _stream
+from camserve import _transport_async as transport
+from camserve._async.streams import StreamCalls
+from camserve._progress import progress_bar
+from camserve._settings import IN_FLIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+    from typing import Unpack
+
+    from camserve._errors import CamserveError
+    from camserve._progress import OnProgress
+    from camserve._receipts import Receipt
+    from camserve._replay import Replay
+    from camserve._result import Result
+    from camserve.v1 import explain_pb2
+
+
+class ExplanationCalls(StreamCalls):
+    """Calls that explain images: one, many, or the image of a receipt again."""
+
+    async def explain(
+        self,
+        image: _codec.ImageLike,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout: float | None = None,
+        **options: Unpack[_codec.ExplainOptions],
+    ) -> Result:
+        """Explain a model's predictions for one image.
+
+        Args:
+            image: A path, bytes of a JPEG, PNG, WebP or BMP file, a PIL image, or a uint8 [H, W, 3]
+                array in RGB.
+            on_progress: Callback for the progress of a long method. Its arguments are the number of
+                rows (copies of the image through the model) computed so far, and the total.
+            timeout: Seconds, instead of the client's. With ``on_progress``, the longest time in
+                seconds without a message from the server.
+            **options: The parts to explain and to return: see ``ExplainOptions``.
+
+        Raises:
+            CamserveError: The subclass gives the reason. Options that are certainly invalid are
+                not sent.
+        """
+        return await self._explain_one(_codec.Question(**options).request(), image, on_progress, timeout)
+
+    async def replay(
+        self,
+        receipt: Receipt,
+        image: _codec.ImageLike,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout: float | None = None,
+    ) -> Replay:
+        """Repeat the explanation of a receipt, and compare the two.
+
+        Args:
+            receipt: The receipt, such as ``Receipt.load("why.receipt.json")`` or ``e.receipt``.
+            image: The receipt's photo, in any form that ``explain`` takes.
+            on_progress: As for ``explain``.
+            timeout: As for ``explain``.
+
+        Raises:
+            CamserveError: The subclass gives the reason: ``NotFound`` if the server has no model of
+                that name. A difference between the two explanations is not an error.
+        """
+        result = await self._explain_one(_replay.request(receipt), image, on_progress, timeout)
+        return _replay.compare(receipt, _replay.explanation(result))
+
+    @overload
+    def explain_many(
+        self,
+        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
+        *,
+        progress: bool = ...,
+        in_flight: int = ...,
+        on_error: Literal["raise"] = ...,
+        timeout: float | None = ...,
+        **options: Unpack[_codec.ExplainOptions],
+    ) -> AsyncGenerator[Result, None]: ...
+    @overload
+    def explain_many(
+        self,
+        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
+        *,
+        progress: bool = ...,
+        in_flight: int = ...,
+        on_error: Literal["return"],
+        timeout: float | None = ...,
+        **options: Unpack[_codec.ExplainOptions],
+    ) -> AsyncGenerator[Result | CamserveError, None]: ...
+    def explain_many(
+        self,
+        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
+        *,
+        progress: bool = False,
+        in_flight: int = IN_FLIGHT,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+        **options: Unpack[_codec.ExplainOptions],
+    ) -> AsyncGenerator[Any, None]:
+        """Explain many images over one stream; yield the results in the order of the images.
+
+        Images are read as they are needed, so the iterable may be endless. A stream that breaks is
+        opened again, and unanswered images are sent again.
+        To leave the loop early, use ``contextlib.aclosing``: otherwise the stream ends only when
+        Python collects the generator.
+
+        Args:
+            images: Images as for ``explain``, in an iterable or an asynchronous iterable.
+            progress: True to draw a progress bar on standard error.
+            in_flight: The largest number of images that are read ahead of the last yielded result.
+            on_error: "raise", or "return" to yield an image's error in place of its result. The
+                loss of the server is always raised.
+            timeout: Seconds that the server may take for one image, instead of the client's. The server
+                may work on all images in flight at once, so it may be silent for that time for each.
+            **options: The parts to explain and to return: see ``ExplainOptions``.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+        """
+        seconds = self._settings.timeout_for(timeout)
+        window = _stream.InFlightWindow(in_flight, self._settings.retry, seconds, on_error)
+        question = _codec.Question(**options).request()
+        question.progress = progress
+        images = _stream.refuse_single_image(images)
+        return self._explain_stream(images, question, window, progress_bar(images, shown=progress))
+
+    async def _explain_one(
+        self,
+        question: explain_pb2.ExplainRequest,
+        image: _codec.ImageLike,
+        on_progress: OnProgress | None,
+        timeout: float | None,
+    ) -> Result:
+        if on_progress is not None:
+            return await self._explain_with_progress(image, question, on_progress, timeout)
+        request = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))
+        return _codec.result(await self._call(self._stubs.explain.Explain, request, timeout), request.targets)

@@ -1,0 +1,79 @@
+"""Calls about the server: its models, their layers, its methods and its health."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from camserve import _codec
+from camserve._async.connection import Connection
+from camserve._retry import Retry
+from camserve._settings import decode_health, encode_health_request
+from camserve.v1 import models_pb2
+
+if TYPE_CHECKING:
+    from camserve._values import Health, Layer, MethodInfo, Model
+
+
+class ModelCalls(Connection):
+    """Calls about the server: its models, their layers, its methods and its health."""
+
+    async def models(self) -> tuple[Model, ...]:
+        """List the server's models; the first one is the default."""
+        response = await self._call(self._stubs.models.ListModels, models_pb2.ListModelsRequest())
+        return tuple(map(_codec.model, response.models))
+
+    async def model(self, name: str = "") -> Model:
+        """Describe one model, including its labels. Without a name it is the server's first model."""
+        response = await self._call(self._stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
+        return _codec.model(response.model, response.labels)
+
+    async def load_model(
+        self, name: str, *, weights: str = "", sha256: str = "", timeout: float | None = None
+    ) -> Model:
+        """Load or reload a model on the server; the previous version answers until the new one is ready.
+
+        Args:
+            name: Name of a model in the server's configuration.
+            weights: A file in the server's model folder. Default: the configured weights.
+            sha256: The expected SHA-256 of the weights file, in hexadecimal.
+            timeout: Seconds, instead of the client's. The server completes the load even after a timeout.
+
+        Raises:
+            FailedPrecondition: The server does not allow it, or the model could not be loaded.
+        """
+        request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
+        response = await self._call(self._stubs.models.LoadModel, request, timeout)
+        return _codec.model(response.model)
+
+    async def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
+        """Unload a model from the server; return after its last request is answered.
+
+        Args:
+            name: Name of the model.
+            timeout: Seconds, instead of the client's. The server completes the unload even after a timeout.
+
+        Raises:
+            FailedPrecondition: The server does not allow it.
+        """
+        response = await self._call(self._stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout)
+        return _codec.model(response.model)
+
+    async def layers(self, model: str = "") -> tuple[Layer, ...]:
+        """List the layers of a model in the order in which they run."""
+        response = await self._call(self._stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
+        return tuple(map(_codec.layer, response.layers))
+
+    async def methods(self) -> tuple[MethodInfo, ...]:
+        """List the server's methods and their parameters."""
+        response = await self._call(self._stubs.models.ListMethods, models_pb2.ListMethodsRequest())
+        return tuple(map(_codec.method, response.methods))
+
+    async def health(self, service: str = "") -> Health:
+        """Check once, without retries, whether the server or one of its services accepts requests.
+
+        Raises:
+            NotFound: The server has no such service.
+            Unavailable: No server answers.
+        """
+        request = encode_health_request(service)
+        return decode_health(await self._call(self._stubs.check_health, request, retry=Retry(attempts=0)))
