@@ -297,7 +297,7 @@ def test_a_receipt_is_replayed(run: Any, photos: Any, receipt: Any) -> None:
     assert (same.exit_code, same.stderr) == (0, "")
     assert ["map", "2×2", "2×2", "byte", "for", "byte"] in [line.split() for line in same.stdout.splitlines()]
     assert other.exit_code == 1
-    assert "the photo is another one (SHA-256 " in other.stdout
+    assert "the photo differs (SHA-256 " in other.stdout
 
 
 def test_another_version_with_the_same_numbers_is_shown_and_is_no_failure(run: Any, photos: Any, receipt: Any) -> None:
@@ -308,7 +308,7 @@ def test_another_version_with_the_same_numbers_is_shown_and_is_no_failure(run: A
 
     assert done.exit_code == 0
     assert "0.9" in done.stdout
-    assert "differs, and no number does" in done.stdout
+    assert "differs, but the numbers agree" in done.stdout
 
 
 def test_what_is_no_receipt_is_one_line(run: Any, photos: Any) -> None:
@@ -316,7 +316,7 @@ def test_what_is_no_receipt_is_one_line(run: Any, photos: Any) -> None:
 
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
-    assert "notes.txt: this is no camserve receipt: it is not JSON" in done.stderr
+    assert "notes.txt: not a camserve receipt: it is not JSON" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -56,7 +56,7 @@ def test_one_metric_needs_no_list(one: Any) -> None:
     ("options", "words"),
     [
         ({"metrics": [7]}, "wrong kind"),
-        ({"metrics": [("deletion", {"steps": [1]})]}, "metrics.steps: it must be a number or a word, not list"),
+        ({"metrics": [("deletion", {"steps": [1]})]}, "metrics.steps: it must be a number or a string, not list"),
         ({"metrics": "deletion", "box": (1, 2, 3)}, "a box is left, top, right, bottom, not 3 numbers"),
         ({"metrics": "deletion", "box": ("a", 2, 3, 4)}, "wrong kind"),
         ({"metrics": "deletion", "top_k": 99}, "top_k"),

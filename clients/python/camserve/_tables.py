@@ -116,7 +116,7 @@ def replay_rows(replay: Replay) -> list[tuple[str | Text, ...]]:
 def _agreement(check: Check) -> Text:
     if check.same:
         return Text(check.words or "same", style="green")
-    return Text(check.words, style="red") if check.matters else Text("differs, and no number does", style="yellow")
+    return Text(check.words, style="red") if check.matters else Text("differs, but the numbers agree", style="yellow")
 
 
 PARAMETER_HEADINGS = ("parameter", "default", "allowed", "")
