@@ -233,7 +233,7 @@ def test_what_an_answer_says_is_in_its_receipt() -> None:
 def test_an_old_server_gives_no_receipt() -> None:
     response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation()])
 
-    with pytest.raises(camserve.FailedPrecondition, match="older than receipts"):
+    with pytest.raises(camserve.FailedPrecondition, match="does not support them"):
         _ = _codec.result(response).explanations[0].receipt
 
 

@@ -405,8 +405,8 @@ def test_an_actor_leaves_a_photo_at_which_its_server_fails_and_does_the_same_par
     left, _ = job.begun(one)
     actor = acting(one)
     with monkeypatch.context() as patch:
-        patch.setattr(dataset.job, "_is_photos_own", lambda _error: False)
-        patch.setattr(dataset.job, "_is_questions", lambda _error: False)
+        patch.setattr(dataset.job, "_is_photo_error", lambda _error: False)
+        patch.setattr(dataset.job, "_is_request_error", lambda _error: False)
         first = actor({"image": list(map(job._bytes, left))})
     second = actor({"image": list(map(job._bytes, left))})
 
