@@ -762,7 +762,10 @@ class _FeaturesFlags(TypedDict):
 @_connection_options
 @_json_option
 def features(photo: Path, output: Path, connect: Connect, *, as_json: bool, **flags: Unpack[_FeaturesFlags]) -> None:
-    """Draw the channels of a layer that are most active, or that matter most for the score."""
+    """Draw the strongest channels of a layer.
+
+    These are the channels that are most active for the photo, or that have the largest Grad-CAM weights: see --rank.
+    """
     with connect() as client:
         features = client.features(photo, maps=output.suffix.lower() == ".npy", **flags)
     features.save(output)
