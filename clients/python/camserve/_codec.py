@@ -34,13 +34,13 @@ V = TypeVar("V")
 ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[np.uint8]"
 MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
 
-_FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
+FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
     None: explain_pb2.IMAGE_FORMAT_UNSPECIFIED,
     "jpeg": explain_pb2.IMAGE_FORMAT_JPEG,
     "png": explain_pb2.IMAGE_FORMAT_PNG,
     "webp": explain_pb2.IMAGE_FORMAT_WEBP,
 }
-_FORMAT_NAMES = {number: name for name, number in _FORMATS.items() if name}
+FORMAT_NAMES = {number: name for name, number in FORMATS.items() if name}
 _FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
     None: explain_pb2.FUSION_UNSPECIFIED,
     "mean": explain_pb2.FUSION_MEAN,
@@ -81,11 +81,14 @@ class ExplainOptions(TypedDict, total=False):
         fusion: How to combine the maps of several layers into one: "mean", "max" or "product".
             Each map is first cut at zero, scaled from its minimum and maximum to 0 and 1, and
             resized bilinearly to the finest grid. Default: None, one map for each layer.
-        top_k: Number of classes to explain if there are no targets, 1 to 16. Default: 1.
+        top_k: Number of classes to explain if there are no targets, 1 to 16: the most probable ones;
+            for a segmentation the largest ones, for a detector the objects with the highest scores.
+            Default: 1.
         heatmap: True to return the raw map. Default: True.
         overlay: Format of the overlay: "jpeg", "png", "webp", or None for no overlay.
             Default: "jpeg".
-        heatmap_image: Format of a picture of the heatmap alone, in colour. Default: None.
+        heatmap_image: Format of a picture of the heatmap alone, in colour and in the size of the
+            overlay. Default: None.
         colormap: Name of the colour map. Default: "jet".
         alpha: Opacity of the heatmap over the photo, 0 to 1. Default: 0.5.
         max_side: Maximum length of a picture's longer side in pixels, 16 to 16384. Pictures are
@@ -164,19 +167,19 @@ class Question:
             layers=[self.layers] if isinstance(self.layers, str) else self.layers or (),
             rendering=self._encode_rendering(),
             max_predictions=self.max_predictions,
-            fusion=_look_up(_FUSIONS, self.fusion, "fusion"),
+            fusion=look_up(_FUSIONS, self.fusion, "fusion"),
         )
 
     def _encode_rendering(self) -> explain_pb2.Rendering:
         return explain_pb2.Rendering(
-            overlay=_look_up(_FORMATS, self.overlay, "rendering.overlay"),
+            overlay=look_up(FORMATS, self.overlay, "rendering.overlay"),
             heatmap=self.heatmap,
-            heatmap_image=_look_up(_FORMATS, self.heatmap_image, "rendering.heatmap_image"),
+            heatmap_image=look_up(FORMATS, self.heatmap_image, "rendering.heatmap_image"),
             colormap=self.colormap,
             alpha=self.alpha,
             max_side=self.max_side or 0,
             quality=self.quality or 0,
-            profile=_look_up(_PROFILES, self.profile, "rendering.profile"),
+            profile=look_up(_PROFILES, self.profile, "rendering.profile"),
             intensity=self.intensity,
         )
 
@@ -273,7 +276,12 @@ def parameter(name: str, number_or_text: object, owner: str = "methods") -> expl
         raise _invalid(f"{owner}.{name}", f"it must be a number or a string, not {kind}") from error
 
 
-def _look_up(choices: Mapping[K, V], name: K, field: str) -> V:
+def look_up(choices: Mapping[K, V], name: K, field: str) -> V:
+    """Return the value of a choice.
+
+    Raises:
+        InvalidArgument: There is no choice of this name.
+    """
     if name not in choices:
         raise _invalid(field, f"unknown value {name!r}; expected one of {', '.join(map(repr, choices))}")
     return choices[name]
@@ -430,7 +438,7 @@ def _decode_heatmap(message: explain_pb2.Heatmap) -> NDArray[np.float32]:
 
 
 def _decode_picture(message: explain_pb2.Picture) -> Picture:
-    return Picture(_FORMAT_NAMES.get(message.format, ""), message.data, message.width, message.height)
+    return Picture(FORMAT_NAMES.get(message.format, ""), message.data, message.width, message.height)
 
 
 def value(message: explain_pb2.Parameter) -> float | str:

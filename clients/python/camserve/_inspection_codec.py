@@ -6,7 +6,7 @@ Nothing here does network I/O, so the synchronous and the asynchronous client sh
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
@@ -21,16 +21,7 @@ if TYPE_CHECKING:
 
     from camserve._result import Result
 
-K = TypeVar("K")
-V = TypeVar("V")
 
-_FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
-    None: explain_pb2.IMAGE_FORMAT_UNSPECIFIED,
-    "jpeg": explain_pb2.IMAGE_FORMAT_JPEG,
-    "png": explain_pb2.IMAGE_FORMAT_PNG,
-    "webp": explain_pb2.IMAGE_FORMAT_WEBP,
-}
-_FORMAT_NAMES = {number: name for name, number in _FORMATS.items() if name}
 _RANKS: Mapping[str, explain_pb2.ChannelRank.ValueType] = {
     "activation": explain_pb2.CHANNEL_RANK_ACTIVATION,
     "gradient": explain_pb2.CHANNEL_RANK_GRADIENT,
@@ -112,10 +103,10 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
             image=_codec.image_bytes(image),
             layer=options.get("layer") or "",
             target=_encode_target(options.get("target")),
-            rank=_look_up(_RANKS, options.get("rank", "activation"), "rank"),
+            rank=_codec.look_up(_RANKS, options.get("rank", "activation"), "rank"),
             top=top,
             raw=options.get("maps", True),
-            picture=_look_up(_FORMATS, options.get("picture", "png"), "picture"),
+            picture=_codec.look_up(_codec.FORMATS, options.get("picture", "png"), "picture"),
             colormap=options.get("colormap", ""),
         )
     except (TypeError, ValueError) as error:
@@ -124,12 +115,6 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
 
 def _encode_target(target: _targets.TargetLike | None) -> explain_pb2.Target | None:
     return None if target is None else _targets.encode(target, "target", _codec.image_bytes)
-
-
-def _look_up(choices: Mapping[K, V], name: K, field: str) -> V:
-    if name not in choices:
-        raise _invalid(field, f"unknown value {name!r}; expected one of {', '.join(map(repr, choices))}")
-    return choices[name]
 
 
 def _invalid(field: str, reason: str) -> InvalidArgument:
@@ -180,7 +165,7 @@ def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
         Internal: The raw maps do not have the declared number of values.
     """
     common, tiles = _decode_common_fields(message), message.picture
-    picture = Picture(_FORMAT_NAMES.get(tiles.format, ""), tiles.data, tiles.width, tiles.height)
+    picture = Picture(_codec.FORMAT_NAMES.get(tiles.format, ""), tiles.data, tiles.width, tiles.height)
     return Features(
         channels=tuple(
             Channel(channel.index, channel.mean_activation, channel.gradient_weight) for channel in message.channels

@@ -49,7 +49,7 @@ class Receipt:
         parameters: Parameters of the method, defaults included.
         augmentation_smoothing: True if the map is the mean over augmented copies of the image.
         eigen_smoothing: True if the map is the first principal component instead of the sum.
-        layers: Names of the layers; empty for methods that use the gradient of the input.
+        layers: Names of the layers; empty for methods that do not use a layer.
         fusion: "mean", "max" or "product" if the maps of several layers were fused, else None.
         target: The explained target: the API's message ``Target`` in protobuf's JSON, as the
             server resolved it.

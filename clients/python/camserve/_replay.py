@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from camserve.v1 import explain_pb2
 
 CLOSE: Final = 1e-5
-"""Tolerance for equal results, relative to a map's largest absolute value or to a score: float32 results can differ
-this much when the rest of the batch is different.
+"""Tolerance, relative to a map's largest absolute value or to a score.
+
+float32 results can differ this much if the rest of the batch differs.
 """
 
 _SHOWN_DIGITS = 12  # of a digest
@@ -63,7 +64,8 @@ class Replay:
         checks: Comparisons of the photo, the pixels that the model saw, the weights, the score,
             the map, and the versions that computed them.
         gap: Largest absolute difference between the two maps, divided by the largest absolute value of
-            the receipt's map. Infinite if their sizes differ; None if either has no map.
+            the receipt's map. Infinite if the sizes differ, if only one map has non-finite values, or if
+            only the receipt's map is zero everywhere; None if either has no map.
         explanation: The new explanation.
     """
 

@@ -102,7 +102,7 @@ class Explanation:
     Attributes:
         method: Name of the method.
         layer: Name of the layer, or the names of several fused layers, joined by " + "; empty for
-            methods that use the gradient of the input.
+            methods that do not use a layer.
         target: The explained class or object.
         contrast: For a contrast, the class that it was explained against, else None.
         score: The explained score: a logit, the difference of two for a contrast, or the value of
