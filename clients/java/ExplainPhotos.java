@@ -1,4 +1,4 @@
-// Explains photos by a camserve server, by what protoc makes of the .proto files alone: README.md says how to build it.
+// Explain photos with a camserve server. README.md shows how to build this client and the code that protoc generates.
 //
 //     java ExplainPhotos localhost:50051 out cat.jpg dog.jpg
 
@@ -28,51 +28,51 @@ import java.util.UUID;
 import java.util.concurrent.TimeUnit;
 import java.util.regex.Pattern;
 
-/** One call for each photo, with a deadline. */
+/** Explains each photo with one call, which has a deadline. */
 public final class ExplainPhotos {
-  private static final int MESSAGE = 64 << 20; // bytes: gRPC's own limit, 4 MiB, is less than an overlay may have
-  private static final int SECONDS = 30;
+  private static final int MAX_MESSAGE_BYTES = 64 << 20; // an overlay can be larger than gRPC's default of 4 MiB
+  private static final int TIMEOUT_SECONDS = 30;
 
   private final ExplainServiceGrpc.ExplainServiceBlockingStub service;
-  private final Path out;
-  private final Set<String> taken = new HashSet<>();
+  private final Path folder;
+  private final Set<String> usedNames = new HashSet<>();
 
-  private ExplainPhotos(ManagedChannel channel, Path out) {
+  private ExplainPhotos(ManagedChannel channel, Path folder) {
     this.service = ExplainServiceGrpc.newBlockingStub(channel);
-    this.out = out;
+    this.folder = folder;
   }
 
   public static void main(String[] arguments) throws IOException {
     if (arguments.length < 3) {
-      System.err.println("error: say a server, a folder for the pictures, and photos: localhost:50051 out cat.jpg");
+      System.err.println("usage: java ExplainPhotos SERVER FOLDER PHOTO..., such as localhost:50051 out cat.jpg");
       System.exit(1);
     }
-    // TLS is useTransportSecurity(); a token then goes in the metadata, as "authorization: Bearer ...". Without TLS no
-    // proxy is used: it could read and change everything that passes through it.
+    // For TLS, call useTransportSecurity(), and send a token in the metadata, as "authorization: Bearer ...". Without
+    // TLS, no proxy is used: it could read and change all messages.
     ManagedChannel channel =
         ManagedChannelBuilder.forTarget(arguments[0])
             .usePlaintext()
             .proxyDetector(address -> null)
-            .maxInboundMessageSize(MESSAGE)
+            .maxInboundMessageSize(MAX_MESSAGE_BYTES)
             .build();
-    Path out = Files.createDirectories(Path.of(arguments[1]));
-    boolean all = true;
+    Path folder = Files.createDirectories(Path.of(arguments[1]));
+    boolean succeeded = true;
     try {
-      ExplainPhotos client = new ExplainPhotos(channel, out);
+      ExplainPhotos client = new ExplainPhotos(channel, folder);
       for (String photo : List.of(arguments).subList(2, arguments.length)) {
-        all &= client.explain(Path.of(photo));
+        succeeded &= client.explain(Path.of(photo));
       }
     } finally {
       channel.shutdownNow();
     }
-    System.exit(all ? 0 : 1);
+    System.exit(succeeded ? 0 : 1);
   }
 
-  /** Explains a photo, and says in a line what came of it; returns whether a picture did. */
+  /** Explains a photo and prints a line with the outcome; returns true if a picture was written. */
   private boolean explain(Path photo) throws IOException {
     try {
       ByteString image = ByteString.copyFrom(Files.readAllBytes(photo));
-      ExplainResponse response = service.withDeadlineAfter(SECONDS, TimeUnit.SECONDS).explain(request(image));
+      ExplainResponse response = service.withDeadlineAfter(TIMEOUT_SECONDS, TimeUnit.SECONDS).explain(request(image));
       System.out.println(printable(photo + ": " + save(photo, response)));
       return true;
     } catch (StatusRuntimeException error) {
@@ -92,29 +92,30 @@ public final class ExplainPhotos {
   }
 
   private String save(Path photo, ExplainResponse response) throws IOException {
-    Explanation why = response.getExplanations(0);
-    Path path = out.resolve(nameOf(photo) + "." + why.getMethod().replaceAll("[^\\w-]+", "_") + ".jpg");
-    // Written under a random name and moved into place: a link at the path is replaced, not followed.
-    Path beside = out.resolve("." + UUID.randomUUID());
-    Files.write(beside, why.getOverlay().getData().toByteArray(), StandardOpenOption.CREATE_NEW);
-    Files.move(beside, path, StandardCopyOption.ATOMIC_MOVE, StandardCopyOption.REPLACE_EXISTING);
-    Prediction target = why.getTarget();
+    Explanation explanation = response.getExplanations(0);
+    Path path = folder.resolve(nameOf(photo) + "." + explanation.getMethod().replaceAll("[^\\w-]+", "_") + ".jpg");
+    // A temporary file is written and then moved: a link at the path is replaced, not followed.
+    Path temporary = folder.resolve("." + UUID.randomUUID());
+    Files.write(temporary, explanation.getOverlay().getData().toByteArray(), StandardOpenOption.CREATE_NEW);
+    Files.move(temporary, path, StandardCopyOption.ATOMIC_MOVE, StandardCopyOption.REPLACE_EXISTING);
+    Prediction target = explanation.getTarget();
     String label = target.getLabel().isEmpty() ? "class " + target.getClassIndex() : target.getLabel();
-    return String.format(Locale.ROOT, "%.2f %s by %s: %s", target.getProbability(), label, why.getLayer(), path);
+    String layer = explanation.getLayer();
+    return String.format(Locale.ROOT, "%.2f %s by %s: %s", target.getProbability(), label, layer, path);
   }
 
-  /** Escapes text from a server, or a file's name, so that a terminal prints it and does not act on it. */
+  /** Escapes control characters, so that a terminal does not act on text from a server or on a file name. */
   private static String printable(String text) {
     return Pattern.compile("[\\p{Cc}\\p{Zl}\\p{Zp}\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
         .matcher(text)
         .replaceAll(match -> String.format("\\\\u{%x}", match.group().codePointAt(0)));
   }
 
-  /** Returns the photo's name, with a number where another photo has it, in upper or lower case. */
+  /** Returns a unique name for the photo's picture: its stem, with a number if another has it. Case is ignored. */
   private String nameOf(Path photo) {
     String stem = photo.getFileName().toString().replaceFirst("\\.[^.]*$", "");
     String name = stem;
-    for (int number = 2; !taken.add(name.toLowerCase(Locale.ROOT)); number++) {
+    for (int number = 2; !usedNames.add(name.toLowerCase(Locale.ROOT)); number++) {
       name = stem + "-" + number;
     }
     return name;

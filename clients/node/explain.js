@@ -1,10 +1,10 @@
 #!/usr/bin/env node
-// Explains photos by a camserve server, made of the .proto files alone.
+// Explain photos with a camserve server. The client loads the .proto files and needs no generated code.
 //
 //     npm install
 //     node explain.js cat.jpg dog.jpg --out out --method gradcam --target "Egyptian cat"
 //
-// One photo is one call; several go over one stream, whose answers come as they are ready.
+// One photo is sent as one call. Several photos are sent over one stream, whose replies arrive as they are ready.
 import { randomUUID } from "node:crypto";
 import { mkdir, readFile, rename, writeFile } from "node:fs/promises";
 import { basename, dirname, extname, join } from "node:path";
@@ -15,9 +15,9 @@ import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 
 const PROTOS = fileURLToPath(new URL("../../protos", import.meta.url));
-const MESSAGE = 64 * 2 ** 20; // bytes: gRPC's own limit, 4 MiB, is less than an overlay may have
+const MAX_MESSAGE_BYTES = 64 * 2 ** 20; // an overlay can be larger than gRPC's default limit of 4 MiB
 
-// Names and fields are as in the .proto files; enums by their names, numbers of 64 bits as texts.
+// Fields have the names in the .proto files, enums are names, and 64-bit integers are strings.
 const definition = protoLoader.loadSync("camserve/v1/explain.proto", {
   includeDirs: [PROTOS],
   keepCase: true,
@@ -27,7 +27,7 @@ const definition = protoLoader.loadSync("camserve/v1/explain.proto", {
 });
 const { ExplainService } = grpc.loadPackageDefinition(definition).camserve.v1;
 
-/** Opens a channel; several addresses, as a name's that stands for many servers, are taken in turn. */
+/** Opens a channel. If a host name has several addresses, they are used in turn. */
 export function connect(server, { ca, token } = {}) {
   const credentials = ca ? grpc.credentials.createSsl(ca) : grpc.credentials.createInsecure();
   const bearer = grpc.credentials.createFromMetadataGenerator((_, done) => {
@@ -35,15 +35,15 @@ export function connect(server, { ca, token } = {}) {
     metadata.set("authorization", `Bearer ${token}`);
     done(null, metadata);
   });
-  if (token && !ca) throw new Error("a token goes over TLS only: say --ca");
+  if (token && !ca) throw new Error("a token requires TLS: use --ca");
   return new ExplainService(server, token ? grpc.credentials.combineChannelCredentials(credentials, bearer) : credentials, {
-    "grpc.max_receive_message_length": MESSAGE,
-    "grpc.enable_http_proxy": ca ? 1 : 0, // without TLS a proxy could read and change everything
+    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+    "grpc.enable_http_proxy": ca ? 1 : 0, // without TLS, a proxy could read and change all messages
     "grpc.service_config": JSON.stringify({ loadBalancingConfig: [{ round_robin: {} }] }),
   });
 }
 
-/** Makes a request of a photo's bytes: what is not said is left to the server. */
+/** Creates a request from the bytes of a photo. The server chooses the options that are left out. */
 export function request(image, { model, methods = ["gradcam"], target, like } = {}) {
   const targets = like ? [{ similarity: { image: like } }] : target ? [{ label: target }] : [];
   return {
@@ -55,37 +55,37 @@ export function request(image, { model, methods = ["gradcam"], target, like } = 
   };
 }
 
-/** Explains one photo. */
-export function explain(client, asked, seconds = 30) {
+/** Explains one photo; the timeout is in seconds. */
+export function explain(client, explainRequest, timeout = 30) {
   return new Promise((resolve, reject) => {
-    client.explain(asked, { deadline: Date.now() + 1000 * seconds }, (error, response) =>
+    client.explain(explainRequest, { deadline: Date.now() + 1000 * timeout }, (error, response) =>
       error ? reject(error) : resolve(response),
     );
   });
 }
 
-/** Explains many over one stream; yields { number, response } or { number, error } as they are ready. */
-export async function* explainMany(client, requests, seconds = 300) {
-  const stream = client.explainStream({ deadline: Date.now() + 1000 * seconds });
-  let [over, wake] = [false, () => {}];
+/** Explains many photos over one stream; yields { number, response } or { number, error } as they are ready. */
+export async function* explainMany(client, requests, timeout = 300) {
+  const stream = client.explainStream({ deadline: Date.now() + 1000 * timeout });
+  let [ended, wake] = [false, () => {}];
   stream.on("drain", () => wake());
-  stream.on("status", () => { // however it ends: what is not asked yet is not wanted any more
-    over = true;
+  stream.on("status", () => { // the stream has ended, and no more requests are needed
+    ended = true;
     wake();
   });
   const sending = (async () => {
     let number = 0;
-    for await (const asked of requests) {
-      if (over) break; // which closes the requests
-      // The server reads ahead only as far as it has room: wait where it has none.
-      const room = stream.write({ request_id: String(number++), request: asked });
-      if (!room && !over) await new Promise((resolve) => (wake = resolve));
+    for await (const explainRequest of requests) {
+      if (ended) break; // which also closes the generator of the requests
+      // Backpressure: the server reads ahead only as far as it has room, so wait until the buffer is drained.
+      const hasRoom = stream.write({ request_id: String(number++), request: explainRequest });
+      if (!hasRoom && !ended) await new Promise((resolve) => (wake = resolve));
     }
     stream.end();
   })();
-  let broken; // what the requests themselves failed by: the stream knows only that it was cancelled
+  let requestsError; // thrown by the requests themselves; the stream only reports that it was cancelled
   sending.catch((error) => {
-    broken = error;
+    requestsError = error;
     stream.cancel();
   });
   try {
@@ -94,13 +94,13 @@ export async function* explainMany(client, requests, seconds = 300) {
     }
     await sending;
   } catch (error) {
-    throw broken ?? error;
+    throw requestsError ?? error;
   } finally {
-    stream.cancel(); // for who leaves the loop early; of no consequence at its end
+    stream.cancel(); // if the caller leaves the loop early; no effect on a stream that has ended
   }
 }
 
-/** Gives each photo a name for its picture: its own, with a number where another has it, in upper or lower case. */
+/** Returns a unique name for each photo's picture: its stem, with a number if another has it. Case is ignored. */
 export function namesOf(photos) {
   const taken = new Set();
   return photos.map((photo) => {
@@ -112,58 +112,60 @@ export function namesOf(photos) {
   });
 }
 
-/** Escapes text from a server, or a file's name, so that a terminal prints it and does not act on it. */
+/** Escapes control characters in text from a server or in a file name, so that a terminal does not act on them. */
 export function printable(text) {
   return text.replace(/[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu, (character) =>
     `\\u{${character.codePointAt(0).toString(16)}}`,
   );
 }
 
-/** Writes a file under a random name and moves it into place: a link at its path is replaced, not followed. */
-async function put(path, data) {
-  const beside = join(dirname(path), `.${randomUUID()}`);
-  await writeFile(beside, data, { flag: "wx" });
-  await rename(beside, path);
+/** Writes a temporary file and renames it: a link at the path is replaced, not followed. */
+async function writeAtomically(path, data) {
+  const temporary = join(dirname(path), `.${randomUUID()}`);
+  await writeFile(temporary, data, { flag: "wx" });
+  await rename(temporary, path);
 }
 
-/** Says what was predicted; of a model that predicts a number, which has no probability, its score. */
-function told({ label, class_index: index, probability, score }) {
+/** Formats a prediction: its probability, or its score if the model is a regression, whose probability is 0. */
+function formatPrediction({ label, class_index: index, probability, score }) {
   return `${(probability || score).toFixed(2)} ${label || `class ${index}`}`;
 }
 
 async function save(photo, name, response, folder) {
-  const [why] = response.explanations;
-  const path = join(folder, `${name}.${why.method.replace(/[^\w-]+/g, "_")}.jpg`);
-  await put(path, why.overlay.data);
-  const [best] = response.predictions; // there is none of an embedding
-  const target = why.target?.label || (why.target ? `class ${why.target.class_index}` : "all of it");
-  const line = `${photo}: ${best ? `${told(best)}; ` : ""}${target} by ${why.layer || "pixels"}: ${path}`;
+  const [explanation] = response.explanations;
+  const path = join(folder, `${name}.${explanation.method.replace(/[^\w-]+/g, "_")}.jpg`);
+  await writeAtomically(path, explanation.overlay.data);
+  const [best] = response.predictions; // undefined for a model that returns embeddings
+  const { target, layer } = explanation;
+  const label = target?.label || (target ? `class ${target.class_index}` : "all of it");
+  const line = `${photo}: ${best ? `${formatPrediction(best)}; ` : ""}${label} by ${layer || "pixels"}: ${path}`;
   console.log(printable(line));
 }
 
-/** Explains several photos over one stream; returns how many could not be. */
+/** Explains several photos over one stream; returns the number of photos that failed. */
 async function saveAll(client, photos, options, folder) {
-  const [names, sent] = [namesOf(photos), []];
+  const names = namesOf(photos);
+  const sent = []; // index of the photo of each request
   let failed = 0;
-  const fail = (place, error) => {
+  const fail = (index, error) => {
     failed += 1;
-    console.error(printable(`${photos[place]}: ${error.message}`));
+    console.error(printable(`${photos[index]}: ${error.message}`));
   };
   async function* requests() {
-    for (const place of photos.keys()) {
+    for (const index of photos.keys()) {
       try {
-        const asked = request(await readFile(photos[place]), options);
-        sent.push(place);
-        yield asked;
+        const explainRequest = request(await readFile(photos[index]), options);
+        sent.push(index);
+        yield explainRequest;
       } catch (error) {
-        fail(place, error); // one that cannot be read harms no other
+        fail(index, error); // the other photos are still explained
       }
     }
   }
   for await (const { number, response, error } of explainMany(client, requests())) {
-    const place = sent[number];
-    if (response) await save(photos[place], names[place], response, folder);
-    else fail(place, error);
+    const index = sent[number];
+    if (response) await save(photos[index], names[index], response, folder);
+    else fail(index, error);
   }
   return failed;
 }
@@ -176,13 +178,13 @@ async function main() {
       out: { type: "string", short: "o", default: "out" },
       method: { type: "string", default: "gradcam" },
       target: { type: "string" },
-      like: { type: "string" }, // a photo: how alike the others are to it is explained, as of an embedding
+      like: { type: "string" }, // a photo: explain the similarity of the other photos to it
       model: { type: "string" },
       ca: { type: "string" },
       token: { type: "string", default: process.env.CAMSERVE_TOKEN },
     },
   });
-  if (!photos.length) throw new Error("name a photo: node explain.js cat.jpg --out out");
+  if (!photos.length) throw new Error("no photo given: node explain.js cat.jpg --out out");
   await mkdir(values.out, { recursive: true });
   const client = connect(values.server, { ca: values.ca && (await readFile(values.ca)), token: values.token });
   const like = values.like && (await readFile(values.like));
@@ -201,7 +203,7 @@ if (process.argv[1] === fileURLToPath(import.meta.url)) {
   main().then(
     (code) => (process.exitCode = code),
     (error) => {
-      console.error(printable(`error: ${error.details ?? error.message}`)); // a gRPC status has its words in details
+      console.error(printable(`error: ${error.details ?? error.message}`)); // the message of a gRPC error is in details
       process.exitCode = 1;
     },
   );

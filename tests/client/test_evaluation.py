@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _board, _metrics, cli
+from camserve import _metrics, cli
+from camserve._plots import canvas, comparison
 from camserve.v1 import evaluate_pb2, explain_pb2
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def test_one_metric_needs_no_list(one: Any) -> None:
     ("options", "words"),
     [
         ({"metrics": [7]}, "wrong kind"),
-        ({"metrics": [("deletion", {"steps": [1]})]}, "metrics.steps: it must be a number or a word, not list"),
+        ({"metrics": [("deletion", {"steps": [1]})]}, "metrics.steps: it must be a number or a string, not list"),
         ({"metrics": "deletion", "box": (1, 2, 3)}, "a box is left, top, right, bottom, not 3 numbers"),
         ({"metrics": "deletion", "box": ("a", 2, 3, 4)}, "wrong kind"),
         ({"metrics": "deletion", "top_k": 99}, "top_k"),
@@ -163,15 +164,15 @@ async def test_the_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) 
         found.save(tmp_path / "plot.gif")
 
 
-def drawn(*lines: _board.Line, bars: int = 1, names: tuple[str, ...] = ("p",)) -> np.ndarray:
-    bar = [_board.Bar(0.5, "0.500")] * bars
-    panel = _board.Panel("deletion", "lower is better", bar, [lines] if lines else [[]] * bars, names)
-    return np.asarray(_board.draw([_board.Tile(f"method {n}", None) for n in range(bars)], [panel]))
+def drawn(*lines: comparison.Line, bars: int = 1, names: tuple[str, ...] = ("p",)) -> np.ndarray:
+    bar = [comparison.Bar(0.5, "0.500")] * bars
+    panel = comparison.Panel("deletion", "lower is better", bar, [lines] if lines else [[]] * bars, names)
+    return np.asarray(comparison.draw([comparison.Tile(f"method {n}", None) for n in range(bars)], [panel]))
 
 
 def test_a_line_is_drawn_where_its_values_are() -> None:
-    flat = drawn(_board.Line((0, 1), (1.0, 1.0)))
-    steep = drawn(_board.Line((0, 1), (1.0, 0.0)))
+    flat = drawn(comparison.Line((0, 1), (1.0, 1.0)))
+    steep = drawn(comparison.Line((0, 1), (1.0, 0.0)))
     chart = slice(290, 520)  # below the tile
     blue = [np.argwhere((image[chart, 40:-25] == (0, 114, 178)).all(2)) for image in (flat, steep)]
 
@@ -180,20 +181,20 @@ def test_a_line_is_drawn_where_its_values_are() -> None:
 
 
 def test_dashes_are_shorter_than_the_line() -> None:
-    solid, both = (drawn(*lines, names=("a", "b")) for lines in ([_board.Line((0, 1), (1, 1))], dashed()))
+    solid, both = (drawn(*lines, names=("a", "b")) for lines in ([comparison.Line((0, 1), (1, 1))], dashed()))
     ink = [int((image != 255).any(2).sum()) for image in (solid, both)]
 
     assert ink[1] > ink[0]
-    assert _board._dashed([(0, 0), (12, 0)]) == [(0, 0), (5, 0), (10, 0), (12, 0)]
+    assert canvas.dashes([(0, 0), (12, 0)]) == [((0, 0), (5, 0)), ((10, 0), (12, 0))]
 
 
-def dashed() -> list[_board.Line]:
-    return [_board.Line((0, 1), (1, 1)), _board.Line((0, 0.5, 1), (0.5, math.nan, 0.4))]
+def dashed() -> list[comparison.Line]:
+    return [comparison.Line((0, 1), (1, 1)), comparison.Line((0, 0.5, 1), (0.5, math.nan, 0.4))]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (-0.5, 1), (0, 0.003), (0, 87), (0.0, 0.31)])
 def test_ticks_are_round_and_hold_what_is_drawn(low: float, high: float) -> None:
-    ticks = _board._ticks(low, high)
+    ticks = canvas.axis_ticks(low, high)
 
     assert 2 <= len(ticks) <= 7
     assert ticks[0] <= low <= high <= ticks[-1] + 1e-9

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import camserve
-from camserve import _board, _tables
+from camserve import _tables
 from camserve._picture import Picture
+from camserve._plots import comparison
 from camserve.v1 import evaluate_pb2, explain_pb2
 from client import hostile
 
@@ -247,6 +248,6 @@ async def test_text_from_a_server_is_escaped_as_html(connect: Any, server: Any) 
 
 
 def test_label_of_a_megabyte_is_shortened_when_drawn() -> None:
-    tile = _board.Tile("x" * 1_000_000, None)
+    tile = comparison.Tile("x" * 1_000_000, None)
 
-    assert _board.draw([tile], []).width < 1000
+    assert comparison.draw([tile], []).width < 1000

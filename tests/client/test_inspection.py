@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import camserve
-from camserve import _chart
+from camserve._plots import norms
 from camserve.v1 import explain_pb2
 
 
@@ -96,7 +96,7 @@ async def test_maps_of_another_size_than_said_are_the_servers_fault(client: Any,
         channels=whole(request).channels, grid_height=9, grid_width=9, maps=b"1234"
     )
 
-    with pytest.raises(camserve.Internal, match="2 maps of 9 by 9"):
+    with pytest.raises(camserve.Internal, match="2 × 9 × 9 values"):
         await client.features(b"\x07")
 
 
@@ -120,7 +120,7 @@ async def test_what_is_wrong_is_not_sent(client: Any, server: Any, options: Any,
 
 async def test_options_of_a_wrong_kind_are_not_sent(client: Any, server: Any) -> None:
     for call, options in ((client.inspect, {"model": 7}), (client.features, {"top": "many"})):
-        with pytest.raises(camserve.InvalidArgument, match="of a wrong kind"):
+        with pytest.raises(camserve.InvalidArgument, match="has the wrong type"):
             await call(b"\x07", **options)
 
     assert server.calls == []
@@ -131,9 +131,9 @@ def test_what_is_wrong_with_a_layer_is_said(inspection: Any) -> None:
         "stem": "",
         "body": "",
         "dead": "dead: all zeros",
-        "wild": "3 not finite",
-        "cut": "no gradient",
-        "words": "returns no numbers",
+        "wild": "3 non-finite",
+        "cut": "zero gradient",
+        "words": "no numeric output",
     }
 
 
@@ -147,7 +147,7 @@ def test_the_table_has_a_line_for_every_layer(inspection: Any) -> None:
     assert len(lines) == 7
     assert lines[0].split()[:3] == ["layer", "type", "output"]
     assert lines[1].split() == ["stem", "Conv2d", "1×2×2×2", "0.5", "1", "-1", "3", "25.0%", "20", "0.02"]
-    assert lines[6].endswith("returns no numbers")
+    assert lines[6].endswith("no numeric output")
 
 
 def colours(image: Image.Image) -> set[Any]:
@@ -160,19 +160,21 @@ def rgb(name: str) -> tuple[int, ...]:
 
 def test_the_plot_marks_trouble_in_red_and_nothing_else(inspection: Any) -> None:
     healthy = replace(inspection, layers=inspection.layers[:1])
-    red = rgb(_chart._TROUBLE)
+    red = rgb(norms.PROBLEM_COLOR)
 
     assert red in colours(inspection.plot())
     assert red not in colours(healthy.plot())
-    assert set(map(rgb, _chart._COLOURS.values())) <= colours(healthy.plot())
+    assert set(map(rgb, norms.SERIES_COLORS.values())) <= colours(healthy.plot())
 
 
 def test_a_tenfold_norm_is_a_longer_bar_by_the_same_step_everywhere(inspection: Any) -> None:
     stem = inspection.layers[0]
     steps = [replace(stem, activation=replace(stem.activation, norm=norm)) for norm in (0.1, 1.0, 10.0, 100.0)]
     pixels = np.asarray(replace(inspection, layers=tuple(steps)).plot())
-    blue = (pixels == rgb(_chart._COLOURS["activation norm"])).all(2)
-    lengths = [int(blue[_chart._HEAD + k * _chart.ROW + _chart.ROW // 2].sum()) for k in range(4)]
+    blue = (pixels == rgb(norms.SERIES_COLORS["activation norm"])).all(2)
+    lengths = [
+        int(blue[norms.HEADER_HEIGHT + k * norms.MAX_ROW_HEIGHT + norms.MAX_ROW_HEIGHT // 2].sum()) for k in range(4)
+    ]
 
     assert np.diff(lengths[1:]) == pytest.approx(np.diff(lengths[1:]).mean(), abs=1)
     assert lengths[0] < lengths[1]
@@ -182,12 +184,12 @@ def test_a_tenfold_norm_is_a_longer_bar_by_the_same_step_everywhere(inspection: 
 def test_a_plot_of_any_depth_has_a_height_to_look_at(inspection: Any, count: int) -> None:
     image = replace(inspection, layers=inspection.layers[:1] * count).plot()
 
-    assert image.width == _chart.WIDTH
-    assert image.height <= _chart.TALLEST + _chart._HEAD + _chart._FOOT
+    assert image.width == norms.WIDTH
+    assert image.height <= norms.MAX_ROWS_HEIGHT + norms.HEADER_HEIGHT + norms.FOOTER_HEIGHT
 
 
 def test_a_long_name_is_shortened_from_its_beginning() -> None:
-    fitted = _chart._fitted("encoder." * 30 + "norm", 200)
+    fitted = norms._truncate_start("encoder." * 30 + "norm", 200)
 
     assert fitted.startswith("…")
     assert fitted.endswith("norm")
@@ -206,9 +208,9 @@ def test_the_table_and_the_maps_are_saved_too(inspection: Any, features: Any, tm
 
 
 def test_another_suffix_is_refused(inspection: Any, features: Any, tmp_path: Any) -> None:
-    with pytest.raises(camserve.InvalidArgument, match=r"'\.gif'; there are .*\.txt"):
+    with pytest.raises(camserve.InvalidArgument, match=r"'\.gif': the suffix must be one of .*\.txt"):
         inspection.save(tmp_path / "a.gif")
-    with pytest.raises(camserve.InvalidArgument, match=r"'a'; there are .*\.npy"):
+    with pytest.raises(camserve.InvalidArgument, match=r"'a': the suffix must be one of .*\.npy"):
         features.save(tmp_path / "a")
 
 
@@ -222,7 +224,7 @@ def test_without_a_leaf_there_is_a_table_and_no_plot(inspection: Any) -> None:
     odd = replace(inspection, layers=(replace(inspection.layers[-1], name="<b>"),))
 
     assert "&lt;b&gt;" in odd._repr_html_()
-    with pytest.raises(camserve.FailedPrecondition, match="nothing to draw"):
+    with pytest.raises(camserve.FailedPrecondition, match="nothing to plot"):
         odd.plot()
 
 
@@ -236,7 +238,7 @@ def test_the_command_prints_readings_and_draws_them(run: Any, server: Any, photo
     assert list(server.calls[0].request.layers) == ["stem", "dead"]
     assert server.calls[0].request.target.contrast.why_not.class_index == 8
     with Image.open(tmp_path / "p.png") as plot:
-        assert plot.width == _chart.WIDTH
+        assert plot.width == norms.WIDTH
 
 
 def test_the_command_prints_readings_as_json(run: Any, photo: Any) -> None:

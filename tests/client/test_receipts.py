@@ -121,13 +121,13 @@ def test_without_a_map_there_is_none(receipt: camserve.Receipt) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no camserve receipt: it is not JSON"),
+        ("", "not a camserve receipt: it is not JSON"),
         (b"\xff\xfe\xfd", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
         ("[]", "it is not a JSON object"),
         ("{}", "its \"format\" is not 'camserve receipt 1'"),
         ('{"format": 1}', 'its "format" is not'),
-        ('{"format": "camserve receipt 2"}', "this is a 'camserve receipt 2', and this camserve reads a"),
+        ('{"format": "camserve receipt 2"}', "the receipt has the format 'camserve receipt 2'; this client reads"),
         ('{"format": "camserve receipt 1"}', 'the receipt has no "model"'),
     ],
 )
@@ -143,17 +143,17 @@ def test_what_is_no_receipt_is_refused_in_words(text: Any, words: str) -> None:
     [
         ("model", 3, "must be a string, not 3"),
         ("digest", None, "must be a string, not null"),
-        ("versions", {"torch": 2}, "must be strings by name"),
-        ("versions", ["torch"], "must be strings by name"),
-        ("parameters", {"samples": [1]}, "must be numbers and words by name"),
-        ("parameters", {"samples": True}, "must be numbers and words by name"),
+        ("versions", {"torch": 2}, "must be an object of strings"),
+        ("versions", ["torch"], "must be an object of strings"),
+        ("parameters", {"samples": [1]}, "must be an object of numbers and strings"),
+        ("parameters", {"samples": True}, "must be an object of numbers and strings"),
         ("eigen_smoothing", 1, "must be true or false, not 1"),
         ("layers", "layer4", 'must be a list of names, not "layer4"'),
         ("layers", [4], "must be a list of names, not [4]"),
         ("fusion", "sum", 'must be null, mean, max, product, not "sum"'),
         ("target", {"klass": 3}, "must be a target"),
-        ("target", {}, "must be a target, not {} (it names nothing to explain)"),
-        ("target", [], "must be a target, not [] (it names nothing to explain)"),
+        ("target", {}, "must be a target, not {} (it names no target)"),
+        ("target", [], "must be a target, not [] (it names no target)"),
         ("target", 3, "must be a target, not 3"),
         ("score", "much", 'must be a number, not "much"'),
         ("score", None, "must be a number, not null"),
@@ -161,7 +161,11 @@ def test_what_is_no_receipt_is_refused_in_words(text: Any, words: str) -> None:
         ("heatmap", 3, "must be null or a map, not 3"),
         ("heatmap", {}, "must be null or a map, not {}"),
         ("heatmap", {"data": "!", "sha256": "", "height": 1, "width": 1}, "must be null or a map"),
-        ("heatmap", {"data": "AAAAAA==", "sha256": "00", "height": 1, "width": 1}, "not those of its SHA-256"),
+        (
+            "heatmap",
+            {"data": "AAAAAA==", "sha256": "00", "height": 1, "width": 1},
+            "its data does not match its SHA-256",
+        ),
     ],
 )
 def test_a_field_of_a_wrong_kind_is_named(receipt: camserve.Receipt, name: str, value: Any, words: str) -> None:
@@ -229,7 +233,7 @@ def test_what_an_answer_says_is_in_its_receipt() -> None:
 def test_an_old_server_gives_no_receipt() -> None:
     response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation()])
 
-    with pytest.raises(camserve.FailedPrecondition, match="older than receipts"):
+    with pytest.raises(camserve.FailedPrecondition, match="does not support them"):
         _ = _codec.result(response).explanations[0].receipt
 
 
@@ -264,7 +268,7 @@ async def test_a_receipt_is_replayed(client: Any, server: Any) -> None:
 
     assert same.same
     assert same.gap == 0
-    assert [each[:9] for each in other.differences] == ["the photo", "the model"]
+    assert [each[:9] for each in other.differences] == ["the photo", "the pixel"]
     asked = server.calls[1].request
     assert (asked.model, asked.targets[0].class_index, list(asked.layers)) == ("tiny", 7, ["features"])
     assert asked.methods[0].parameters["n"].number == 2
@@ -285,13 +289,16 @@ def test_the_same_is_the_same(receipt: camserve.Receipt) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"image_sha256": "45" * 32}, "the photo is another one (SHA-256 454545454545…, and it was 010101010101…)"),
-        ({"input_sha256": "45" * 32}, "the model saw other pixels (SHA-256 454545454545…, and it was 232323232323…)"),
-        ({"digest": "4"}, "the weights are others (SHA-256 4, and it was abababababab…)"),
-        ({"score": 2.5001}, "the score is 2.5001, and was 2.5"),
-        ({"heatmap": np.zeros((3, 2), np.float32)}, "the map has 3×2 cells, and had 2×3"),
-        ({"heatmap": np.zeros((2, 3), np.float32)}, "the map differs, by 1 of its maximum"),
-        ({"heatmap": np.full((2, 3), np.nan, np.float32)}, "the map differs, by inf of its maximum"),
+        ({"image_sha256": "45" * 32}, "the photo differs (SHA-256 454545454545…, was 010101010101…)"),
+        (
+            {"input_sha256": "45" * 32},
+            "the pixels that the model saw differ (SHA-256 454545454545…, was 232323232323…)",
+        ),
+        ({"digest": "4"}, "the weights differ (SHA-256 4, was abababababab…)"),
+        ({"score": 2.5001}, "the score is 2.5001, was 2.5"),
+        ({"heatmap": np.zeros((3, 2), np.float32)}, "the map has 3×2 cells, had 2×3"),
+        ({"heatmap": np.zeros((2, 3), np.float32)}, "the map differs by 1 of its largest absolute value"),
+        ({"heatmap": np.full((2, 3), np.nan, np.float32)}, "the map differs by inf of its largest absolute value"),
     ],
 )
 def test_each_difference_is_said_in_words(receipt: camserve.Receipt, change: Any, words: str) -> None:
@@ -309,11 +316,11 @@ def test_what_computed_it_is_blamed_only_where_the_numbers_differ(receipt: camse
     assert well.same
     assert [each.name for each in well.checks if not each.same] == ["device", "precision", "timm", "torch"]
     assert ill.differences == (
-        "the score is 3, and was 2.5",
-        "device is cuda:0, and was cpu",
-        "precision is bfloat16, and was float32",
-        "timm is 1, and was none",
-        "torch is none, and was 2.14.1",
+        "the score is 3, was 2.5",
+        "device is cuda:0, was cpu",
+        "precision is bfloat16, was float32",
+        "timm is 1, was none",
+        "torch is none, was 2.14.1",
     )
 
 

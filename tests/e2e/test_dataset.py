@@ -147,7 +147,7 @@ def test_a_second_run_does_only_what_is_new(run, photos, tmp_path):
     (photos / "more" / "new.png").write_bytes(encoded(77))
     done = run(photos)
 
-    assert "8 photos are done, 7 by earlier runs" in done.output
+    assert "8 photos are done (7 by earlier runs)" in done.output
     assert max(Counter(row["image"] for row in rows(tmp_path / "out")).values()) == 1
     assert len(rows(tmp_path / "out")) == 8
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -179,7 +179,7 @@ def test_what_would_be_wrong_with_every_photo_ends_the_job_and_marks_none(wish, 
     assert wrong.exit_code != 0
     assert words in wrong.output
     assert not list((tmp_path / "out" / "results").glob("*.parquet")) or right.exit_code == 0
-    assert (right.exit_code, right.output.count("7 photos are done:")) == (0, 1), right.output
+    assert (right.exit_code, right.output.count("7 photos are done.")) == (0, 1), right.output
 
 
 def test_a_target_that_one_photo_does_not_have_is_that_photos_error():
@@ -201,10 +201,10 @@ def test_a_target_that_one_photo_does_not_have_is_that_photos_error():
         *(kind("x") for kind in (camserve.NotFound, camserve.Unauthenticated, camserve.PermissionDenied)),
     ]
 
-    assert all(map(job._is_photos_own, own))
-    assert not any(map(job._is_photos_own, [*servers, *questions]))
-    assert all(map(job._is_questions, questions))
-    assert not any(map(job._is_questions, [*servers, *own]))
+    assert all(map(job._is_photo_error, own))
+    assert not any(map(job._is_photo_error, [*servers, *questions]))
+    assert all(map(job._is_request_error, questions))
+    assert not any(map(job._is_request_error, [*servers, *own]))
 
 
 QUESTION = dataset.JobSpec({"heatmap": False}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
@@ -246,12 +246,12 @@ def test_a_photo_at_which_the_server_fails_is_asked_about_alone_and_left_undone_
 
 
 def test_a_server_that_fails_at_all_photos_ends_the_job_and_one_that_fails_at_every_other_does_not(tmp_path):
-    many = Photos(f"{'xa'[n % 2]}{n}" for n in range(8 * job.TRIED))
+    many = Photos(f"{'xa'[n % 2]}{n}" for n in range(8 * job.RETRY_AFTER))
     wrong = {kind: Client(x=kind("no"), a=kind("no")) for kind in (camserve.Unavailable, camserve.Internal)}
 
     with pytest.raises(camserve.Unavailable):
         dataset.run(wrong[camserve.Unavailable], many, dataset.Store(str(tmp_path / "gone")), QUESTION)
-    assert len(wrong[camserve.Unavailable].asked) < 3 * job.TRIED
+    assert len(wrong[camserve.Unavailable].asked) < 3 * job.RETRY_AFTER
     assert not (tmp_path / "gone" / "results").exists()
     faulty = dataset.run(wrong[camserve.Internal], many, dataset.Store(str(tmp_path / "faulty")), QUESTION)
     assert (faulty.total, faulty.left) == (0, len(many))
@@ -277,13 +277,13 @@ def test_a_photo_that_kills_its_engine_is_left_and_its_neighbours_are_done(addre
 
 
 def test_what_is_left_is_said_and_the_exit_code_says_so_too(run, photos, monkeypatch):
-    monkeypatch.setattr(job, "_is_photos_own", lambda _error: False)
-    monkeypatch.setattr(job, "_is_questions", lambda _error: False)
+    monkeypatch.setattr(job, "_is_photo_error", lambda _error: False)
+    monkeypatch.setattr(job, "_is_request_error", lambda _error: False)
     done = run(photos)
 
     assert done.exit_code == 1
     assert "5 photos are done" in done.output
-    assert "2 are left for the next run, as of the last: " in done.output
+    assert "2 photos are left for the next run. The last error: " in done.output
 
 
 def test_photos_of_many_small_tables_come_out_under_their_own_names(tmp_path):
@@ -293,7 +293,7 @@ def test_photos_of_many_small_tables_come_out_under_their_own_names(tmp_path):
         pq.write_table(pa.table({"image": cells}), tmp_path / f"{table}.parquet")
     photos, under_way = dataset.Photos([f"{tmp_path}/{table}.parquet" for table in range(60)]), deque()
     with ThreadPoolExecutor(job.THREADS) as pool:
-        read = [image.decode() for image in job._read_ahead(pool, photos, photos, under_way)]
+        read = [image.decode() for image in job._prefetch(pool, photos, photos, under_way)]
 
     assert [f"{tmp_path}/{data.replace('#', '.parquet#')}" for data in read] == [key for key, _ in under_way]
     assert len(read) == 180
@@ -329,24 +329,24 @@ def test_a_table_in_an_object_store_names_photos_there(tmp_path):
     ],
 )
 def test_a_path_in_a_table_stays_in_the_tables_store(table, path, key):
-    assert dataset.photos._beside(table, path) == key
+    assert dataset.photos._resolve(table, path) == key
 
 
 def test_two_buckets_are_two_file_systems(monkeypatch):
     monkeypatch.setattr(dataset.photos, "filesystem", lambda uri: (uri[:7], uri[5:]))
     photos = dataset.Photos(["s3://a/x", "s3://b/y"])
 
-    assert [photos._home(f"s3://{bucket}/z.png") for bucket in "abc"] == ["s3://a/", "s3://b/", "s3://c/"]
+    assert [photos._file_system(f"s3://{bucket}/z.png") for bucket in "abc"] == ["s3://a/", "s3://b/", "s3://c/"]
 
 
 def test_a_store_that_fails_says_nothing_of_the_photo(monkeypatch, tmp_path):
     photos, found = dataset.Photos([str(tmp_path)]), {}
     for error in (OSError("timeout"), FileNotFoundError("none")):
         store = Mock(**{"open_input_stream.side_effect": error})
-        monkeypatch.setattr(photos, "_home", Mock(return_value=store))
+        monkeypatch.setattr(photos, "_file_system", Mock(return_value=store))
         with pytest.raises(camserve.CamserveError) as raised:
             photos.read("s3://b/1.png")
-        found[type(error)] = job._is_photos_own(raised.value)
+        found[type(error)] = job._is_photo_error(raised.value)
 
     assert found == {OSError: False, FileNotFoundError: True}
 
@@ -366,7 +366,7 @@ def test_a_uri_to_write_to_is_refused_in_words(options, photos, tmp_path, monkey
     refused = CliRunner().invoke(main, ["explain", str(photos), "-o", "s3://bucket/why", *options])
 
     assert refused.exit_code == 2
-    assert "s3://bucket/why is a URI: name a folder of this machine" in " ".join(refused.output.split())
+    assert "s3://bucket/why is a URI: the folder must be local" in " ".join(refused.output.split())
     assert not (tmp_path / "s3:").exists()
 
 
@@ -378,7 +378,7 @@ def test_a_job_goes_on_only_with_the_same_words(run, photos, tmp_path):
 
     assert refused.exit_code != 0
     assert "has a job with other methods, rendering" in refused.output
-    assert "is no job" in broken.output
+    assert "is not a job" in broken.output
 
 
 def test_two_runs_in_one_folder_would_do_photos_twice_so_the_second_is_refused(run, photos, tmp_path):
@@ -386,7 +386,7 @@ def test_two_runs_in_one_folder_would_do_photos_twice_so_the_second_is_refused(r
         refused = run(photos)
 
     assert refused.exit_code != 0
-    assert "another run is at work in" in refused.output
+    assert "another run uses" in refused.output
 
 
 def test_a_part_that_is_broken_is_named(run, photos, tmp_path):
@@ -423,7 +423,10 @@ def test_photos_come_out_of_a_parquet_file(kind, run, photos, tmp_path):
 def test_a_column_that_is_not_there_is_told_with_those_that_are(run, tmp_path):
     pq.write_table(pa.table({"a": [b""], "b": [b""], "n": [1]}), tmp_path / "set.parquet")
 
-    assert "name it by --column; there are a, b" in run(tmp_path / "set.parquet").output.lower()
+    assert (
+        "name the column with the photos by --column; candidates are a, b"
+        in run(tmp_path / "set.parquet").output.lower()
+    )
     assert "no column c of bytes or paths" in run(tmp_path / "set.parquet", options=("--column", "c")).output
     assert run(tmp_path / "set.parquet", options=("--column", "b")).exit_code == 0
 
@@ -440,7 +443,7 @@ def test_photos_come_out_of_an_object_store(run, photos, tmp_path):
         keys = {row["image"] for row in rows(tmp_path / out) if not row["error"]}
         names = {"0.png", "1.png", "2.png", "more/3.png", "more/4.png"}
         assert {key.partition("photos/" if out == "a" else "bucket/")[2] for key in keys} == names
-    assert "read by --resume only" in CliRunner().invoke(main, ["explain", "s3://b/p", "-o", "x"]).output
+    assert "is a URI, which needs --resume" in CliRunner().invoke(main, ["explain", "s3://b/p", "-o", "x"]).output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
@@ -449,7 +452,7 @@ def test_a_name_that_is_no_text_is_explained_once_too(run, photos, tmp_path):
     run(photos)
     done = run(photos)
 
-    assert "8 photos are done, 8 by earlier runs" in done.output
+    assert "8 photos are done (8 by earlier runs)" in done.output
     (row,) = (row for row in rows(tmp_path / "out") if r"\udcff.png" in row["image"])
     assert row["error"] is None
 
@@ -480,7 +483,7 @@ def test_of_500_photos_a_job_that_is_killed_half_way_and_started_again_has_500_r
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
 
     assert 0 < half < 500
-    assert f"500 photos are done, {half} by earlier runs" in ended.stdout
+    assert f"500 photos are done ({half} by earlier runs)" in ended.stdout
     assert Counter(row["image"] for row in rows(out)) == dict.fromkeys((f"{photos}/{n}.png" for n in range(500)), 1)
     assert {row["overlay"] for row in rows(out)} == {str(each.relative_to(out)) for each in out.rglob("*.jpg")}
     assert not [path for path in out.rglob(".*") if path.name != ".lock"]  # nothing half written stays
@@ -494,7 +497,7 @@ class Cut(BaseException):
 def test_wherever_a_job_is_cut_off_the_next_run_completes_it(at, address, photos, tmp_path, monkeypatch):
     """Whichever of its writes is the last that is done, half of the next one lying about."""
     store, count, turn = dataset.Store(str(tmp_path / "out")), 0, threading.Lock()
-    monkeypatch.setattr(job, "PART_PHOTOS", 2)
+    monkeypatch.setattr(job, "MAX_PART_PHOTOS", 2)
     whole = os.replace
 
     def cut(path, to):
@@ -558,11 +561,11 @@ def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
 
 def test_what_is_known_of_a_photo_that_is_done_is_16_bytes(monkeypatch):
     seen = job.KeySet()
-    monkeypatch.setattr(job, "TOGETHER", 1000)
+    monkeypatch.setattr(job, "MERGE_SIZE", 1000)
 
     assert all(seen.add(str(n)) for n in range(10_500))
     assert not any(seen.add(str(n)) for n in range(10_500))
-    assert seen._old.nbytes == 10_000 * 16
+    assert seen._merged.nbytes == 10_000 * 16
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text(encoding="utf-8")

@@ -219,9 +219,9 @@ def test_photos_are_read_only_as_far_as_there_is_room_and_no_more_once_nobody_wa
     [
         ([PHOTOS["chelsea"], "--method", "grdcam"], 'did you mean "gradcam"?'),
         ([PHOTOS["chelsea"], "--model", "resnet50"], "resnet50"),
-        ([PHOTOS["chelsea"], "--token", "secret"], "a token goes over TLS only"),
+        ([PHOTOS["chelsea"], "--token", "secret"], "a token requires TLS"),
         (["nothing.jpg"], "no such file"),
-        ([], "name a photo"),
+        ([], "no photo given"),
     ],
 )
 def test_what_went_wrong_is_told_in_a_line(node, arguments, words):

@@ -403,8 +403,8 @@ def test_actor_skips_a_photo_whose_server_fails_and_repeats_the_same_part(photos
     left, _ = job.start_run(one)
     actor = acting(one)
     with monkeypatch.context() as patch:
-        patch.setattr(dataset.job, "_is_photos_own", lambda _error: False)
-        patch.setattr(dataset.job, "_is_questions", lambda _error: False)
+        patch.setattr(dataset.job, "_is_photo_error", lambda _error: False)
+        patch.setattr(dataset.job, "_is_request_error", lambda _error: False)
         first = actor({"image": list(map(job._bytes, left))})
     second = actor({"image": list(map(job._bytes, left))})
 

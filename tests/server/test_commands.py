@@ -300,7 +300,7 @@ def test_a_receipt_is_replayed_without_a_server(folder):
 
     assert (same.exit_code, rubbish.exit_code) == (0, 1)
     assert "byte for byte" in same.stdout
-    assert "this is no camserve receipt" in rubbish.stderr
+    assert "not a camserve receipt" in rubbish.stderr
 
 
 def test_model_that_cannot_be_loaded_without_a_server_is_one_line(folder):

@@ -1,4 +1,7 @@
-"""Arguments to protobuf, and protobuf to values: pure, so that both clients share it."""
+"""Encode arguments as protobuf messages, and decode responses into values.
+
+Nothing here does network I/O, so the synchronous and the asynchronous client share it.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ V = TypeVar("V")
 ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[np.uint8]"
 MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
 
-_FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
+FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
     None: explain_pb2.IMAGE_FORMAT_UNSPECIFIED,
     "jpeg": explain_pb2.IMAGE_FORMAT_JPEG,
     "png": explain_pb2.IMAGE_FORMAT_PNG,
     "webp": explain_pb2.IMAGE_FORMAT_WEBP,
 }
-_FORMAT_NAMES = {number: name for name, number in _FORMATS.items() if name}
+FORMAT_NAMES = {number: name for name, number in FORMATS.items() if name}
 _FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
     None: explain_pb2.FUSION_UNSPECIFIED,
     "mean": explain_pb2.FUSION_MEAN,
@@ -45,10 +48,10 @@ _FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
     "product": explain_pb2.FUSION_PRODUCT,
 }
 _FUSION_NAMES = {number: name for name, number in _FUSIONS.items() if name}
-_MOST_EXPLANATIONS = 16 * 16 * 8  # methods, targets and layers of a request
-_LARGEST_INDEX = (1 << 31) - 1  # of a class
-_LONGEST_SIDE = 1 << 20  # pixels of a photo
-_JOINT = " + "  # between the names of layers that were fused
+_MAX_EXPLANATIONS = 16 * 16 * 8  # methods × targets × layers of a request
+_MAX_CLASS_INDEX = (1 << 31) - 1
+_MAX_PHOTO_SIDE = 1 << 20  # pixels
+_LAYER_SEPARATOR = " + "  # joins the names of fused layers
 _PROFILES: Mapping[str, explain_pb2.Profile.ValueType] = {
     "paper": explain_pb2.PROFILE_PAPER,
     "grad-cam": explain_pb2.PROFILE_GRAD_CAM,
@@ -65,32 +68,39 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 
 class ExplainOptions(TypedDict, total=False):
-    """What to explain and what to return; everything may be left out.
+    """Options of an explanation: what to explain and what to return. All are optional.
 
     Attributes:
-        model: Name of a loaded model. Default: the server's first.
-        methods: One method or several, each a name, a ``Method``, or a pair of name and
-            parameters. Default: gradcam.
-        targets: One target or several: labels, class indices, ``contrast(a, b)``, ``finer(a)``,
-            ``probability(a)``, ``segment(a)``, ``detection(a)`` or ``similarity(image)``. Default:
-            the ``top_k`` most probable classes.
-        layers: One layer or several, by name. Default: the model's default layer.
-        fusion: How the maps of several layers become one: "mean", "max" or "product" of what is
-            positive in them, each divided by its maximum. Default: None, a map for each.
-        top_k: How many classes to explain where there are no targets, 1 to 16. Default: 1.
-        heatmap: Whether to return the raw map. Default: True.
-        overlay: "jpeg", "png", "webp", or None for no overlay. Default: "jpeg".
-        heatmap_image: The same for the heatmap alone, in colour. Default: None.
+        model: Name of a loaded model. Default: the server's first model.
+        methods: One method or several, up to 16. Each is a name, a ``Method``, or a pair of name
+            and parameters. Default: gradcam.
+        targets: One target or several, up to 16: labels, class indices, ``contrast(a, b)``,
+            ``finer(a)``, ``probability(a)``, ``segment(a)``, ``detection(a)`` or
+            ``similarity(image)``. Default: the ``top_k`` most probable classes.
+        layers: One layer or several, up to 8, by name. Default: the model's default layer.
+        fusion: How to combine the maps of several layers into one: "mean", "max" or "product".
+            Each map is first cut at zero, scaled from its minimum and maximum to 0 and 1, and
+            resized bilinearly to the finest grid. Default: None, one map for each layer.
+        top_k: Number of classes to explain if there are no targets, 1 to 16: the most probable ones;
+            for a segmentation the largest ones, for a detector the objects with the highest scores.
+            Default: 1.
+        heatmap: True to return the raw map. Default: True.
+        overlay: Format of the overlay: "jpeg", "png", "webp", or None for no overlay.
+            Default: "jpeg".
+        heatmap_image: Format of a picture of the heatmap alone, in colour and in the size of the
+            overlay. Default: None.
         colormap: Name of the colour map. Default: "jet".
         alpha: Opacity of the heatmap over the photo, 0 to 1. Default: 0.5.
-        max_side: Longer side of the pictures at most, in pixels, 16 to 16384. Default: the photo's.
-        quality: Of JPEG and WebP pictures, 1 to 100. Default: the server's.
-        max_predictions: How many predictions to return, 0 to 1000. Default: 5.
-        profile: By whose convention raw numbers become colours: "paper", "grad-cam" (as
-            pytorch-grad-cam), "torchcam" or "captum". The raw numbers stay the same.
+        max_side: Maximum length of a picture's longer side in pixels, 16 to 16384. Pictures are
+            never enlarged. Default: the photo's own size.
+        quality: Quality of JPEG and WebP pictures, 1 to 100. Default: 90.
+        max_predictions: Number of predictions to return, 0 to 1000. Default: 5.
+        profile: Convention that converts raw values to colours: "paper", "grad-cam" (that of
+            pytorch-grad-cam), "torchcam" or "captum". The raw values stay the same.
             Default: "paper".
-        intensity: Whether to return what is coloured, 0 to 1, on the pixels of the model's input.
-            Default: False.
+        intensity: True to return the intensities that are coloured, 0 to 1, at the resolution of
+            the model's input. With "torchcam" they can slightly exceed that range, because it
+            interpolates bicubically. Default: False.
     """
 
     model: str | None
@@ -113,7 +123,7 @@ class ExplainOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """ExplainOptions with their defaults."""
+    """Builder of explain requests: the fields of ``ExplainOptions`` with their defaults."""
 
     model: str | None = None
     methods: MethodLike | Sequence[MethodLike] = ("gradcam",)
@@ -133,111 +143,111 @@ class Question:
     intensity: bool = False
 
     def request(self) -> explain_pb2.ExplainRequest:
-        """Return the request, still without an image.
+        """Return the request without its image.
 
         Raises:
-            InvalidArgument: An option is out of range or of a wrong kind.
+            InvalidArgument: An option is out of range or has the wrong type.
         """
         try:
             for name, (low, high) in _RANGES.items():
                 _check_range(name, getattr(self, name), low, high)
-            return self._message()
+            return self._encode()
         except (TypeError, ValueError, AttributeError) as error:
-            raise InvalidArgument(f"an option is of a wrong kind: {error}") from error
+            raise InvalidArgument(f"an option has the wrong type: {error}") from error
 
-    def _message(self) -> explain_pb2.ExplainRequest:
+    def _encode(self) -> explain_pb2.ExplainRequest:
         return explain_pb2.ExplainRequest(
             model=self.model or "",
-            methods=[_method(each) for each in _methods(self.methods)],
+            methods=[_encode_method(method) for method in _methods_as_sequence(self.methods)],
             targets=[
-                _targets.message(each, f"targets[{at}]", image_bytes)
-                for at, each in enumerate(_targets.targets_of(self.targets))
+                _targets.encode(target, f"targets[{index}]", image_bytes)
+                for index, target in enumerate(_targets.as_iterable(self.targets))
             ],
             top_k=self.top_k,
             layers=[self.layers] if isinstance(self.layers, str) else self.layers or (),
-            rendering=self._rendering(),
+            rendering=self._encode_rendering(),
             max_predictions=self.max_predictions,
-            fusion=_chosen(_FUSIONS, self.fusion, "fusion"),
+            fusion=look_up(_FUSIONS, self.fusion, "fusion"),
         )
 
-    def _rendering(self) -> explain_pb2.Rendering:
+    def _encode_rendering(self) -> explain_pb2.Rendering:
         return explain_pb2.Rendering(
-            overlay=_chosen(_FORMATS, self.overlay, "rendering.overlay"),
+            overlay=look_up(FORMATS, self.overlay, "rendering.overlay"),
             heatmap=self.heatmap,
-            heatmap_image=_chosen(_FORMATS, self.heatmap_image, "rendering.heatmap_image"),
+            heatmap_image=look_up(FORMATS, self.heatmap_image, "rendering.heatmap_image"),
             colormap=self.colormap,
             alpha=self.alpha,
             max_side=self.max_side or 0,
             quality=self.quality or 0,
-            profile=_chosen(_PROFILES, self.profile, "rendering.profile"),
+            profile=look_up(_PROFILES, self.profile, "rendering.profile"),
             intensity=self.intensity,
         )
 
 
-def with_image(question: explain_pb2.ExplainRequest, image: object) -> explain_pb2.ExplainRequest:
-    """Return the request for one image.
+def with_image(template: explain_pb2.ExplainRequest, image: object) -> explain_pb2.ExplainRequest:
+    """Return a copy of a request, with an image.
 
     Raises:
-        InvalidArgument: The image cannot be read, or is no image.
+        InvalidArgument: The image cannot be read, or is not an image.
     """
     request = explain_pb2.ExplainRequest(image=image_bytes(image))
-    request.MergeFrom(question)
+    request.MergeFrom(template)
     return request
 
 
 def image_bytes(image: object) -> bytes:
-    """Return the file of an image: paths and bytes untouched, pixels encoded as PNG.
+    """Return an image as the bytes of a file: files and bytes unchanged, pixels encoded as PNG.
 
     Raises:
-        InvalidArgument: The image cannot be read, or is no image.
+        InvalidArgument: The image cannot be read, or is not an image.
     """
-    data = _file(image)
+    data = _read_image(image)
     if not data:
-        raise _bad("image", "it is empty")
+        raise _invalid("image", "it is empty")
     return data
 
 
-def _file(image: object) -> bytes:
-    for kinds, read in _READERS:
-        if isinstance(image, kinds):
+def _read_image(image: object) -> bytes:
+    for types, read in _IMAGE_READERS:
+        if isinstance(image, types):
             return read(image)
-    wanted = "a path, bytes, a PIL image or a uint8 [H, W, 3] array"
-    raise _bad("image", f"it must be {wanted}, not {type(image).__name__}")
+    expected = "a path, bytes, a PIL image or a uint8 [H, W, 3] array"
+    raise _invalid("image", f"it must be {expected}, not {type(image).__name__}")
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
+def _read_file(path: str | os.PathLike[str]) -> bytes:
     try:
         with Path(path).open("rb") as file:
             return _local.read_photo(file, os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = getattr(error, "strerror", None) or str(error)
-        raise _bad("image", f"cannot read {os.fspath(path)!r}: {reason}") from error
+        raise _invalid("image", f"cannot read {os.fspath(path)!r}: {reason}") from error
 
 
-_READERS: Sequence[tuple[tuple[type, ...], Callable[[Any], bytes]]] = (
-    ((str, os.PathLike), _read),
+_IMAGE_READERS: Sequence[tuple[tuple[type, ...], Callable[[Any], bytes]]] = (
+    ((str, os.PathLike), _read_file),
     ((bytes, bytearray, memoryview), bytes),
     ((Image.Image,), _picture.from_pil),
     ((np.ndarray,), _picture.from_array),
 )
 
 
-def _methods(given: MethodLike | Sequence[MethodLike]) -> Sequence[MethodLike]:
-    if isinstance(given, str | Method) or _is_pair(given):
-        return (given,)
-    return cast("Sequence[MethodLike]", given)
+def _methods_as_sequence(methods: MethodLike | Sequence[MethodLike]) -> Sequence[MethodLike]:
+    if isinstance(methods, str | Method) or _is_name_with_parameters(methods):
+        return (methods,)
+    return cast("Sequence[MethodLike]", methods)
 
 
-def _is_pair(given: Sequence[object]) -> TypeGuard[tuple[str, Mapping[str, float | str]]]:
+def _is_name_with_parameters(value: Sequence[object]) -> TypeGuard[tuple[str, Mapping[str, float | str]]]:
     # A tuple of two names is two methods.
-    return isinstance(given, tuple) and bool(given) and isinstance(given[-1], Mapping)
+    return isinstance(value, tuple) and bool(value) and isinstance(value[-1], Mapping)
 
 
-def _method(given: MethodLike) -> explain_pb2.Method:
-    if isinstance(given, str):
-        return explain_pb2.Method(name=given)
-    method = given if isinstance(given, Method) else Method(*given)
-    parameters = {name: parameter(name, each) for name, each in method.parameters.items()}
+def _encode_method(value: MethodLike) -> explain_pb2.Method:
+    if isinstance(value, str):
+        return explain_pb2.Method(name=value)
+    method = value if isinstance(value, Method) else Method(*value)
+    parameters = {name: parameter(name, number_or_text) for name, number_or_text in method.parameters.items()}
     return explain_pb2.Method(
         name=method.name,
         parameters=parameters,
@@ -246,55 +256,68 @@ def _method(given: MethodLike) -> explain_pb2.Method:
     )
 
 
-def parameter(name: str, given: object, owner: str = "methods") -> explain_pb2.Parameter:
-    """Write the value of a parameter.
+def parameter(name: str, number_or_text: object, owner: str = "methods") -> explain_pb2.Parameter:
+    """Encode the value of a parameter.
+
+    Args:
+        name: Name of the parameter, for the error.
+        number_or_text: Its value.
+        owner: Name of the request's field that has the parameter, for the error.
 
     Raises:
-        InvalidArgument: It is neither a number nor a word.
+        InvalidArgument: The value is neither a number nor a string.
     """
-    if isinstance(given, str):
-        return explain_pb2.Parameter(text=given)
+    if isinstance(number_or_text, str):
+        return explain_pb2.Parameter(text=number_or_text)
     try:
-        return explain_pb2.Parameter(number=given)  # type: ignore[arg-type]  # protobuf checks it
+        return explain_pb2.Parameter(number=number_or_text)  # type: ignore[arg-type]  # protobuf checks it
     except TypeError as error:
-        kind = type(given).__name__
-        raise _bad(f"{owner}.{name}", f"it must be a number or a word, not {kind}") from error
+        kind = type(number_or_text).__name__
+        raise _invalid(f"{owner}.{name}", f"it must be a number or a string, not {kind}") from error
 
 
-def _chosen(known: Mapping[K, V], name: K, field: str) -> V:
-    if name not in known:
-        raise _bad(field, f"there is no {name!r}; there are {', '.join(map(repr, known))}")
-    return known[name]
+def look_up(choices: Mapping[K, V], name: K, field: str) -> V:
+    """Return the value of a choice.
+
+    Raises:
+        InvalidArgument: There is no choice of this name.
+    """
+    if name not in choices:
+        raise _invalid(field, f"unknown value {name!r}; expected one of {', '.join(map(repr, choices))}")
+    return choices[name]
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
-        raise _bad(name, f"{value} is not between {low} and {high}")
+        raise _invalid(name, f"{value} is not between {low} and {high}")
 
 
-def _bad(field: str, reason: str) -> InvalidArgument:
+def _invalid(field: str, reason: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}", fields={field: reason})
 
 
-def result(response: explain_pb2.ExplainResponse, asked: Sequence[explain_pb2.Target] = ()) -> Result:
-    """Read a response.
+def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.Target] = ()) -> Result:
+    """Decode a response.
 
     Args:
-        response: As it came.
-        asked: The targets of its request, for receipts: an image to compare with is not sent back.
+        response: The server's response.
+        targets: The targets of the request. Receipts need them, because a response leaves out the image of a
+            ``similarity``.
 
     Raises:
-        Internal: A raw map does not have the number of values that it declares, or the answer is invalid.
+        Internal: The response is invalid, such as a raw map without the declared number of values.
     """
-    if len(response.explanations) > _MOST_EXPLANATIONS or len(response.predictions) > _RANGES["max_predictions"][1]:
+    if len(response.explanations) > _MAX_EXPLANATIONS or len(response.predictions) > _RANGES["max_predictions"][1]:
         raise Internal("the server sent more explanations or predictions than a request can ask for")
-    photo = _photo(response.photo)
+    photo = _decode_photo(response.photo)
     timing = response.timing
     return Result(
-        predictions=tuple(map(_prediction, response.predictions)),
+        predictions=tuple(map(_decode_prediction, response.predictions)),
         explanations=tuple(
-            _explanation(each, photo, _receipt(each, response, asked[at % len(asked)] if asked else None))
-            for at, each in enumerate(response.explanations)
+            _decode_explanation(
+                message, photo, _decode_receipt(message, response, targets[index % len(targets)] if targets else None)
+            )
+            for index, message in enumerate(response.explanations)
         ),
         model=response.model,
         request_id=response.request_id,
@@ -310,96 +333,96 @@ def result(response: explain_pb2.ExplainResponse, asked: Sequence[explain_pb2.Ta
 
 
 def outcome(
-    reply: explain_pb2.ExplainStreamResponse, asked: Sequence[explain_pb2.Target] = ()
+    reply: explain_pb2.ExplainStreamResponse, targets: Sequence[explain_pb2.Target] = ()
 ) -> Result | CamserveError | None:
-    """Read one answer of a stream: what came out, or why nothing did; None if it is neither."""
+    """Decode one reply of a stream: a result or an error; None for other kinds of replies, such as progress."""
     kind = reply.WhichOneof("outcome")
     if kind == "response":
         try:
-            return result(reply.response, asked)
+            return result(reply.response, targets)
         except CamserveError as error:
             return error
     if kind != "error":
         return None
-    said = reply.error
-    after = said.retry_after_ms / 1000 if said.HasField("retry_after_ms") else None
-    wrong = merged((each.field, each.description) for each in said.fields)
-    return make(code_of(said.code), said.message, Details(reply.request_id, wrong, after))
+    message = reply.error
+    retry_after = message.retry_after_ms / 1000 if message.HasField("retry_after_ms") else None
+    violations = merged((violation.field, violation.description) for violation in message.fields)
+    return make(code_of(message.code), message.message, Details(reply.request_id, violations, retry_after))
 
 
-def _photo(said: explain_pb2.Photo) -> Photo:
-    seen = said.seen
+def _decode_photo(message: explain_pb2.Photo) -> Photo:
+    seen = message.seen
     edges = (seen.left, seen.top, seen.right, seen.bottom)
-    if max(said.width, said.height) > _LONGEST_SIDE or not all(map(math.isfinite, edges)):
+    if max(message.width, message.height) > _MAX_PHOTO_SIDE or not all(map(math.isfinite, edges)):
         raise Internal("the server sent an invalid photo geometry")
-    box = Box(seen.left, seen.top, seen.right, seen.bottom)
-    whole = Box(0.0, 0.0, float(said.width), float(said.height))
-    return Photo(said.width, said.height, box if said.HasField("seen") else whole)
+    whole = Box(0.0, 0.0, float(message.width), float(message.height))
+    return Photo(message.width, message.height, Box(*edges) if message.HasField("seen") else whole)
 
 
-def _prediction(said: explain_pb2.Prediction) -> Prediction:
-    box = said.box
-    where = Box(box.left, box.top, box.right, box.bottom) if said.HasField("box") else None
-    if said.class_index > _LARGEST_INDEX:
+def _decode_prediction(message: explain_pb2.Prediction) -> Prediction:
+    box = message.box
+    object_box = Box(box.left, box.top, box.right, box.bottom) if message.HasField("box") else None
+    if message.class_index > _MAX_CLASS_INDEX:
         raise Internal("the server sent an invalid class index")
-    label = said.label or f"class {said.class_index}"
-    return Prediction(label, said.probability, said.class_index, said.score, where, said.area)
+    label = message.label or f"class {message.class_index}"
+    return Prediction(label, message.probability, message.class_index, message.score, object_box, message.area)
 
 
-def _receipt(
-    said: explain_pb2.Explanation, response: explain_pb2.ExplainResponse, asked: explain_pb2.Target | None
+def _decode_receipt(
+    message: explain_pb2.Explanation, response: explain_pb2.ExplainResponse, requested: explain_pb2.Target | None
 ) -> Receipt | None:
     if not response.HasField("receipt"):
         return None
-    origin = response.receipt
-    same = {each.name: getattr(origin, each.name) for each in origin.DESCRIPTOR.fields if each.name != "versions"}
+    receipt = response.receipt
+    names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name != "versions"]
     return Receipt(
-        **same,
+        **{name: getattr(receipt, name) for name in names},
         model=response.model,
-        versions=dict(origin.versions),
-        method=said.method,
-        parameters={name: value(each) for name, each in said.parameters.items()},
-        augmentation_smoothing=said.augmentation_smoothing,
-        eigen_smoothing=said.eigen_smoothing,
-        layers=tuple(said.layer.split(_JOINT)) if said.layer else (),
-        fusion=_FUSION_NAMES.get(said.fusion),
-        target=target_json(_complete(said.resolved_target, asked)),
-        score=said.score,
-        verdict=_verdict(said.verdict),
-        heatmap=_heatmap(said.heatmap) if said.HasField("heatmap") else None,
+        versions=dict(receipt.versions),
+        method=message.method,
+        parameters={name: value(parameter) for name, parameter in message.parameters.items()},
+        augmentation_smoothing=message.augmentation_smoothing,
+        eigen_smoothing=message.eigen_smoothing,
+        layers=tuple(message.layer.split(_LAYER_SEPARATOR)) if message.layer else (),
+        fusion=_FUSION_NAMES.get(message.fusion),
+        target=target_json(_restore_image(message.resolved_target, requested)),
+        score=message.score,
+        verdict=_decode_verdict(message.verdict),
+        heatmap=_decode_heatmap(message.heatmap) if message.HasField("heatmap") else None,
     )
 
 
-def _complete(resolved: explain_pb2.Target, asked: explain_pb2.Target | None) -> explain_pb2.Target:
-    likeness = resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image
-    return asked if asked and likeness else resolved
+def _restore_image(resolved: explain_pb2.Target, requested: explain_pb2.Target | None) -> explain_pb2.Target:
+    # The server does not send back the image of a similarity.
+    is_missing = resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image
+    return requested if requested and is_missing else resolved
 
 
-def _explanation(said: explain_pb2.Explanation, photo: Photo, receipt: Receipt | None) -> Explanation:
+def _decode_explanation(message: explain_pb2.Explanation, photo: Photo, receipt: Receipt | None) -> Explanation:
     return Explanation(
-        method=said.method,
-        layer=said.layer,
-        target=_prediction(said.target),
-        contrast=_prediction(said.contrast) if said.HasField("contrast") else None,
-        score=said.score,
-        verdict=_verdict(said.verdict),
-        verdict_message=said.verdict_message,
-        parameters={name: value(each) for name, each in said.parameters.items()},
+        method=message.method,
+        layer=message.layer,
+        target=_decode_prediction(message.target),
+        contrast=_decode_prediction(message.contrast) if message.HasField("contrast") else None,
+        score=message.score,
+        verdict=_decode_verdict(message.verdict),
+        verdict_message=message.verdict_message,
+        parameters={name: value(parameter) for name, parameter in message.parameters.items()},
         photo=photo,
-        heatmap=_heatmap(said.heatmap) if said.HasField("heatmap") else None,
-        overlay_picture=_pictured(said.overlay) if said.HasField("overlay") else None,
-        colored_picture=_pictured(said.heatmap_image) if said.HasField("heatmap_image") else None,
-        resolved=_targets.resolved(said.resolved_target),
-        intensity=_heatmap(said.intensity) if said.HasField("intensity") else None,
-        completeness_error=said.completeness_error if said.HasField("completeness_error") else None,
-        augmentation_smoothing=said.augmentation_smoothing,
-        eigen_smoothing=said.eigen_smoothing,
-        fusion=_FUSION_NAMES.get(said.fusion),
+        heatmap=_decode_heatmap(message.heatmap) if message.HasField("heatmap") else None,
+        overlay_picture=_decode_picture(message.overlay) if message.HasField("overlay") else None,
+        colored_picture=_decode_picture(message.heatmap_image) if message.HasField("heatmap_image") else None,
+        resolved=_targets.decode(message.resolved_target),
+        intensity=_decode_heatmap(message.intensity) if message.HasField("intensity") else None,
+        completeness_error=message.completeness_error if message.HasField("completeness_error") else None,
+        augmentation_smoothing=message.augmentation_smoothing,
+        eigen_smoothing=message.eigen_smoothing,
+        fusion=_FUSION_NAMES.get(message.fusion),
         receipt_or_none=receipt,
     )
 
 
-def _verdict(number: int) -> Verdict:
+def _decode_verdict(number: int) -> Verdict:
     # A newer server may know more verdicts than this client.
     if number not in explain_pb2.Verdict.values():
         return Verdict.UNSPECIFIED
@@ -407,81 +430,82 @@ def _verdict(number: int) -> Verdict:
     return Verdict(name.removeprefix("VERDICT_"))
 
 
-def _heatmap(said: explain_pb2.Heatmap) -> NDArray[np.float32]:
-    values = np.frombuffer(said.data, "<f4") if len(said.data) % 4 == 0 else np.empty(0)
-    if values.size != said.height * said.width or not values.size:
-        raise Internal(f"the server sent no {said.height} by {said.width} heatmap")
-    return values.astype(np.float32, copy=False).reshape(said.height, said.width)
+def _decode_heatmap(message: explain_pb2.Heatmap) -> NDArray[np.float32]:
+    values = np.frombuffer(message.data, "<f4") if len(message.data) % 4 == 0 else np.empty(0)
+    if values.size != message.height * message.width or not values.size:
+        raise Internal(f"the server sent a heatmap that does not have {message.height} × {message.width} values")
+    return values.astype(np.float32, copy=False).reshape(message.height, message.width)
 
 
-def _pictured(said: explain_pb2.Picture) -> Picture:
-    return Picture(_FORMAT_NAMES.get(said.format, ""), said.data, said.width, said.height)
+def _decode_picture(message: explain_pb2.Picture) -> Picture:
+    return Picture(FORMAT_NAMES.get(message.format, ""), message.data, message.width, message.height)
 
 
-def value(said: explain_pb2.Parameter) -> float | str:
-    """Read the value of a parameter."""
-    return said.text if said.WhichOneof("value") == "text" else said.number
+def value(message: explain_pb2.Parameter) -> float | str:
+    """Decode the value of a parameter."""
+    return message.text if message.WhichOneof("value") == "text" else message.number
 
 
-def model(said: models_pb2.Model, labels: Iterable[str] = ()) -> Model:
-    """Read the description of a model."""
-    same = {each.name: getattr(said, each.name) for each in fields(Model) if each.name not in {"labels", "state"}}
-    return Model(labels=tuple(labels), state=_state(said.state), **same)
+def model(message: models_pb2.Model, labels: Iterable[str] = ()) -> Model:
+    """Decode the description of a model."""
+    names = [field.name for field in fields(Model) if field.name not in {"labels", "state"}]
+    values = {name: getattr(message, name) for name in names}
+    return Model(labels=tuple(labels), state=_decode_model_state(message.state), **values)
 
 
-def _state(number: int) -> ModelState:
+def _decode_model_state(number: int) -> ModelState:
     try:
         return ModelState(models_pb2.ModelState.Name(number).removeprefix("MODEL_STATE_"))  # type: ignore[arg-type]
-    except ValueError:  # of a newer server
+    except ValueError:  # a newer server may know more states than this client
         return ModelState.UNSPECIFIED
 
 
-def layer(said: models_pb2.Layer) -> Layer:
-    """Read the description of a layer."""
+def layer(message: models_pb2.Layer) -> Layer:
+    """Decode the description of a layer."""
     return Layer(
-        name=said.name,
-        type=said.type,
-        output_shape=tuple(said.output_shape),
-        parameters=said.parameters,
-        calls=said.calls,
-        explainable=said.explainable,
-        grid=(said.grid_height, said.grid_width) if said.grid_height else None,
-        reason=said.reason,
-        kinds=tuple(map(_kind, said.kinds)),
+        name=message.name,
+        type=message.type,
+        output_shape=tuple(message.output_shape),
+        parameters=message.parameters,
+        calls=message.calls,
+        explainable=message.explainable,
+        grid=(message.grid_height, message.grid_width) if message.grid_height else None,
+        reason=message.reason,
+        kinds=tuple(map(_decode_kind, message.kinds)),
     )
 
 
-def method(said: models_pb2.MethodInfo) -> MethodInfo:
-    """Read the description of a method."""
+def method(message: models_pb2.MethodInfo) -> MethodInfo:
+    """Decode the description of a method."""
     return MethodInfo(
-        name=said.name,
-        kind=_kind(said.kind),
-        summary=said.summary,
-        paper=said.paper,
-        parameters=tuple(map(parameter_info, said.parameters)),
-        rows=said.rows,
-        layered=said.layered,
-        eigen_smoothing=said.eigen_smoothing,
-        needs=said.needs,
-        formula=said.formula,
+        name=message.name,
+        kind=_decode_kind(message.kind),
+        summary=message.summary,
+        paper=message.paper,
+        parameters=tuple(map(parameter_info, message.parameters)),
+        rows=message.rows,
+        layered=message.layered,
+        eigen_smoothing=message.eigen_smoothing,
+        needs=message.needs,
+        formula=message.formula,
     )
 
 
-def _kind(number: int) -> str:
+def _decode_kind(number: int) -> str:
     if number not in models_pb2.MethodKind.values():
         return str(number)
     name = models_pb2.MethodKind.Name(models_pb2.MethodKind.ValueType(number))
     return name.removeprefix("METHOD_KIND_")
 
 
-def parameter_info(said: models_pb2.ParameterInfo) -> ParameterInfo:
-    """Read the description of a parameter."""
+def parameter_info(message: models_pb2.ParameterInfo) -> ParameterInfo:
+    """Decode the description of a parameter."""
     return ParameterInfo(
-        name=said.name,
-        summary=said.summary,
-        default=value(said.default_value) if said.HasField("default_value") else None,
-        minimum=said.minimum,
-        maximum=said.maximum,
-        integer=said.integer,
-        choices=tuple(said.choices),
+        name=message.name,
+        summary=message.summary,
+        default=value(message.default_value) if message.HasField("default_value") else None,
+        minimum=message.minimum,
+        maximum=message.maximum,
+        integer=message.integer,
+        choices=tuple(message.choices),
     )

@@ -1,4 +1,4 @@
-"""Which files to explain, and under which names to write what comes out."""
+"""Find the images to explain, and name the files of their results."""
 
 from __future__ import annotations
 
@@ -19,100 +19,101 @@ if TYPE_CHECKING:
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
 
-# In bytes, as file systems count; what is written first or beside has up to 20 more.
-_LONGEST_NAME = 235
-_LONGEST_PART = 50
+# In bytes, as file systems count. The names of temporary files and of ".receipt.json" are up to 20 bytes longer.
+_MAX_NAME_BYTES = 235
+_MAX_PART_BYTES = 50
 
 
 def images_in(paths: Iterable[str], output: Path, *, allow_outside: bool = False) -> tuple[list[Path], list[Path]]:
-    """Return files as they are, for globs what they name, and for folders the images below them, sorted.
+    """Return the images that paths name: files, the files of globs, and the images below folders, sorted.
 
-    What lies below ``output`` is left out of folders, so that a second run does not explain the
-    pictures of the first.
+    Images below ``output`` are left out of folders, so that a second run does not explain the
+    overlays of the first.
 
     Args:
         paths: Files, folders and globs.
-        output: The folder for the pictures.
-        allow_outside: Whether links may lead out of a named folder.
+        output: The folder that the overlays are written to.
+        allow_outside: True to follow links that lead out of a named folder.
 
     Returns:
-        The images, and the links that were left out because they lead out of their folder.
+        The images, and the links that were skipped because they lead out of their folder.
 
     Raises:
         InvalidArgument: A path is a URI, or a folder has no images.
     """
     images: list[Path] = []
-    left_out: list[Path] = []
+    skipped: list[Path] = []
     for path in paths:
         if "://" in path:
-            raise InvalidArgument(f"{path} is read by --resume only")
+            raise InvalidArgument(f"{path} is a URI, which needs --resume")
         root = None if allow_outside else root_of(path)
-        for each in (each for found in named(path) for each in _expanded(found, output)):
-            (images if root is None or leads_below(each, root) else left_out).append(Path(each))
-    return images, left_out
+        for image in (image for match in expand_glob(path) for image in _expand_folder(match, output)):
+            (images if root is None or leads_below(image, root) else skipped).append(Path(image))
+    return images, skipped
 
 
-def _expanded(path: str, output: Path) -> Iterable[str]:
+def _expand_folder(path: str, output: Path) -> Iterable[str]:
     if not Path(path).is_dir():
         return [path]
-    # Only a folder of its own: who writes beside the photos still wants them explained.
-    found = list(walk(path, lambda folder: not (output.exists() and output.samefile(folder))))
-    if not found:
-        raise InvalidArgument(f"there are no images in {path}")
-    return found
+    # Only subfolders are compared with the output, because overlays may be written beside their photos.
+    images = list(walk(path, lambda folder: not (output.exists() and output.samefile(folder))))
+    if not images:
+        raise InvalidArgument(f"no images in {path}")
+    return images
 
 
 def walk(folder: str, enter: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the images below a folder, by name. Links to folders are not followed: they could form a loop.
+    """Yield the images below a folder, ordered by name. Links to folders are not followed: they could form a loop.
 
     Args:
         folder: A local folder.
-        enter: Whether to search a folder below it.
+        enter: Function that returns True for a subfolder to search.
     """
-    ahead = [iter(_entries(folder))]
-    while ahead:
-        path, is_folder = next(ahead[-1], ("", False))
+    stack = [iter(_list_folder(folder))]
+    while stack:
+        path, is_folder = next(stack[-1], ("", False))
         if not path:
-            ahead.pop()
+            stack.pop()
         elif not is_folder:
             yield path
         elif enter(path):
-            ahead.append(iter(_entries(path)))
+            stack.append(iter(_list_folder(path)))
 
 
-def _entries(folder: str) -> list[tuple[str, bool]]:
+def _list_folder(folder: str) -> list[tuple[str, bool]]:
+    """Return the paths of images and subfolders, each with True for a subfolder; hidden ones are left out."""
     with os.scandir(folder) as entries:
-        shown = sorted((each for each in entries if not each.name.startswith(".")), key=lambda each: each.name)
+        visible = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
     return [
-        (each.path, is_folder)
-        for each in shown
-        if (is_folder := each.is_dir(follow_symlinks=False)) or (is_photo(each.name) and Path(each.path).is_file())
+        (entry.path, is_folder)
+        for entry in visible
+        if (is_folder := entry.is_dir(follow_symlinks=False)) or (is_photo(entry.name) and Path(entry.path).is_file())
     ]
 
 
 def is_photo(name: str) -> bool:
-    """Return whether a file's name is that of a photo."""
+    """Return True if a file has the suffix of an image and is not hidden."""
     return posixpath.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
 
 
-def named(path: str) -> list[str]:
-    """Return a path as it is, or the files and folders that a glob names, except hidden ones.
+def expand_glob(path: str) -> list[str]:
+    """Return a path that exists unchanged, and for a glob the files and folders that match, except hidden ones.
 
     ``**`` does not follow links, which could form a loop.
     """
     if Path(path).exists():
         return [path]
-    start, pattern = _split(path)
-    found = start.glob(pattern) if "**" in path else map(Path, glob.glob(path))  # noqa: PTH207 -- it leaves hidden ones out
-    seen = (each for each in found if not _is_hidden(each.relative_to(start)) and (each.is_file() or each.is_dir()))
-    return sorted(map(str, seen))
+    start, pattern = _split_glob(path)
+    matches = start.glob(pattern) if "**" in path else map(Path, glob.glob(path))  # noqa: PTH207 -- it leaves hidden ones out
+    visible = (match for match in matches if not _is_hidden(match.relative_to(start)))
+    return sorted(str(match) for match in visible if match.is_file() or match.is_dir())
 
 
-def _split(path: str) -> tuple[Path, str]:
-    """Return the folder that a glob begins with, and the rest."""
+def _split_glob(path: str) -> tuple[Path, str]:
+    """Return the folder that a glob begins with, and the pattern below it."""
     parts = Path(path).parts
-    first = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    return Path(*parts[:first]), os.path.join(*parts[first:], "")[:-1]  # noqa: PTH118 -- a pattern is no path
+    first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return Path(*parts[:first]), os.path.join(*parts[first:], "")[:-1]  # noqa: PTH118 -- a pattern is not a path
 
 
 def _is_hidden(path: Path) -> bool:
@@ -120,40 +121,40 @@ def _is_hidden(path: Path) -> bool:
 
 
 def root_of(path: str) -> str | None:
-    """Return the folder that the photos of a path must lie in: the folder itself, or the first folder of a glob.
+    """Return the folder that the photos of a path must be in: the folder itself, or the folder that a glob begins with.
 
-    None for a file: the caller named it, so it is read wherever its links lead.
+    For a file it is None: the caller named the file, so links are followed anywhere.
     """
     if Path(path).is_dir():
         return os.path.realpath(path)
-    return None if Path(path).exists() else os.path.realpath(_split(path)[0])
+    return None if Path(path).exists() else os.path.realpath(_split_glob(path)[0])
 
 
 def leads_below(path: str, root: str) -> bool:
-    """Return whether a path lies below a folder once its links are followed."""
+    """Return True if a path is below a folder after its links are resolved."""
     return os.path.realpath(path).startswith(f"{root.rstrip(os.sep)}{os.sep}")
 
 
 @dataclass(slots=True)
-class Names:
-    """Names of files in one folder, none of them given twice.
+class UniqueNames:
+    """Generator of unique file names in one folder.
 
-    Upper and lower case are held for the same, as some file systems do.
+    Names that differ only in case count as equal, as on some file systems.
     """
 
     folder: Path
     _taken: set[str] = field(default_factory=set[str])
 
     def unique(self, stem: str, suffix: str) -> Path:
-        """Return a path that was not given before: the stem, or the stem and a number."""
-        for name in _numbered(stem):
+        """Return a path that was not returned before: the stem, or the stem with a number."""
+        for name in _number(stem):
             if f"{name}{suffix}".casefold() not in self._taken:
                 self._taken.add(f"{name}{suffix}".casefold())
                 return self.folder / f"{name}{suffix}"
-        raise AssertionError  # pragma: no cover -- there is always another number
+        raise AssertionError  # pragma: no cover -- the numbers do not end
 
 
-def _numbered(stem: str) -> Iterator[str]:
+def _number(stem: str) -> Iterator[str]:
     yield stem
     number = 2
     while True:
@@ -162,23 +163,23 @@ def _numbered(stem: str) -> Iterator[str]:
 
 
 def stem_of(image: Path, explanation: Explanation, *, with_layer: bool) -> str:
-    """Return "cat.gradcam.tabby", or "cat.gradcam.features_4.tabby" where layers differ."""
-    against = explanation.contrast
-    target = explanation.target.name + (f"-not-{against.name}" if against else "")
+    """Return the stem of a result's file: "cat.gradcam.tabby", or "cat.gradcam.features_4.tabby" with the layer."""
+    contrast = explanation.contrast
+    target = explanation.target.name + (f"-not-{contrast.name}" if contrast else "")
     layer = (explanation.layer,) if with_layer and explanation.layer else ()
-    behind = "".join(f".{_plain(part)}" for part in (_method_of(explanation), *layer, target))
-    return cut(image.stem, _LONGEST_NAME - len(behind.encode())) + behind
+    ending = "".join(f".{_sanitize(part)}" for part in (_method_name(explanation), *layer, target))
+    return truncate(image.stem, _MAX_NAME_BYTES - len(ending.encode())) + ending
 
 
-def _method_of(explanation: Explanation) -> str:
+def _method_name(explanation: Explanation) -> str:
     return explanation.how.replace(", ", "-")
 
 
-def _plain(text: str) -> str:
-    return cut(re.sub(r"[^\w-]+", "_", text), _LONGEST_PART).strip("_") or "_"
+def _sanitize(text: str) -> str:
+    return truncate(re.sub(r"[^\w-]+", "_", text), _MAX_PART_BYTES).strip("_") or "_"
 
 
-def cut(text: str, longest: int) -> str:
-    """Return as many of the first characters of a text as have so many bytes."""
+def truncate(text: str, max_bytes: int) -> str:
+    """Truncate a text to a number of bytes in UTF-8, between two characters."""
     data = text.encode("utf-8", "surrogateescape")
-    return text if len(data) <= longest else data[:longest].decode("utf-8", "ignore")
+    return text if len(data) <= max_bytes else data[:max_bytes].decode("utf-8", "ignore")

@@ -1,4 +1,4 @@
-"""Results as HTML, for notebooks: one string, pictures inside, nothing fetched."""
+"""HTML of results for notebooks, with the pictures inline, so that nothing is fetched."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 def figure(picture: Picture | None, title: str, note: str, width: str = "24em") -> str:
-    """Show a picture over its title and a note."""
+    """Return a picture with its title and a note as HTML."""
     image = _inline(picture, title) if picture else "<em>no overlay</em>"
     small = f"<br><small>{escape(note)}</small>" if note else ""
     caption = f"<figcaption>{escape(title)}{small}</figcaption>"
     return f'<figure style="margin:0;max-width:{width}">{image}{caption}</figure>'
 
 
-def text(words: str) -> str:
-    """Show words as they are."""
-    return escape(words)
+def text(content: str) -> str:
+    """Escape text for HTML."""
+    return escape(content)
 
 
 def page(title: str, rows: Iterable[tuple[str, str]], figures: Iterable[str]) -> str:
-    """Show a table of predictions beside figures."""
-    lines = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
+    """Return a table of predictions and figures, side by side, as HTML."""
+    lines = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
     table = f"<table><caption>{escape(title)}</caption>{lines}</table>"
     parts = "".join((table, *figures))
     return f'<div style="display:flex;flex-wrap:wrap;gap:1em">{parts}</div>'

@@ -1,4 +1,4 @@
-"""What comes back of a look inside a model: a reading of every layer, and channels of one."""
+"""Results of an inspection: statistics of the layers of a model, and channels of one layer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
     from camserve._result import Prediction, Timing
 
-HEADINGS = ("layer", "type", "output", "mean", "std", "least", "greatest", "zeros", "norm", "gradient", "")
+HEADINGS = ("layer", "type", "output", "mean", "std", "min", "max", "zeros", "norm", "gradient", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a tensor's values are like; all but the last field of those that are finite, NaN where none is.
+    """Statistics of a tensor's values. Non-finite values are only counted; NaN if no value is finite.
 
     Attributes:
-        mean: Of the values.
-        std: Their standard deviation, dividing by their number.
-        minimum: The least.
-        maximum: The greatest.
+        mean: Mean.
+        std: Population standard deviation: the divisor is the number of values.
+        minimum: Smallest value.
+        maximum: Largest value.
         zeros: Share of all values that are exactly zero, 0 to 1.
-        norm: Square root of the sum of their squares.
-        non_finite: How many are NaN or infinite.
+        norm: L2 norm: the square root of the sum of squares.
+        non_finite: Number of values that are NaN or infinite.
     """
 
     mean: float
@@ -48,16 +48,18 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerReading:
-    """What one layer gave in the last of its calls.
+    """Statistics of one layer's output in the last of its calls.
 
     Attributes:
-        name: Of the layer.
-        type: Its class, such as "Conv2d".
-        output_shape: Of its output for one image, the batch first.
-        elements: How many values that has; 0 where it returns no numbers, and nothing was measured.
-        activation: What it returned.
-        gradient: The score's gradient there; zeros where the score does not depend on it.
-        container: Whether other modules are inside it, which have readings of their own.
+        name: Name of the layer.
+        type: Class of the module, such as "Conv2d".
+        output_shape: Shape of the output for one image, the batch dimension first.
+        elements: Number of values in the output; 0 if the layer returns no numeric tensor, and then
+            nothing is measured.
+        activation: Statistics of the output.
+        gradient: Statistics of the score's gradient with respect to the output; zeros if the score
+            does not depend on it.
+        container: True if the module contains other modules, which have readings of their own.
     """
 
     name: str
@@ -70,29 +72,29 @@ class LayerReading:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with it, in words; empty where nothing is."""
+        """Description of a problem with the layer, or an empty string."""
         if not self.elements:
-            return "returns no numbers"
-        wild = self.activation.non_finite + self.gradient.non_finite
-        if wild:
-            return f"{wild} not finite"
+            return "no numeric output"
+        non_finite = self.activation.non_finite + self.gradient.non_finite
+        if non_finite:
+            return f"{non_finite} non-finite"
         if not self.activation.norm:
             return "dead: all zeros"
-        return "" if self.gradient.norm else "no gradient"
+        return "" if self.gradient.norm else "zero gradient"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Inspection:
-    """What the layers of a model gave for one image.
+    """Statistics of the layers of a model for one image.
 
     Attributes:
-        layers: In the order in which they finish when the model runs.
+        layers: The layers, in the order in which they finish in a forward pass.
         model: Name of the model.
         target: The class whose score was differentiated.
-        contrast: The class against it, if any.
-        score: Its logit, or for a contrast the difference of two.
-        request_id: What to look for in the server's log.
-        timing: Where the time went.
+        contrast: For a contrast, the class against it, else None.
+        score: The score: a logit, or for a contrast the difference of two.
+        request_id: Id of the request in the server's log.
+        timing: Duration of each stage of the request.
     """
 
     layers: tuple[LayerReading, ...] = field(repr=False)
@@ -105,48 +107,48 @@ class Inspection:
 
     @property
     def title(self) -> str:
-        """What was looked at, in words."""
-        return f"{self.model} · {_whose(self.target, self.contrast)}"
+        """Name of the model and of the target."""
+        return f"{self.model} · {_target_name(self.target, self.contrast)}"
 
     @property
     def leaves(self) -> tuple[LayerReading, ...]:
-        """The layers that were measured and have no others inside."""
-        return tuple(each for each in self.layers if each.elements and not each.container)
+        """The measured layers that contain no other modules."""
+        return tuple(layer for layer in self.layers if layer.elements and not layer.container)
 
     def table(self) -> str:
-        """All readings as text, one layer a line."""
-        rows = [HEADINGS, *(tuple(map(printable, row(each))) for each in self.layers)]
+        """All statistics as text, one line for each layer."""
+        rows = [HEADINGS, *(tuple(map(printable, row(layer))) for layer in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)) for each in rows)
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows)
         return "\n".join(line.rstrip() for line in lines)
 
     def plot(self) -> Image.Image:
-        """Draw the norms of activation and gradient over depth, on logarithmic scales.
+        """Plot the norms of activation and gradient over depth, on logarithmic scales.
 
-        A layer with values that are not finite, or that are all zero, is red.
+        A layer whose values are non-finite or all zero is red.
 
         Raises:
-            FailedPrecondition: No layer was measured that has no others inside.
+            FailedPrecondition: There is no measured layer without other modules inside.
         """
-        from camserve._chart import chart  # noqa: PLC0415 -- fonts are loaded for those who draw
+        from camserve._plots.norms import plot_norms  # noqa: PLC0415 -- the fonts are only loaded for a plot
 
         if not self.leaves:
-            raise FailedPrecondition("there is nothing to draw: no layer that was measured is without others inside")
-        return chart(self.title, self.leaves)
+            raise FailedPrecondition("nothing to plot: every measured layer contains other modules")
+        return plot_norms(self.title, self.leaves)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plot (.png, .jpg, .webp) or the table (.txt).
 
         Raises:
-            InvalidArgument: The suffix is none of these.
+            InvalidArgument: The suffix is not supported.
             OSError: The file cannot be written.
         """
-        to = Path(path)
-        if to.suffix.lower() == ".txt":
-            _local.write(to, f"{self.table()}\n".encode())
+        destination = Path(path)
+        if destination.suffix.lower() == ".txt":
+            _local.write(destination, f"{self.table()}\n".encode())
         else:
-            _local.write(to, encode(self.plot(), _format(to, ".txt")))
-        return to
+            _local.write(destination, encode(self.plot(), _picture_format(destination, ".txt")))
+        return destination
 
     def _repr_html_(self) -> str:
         if not self.leaves:
@@ -161,9 +163,9 @@ class Channel:
     """One channel of a layer.
 
     Attributes:
-        index: Its number, from 0.
-        mean_activation: Its mean over the grid.
-        gradient_weight: Mean of the score's gradient over the grid: Grad-CAM's weight.
+        index: Index of the channel, from 0.
+        mean_activation: Mean of the channel over the grid.
+        gradient_weight: Mean of the score's gradient over the grid: the channel's weight in Grad-CAM.
     """
 
     index: int
@@ -173,22 +175,23 @@ class Channel:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Features:
-    """Channels of a layer, first in rank first.
+    """Channels of a layer, in the order of their rank.
 
     Attributes:
-        channels: Their numbers and weights.
-        maps: float32 [channels, h, w], read-only: what each gave; None if it was not asked for.
-        picture: A tile for each, after one of what the model sees; None if it was not asked for.
+        channels: Indices and weights of the channels.
+        maps: The channels' maps, float32 [channels, h, w], read-only; None if they were not requested.
+        picture: A tile for each channel, after a tile of what the model sees; None if it was not
+            requested. Each tile is coloured from its own minimum to its own maximum.
         layer: Name of the layer.
-        channel_count: How many channels it has.
-        grid: Rows and columns of its grid.
+        channel_count: Number of channels of the layer.
+        grid: Rows and columns of the layer's grid.
         model: Name of the model.
         target: The class whose score was differentiated.
-        contrast: The class against it, if any.
-        score: Its logit, or for a contrast the difference of two.
+        contrast: For a contrast, the class against it, else None.
+        score: The score: a logit, or for a contrast the difference of two.
         photo: Geometry of the photo.
-        request_id: What to look for in the server's log.
-        timing: Where the time went.
+        request_id: Id of the request in the server's log.
+        timing: Duration of each stage of the request.
     """
 
     channels: tuple[Channel, ...]
@@ -207,56 +210,57 @@ class Features:
 
     @property
     def image(self) -> Image.Image:
-        """The tiles, decoded.
+        """The tiles as a PIL image.
 
         Raises:
-            FailedPrecondition: They were not asked for.
+            FailedPrecondition: They were not requested.
         """
-        return self._tiles().open()
+        return self._require_picture().open()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the tiles (.png, .jpg, .webp) or the raw maps (.npy).
 
         Raises:
-            InvalidArgument: The suffix is none of these.
-            FailedPrecondition: The part was not asked for.
+            InvalidArgument: The suffix is not supported.
+            FailedPrecondition: The tiles or maps were not requested.
             OSError: The file cannot be written.
         """
-        to = Path(path)
-        if to.suffix.lower() != ".npy":
-            _local.write(to, self._tiles().encoded(_format(to, ".npy")))
+        destination = Path(path)
+        if destination.suffix.lower() != ".npy":
+            _local.write(destination, self._require_picture().encoded(_picture_format(destination, ".npy")))
         elif self.maps is None:
-            raise FailedPrecondition("there are no raw maps; ask for them: client.features(..., maps=True)")
+            raise FailedPrecondition("the result has no raw maps; request them with client.features(..., maps=True)")
         else:
-            _local.write(to, _local.npy(self.maps))
-        return to
+            _local.write(destination, _local.npy(self.maps))
+        return destination
 
-    def _tiles(self) -> Picture:
+    def _require_picture(self) -> Picture:
         if self.picture is None:
-            raise FailedPrecondition('there is no picture; ask for it: client.features(..., picture="png")')
+            raise FailedPrecondition('the result has no picture; request it with client.features(..., picture="png")')
         return self.picture
 
     def _repr_html_(self) -> str:
-        shown = f"{len(self.channels)} of {self.channel_count} channels · {_whose(self.target, self.contrast)}"
-        return _html.figure(self.picture, f"{self.model} · {self.layer}", shown, width="none")
+        note = f"{len(self.channels)} of {self.channel_count} channels · {_target_name(self.target, self.contrast)}"
+        return _html.figure(self.picture, f"{self.model} · {self.layer}", note, width="none")
 
 
 def row(reading: LayerReading) -> tuple[str, ...]:
-    """Say a reading in words, as ``HEADINGS`` has it."""
-    seen, shape = reading.activation, "×".join(map(str, reading.output_shape))
+    """Format a reading as the cells of a table, in the order of ``HEADINGS``."""
     if not reading.elements:
         return (reading.name, reading.type, *[""] * (len(HEADINGS) - 3), reading.trouble)
-    numbers = (seen.mean, seen.std, seen.minimum, seen.maximum)
-    rest = (f"{seen.zeros:.1%}", f"{seen.norm:.3g}", f"{reading.gradient.norm:.3g}", reading.trouble)
-    return (reading.name, reading.type, shape, *(f"{each:.3g}" for each in numbers), *rest)
+    activation, shape = reading.activation, "×".join(map(str, reading.output_shape))
+    numbers = (activation.mean, activation.std, activation.minimum, activation.maximum)
+    norms = (f"{activation.norm:.3g}", f"{reading.gradient.norm:.3g}")
+    values = (*(f"{number:.3g}" for number in numbers), f"{activation.zeros:.1%}", *norms)
+    return (reading.name, reading.type, shape, *values, reading.trouble)
 
 
-def _whose(target: Prediction, contrast: Prediction | None) -> str:
+def _target_name(target: Prediction, contrast: Prediction | None) -> str:
     return target.name + (f", not {contrast.name}" if contrast else "")
 
 
-def _format(path: Path, other: str) -> str:
+def _picture_format(path: Path, other_suffix: str) -> str:
     if path.suffix.lower() not in FORMATS:
-        known = ", ".join((*FORMATS, other))
-        raise InvalidArgument(f"cannot save as {path.suffix or path.name!r}; there are {known}")
+        suffixes = ", ".join((*FORMATS, other_suffix))
+        raise InvalidArgument(f"cannot save as {path.suffix or path.name!r}: the suffix must be one of {suffixes}")
     return FORMATS[path.suffix.lower()]

@@ -1,9 +1,12 @@
-"""Looks inside a model: arguments to protobuf, and protobuf to values; pure, so that both clients share it."""
+"""Encode requests for layer statistics and channels as protobuf messages, and decode the responses.
+
+Nothing here does network I/O, so the synchronous and the asynchronous client share it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
@@ -18,29 +21,21 @@ if TYPE_CHECKING:
 
     from camserve._result import Result
 
-T = TypeVar("T")
 
-_FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
-    None: explain_pb2.IMAGE_FORMAT_UNSPECIFIED,
-    "jpeg": explain_pb2.IMAGE_FORMAT_JPEG,
-    "png": explain_pb2.IMAGE_FORMAT_PNG,
-    "webp": explain_pb2.IMAGE_FORMAT_WEBP,
-}
-_NAMES = {number: name for name, number in _FORMATS.items() if name}
 _RANKS: Mapping[str, explain_pb2.ChannelRank.ValueType] = {
     "activation": explain_pb2.CHANNEL_RANK_ACTIVATION,
     "gradient": explain_pb2.CHANNEL_RANK_GRADIENT,
 }
-_MOST = 256
+_MAX_CHANNELS = 256
 
 
 class InspectOptions(TypedDict, total=False):
-    """What to measure; everything may be left out.
+    """Options of an inspection: what to measure. All are optional.
 
     Attributes:
-        model: Name of a loaded model. Default: the server's first.
-        target: A label, a class index, or ``contrast(a, b)``, whose score is differentiated.
-            Default: the class that the model predicts.
+        model: Name of a loaded model. Default: the server's first model.
+        target: The target whose score is differentiated: a label, a class index, or
+            ``contrast(a, b)``. Default: the class that the model predicts.
         layers: One layer or several, by name. Default: every module that runs.
     """
 
@@ -50,17 +45,18 @@ class InspectOptions(TypedDict, total=False):
 
 
 class FeaturesOptions(TypedDict, total=False):
-    """Which channels to return, and how; everything may be left out.
+    """Options of a request for channels: which channels to return, and how. All are optional.
 
     Attributes:
-        layer: Its name. Default: the model's default layer.
-        model: Name of a loaded model. Default: the server's first.
-        target: What the gradient weights are for: see ``InspectOptions``.
-        rank: "activation", the channels' mean, greatest first; or "gradient", by the size of the
-            weight that Grad-CAM gives them. Default: "activation".
-        top: How many channels, 1 to 256. Default: 16.
-        maps: Whether to return the raw maps. Default: True.
-        picture: "png", "jpeg", "webp", or None for no tiles. Default: "png".
+        layer: Name of the layer. Default: the model's default layer.
+        model: Name of a loaded model. Default: the server's first model.
+        target: The target that the gradient weights are computed for: see ``InspectOptions``.
+        rank: Order of the channels: "activation", by their mean; or "gradient", by the absolute
+            value of their Grad-CAM weight. The greatest is first. Default: "activation".
+        top: Number of channels, 1 to 256. A layer with fewer returns all. Default: 16.
+        maps: True to return the raw maps. Default: True.
+        picture: Format of a picture with a tile for each channel: "png", "jpeg", "webp", or None
+            for no picture. Default: "png".
         colormap: Name of the tiles' colour map. Default: "viridis".
     """
 
@@ -75,128 +71,126 @@ class FeaturesOptions(TypedDict, total=False):
 
 
 def inspection_request(image: object, options: InspectOptions) -> explain_pb2.InspectLayersRequest:
-    """Return the request.
+    """Encode a request for the statistics of layers.
 
     Raises:
-        InvalidArgument: An option is of a wrong kind, or the image cannot be read.
+        InvalidArgument: An option has the wrong type, or the image cannot be read.
     """
     layers = options.get("layers") or ()
     try:
         return explain_pb2.InspectLayersRequest(
             model=options.get("model") or "",
             image=_codec.image_bytes(image),
-            target=_target(options.get("target")),
+            target=_encode_target(options.get("target")),
             layers=[layers] if isinstance(layers, str) else layers,
         )
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"an option is of a wrong kind: {error}") from error
+        raise InvalidArgument(f"an option has the wrong type: {error}") from error
 
 
 def features_request(image: object, options: FeaturesOptions) -> explain_pb2.ExtractFeaturesRequest:
-    """Return the request.
+    """Encode a request for channels.
 
     Raises:
-        InvalidArgument: An option is out of range or of a wrong kind, or the image cannot be read.
+        InvalidArgument: An option is out of range or has the wrong type, or the image cannot be read.
     """
     top = options.get("top", 16)
     try:
-        if not 1 <= top <= _MOST:
-            raise _bad("top", f"{top} is not between 1 and {_MOST}")
+        if not 1 <= top <= _MAX_CHANNELS:
+            raise _invalid("top", f"{top} is not between 1 and {_MAX_CHANNELS}")
         return explain_pb2.ExtractFeaturesRequest(
             model=options.get("model") or "",
             image=_codec.image_bytes(image),
             layer=options.get("layer") or "",
-            target=_target(options.get("target")),
-            rank=_RANKS[_known("rank", options.get("rank", "activation"), _RANKS)],
+            target=_encode_target(options.get("target")),
+            rank=_codec.look_up(_RANKS, options.get("rank", "activation"), "rank"),
             top=top,
             raw=options.get("maps", True),
-            picture=_FORMATS[_known("picture", options.get("picture", "png"), _FORMATS)],
+            picture=_codec.look_up(_codec.FORMATS, options.get("picture", "png"), "picture"),
             colormap=options.get("colormap", ""),
         )
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"an option is of a wrong kind: {error}") from error
+        raise InvalidArgument(f"an option has the wrong type: {error}") from error
 
 
-def _target(given: _targets.TargetLike | None) -> explain_pb2.Target | None:
-    return None if given is None else _targets.message(given, "target", _codec.image_bytes)
+def _encode_target(target: _targets.TargetLike | None) -> explain_pb2.Target | None:
+    return None if target is None else _targets.encode(target, "target", _codec.image_bytes)
 
 
-def _known(field: str, name: T, known: Mapping[T, object]) -> T:
-    if name not in known:
-        raise _bad(field, f"there is no {name!r}; there are {', '.join(map(repr, known))}")
-    return name
-
-
-def _bad(field: str, reason: str) -> InvalidArgument:
+def _invalid(field: str, reason: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}", fields={field: reason})
 
 
-def inspection(said: explain_pb2.InspectLayersResponse) -> Inspection:
-    """Read a response."""
-    common = _common(said)
+def inspection(message: explain_pb2.InspectLayersResponse) -> Inspection:
+    """Decode a response with the statistics of layers."""
+    common = _decode_common_fields(message)
     return Inspection(
-        layers=tuple(map(_reading, said.layers)),
-        model=said.model,
+        layers=tuple(map(_decode_layer, message.layers)),
+        model=message.model,
         target=common.predictions[0],
-        contrast=common.predictions[1] if said.HasField("contrast") else None,
-        score=said.score,
-        request_id=said.request_id,
+        contrast=common.predictions[1] if message.HasField("contrast") else None,
+        score=message.score,
+        request_id=message.request_id,
         timing=common.timing,
     )
 
 
-def _common(said: explain_pb2.InspectLayersResponse | explain_pb2.ExtractFeaturesResponse) -> Result:
-    """Read what it has in common with an explanation, as one."""
-    photo = said.photo if isinstance(said, explain_pb2.ExtractFeaturesResponse) else None
-    both = [said.target, said.contrast]
-    return _codec.result(explain_pb2.ExplainResponse(predictions=both, photo=photo, timing=said.timing))
+def _decode_common_fields(message: explain_pb2.InspectLayersResponse | explain_pb2.ExtractFeaturesResponse) -> Result:
+    """Decode target, contrast, photo and timing as those of an explanation; the predictions are target and contrast."""
+    photo = message.photo if isinstance(message, explain_pb2.ExtractFeaturesResponse) else None
+    classes = [message.target, message.contrast]
+    return _codec.result(explain_pb2.ExplainResponse(predictions=classes, photo=photo, timing=message.timing))
 
 
-def _reading(said: explain_pb2.LayerReading) -> LayerReading:
+def _decode_layer(message: explain_pb2.LayerReading) -> LayerReading:
     return LayerReading(
-        name=said.name,
-        type=said.type,
-        output_shape=tuple(said.output_shape),
-        elements=said.elements,
-        activation=_statistics(said.activation),
-        gradient=_statistics(said.gradient),
-        container=said.container,
+        name=message.name,
+        type=message.type,
+        output_shape=tuple(message.output_shape),
+        elements=message.elements,
+        activation=_decode_statistics(message.activation),
+        gradient=_decode_statistics(message.gradient),
+        container=message.container,
     )
 
 
-def _statistics(said: explain_pb2.Statistics) -> Statistics:
-    return Statistics(**{each.name: getattr(said, each.name) for each in fields(Statistics)})
+def _decode_statistics(message: explain_pb2.Statistics) -> Statistics:
+    return Statistics(**{field.name: getattr(message, field.name) for field in fields(Statistics)})
 
 
-def features(said: explain_pb2.ExtractFeaturesResponse) -> Features:
-    """Read a response.
+def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
+    """Decode a response with channels.
 
     Raises:
-        Internal: The raw maps have not as many values as they should.
+        Internal: The raw maps do not have the declared number of values.
     """
-    common, tiles = _common(said), said.picture
-    picture = Picture(_NAMES.get(tiles.format, ""), tiles.data, tiles.width, tiles.height)
+    common, tiles = _decode_common_fields(message), message.picture
+    picture = Picture(_codec.FORMAT_NAMES.get(tiles.format, ""), tiles.data, tiles.width, tiles.height)
     return Features(
-        channels=tuple(Channel(each.index, each.mean_activation, each.gradient_weight) for each in said.channels),
-        maps=_maps(said),
-        picture=picture if said.HasField("picture") else None,
-        layer=said.layer,
-        channel_count=said.channel_count,
-        grid=(said.grid_height, said.grid_width),
-        model=said.model,
+        channels=tuple(
+            Channel(channel.index, channel.mean_activation, channel.gradient_weight) for channel in message.channels
+        ),
+        maps=_decode_maps(message),
+        picture=picture if message.HasField("picture") else None,
+        layer=message.layer,
+        channel_count=message.channel_count,
+        grid=(message.grid_height, message.grid_width),
+        model=message.model,
         target=common.predictions[0],
-        contrast=common.predictions[1] if said.HasField("contrast") else None,
-        score=said.score,
+        contrast=common.predictions[1] if message.HasField("contrast") else None,
+        score=message.score,
         photo=common.photo,
-        request_id=said.request_id,
+        request_id=message.request_id,
         timing=common.timing,
     )
 
 
-def _maps(said: explain_pb2.ExtractFeaturesResponse) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
-    if not said.maps:
+def _decode_maps(
+    message: explain_pb2.ExtractFeaturesResponse,
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
+    if not message.maps:
         return None
-    shape = (len(said.channels), said.grid_height, said.grid_width)
-    if len(said.maps) != 4 * shape[0] * shape[1] * shape[2]:
-        raise Internal(f"the server sent no {shape[0]} maps of {shape[1]} by {shape[2]}")
-    return np.frombuffer(said.maps, "<f4").astype(np.float32, copy=False).reshape(shape)
+    shape = (len(message.channels), message.grid_height, message.grid_width)
+    if len(message.maps) != 4 * shape[0] * shape[1] * shape[2]:
+        raise Internal(f"the server sent maps that do not have {shape[0]} × {shape[1]} × {shape[2]} values")
+    return np.frombuffer(message.maps, "<f4").astype(np.float32, copy=False).reshape(shape)

@@ -1,4 +1,4 @@
-"""Local files, read and written safely in folders that somebody else may have prepared."""
+"""Read and write local files safely in folders that an attacker may have prepared."""
 
 from __future__ import annotations
 
@@ -20,98 +20,98 @@ if TYPE_CHECKING:
     from typing import BinaryIO, Protocol
 
     class Readable(Protocol):
-        """A file, or an object of a store."""
+        """A file, or an object in an object store."""
 
         def read(self, size: int = ..., /) -> bytes:
             """Return up to ``size`` bytes, or all."""
             ...
 
 
-NO_PHOTO = "not a JPEG, PNG, WebP or BMP file"
+NOT_A_PHOTO = "not a JPEG, PNG, WebP or BMP file"
 
-# The formats that a server accepts. For a BMP the header's size is checked as well, because a text may begin with "BM".
-_PHOTO = re.compile(
+# The formats that a server accepts. For a BMP, the size of its header is checked too: a text may also begin with "BM".
+_PHOTO_START = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{12}[\x0c\x10\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL
 )
-_HEAD = 18  # bytes
-_LARGEST = 1 << 30
+_HEAD_BYTES = 18  # the longest start that identifies a format
+_MAX_PHOTO_BYTES = 1 << 30
 
 
 def read_photo(file: Readable, size: int) -> bytes:
-    """Read a photo. If the file is not a photo, or too large for any server, only its first bytes are read.
+    """Read a photo. If the file is not a photo or is too large, only its first bytes are read.
 
     Args:
-        file: The file, at its beginning.
-        size: Its size in bytes; 0 if unknown.
+        file: The file, positioned at its start.
+        size: Size of the file in bytes; 0 if unknown.
 
     Raises:
-        InvalidArgument: The file is not a photo, so it must not be sent, or it is too large.
+        InvalidArgument: The file is not a photo, and therefore must not leave this machine; or it is too large.
     """
-    head = file.read(_HEAD)
-    if head and not _PHOTO.match(head):
-        raise InvalidArgument(f"image: {NO_PHOTO}, so it is not sent", fields={"image": NO_PHOTO})
-    if size > _LARGEST:
-        reason = f"it has {size:,} bytes, more than any server takes"
+    head = file.read(_HEAD_BYTES)
+    if head and not _PHOTO_START.match(head):
+        raise InvalidArgument(f"image: {NOT_A_PHOTO}, so it was not sent", fields={"image": NOT_A_PHOTO})
+    if size > _MAX_PHOTO_BYTES:
+        reason = f"it has {size:,} bytes; no server accepts more than {_MAX_PHOTO_BYTES:,}"
         raise InvalidArgument(f"image: {reason}", fields={"image": reason})
     return head + file.read()
 
 
-def write(path: str | os.PathLike[str], data: bytes, *, lasting: bool = False, unfinished: str = "") -> None:
-    """Write a file completely or not at all. A link at its path is replaced, not followed.
+def write(path: str | os.PathLike[str], data: bytes, *, sync: bool = False, temporary_folder: str = "") -> None:
+    """Write a file atomically. A link at its path is replaced, not followed.
 
     Args:
-        path: Where the file is to be.
-        data: Its content.
-        lasting: Whether to wait until it is on the disk.
-        unfinished: A folder on the same file system in which it is written first. Default: the file's own folder.
+        path: Path of the file.
+        data: Content of the file.
+        sync: True to wait until the content is on the disk.
+        temporary_folder: Folder on the same file system for the temporary file. Default: the file's own folder.
 
     Raises:
-        OSError: It cannot be written, or there is a device, a pipe or a folder at its path.
+        OSError: The file cannot be written, or its path is a device, a pipe or a folder.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 -- a Path would cost more than the call
+    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 -- creating a Path costs more than the call
         raise OSError(errno.EINVAL, "exists and is not a regular file", os.fspath(path))
-    # A random name cannot be prepared in advance, and mode x never opens a file that exists.
-    folder = unfinished or os.path.dirname(path)  # noqa: PTH120 -- as above
-    first = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118 -- as above
+    # An attacker cannot prepare a file under a random name, and mode x never opens a file that exists.
+    folder = temporary_folder or os.path.dirname(path)  # noqa: PTH120 -- as above
+    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118 -- as above
     try:
-        with open(first, "xb") as file:  # noqa: PTH123 -- as above
+        with open(temporary, "xb") as file:  # noqa: PTH123 -- as above
             file.write(data)
-            if lasting:
+            if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(first, path)  # noqa: PTH105 -- as above
+        os.replace(temporary, path)  # noqa: PTH105 -- as above
     except BaseException:
         with suppress(OSError):
-            os.unlink(first)  # noqa: PTH108 -- as above
+            os.unlink(temporary)  # noqa: PTH108 -- as above
         raise
 
 
-def sweep(folder: Path) -> None:
-    """Delete the unfinished files that a killed process left in a folder."""
-    for each in folder.glob(f".{'[0-9a-f]' * 16}.tmp"):
-        each.unlink(missing_ok=True)
+def remove_temporary_files(folder: Path) -> None:
+    """Delete the temporary files that a killed process left in a folder."""
+    for file in folder.glob(f".{'[0-9a-f]' * 16}.tmp"):
+        file.unlink(missing_ok=True)
 
 
 def npy(values: Any) -> bytes:
-    """Return an array as a .npy file."""
+    """Return the content of a .npy file with an array."""
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
     return file.getvalue()
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
-    """Open a regular file, without waiting for a pipe or reading a device.
+    """Open a regular file. Unlike ``open``, this never blocks on a pipe and never reads a device.
 
     Args:
-        path: The file.
-        flags: For ``os.open``.
-        mode: For ``open``; it must match the flags.
+        path: Path of the file.
+        flags: Flags of ``os.open``.
+        mode: Mode of ``open``; it must match the flags.
 
     Raises:
-        OSError: It cannot be opened, or is not a regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return cast("BinaryIO", open(descriptor, mode))  # noqa: PTH123 -- for the caller to close
+    return cast("BinaryIO", open(descriptor, mode))  # noqa: PTH123 -- the caller closes it

@@ -1,4 +1,4 @@
-"""Pictures: pixels to files and back, and a raw map carried onto the photo."""
+"""Encode and decode pictures, and resample a raw map to the pixels of the photo."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 FORMATS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".webp": "webp"}
 
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I"})
-_DECODED = ("JPEG", "PNG", "WEBP")
+_DECODED_FORMATS = ("JPEG", "PNG", "WEBP")
 _RGB = 3
 _JPEG_QUALITY = 95
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle in pixels, from the upper left corner of the photo."""
+    """A rectangle in pixels; the origin is the upper left corner of the photo."""
 
     left: float
     top: float
@@ -35,12 +35,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Photo:
-    """The photo as it was decoded, upright.
+    """Geometry of the photo after its EXIF orientation was applied.
 
     Attributes:
-        width: In pixels.
-        height: In pixels.
-        seen: The part that the model saw; a resize and a centre crop leave a margin out.
+        width: Width in pixels.
+        height: Height in pixels.
+        seen: The part that the model sees: a resize with a centre crop leaves out a margin.
     """
 
     width: int
@@ -50,7 +50,14 @@ class Photo:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An encoded picture: its format ("jpeg", "png" or "webp"), the file, and its size in pixels."""
+    """An encoded picture.
+
+    Attributes:
+        format: "jpeg", "png" or "webp".
+        data: Content of the file.
+        width: Width in pixels.
+        height: Height in pixels.
+    """
 
     format: str
     data: bytes
@@ -58,15 +65,15 @@ class Picture:
     height: int
 
     def open(self) -> Image.Image:
-        """Decode it.
+        """Decode the picture.
 
         Raises:
-            Internal: It is not a JPEG, PNG or WebP, is broken, or has more pixels than
+            Internal: The data is not a JPEG, PNG or WebP file, is corrupt, or has more pixels than
                 ``PIL.Image.MAX_IMAGE_PIXELS``.
         """
         try:
-            # Pillow has decoders for some forty formats, and without this list the server chooses the decoder.
-            image = Image.open(io.BytesIO(self.data), formats=_DECODED)
+            # Pillow has about forty decoders. Without this list the server could choose any of them.
+            image = Image.open(io.BytesIO(self.data), formats=_DECODED_FORMATS)
             _check_pixels(image)
             image.load()
         except CamserveError:
@@ -76,72 +83,81 @@ class Picture:
         return image
 
     def encoded(self, wanted: str) -> bytes:
-        """Return the file in a format: the one at hand if it is that, else encoded again."""
+        """Return the file in the ``wanted`` format; it is encoded again only if it has another format."""
         return self.data if wanted == self.format else encode(self.open(), wanted)
 
 
 def _check_pixels(image: Image.Image) -> None:
     # Pillow itself only warns above this limit, and raises an error above twice the limit.
-    most = Image.MAX_IMAGE_PIXELS
-    if most is not None and image.width * image.height > most:
-        raise Internal(f"the server sent a picture of {image.width:,} x {image.height:,} pixels; the limit is {most:,}")
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
+        raise Internal(
+            f"the server sent a picture of {image.width:,} x {image.height:,} pixels; the limit is {limit:,}"
+        )
 
 
-def encode(image: Image.Image, wanted: str) -> bytes:
+def encode(image: Image.Image, encoding: str) -> bytes:
     """Encode an image as "jpeg", "png" or "webp"."""
     options: dict[str, dict[str, Any]] = {
         "jpeg": {"quality": _JPEG_QUALITY},
-        "png": {"compress_level": 1},  # on its way over the wire, time matters more than size
+        "png": {"compress_level": 1},  # for an upload, encoding time matters more than size
         "webp": {"quality": _JPEG_QUALITY},
     }
-    out = io.BytesIO()
-    source = image.convert("RGB") if wanted == "jpeg" else image
-    source.save(out, wanted, **options[wanted])
-    return out.getvalue()
+    file = io.BytesIO()
+    source = image.convert("RGB") if encoding == "jpeg" else image
+    source.save(file, encoding, **options[encoding])
+    return file.getvalue()
 
 
 def from_pil(image: Image.Image) -> bytes:
-    """Encode a PIL image without loss, turned upright as its EXIF orientation says."""
+    """Encode a PIL image as PNG, after applying its EXIF orientation."""
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "F":
-        raise _bad("a PIL image of mode F has no agreed range; convert it to RGB first")
+        raise _invalid("a PIL image of mode F has no defined range; convert it to RGB first")
     return encode(upright if upright.mode in _PNG_MODES else upright.convert("RGB"), "png")
 
 
 def from_array(array: NDArray[Any]) -> bytes:
-    """Encode a uint8 [H, W, 3] array in RGB order without loss."""
-    fits = array.ndim == _RGB and array.shape[2] == _RGB and array.size
-    if array.dtype != np.uint8 or not fits:
-        raise _bad(f"an array must be uint8 [H, W, 3] in RGB, not {array.dtype} {array.shape}")
+    """Encode a uint8 [H, W, 3] array in RGB order as PNG."""
+    has_shape = array.ndim == _RGB and array.shape[2] == _RGB and array.size
+    if array.dtype != np.uint8 or not has_shape:
+        raise _invalid(f"an array must be uint8 [H, W, 3] in RGB, not {array.dtype} {array.shape}")
     return encode(Image.fromarray(np.ascontiguousarray(array)), "png")
 
 
 def onto_photo(heatmap: NDArray[np.float32], photo: Photo) -> NDArray[np.float32]:
-    """Carry a raw map back through the crop and resize that the photo went through.
+    """Resample a raw map to the pixels of the photo: the inverse of the model's resize and crop.
 
-    Bilinear between the centres of the map's cells, as PyTorch's and OpenCV's; towards the
-    edge of what was seen, the outermost cells continue.
+    The interpolation is bilinear between the centres of the map's cells, as in PyTorch and OpenCV. Beyond
+    the outermost centres, the values of the outermost cells are repeated.
 
     Args:
-        heatmap: [h, w], covering ``photo.seen``.
-        photo: Its geometry.
+        heatmap: float32 [h, w], which covers ``photo.seen``.
+        photo: Geometry of the photo.
 
     Returns:
-        float32 [photo.height, photo.width]; NaN where the model did not look.
+        float32 [photo.height, photo.width], with NaN outside of ``photo.seen``.
     """
     seen = photo.seen
-    y = _samples(heatmap.shape[0], photo.height, seen.top, seen.bottom)
-    x = _samples(heatmap.shape[1], photo.width, seen.left, seen.right)
-    out = np.full((photo.height, photo.width), np.nan, np.float32)
-    with np.errstate(invalid="ignore"):  # a map with infinities gives NaN around them
-        rows = _between(heatmap, y)
-        out[y.pixels, x.pixels] = _between(rows.T, x).T
-    return out
+    y = _sample_axis(heatmap.shape[0], photo.height, seen.top, seen.bottom)
+    x = _sample_axis(heatmap.shape[1], photo.width, seen.left, seen.right)
+    resampled = np.full((photo.height, photo.width), np.nan, np.float32)
+    with np.errstate(invalid="ignore"):  # infinities in a map give NaN around them
+        rows = _interpolate(heatmap, y)
+        resampled[y.pixels, x.pixels] = _interpolate(rows.T, x).T
+    return resampled
 
 
 @dataclass(frozen=True, slots=True)
-class _Samples:
-    """For each seen pixel on an axis: the cells to both sides of its centre, and the upper's share."""
+class _AxisSamples:
+    """Interpolation weights along one axis, for each pixel that the model sees.
+
+    Attributes:
+        pixels: The pixels that the model sees.
+        low: Index of the cell before each pixel's centre.
+        high: Index of the cell after it.
+        share: Weight of the cell after it, 0 to 1.
+    """
 
     pixels: slice
     low: NDArray[np.intp]
@@ -149,20 +165,20 @@ class _Samples:
     share: NDArray[np.float32]
 
 
-def _samples(cells: int, pixels: int, start: float, end: float) -> _Samples:
-    # A pixel is seen if its centre is.
+def _sample_axis(cells: int, pixels: int, start: float, end: float) -> _AxisSamples:
+    # The model sees a pixel if it sees its centre.
     first, last = max(0, math.ceil(start - 0.5)), min(pixels, math.ceil(end - 0.5))
     centres = np.arange(first, last) + 0.5
-    where = np.clip((centres - start) / (end - start) * cells - 0.5, 0, cells - 1)
-    low = np.floor(where).astype(np.intp)
-    share = (where - low).astype(np.float32)
-    return _Samples(slice(first, max(first, last)), low, np.minimum(low + 1, cells - 1), share)
+    positions = np.clip((centres - start) / (end - start) * cells - 0.5, 0, cells - 1)
+    low = np.floor(positions).astype(np.intp)
+    share = (positions - low).astype(np.float32)
+    return _AxisSamples(slice(first, max(first, last)), low, np.minimum(low + 1, cells - 1), share)
 
 
-def _between(cells: NDArray[np.float32], samples: _Samples) -> NDArray[np.float32]:
+def _interpolate(cells: NDArray[np.float32], samples: _AxisSamples) -> NDArray[np.float32]:
     low, high = cells[samples.low], cells[samples.high]
     return (low + (high - low) * samples.share[:, None]).astype(np.float32, copy=False)
 
 
-def _bad(reason: str) -> InvalidArgument:
+def _invalid(reason: str) -> InvalidArgument:
     return InvalidArgument(f"image: {reason}", fields={"image": reason})

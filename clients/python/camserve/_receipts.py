@@ -1,4 +1,4 @@
-"""Receipts: what an explanation was computed from and what came out, enough to ask for it again."""
+"""Receipts: the inputs, versions and results of an explanation, from which it can be computed again."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ FORMAT = "camserve receipt 1"
 
 FUSIONS = ("mean", "max", "product")
 
-_FAMILY = FORMAT.rpartition(" ")[0]
-_LONGEST_SHOWN = 60
+_FORMAT_NAME = FORMAT.rpartition(" ")[0]
+_MAX_SHOWN = 60  # characters of a value in an error message
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Receipt:
-    """What one explanation was computed from and what came out: enough to replay it and compare.
+    """Record of one explanation: its inputs, the versions that computed it, and its results.
 
     Attributes:
-        model: Name of the model that was asked.
-        source: Where it came from, such as "timm:resnet50".
-        weights: Which weights it had: "default", "file", or "none" for random ones.
-        digest: SHA-256 over the names and values of its parameters and buffers, in hexadecimal.
-        precision: That it ran in.
-        device: That it ran on.
-        versions: Of what computed it, by name.
-        image_sha256: Of the photo's file, in hexadecimal.
-        input_sha256: Of the pixels that the model saw, uint8 [H, W, RGB], in hexadecimal.
+        model: Name of the model.
+        source: Source of the model, such as "timm:resnet50".
+        weights: Origin of the weights: "default", "file", or "none" for random ones.
+        digest: SHA-256 over the names and values of the model's parameters and buffers, in hexadecimal.
+        precision: Precision of the computation, such as "float32".
+        device: Device of the computation, such as "cpu".
+        versions: Versions of the software, by name.
+        image_sha256: SHA-256 of the photo's file, in hexadecimal.
+        input_sha256: SHA-256 of the pixels that the model saw, uint8 [H, W, RGB], in hexadecimal.
         method: Name of the method.
-        parameters: What it ran with, defaults included.
-        augmentation_smoothing: Whether it is the mean over augmented copies of the image.
-        eigen_smoothing: Whether it is the first principal component instead of the sum.
-        layers: That were looked at; none for methods that look at the input.
-        fusion: "mean", "max" or "product" of their maps; None for one layer.
-        target: What was explained: the message ``Target`` of the API in protobuf's JSON, as the
+        parameters: Parameters of the method, defaults included.
+        augmentation_smoothing: True if the map is the mean over augmented copies of the image.
+        eigen_smoothing: True if the map is the first principal component instead of the sum.
+        layers: Names of the layers; empty for methods that do not use a layer.
+        fusion: "mean", "max" or "product" if the maps of several layers were fused, else None.
+        target: The explained target: the API's message ``Target`` in protobuf's JSON, as the
             server resolved it.
-        score: Of the target.
-        verdict: Whether the map can be read as an explanation.
-        heatmap: The raw map, float32 [h, w]; None if it was not asked for.
+        score: The score of the target.
+        verdict: Result of the check that the map can be read as an explanation.
+        heatmap: The raw map, float32 [h, w]; None if it was not requested.
     """
 
     model: str
@@ -80,44 +80,44 @@ class Receipt:
 
     @property
     def heatmap_sha256(self) -> str | None:
-        """SHA-256 of the raw map's values, float32, little-endian, row by row; None without a map."""
+        """SHA-256 of the raw map's values as little-endian float32, row by row; None without a map."""
         return None if self.heatmap is None else hashlib.sha256(packed(self.heatmap)).hexdigest()
 
     def to_json(self) -> str:
-        """Write it as JSON; the map's values stand in it in base64."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        said["score"] = _plain_number(self.score)
-        said["parameters"] = {name: _plain_number(each) for name, each in self.parameters.items()}
-        said["heatmap"] = None if self.heatmap is None else _plain_map(self.heatmap)
-        return json.dumps({"format": FORMAT, **said}, indent=2, ensure_ascii=False, allow_nan=False)
+        """Return the receipt as JSON, with the values of the map in base64."""
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        content["score"] = _json_number(self.score)
+        content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
+        content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
+        return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
 
     @staticmethod
     def from_json(text: str | bytes) -> Receipt:
-        """Read what ``to_json`` wrote.
+        """Read a receipt from JSON that ``to_json`` wrote.
 
         Raises:
-            InvalidArgument: It is no receipt, or one of a version that this camserve does not know.
+            InvalidArgument: The text is not a receipt, or has a version that this client does not support.
         """
-        said = _object(text)
-        _check_format(said.get("format"))
-        return Receipt(**{each.name: _read(each.name, said) for each in fields(Receipt)})
+        content = _parse_object(text)
+        _check_format(content.get("format"))
+        return Receipt(**{field.name: _read_field(field.name, content) for field in fields(Receipt)})
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it to a file; return the path.
+        """Write the receipt to a file; return the path.
 
         Raises:
             OSError: The file cannot be written.
         """
-        to = Path(path)
-        _local.write(to, self.to_json().encode())
-        return to
+        destination = Path(path)
+        _local.write(destination, self.to_json().encode())
+        return destination
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Receipt:
-        """Read it from a file.
+        """Read a receipt from a file.
 
         Raises:
-            InvalidArgument: There is no such file, or it holds no receipt.
+            InvalidArgument: The file cannot be read, or is not a receipt.
         """
         try:
             data = Path(path).read_bytes()
@@ -131,77 +131,77 @@ class Receipt:
 
 
 def packed(heatmap: NDArray[np.float32]) -> bytes:
-    """Return the values of a map, float32, little-endian, row by row."""
+    """Return the values of a map as little-endian float32, row by row."""
     return np.ascontiguousarray(heatmap, "<f4").tobytes()
 
 
 def target_message(target: Mapping[str, Any]) -> explain_pb2.Target:
-    """Return a receipt's target as protobuf.
+    """Decode a receipt's target.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The mapping is not a valid target.
     """
     try:
         message = json_format.ParseDict(dict(target), explain_pb2.Target())
     except json_format.ParseError as error:
         raise ValueError(str(error)) from error
     if message.WhichOneof("kind") is None:
-        raise ValueError("it names nothing to explain")
+        raise ValueError("it names no target")
     return message
 
 
 def target_json(target: explain_pb2.Target) -> Mapping[str, Any]:
-    """Return a target as a receipt has it."""
+    """Encode a target for a receipt: in protobuf's JSON, with the field names of the .proto file."""
     return json_format.MessageToDict(target, preserving_proto_field_name=True)
 
 
-def _plain_number(number: float | str) -> float | str:
-    # JSON has no word for NaN and infinity; a string of protobuf's stands for them there.
+def _json_number(number: float | str) -> float | str:
+    # JSON has no NaN and infinity. As in protobuf's JSON, they are strings.
     return number if isinstance(number, str) or np.isfinite(number) else str(number)
 
 
-def _plain_map(heatmap: NDArray[np.float32]) -> dict[str, Any]:
+def _json_map(heatmap: NDArray[np.float32]) -> dict[str, Any]:
     data = packed(heatmap)
     height, width = heatmap.shape
     text = base64.b64encode(data).decode()
     return {"height": height, "width": width, "sha256": hashlib.sha256(data).hexdigest(), "data": text}
 
 
-def _object(text: str | bytes) -> dict[str, Any]:
+def _parse_object(text: str | bytes) -> dict[str, Any]:
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"this is no camserve receipt: it is not JSON ({error})") from error
-    if not isinstance(said, dict):
-        raise InvalidArgument("this is no camserve receipt: it is not a JSON object")
-    return cast("dict[str, Any]", said)
+        raise InvalidArgument(f"not a camserve receipt: it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument("not a camserve receipt: it is not a JSON object")
+    return cast("dict[str, Any]", content)
 
 
-def _check_format(said: object) -> None:
-    if said == FORMAT:
+def _check_format(name: object) -> None:
+    if name == FORMAT:
         return
-    if isinstance(said, str) and said.startswith(_FAMILY):
-        raise InvalidArgument(f"this is a {_short(said)!r}, and this camserve reads a {FORMAT!r}")
-    raise InvalidArgument(f'this is no camserve receipt: its "format" is not {FORMAT!r}')
+    if isinstance(name, str) and name.startswith(_FORMAT_NAME):
+        raise InvalidArgument(f"the receipt has the format {_truncate(name)!r}; this client reads {FORMAT!r}")
+    raise InvalidArgument(f'not a camserve receipt: its "format" is not {FORMAT!r}')
 
 
-def _read(name: str, said: Mapping[str, Any]) -> Any:
-    wanted, reader = _READERS.get(name, _TEXT)
-    if name not in said:
+def _read_field(name: str, content: Mapping[str, Any]) -> Any:
+    expected, read = _READERS.get(name, _STRING)
+    if name not in content:
         raise InvalidArgument(f'the receipt has no "{name}"')
     try:
-        return reader(said[name])
+        return read(content[name])
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        value = _short(json.dumps(said[name], ensure_ascii=False))
-        why = f" ({error})" if isinstance(error, ValueError) else ""
-        raise InvalidArgument(f'"{name}" of the receipt must be {wanted}, not {value}{why}') from error
+        value = _truncate(json.dumps(content[name], ensure_ascii=False))
+        reason = f" ({error})" if isinstance(error, ValueError) else ""
+        raise InvalidArgument(f'"{name}" of the receipt must be {expected}, not {value}{reason}') from error
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
 
 
-def _a(kind: type) -> Callable[[Any], Any]:
+def _instance_of(kind: type) -> Callable[[Any], Any]:
     def check(value: object) -> object:
         if not isinstance(value, kind):
             raise TypeError
@@ -210,54 +210,54 @@ def _a(kind: type) -> Callable[[Any], Any]:
     return check
 
 
-def _number(value: object) -> float:
+def _read_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError
     return float(value)
 
 
-def _number_or_word(value: object) -> float | str:
-    return value if isinstance(value, str) else _number(value)
+def _read_number_or_string(value: object) -> float | str:
+    return value if isinstance(value, str) else _read_number(value)
 
 
-def _by_name(reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: {name: reader(each) for name, each in value.items()}
+def _mapping_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda mapping: {name: read(value) for name, value in mapping.items()}
 
 
-def _layers(value: object) -> tuple[str, ...]:
-    return tuple(map(_a(str), _a(list)(value)))
+def _read_layers(value: object) -> tuple[str, ...]:
+    return tuple(map(_instance_of(str), _instance_of(list)(value)))
 
 
-def _fusion(value: object) -> object:
+def _read_fusion(value: object) -> object:
     if value is not None and value not in FUSIONS:
         raise TypeError
     return value
 
 
-def _target(value: Any) -> Mapping[str, Any]:
+def _read_target(value: Any) -> Mapping[str, Any]:
     target_message(value)
     return cast("Mapping[str, Any]", value)
 
 
-def _heatmap(value: Any) -> NDArray[np.float32] | None:
+def _read_heatmap(value: Any) -> NDArray[np.float32] | None:
     if value is None:
         return None
     data = base64.b64decode(value["data"], validate=True)
     if hashlib.sha256(data).hexdigest() != value["sha256"]:
-        raise ValueError("its values are not those of its SHA-256")
+        raise ValueError("its data does not match its SHA-256")
     return np.frombuffer(data, "<f4").astype(np.float32, copy=False).reshape(value["height"], value["width"])
 
 
-_TEXT: tuple[str, Callable[[Any], Any]] = ("a string", _a(str))
+_STRING: tuple[str, Callable[[Any], Any]] = ("a string", _instance_of(str))
 _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "versions": ("strings by name", _by_name(_a(str))),
-    "parameters": ("numbers and words by name", _by_name(_number_or_word)),
-    "augmentation_smoothing": ("true or false", _a(bool)),
-    "eigen_smoothing": ("true or false", _a(bool)),
-    "layers": ("a list of names", _layers),
-    "fusion": (f"null, {', '.join(FUSIONS)}", _fusion),
-    "target": ("a target", _target),
-    "score": ("a number", _number),
+    "versions": ("an object of strings", _mapping_of(_instance_of(str))),
+    "parameters": ("an object of numbers and strings", _mapping_of(_read_number_or_string)),
+    "augmentation_smoothing": ("true or false", _instance_of(bool)),
+    "eigen_smoothing": ("true or false", _instance_of(bool)),
+    "layers": ("a list of names", _read_layers),
+    "fusion": (f"null, {', '.join(FUSIONS)}", _read_fusion),
+    "target": ("a target", _read_target),
+    "score": ("a number", _read_number),
     "verdict": (f"one of {', '.join(Verdict)}", Verdict),
-    "heatmap": ("null or a map", _heatmap),
+    "heatmap": ("null or a map", _read_heatmap),
 }

@@ -1,4 +1,7 @@
-"""Replays: a receipt's explanation asked for again, and compared: pure, so that both clients share it."""
+"""Request the explanation of a receipt again, and compare the two.
+
+Nothing here does network I/O, so the synchronous and the asynchronous client share it.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,26 @@ if TYPE_CHECKING:
     from camserve.v1 import explain_pb2
 
 CLOSE: Final = 1e-5
-"""Share of a map's maximum, or of a score, up to which float32 differs by the company of a batch."""
+"""Tolerance, relative to a map's largest absolute value or to a score.
 
-_SHOWN = 12
+float32 results can differ this much if the rest of the batch differs.
+"""
+
+_SHOWN_DIGITS = 12  # of a digest
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was compared.
+    """Comparison of one property of two explanations.
 
     Attributes:
-        name: Of what was compared.
-        then: What the receipt says.
-        now: What came now.
-        same: Whether they agree.
-        matters: Whether the replay differs if they do not: other versions do not matter as long as
-            the numbers are the same.
-        words: What is the matter, or how well they agree.
+        name: Name of the property.
+        then: Its value in the receipt.
+        now: Its value in the new explanation.
+        same: True if they agree.
+        matters: True if a difference makes the replay differ. Other versions do not matter if the
+            numbers agree.
+        words: Description of the difference, or of the agreement.
     """
 
     name: str
@@ -52,14 +58,15 @@ class Check:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Replay:
-    """What came of asking for a receipt's explanation again.
+    """Comparison of a receipt with a new explanation of the same request.
 
     Attributes:
-        checks: What was compared: the photo, what the model saw of it, the weights, the score, the
-            map, and what computed them.
-        gap: Greatest difference of the two maps, as a share of the greatest absolute value of the
-            receipt's; infinite where they are not on one grid, None where the receipt has no map.
-        explanation: The new one.
+        checks: Comparisons of the photo, the pixels that the model saw, the weights, the score,
+            the map, and the versions that computed them.
+        gap: Largest absolute difference between the two maps, divided by the largest absolute value of
+            the receipt's map. Infinite if the sizes differ, if only one map has non-finite values, or if
+            only the receipt's map is zero everywhere; None if either has no map.
+        explanation: The new explanation.
     """
 
     checks: tuple[Check, ...]
@@ -68,37 +75,37 @@ class Replay:
 
     @property
     def same(self) -> bool:
-        """Whether it is the same photo, by the same weights, with the same score and map."""
+        """True if photo, weights, score and map are the same."""
         return not self.differences
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What differs, in words."""
-        return tuple(each.words for each in self.checks if each.matters and not each.same)
+        """Descriptions of the differences that matter."""
+        return tuple(check.words for check in self.checks if check.matters and not check.same)
 
 
 def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
-    """Return the request for a receipt's explanation, still without an image.
+    """Return the request for a receipt's explanation, without its image.
 
     Raises:
-        InvalidArgument: The receipt says what cannot be asked for.
+        InvalidArgument: A value of the receipt is not valid in a request.
     """
     smoothing = receipt.augmentation_smoothing, receipt.eigen_smoothing
-    question = _codec.Question(
+    request = _codec.Question(
         model=receipt.model,
         methods=Method(receipt.method, receipt.parameters, *smoothing),
         layers=receipt.layers,
         fusion=receipt.fusion,
     ).request()
-    question.targets.append(target_message(receipt.target))
-    return question
+    request.targets.append(target_message(receipt.target))
+    return request
 
 
 def explanation(result: Result) -> Explanation:
-    """Return the one explanation that was asked for.
+    """Return the only explanation of a replayed request.
 
     Raises:
-        Internal: The answer has none.
+        Internal: The result has no explanation.
     """
     if not result.explanations:
         raise Internal("the server sent no explanation")
@@ -109,70 +116,71 @@ def compare(receipt: Receipt, explanation: Explanation) -> Replay:
     """Compare a receipt with a new explanation.
 
     Raises:
-        FailedPrecondition: The server sent no receipt for it.
+        FailedPrecondition: The server sent no receipt with the explanation.
     """
     now = explanation.receipt
-    gap = _gap(receipt.heatmap, now.heatmap)
-    numbers = [_score(receipt.score, now.score)]
+    gap = _relative_gap(receipt.heatmap, now.heatmap)
+    results = [_compare_scores(receipt.score, now.score)]
     if receipt.heatmap is not None and now.heatmap is not None and gap is not None:
-        numbers.append(_map(receipt.heatmap, now.heatmap, gap))
-    differ = not all(each.same for each in numbers)
+        results.append(_compare_maps(receipt.heatmap, now.heatmap, gap))
+    differ = not all(check.same for check in results)
     digests = (
-        _digest("photo", "the photo is another one", receipt.image_sha256, now.image_sha256),
-        _digest("pixels seen", "the model saw other pixels", receipt.input_sha256, now.input_sha256),
-        _digest("weights", "the weights are others", receipt.digest, now.digest),
+        _compare_digests("photo", "the photo differs", receipt.image_sha256, now.image_sha256),
+        _compare_digests("pixels seen", "the pixels that the model saw differ", receipt.input_sha256, now.input_sha256),
+        _compare_digests("weights", "the weights differ", receipt.digest, now.digest),
     )
-    return Replay((*digests, *numbers, *_circumstances(receipt, now, matter=differ)), gap, explanation)
+    return Replay((*digests, *results, *_compare_environments(receipt, now, matter=differ)), gap, explanation)
 
 
-def _digest(name: str, words: str, then: str, now: str) -> Check:
-    shown = f"{words} (SHA-256 {_brief(now)}, and it was {_brief(then)})"
-    return Check(name, _brief(then), _brief(now), then == now, words="" if then == now else shown)
+def _compare_digests(name: str, difference: str, then: str, now: str) -> Check:
+    words = "" if then == now else f"{difference} (SHA-256 {_shorten(now)}, was {_shorten(then)})"
+    return Check(name, _shorten(then), _shorten(now), then == now, words=words)
 
 
-def _brief(digest: str) -> str:
-    return digest if len(digest) <= _SHOWN else f"{digest[:_SHOWN]}…"
+def _shorten(digest: str) -> str:
+    return digest if len(digest) <= _SHOWN_DIGITS else f"{digest[:_SHOWN_DIGITS]}…"
 
 
-def _score(then: float, now: float) -> Check:
-    # Two numbers that are no numbers are the same here; about zero float32 is off by as much as at one.
+def _compare_scores(then: float, now: float) -> Check:
+    # Two NaN are the same here. Around zero the tolerance is absolute: float32 is off there by as much as around one.
     same = math.isclose(then, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(then) and math.isnan(now))
-    words = "" if same else f"the score is {now:.6g}, and was {then:.6g}"
+    words = "" if same else f"the score is {now:.6g}, was {then:.6g}"
     return Check("score", f"{then:.6g}", f"{now:.6g}", same, words=words)
 
 
-def _gap(then: NDArray[np.float32] | None, now: NDArray[np.float32] | None) -> float | None:
+def _relative_gap(then: NDArray[np.float32] | None, now: NDArray[np.float32] | None) -> float | None:
     if then is None or now is None:
         return None
     if then.shape != now.shape:
         return math.inf
     if np.array_equal(then, now, equal_nan=True):
         return 0.0
-    furthest = float(np.abs(then.astype(np.float64) - now).max())
-    greatest = float(np.abs(then).max())
-    return furthest / greatest if greatest > 0 and math.isfinite(furthest) else math.inf
+    difference = float(np.abs(then.astype(np.float64) - now).max())
+    scale = float(np.abs(then).max())
+    return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
 
 
-def _map(then: NDArray[np.float32], now: NDArray[np.float32], gap: float) -> Check:
-    had, has = ("×".join(map(str, each.shape)) for each in (then, now))
+def _compare_maps(then: NDArray[np.float32], now: NDArray[np.float32], gap: float) -> Check:
+    old_size, new_size = ("×".join(map(str, heatmap.shape)) for heatmap in (then, now))
     if then.shape != now.shape:
-        words = f"the map has {has} cells, and had {had}"
+        words = f"the map has {new_size} cells, had {old_size}"
     elif packed(then) == packed(now):
         words = "byte for byte"
     elif gap <= CLOSE:
-        words = f"within {gap:.1e} of its maximum"
+        words = f"within {gap:.1e} of its largest absolute value"
     else:
-        words = f"the map differs, by {gap:.2g} of its maximum"
-    return Check("map", had, has, gap <= CLOSE, words=words)
+        words = f"the map differs by {gap:.2g} of its largest absolute value"
+    return Check("map", old_size, new_size, gap <= CLOSE, words=words)
 
 
-def _circumstances(receipt: Receipt, now: Receipt, *, matter: bool) -> Iterator[Check]:
-    then_by_name, now_by_name = ({**each.versions, **_place(each)} for each in (receipt, now))
-    for name in sorted({*then_by_name, *now_by_name}):
-        then, new = then_by_name.get(name, "none"), now_by_name.get(name, "none")
-        words = "" if then == new else f"{name} is {new}, and was {then}"
-        yield Check(name, then, new, then == new, matter, words)
+def _compare_environments(receipt: Receipt, now: Receipt, *, matter: bool) -> Iterator[Check]:
+    old_values, new_values = _environment(receipt), _environment(now)
+    for name in sorted({*old_values, *new_values}):
+        old, new = old_values.get(name, "none"), new_values.get(name, "none")
+        words = "" if old == new else f"{name} is {new}, was {old}"
+        yield Check(name, old, new, old == new, matter, words)
 
 
-def _place(receipt: Receipt) -> dict[str, str]:
-    return {"device": receipt.device, "precision": receipt.precision, "source": receipt.source}
+def _environment(receipt: Receipt) -> dict[str, str]:
+    device = {"device": receipt.device, "precision": receipt.precision, "source": receipt.source}
+    return {**receipt.versions, **device}

@@ -1,4 +1,4 @@
-"""What comes back: predictions, and a heatmap for every method, layer and target."""
+"""Results: predictions, and an explanation for each method, layer and target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ T = TypeVar("T")
 
 
 class Verdict(StrEnum):
-    """Whether a map can be read as an explanation."""
+    """Result of the check that a map can be read as an explanation.
+
+    Attributes:
+        UNSPECIFIED: The server sent no verdict, or one that this client does not know.
+        OK: The map has positive evidence.
+        ALL_NEGATIVE: No value of the map is above zero; the picture is blank.
+        FLAT: The map has the same value everywhere.
+        ZERO_GRADIENT: The gradient is zero everywhere: the score does not depend on the layer.
+        NON_FINITE: The map has NaN or infinite values; the picture is blank.
+    """
 
     UNSPECIFIED = "UNSPECIFIED"
     OK = "OK"
@@ -38,15 +47,18 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A class and how probable the model finds it.
+    """A predicted class or object.
 
     Attributes:
-        label: Of the class; "class 7" where the model has none.
-        probability: After softmax, 0 to 1.
+        label: Label of the class; "class 7" if the model has no labels.
+        probability: Probability, 0 to 1. Depending on the model's task it is the softmax, the sigmoid
+            ("multilabel"), the mean softmax over the pixels with this class ("segment"), the score
+            of an object ("detect"), or 0 ("regress").
         class_index: Index in the model's output, from 0.
-        score: The logit.
-        box: Of an object that was detected, where it is in the photo.
-        area: Of a class in a segmented image, the share of it that the class covers, 0 to 1.
+        score: The logit; for a segmentation its mean over the pixels with this class, for an object
+            its score.
+        box: Box of a detected object in the photo, else None.
+        area: For a class of a segmentation, the share of the model's input with this class, 0 to 1.
     """
 
     label: str
@@ -58,16 +70,22 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The label, or "class 7" where there is none."""
+        """The label, or "class 7" if there is no label."""
         return self.label or f"class {self.class_index}"
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time went, in milliseconds, and how many rows the largest batch had.
+    """Duration of each stage of a request, in milliseconds, and the size of its largest batch.
 
-    No moment counts twice: `compute_ms` is time in which at least one of its batches ran, and `queue_ms` the rest of
-    the wait for them.
+    No time is counted twice, even if several batches of the request run at once.
+
+    Attributes:
+        decode_ms: Time to decode and resize the photo.
+        queue_ms: Time in the queue while none of the request's batches ran.
+        compute_ms: Time in which at least one of the request's batches ran.
+        render_ms: Time to draw and encode the pictures.
+        batch_rows: Number of rows of the largest batch that the request was part of.
     """
 
     decode_ms: float
@@ -79,33 +97,35 @@ class Timing:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Explanation:
-    """One method's answer, on one layer, for one target.
+    """Explanation of one target, by one method, on one layer.
 
     Attributes:
         method: Name of the method.
-        layer: Name of the layer, or of several that were fused, joined by " + "; empty for methods
-            that look at the input.
-        target: The class explained.
-        contrast: The class that it was explained against, if any.
-        score: The score explained: a logit, or for a contrast the difference of two.
-        verdict: Whether the map can be read as an explanation.
-        verdict_message: The verdict in words; empty when it is OK.
-        parameters: What the method ran with, defaults included.
+        layer: Name of the layer, or the names of several fused layers, joined by " + "; empty for
+            methods that do not use a layer.
+        target: The explained class or object.
+        contrast: For a contrast, the class that it was explained against, else None.
+        score: The explained score: a logit, the difference of two for a contrast, or the value of
+            another target.
+        verdict: Result of the check that the map can be read as an explanation.
+        verdict_message: Description of the verdict; empty if it is OK.
+        parameters: Parameters of the method, defaults included.
         photo: Geometry of the photo.
-        heatmap: float32 [h, w], read-only: signed, not normalised, on the layer's own grid; None
-            if it was not asked for.
-        overlay_picture: The overlay with its format and size; None if it was not asked for.
-        colored_picture: The heatmap alone in colour; None if it was not asked for.
-        resolved: The target as the server understood it, to ask for the same again; None for a
+        heatmap: The raw map, float32 [h, w], read-only: signed, not normalised, on the grid of the
+            layer, or of the model's input for methods without a layer. None if it was not requested.
+        overlay_picture: The overlay; None if it was not requested.
+        colored_picture: The heatmap alone in colour; None if it was not requested.
+        resolved: The target as the server resolved it, to request the same again; None for a
             ``similarity``, whose image is not sent back.
-        intensity: float32 [H, W], read-only: what is coloured, 0 to 1, on the pixels of the model's
-            input; None if it was not asked for.
-        completeness_error: By how much the map fails to add up to the difference between the score
-            and that of a baseline, as a share of it; None for methods that do not promise that.
-        augmentation_smoothing: Whether it is the mean over augmented copies of the image.
-        eigen_smoothing: Whether it is the first principal component instead of the sum.
-        fusion: "mean", "max" or "product" of the maps of several layers; None for one layer's.
-        receipt_or_none: The receipt, see ``receipt``; None from a server that sends none.
+        intensity: The intensities that are coloured, float32 [H, W], read-only, 0 to 1, at the
+            resolution of the model's input; None if they were not requested.
+        completeness_error: For methods whose maps must add up to the score minus a baseline's score,
+            such as integrated gradients: the amount by which the map misses that difference, as a
+            share of it. None for other methods.
+        augmentation_smoothing: True if the map is the mean over augmented copies of the image.
+        eigen_smoothing: True if the map is the first principal component instead of the sum.
+        fusion: "mean", "max" or "product" if the maps of several layers were fused, else None.
+        receipt_or_none: The receipt, see ``receipt``; None if the server sent none.
     """
 
     method: str
@@ -130,118 +150,120 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """What is explained, in words."""
+        """Name of the explained class, and of the class that it was explained against."""
         against = f", not {self.contrast.name}" if self.contrast else ""
         return f"{self.target.name}{against}"
 
     @property
     def how(self) -> str:
-        """The method, and what it was smoothed by, in words."""
-        smoothed = {"augmentation smoothing": self.augmentation_smoothing, "eigen smoothing": self.eigen_smoothing}
-        return ", ".join((self.method, *(name for name, done in smoothed.items() if done)))
+        """Name of the method, and of the smoothing that was used."""
+        smoothing = {"augmentation smoothing": self.augmentation_smoothing, "eigen smoothing": self.eigen_smoothing}
+        return ", ".join((self.method, *(name for name, used in smoothing.items() if used)))
 
     @property
     def receipt(self) -> Receipt:
-        """What it was computed from and what came out, for ``Client.replay``.
+        """The receipt: inputs, versions and results of the explanation, for ``Client.replay``.
 
         Raises:
-            FailedPrecondition: The server is older than receipts.
+            FailedPrecondition: The server does not support receipts.
         """
         if self.receipt_or_none is None:
-            raise FailedPrecondition("the server sent no receipt: it is older than receipts are")
+            raise FailedPrecondition("the server sent no receipt: its version does not support them")
         return self.receipt_or_none
 
     @property
     def overlay(self) -> bytes:
-        """The file of the heatmap drawn on the photo.
+        """File of the overlay: the heatmap drawn on the photo.
 
         Raises:
-            FailedPrecondition: It was not asked for.
+            FailedPrecondition: It was not requested.
         """
         return _present(self.overlay_picture, "overlay", 'overlay="jpeg"').data
 
     @property
     def image(self) -> Image.Image:
-        """The heatmap drawn on the photo, decoded.
+        """The overlay as a PIL image.
 
         Raises:
-            FailedPrecondition: It was not asked for.
+            FailedPrecondition: It was not requested.
         """
         return _present(self.overlay_picture, "overlay", 'overlay="jpeg"').open()
 
     @property
     def heatmap_image(self) -> bytes:
-        """The file of the heatmap alone, in colour.
+        """File of the heatmap alone, in colour.
 
         Raises:
-            FailedPrecondition: It was not asked for.
+            FailedPrecondition: It was not requested.
         """
         return _present(self.colored_picture, "heatmap image", 'heatmap_image="png"').data
 
     @property
     def heatmap_on_image(self) -> NDArray[np.float32]:
-        """The raw map in the photo's own pixels: float32 [height, width].
+        """The raw map at the resolution of the photo: float32 [height, width].
 
-        Bilinear, still signed and not normalised; NaN where the model did not look.
+        It is interpolated bilinearly, signed and not normalised, and NaN outside of ``photo.seen``.
 
         Raises:
-            FailedPrecondition: The heatmap was not asked for.
+            FailedPrecondition: The heatmap was not requested.
         """
         return onto_photo(_present(self.heatmap, "heatmap", "heatmap=True"), self.photo)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the overlay (.jpg, .png, .webp) or the raw map (.npy).
 
-        The overlay is written as it came, and encoded again only where the suffix asks for
-        another format than the one received.
+        The overlay is encoded again only if the suffix stands for another format than the received one.
 
         Returns:
             The path.
 
         Raises:
-            InvalidArgument: The suffix is none of these.
-            FailedPrecondition: The part was not asked for.
+            InvalidArgument: The suffix is not supported.
+            FailedPrecondition: The overlay or map was not requested.
             OSError: The file cannot be written.
         """
-        to = Path(path)
-        suffix = to.suffix.lower()
+        destination = Path(path)
+        suffix = destination.suffix.lower()
         if suffix == ".npy":
-            _local.write(to, _local.npy(_present(self.heatmap, "heatmap", "heatmap=True")))
+            _local.write(destination, _local.npy(_present(self.heatmap, "heatmap", "heatmap=True")))
         elif suffix in FORMATS:
             picture = _present(self.overlay_picture, "overlay", 'overlay="jpeg"')
-            _local.write(to, picture.encoded(FORMATS[suffix]))
+            _local.write(destination, picture.encoded(FORMATS[suffix]))
         else:
-            known = ", ".join((*FORMATS, ".npy"))
-            raise InvalidArgument(f"cannot save as {to.suffix or to.name!r}; there are {known}")
-        return to
+            suffixes = ", ".join((*FORMATS, ".npy"))
+            name = destination.suffix or destination.name
+            raise InvalidArgument(f"cannot save as {name!r}: the suffix must be one of {suffixes}")
+        return destination
 
     def _repr_png_(self) -> bytes | None:
         return self.overlay_picture.encoded("png") if self.overlay_picture else None
 
     def html(self) -> str:
-        """The overlay with its title, for a notebook."""
+        """The overlay with its title as HTML, for a notebook."""
         return _html.figure(self.overlay_picture, f"{self.title} · {self.how}", self._note())
 
     def _repr_html_(self) -> str:
         return self.html()
 
     def _note(self) -> str:
-        trouble = "" if self.verdict is Verdict.OK else f"{self.verdict}: {self.verdict_message}"
-        return " · ".join(filter(None, (self.layer, trouble)))
+        verdict = "" if self.verdict is Verdict.OK else f"{self.verdict}: {self.verdict_message}"
+        return " · ".join(filter(None, (self.layer, verdict)))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Result:
-    """The predictions for one image and their explanations.
+    """Predictions and explanations of one image.
 
     Attributes:
-        predictions: The most probable classes, most probable first.
+        predictions: The most probable classes, most probable first. For a segmentation, the classes
+            in the image, largest first and the background last. For a detector, the objects, highest
+            score first. Empty for a model that returns embeddings.
         explanations: One for each method, layer and target: all targets of the first layer of the
             first method first.
-        model: Name of the model that answered.
-        request_id: What to look for in the server's log.
+        model: Name of the model.
+        request_id: Id of the request in the server's log.
         photo: Geometry of the photo, and of the part that the model saw.
-        timing: Where the time went.
+        timing: Duration of each stage of the request.
     """
 
     predictions: tuple[Prediction, ...]
@@ -257,11 +279,11 @@ class Result:
         return self.photo.width, self.photo.height
 
     def _repr_html_(self) -> str:
-        rows = [(each.name, f"{each.probability:.1%}") for each in self.predictions]
-        return _html.page(self.model, rows, [each.html() for each in self.explanations])
+        rows = [(prediction.name, f"{prediction.probability:.1%}") for prediction in self.predictions]
+        return _html.page(self.model, rows, [explanation.html() for explanation in self.explanations])
 
 
 def _present(part: T | None, name: str, option: str) -> T:
     if part is None:
-        raise FailedPrecondition(f"the result has no {name}; ask for it: client.explain(..., {option})")
+        raise FailedPrecondition(f"the result has no {name}; request it with client.explain(..., {option})")
     return part

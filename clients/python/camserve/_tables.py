@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs."""
+"""Format the output of the commands: rows of tables, and JSON."""
 
 from __future__ import annotations
 
@@ -23,108 +23,119 @@ if TYPE_CHECKING:
     from camserve._result import Explanation, Result
     from camserve._values import Layer, MethodInfo, Model, ParameterInfo
 
-MODEL_HEADINGS = ("model", "source", "weights", "task", "classes", "input", "default layer", "parameters", "", "state")
+MODEL_HEADINGS = (
+    "model",
+    "source",
+    "weights",
+    "task",
+    "classes",
+    "input",
+    "default layer",
+    "parameters",
+    "precision",
+    "state",
+)
 RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
 
 _STYLES = {Verdict.OK: "green", Verdict.UNSPECIFIED: "", Verdict.NON_FINITE: "red"}
 
 
 def as_json(values: object) -> str:
-    """Write values as JSON."""
-    return printable_json(json.dumps(values, default=_plain, indent=2, ensure_ascii=False))
+    """Return values as JSON text, with control characters escaped."""
+    return printable_json(json.dumps(values, default=_to_dict, indent=2, ensure_ascii=False))
 
 
-def _plain(value: object) -> dict[str, Any]:
+def _to_dict(value: object) -> dict[str, Any]:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{type(value).__name__} has no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
 
 
 def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:
-    """Describe models, one a row."""
+    """Return a row for each model; the details of a model that is not loaded are empty."""
     return [
         (
-            each.name,
-            each.source,
-            *(_particulars(each) if each.digest else ("",) * 7),
-            _state(each),
+            model.name,
+            model.source,
+            *(_model_details(model) if model.digest else ("",) * 7),
+            _model_state(model),
         )
-        for each in models
+        for model in models
     ]
 
 
-def _particulars(model: Model) -> tuple[str, ...]:
+def _model_details(model: Model) -> tuple[str, ...]:
     return (
         model.weights,
         model.task,
         f"{model.classes:,}",
         f"{model.input_height}×{model.input_width}",
         model.default_layer,
-        _count(model.parameters),
+        _shorten_count(model.parameters),
         f"{model.precision} on {model.device}",
     )
 
 
-def _state(model: Model) -> str:
+def _model_state(model: Model) -> str:
     if model.state is ModelState.UNSPECIFIED:
         return ""
     return f"{model.state.lower()}, version {model.version}" if model.version else model.state.lower()
 
 
 def layer_rows(layers: Iterable[Layer]) -> list[tuple[str, ...]]:
-    """Describe layers, one a row."""
+    """Return a row for each layer."""
     return [
         (
-            each.name,
-            each.type,
-            "×".join(map(str, each.output_shape)),
-            _count(each.parameters),
-            "yes" if each.explainable else f"no: {each.reason}",
+            layer.name,
+            layer.type,
+            "×".join(map(str, layer.output_shape)),
+            _shorten_count(layer.parameters),
+            "yes" if layer.explainable else f"no: {layer.reason}",
         )
-        for each in layers
+        for layer in layers
     ]
 
 
 def reading_rows(readings: Iterable[LayerReading]) -> list[tuple[str | Text, ...]]:
-    """Describe what layers gave, one a row; what is wrong is red."""
-    rows = [(each, _inspection.row(each)) for each in readings]
-    return [tuple(Text(cell, style="red") for cell in cells) if each.trouble else cells for each, cells in rows]
+    """Return a row for each reading of a layer; readings with a problem are red."""
+    rows = [(reading, _inspection.row(reading)) for reading in readings]
+    return [tuple(Text(cell, style="red") for cell in cells) if reading.trouble else cells for reading, cells in rows]
 
 
 def method_rows(methods: Iterable[MethodInfo]) -> list[tuple[str, ...]]:
-    """Describe methods, one a row."""
+    """Return a row for each method."""
     return [
         (
-            each.name,
-            each.kind.lower(),
-            str(each.rows),
-            " ".join(map(_parameter, each.parameters)),
-            each.summary,
+            method.name,
+            method.kind.lower(),
+            str(method.rows),
+            " ".join(map(_parameter, method.parameters)),
+            method.summary,
         )
-        for each in methods
+        for method in methods
     ]
 
 
-REPLAY_HEADINGS = ("compared", "receipt", "now", "")
+REPLAY_HEADINGS = ("check", "receipt", "now", "result")
 
 
 def replay_rows(replay: Replay) -> list[tuple[str | Text, ...]]:
-    """Describe what was compared, one thing a row."""
-    return [(each.name, each.then, each.now, _agreement(each)) for each in replay.checks]
+    """Return a row for each comparison of a replay."""
+    return [(check.name, check.then, check.now, _agreement(check)) for check in replay.checks]
 
 
 def _agreement(check: Check) -> Text:
     if check.same:
         return Text(check.words or "same", style="green")
-    return Text(check.words, style="red") if check.matters else Text("differs, and no number does", style="yellow")
+    return Text(check.words, style="red") if check.matters else Text("differs, but the numbers agree", style="yellow")
 
 
-PARAMETER_HEADINGS = ("parameter", "default", "allowed", "")
+PARAMETER_HEADINGS = ("parameter", "default", "allowed", "description")
 
 
 def method_page(method: MethodInfo) -> str:
-    """Describe a method: what it does, by which formula, at what cost."""
-    facts = {
+    """Return a text that describes a method: summary, formula and properties."""
+    properties = {
         "kind": method.kind.lower(),
         "explains": "a layer" if method.layered else "the input",
         "paper": method.paper,
@@ -132,60 +143,63 @@ def method_page(method: MethodInfo) -> str:
         "smoothing": "augmentation, eigen" if method.eigen_smoothing else "augmentation",
         "needs": method.needs,
     }
-    lines = [f"{name:<10} {fact}" for name, fact in facts.items() if fact]
-    head = f"{method.name}: {method.summary}"
-    return "\n\n".join(filter(None, (head, method.formula, "\n".join(lines))))
+    lines = [f"{name:<10} {value}" for name, value in properties.items() if value]
+    title = f"{method.name}: {method.summary}"
+    return "\n\n".join(filter(None, (title, method.formula, "\n".join(lines))))
 
 
 def parameter_rows(parameters: Iterable[ParameterInfo]) -> list[tuple[str, ...]]:
-    """Describe a method's parameters, one a row."""
-    return [(each.name, _default(each), _allowed(each), each.summary) for each in parameters]
+    """Return a row for each parameter of a method."""
+    return [(info.name, _default(info), _allowed_values(info), info.summary) for info in parameters]
 
 
 def _default(info: ParameterInfo) -> str:
     return f"{info.default:g}" if isinstance(info.default, float) else str(info.default)
 
 
-def _allowed(info: ParameterInfo) -> str:
+def _allowed_values(info: ParameterInfo) -> str:
     if info.choices:
         return ", ".join(info.choices)
-    whole = ", whole" if info.integer else ""
-    return f"{info.minimum:.10g} to {info.maximum:.10g}{whole}"
+    integer = ", integer" if info.integer else ""
+    return f"{info.minimum:.10g} to {info.maximum:.10g}{integer}"
 
 
 def evaluation_rows(evaluation: Evaluation) -> list[tuple[str | Text, ...]]:
-    """Describe what metrics say, one explanation a row, the best reading of each metric in green."""
+    """Return a row for each explanation, with the best reading of each metric in green."""
     best = evaluation.best
     return [
         (
-            line[0],
-            *(Text(cell, style="bold green" if (row, place) in best else "") for place, cell in enumerate(line[1:])),
+            label,
+            *(Text(cell, style="bold green" if (row, column) in best else "") for column, cell in enumerate(cells)),
         )
-        for row, line in enumerate(evaluation.cells()[1:])
+        for row, (label, *cells) in enumerate(evaluation.cells()[1:])
     ]
 
 
 def metric_rows(metrics: Iterable[MetricInfo]) -> list[tuple[str, ...]]:
-    """Describe metrics, one a row."""
+    """Return a row for each metric."""
     return [
         (
-            each.name,
-            "higher" if each.higher_is_better else "lower",
-            f"{each.rows} × the method's" if each.repeats else str(each.rows),
-            " ".join(map(_parameter, each.parameters)),
-            each.summary,
+            metric.name,
+            "higher" if metric.higher_is_better else "lower",
+            f"{metric.rows} × the method's" if metric.repeats else str(metric.rows),
+            " ".join(map(_parameter, metric.parameters)),
+            metric.summary,
         )
-        for each in metrics
+        for metric in metrics
     ]
 
 
 def result_rows(
     image: Path, written: Iterable[tuple[Explanation, Path]], result: Result
 ) -> list[tuple[str | Text, ...]]:
-    """Describe what came out for one image, one explanation a row."""
+    """Return a row for each explanation of an image."""
     best = result.predictions[0] if result.predictions else None
-    said = f"{best.name} {best.probability:.1%}" if best else ""
-    return [(str(image), said, each.how, each.title, _verdict(each), path.name) for each, path in written]
+    prediction = f"{best.name} {best.probability:.1%}" if best else ""
+    return [
+        (str(image), prediction, explanation.how, explanation.title, _verdict(explanation), path.name)
+        for explanation, path in written
+    ]
 
 
 def _verdict(explanation: Explanation) -> Text:
@@ -197,9 +211,9 @@ def _parameter(info: ParameterInfo) -> str:
     return f"{info.name}={_default(info)}"
 
 
-def _count(number: int) -> str:
-    """Write a large number shortly: 4.65M."""
-    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
+def _shorten_count(number: int) -> str:
+    """Abbreviate a large number, such as 4.65M."""
+    for unit, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{letter}"
     return str(number)

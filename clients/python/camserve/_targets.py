@@ -1,4 +1,4 @@
-"""What is to be explained: a class, one class and not another, a part of an image, an object, a likeness."""
+"""Targets: the score to explain, such as a class, a contrast of two classes, or a detected object."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from camserve.v1 import explain_pb2
 ClassLike: TypeAlias = "str | SupportsIndex"
 BoxLike: TypeAlias = "Box | tuple[float, float, float, float]"
 
-_LARGEST_INDEX = 2**32 - 1
+_MAX_CLASS_INDEX = 2**32 - 1  # uint32
 
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """Why one class and not another: labels, or indices in the model's output."""
+    """The logit of one class minus the logit of another; each is a label or an index in the model's output."""
 
     why: ClassLike
     why_not: ClassLike
@@ -34,7 +34,7 @@ class Probability:
 
 @dataclass(frozen=True, slots=True)
 class Finer:
-    """Why one class and not those that resemble it."""
+    """The logit of a class minus the weighted logits of similar classes."""
 
     why: ClassLike
     against: tuple[ClassLike, ...] = ()
@@ -43,14 +43,14 @@ class Finer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Similarity:
-    """How alike the image is to another one."""
+    """The cosine similarity between the embeddings of the image and of another one."""
 
     image: object
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A class over a part of the image."""
+    """The mean logit of a class over a region of the image."""
 
     why: ClassLike
     region: BoxLike | None = None
@@ -58,7 +58,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """One object that was found."""
+    """The score of one detected object."""
 
     why: ClassLike
     box: BoxLike | None = None
@@ -68,7 +68,7 @@ TargetLike: TypeAlias = "str | SupportsIndex | Contrast | Probability | Finer | 
 
 
 def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
-    """Ask why the model says one class and not another.
+    """Explain why the model predicts one class rather than another: the difference of their logits.
 
     >>> contrast("tabby", "tiger cat")
     Contrast(why='tabby', why_not='tiger cat')
@@ -81,9 +81,10 @@ def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
 
 
 def probability(why: ClassLike) -> Probability:
-    """Ask for the probability of a class instead of its logit.
+    """Explain the probability of a class instead of its logit.
 
-    It depends on every other class too: what speaks against those speaks for this one.
+    The probability is the softmax, or the sigmoid for a model whose task is "multilabel". A softmax
+    depends on all classes: evidence against another class is evidence for this one.
 
     >>> probability("tabby")
     Probability(why='tabby')
@@ -95,21 +96,27 @@ def probability(why: ClassLike) -> Probability:
 
 
 def finer(why: ClassLike, *against: ClassLike, weight: float = 1.0) -> Finer:
-    """Ask what tells a class from those that resemble it (FinerCAM, Zhang et al. 2025).
+    """Explain what distinguishes a class from similar ones (FinerCAM, Zhang et al. 2025).
+
+    The score is the logit of the class minus ``weight`` times the mean of the other logits, weighted
+    by the softmax over these other classes.
 
     >>> finer("tabby")
     Finer(why='tabby', against=(), weight=1.0)
 
     Args:
         why: The class to explain, by label or index.
-        against: The classes that resemble it. Default: the three whose logits are nearest.
-        weight: How much they count, 0 to 1.
+        against: The similar classes, up to 8. Default: the three whose logits are nearest.
+        weight: Weight of the similar classes, 0 to 1.
     """
     return Finer(why, against, weight)
 
 
 def similarity(image: object) -> Similarity:
-    """Ask what makes the image look like another one, to a model that answers with embeddings.
+    """Explain what makes the image similar to another one: the cosine between their embeddings.
+
+    For a model that returns embeddings, or for a classifier or regressor that ends in a linear layer: its
+    embedding is the input of that layer.
 
     Args:
         image: The other photo: a path, bytes, a PIL image or a ``uint8 [H, W, 3]`` RGB array.
@@ -118,173 +125,184 @@ def similarity(image: object) -> Similarity:
 
 
 def segment(why: ClassLike, region: BoxLike | None = None) -> Segment:
-    """Ask what makes a model of semantic segmentation see a class.
+    """Explain a class of a semantic segmentation: its mean logit over a region.
 
     >>> segment("cat", (10, 20, 110, 220)).region
     (10, 20, 110, 220)
 
     Args:
         why: The class to explain, by label or index.
-        region: Where in the photo: left, top, right and bottom, in pixels. Default: wherever the model sees the class.
+        region: Left, top, right and bottom of the region, in pixels of the photo. Default: the pixels for which the
+            model predicts the class.
     """
     return Segment(why, region)
 
 
 def detection(why: ClassLike, box: BoxLike | None = None) -> Detection:
-    """Ask what makes a model of object detection find an object.
+    """Explain the score of a detected object.
 
     >>> detection("dog")
     Detection(why='dog', box=None)
 
     Args:
         why: The object's class, by label or index.
-        box: Where in the photo: left, top, right and bottom, in pixels; the object found that best matches it is
-            explained. Default: the class's most certain object.
+        box: Left, top, right and bottom, in pixels of the photo; the detected object of the class that best matches
+            the box is explained. Default: the class's object with the highest score.
     """
     return Detection(why, box)
 
 
-def message(given: TargetLike, field: str, read_image: Callable[[object], bytes]) -> explain_pb2.Target:
-    """Return a target as protobuf.
+def encode(target: TargetLike, field: str, read_image: Callable[[object], bytes]) -> explain_pb2.Target:
+    """Encode a target as protobuf.
 
     Args:
-        given: By the caller.
-        field: Its name, for errors.
-        read_image: Turns whatever stands for an image into its file.
+        target: The target that the caller passed.
+        field: Path of the field in the request, for errors.
+        read_image: Function that returns the file of an image.
 
     Raises:
-        InvalidArgument: It cannot be a target.
+        InvalidArgument: The value is not a valid target.
     """
-    for kind, say in _KINDS.items():
-        if isinstance(given, kind):
-            return say(given, field, read_image)
-    if isinstance(given, str):
-        return explain_pb2.Target(label=given)
-    return explain_pb2.Target(class_index=_index(given, field))
+    for kind, encode_kind in _ENCODERS.items():
+        if isinstance(target, kind):
+            return encode_kind(target, field, read_image)
+    if isinstance(target, str):
+        return explain_pb2.Target(label=target)
+    return explain_pb2.Target(class_index=_class_index(target, field))
 
 
-def _contrast(given: Contrast, field: str, _read: object) -> explain_pb2.Target:
-    sides = explain_pb2.Contrast(
-        why=_class_name(given.why, f"{field}.contrast.why"),
-        why_not=_class_name(given.why_not, f"{field}.contrast.why_not"),
+def _encode_contrast(target: Contrast, field: str, _read_image: object) -> explain_pb2.Target:
+    contrast = explain_pb2.Contrast(
+        why=_class_name(target.why, f"{field}.contrast.why"),
+        why_not=_class_name(target.why_not, f"{field}.contrast.why_not"),
     )
-    return explain_pb2.Target(contrast=sides)
+    return explain_pb2.Target(contrast=contrast)
 
 
-def _probability(given: Probability, field: str, _read: object) -> explain_pb2.Target:
-    if isinstance(given.why, str):
-        return explain_pb2.Target(label=given.why, softmax=True)
-    return explain_pb2.Target(class_index=_index(given.why, field), softmax=True)
+def _encode_probability(target: Probability, field: str, _read_image: object) -> explain_pb2.Target:
+    if isinstance(target.why, str):
+        return explain_pb2.Target(label=target.why, softmax=True)
+    return explain_pb2.Target(class_index=_class_index(target.why, field), softmax=True)
 
 
-def _finer(given: Finer, field: str, _read: object) -> explain_pb2.Target:
-    said = explain_pb2.Finer(
-        why=_class_name(given.why, f"{field}.finer.why"),
-        against=[_class_name(one, f"{field}.finer.against[{at}]") for at, one in enumerate(given.against)],
-        weight=given.weight,
+def _encode_finer(target: Finer, field: str, _read_image: object) -> explain_pb2.Target:
+    finer = explain_pb2.Finer(
+        why=_class_name(target.why, f"{field}.finer.why"),
+        against=[_class_name(class_, f"{field}.finer.against[{index}]") for index, class_ in enumerate(target.against)],
+        weight=target.weight,
     )
-    return explain_pb2.Target(finer=said)
+    return explain_pb2.Target(finer=finer)
 
 
-def _similarity(given: Similarity, field: str, read: Callable[[object], bytes]) -> explain_pb2.Target:
+def _encode_similarity(target: Similarity, field: str, read_image: Callable[[object], bytes]) -> explain_pb2.Target:
     try:
-        return explain_pb2.Target(similarity=explain_pb2.Similarity(image=read(given.image)))
+        return explain_pb2.Target(similarity=explain_pb2.Similarity(image=read_image(target.image)))
     except InvalidArgument as error:
         reason = next(iter(error.fields.values()), str(error))
-        raise _bad(f"{field}.similarity.image", reason) from error
+        raise _invalid(f"{field}.similarity.image", reason) from error
 
 
-def _segment(given: Segment, field: str, _read: object) -> explain_pb2.Target:
+def _encode_segment(target: Segment, field: str, _read_image: object) -> explain_pb2.Target:
     field = f"{field}.segment"
-    said = explain_pb2.Segment(class_name=_class_name(given.why, f"{field}.class_name"))
-    if given.region is not None:
-        said.region.CopyFrom(_box(given.region, f"{field}.region"))
-    return explain_pb2.Target(segment=said)
+    segment = explain_pb2.Segment(class_name=_class_name(target.why, f"{field}.class_name"))
+    if target.region is not None:
+        segment.region.CopyFrom(_encode_box(target.region, f"{field}.region"))
+    return explain_pb2.Target(segment=segment)
 
 
-def _detection(given: Detection, field: str, _read: object) -> explain_pb2.Target:
+def _encode_detection(target: Detection, field: str, _read_image: object) -> explain_pb2.Target:
     field = f"{field}.detection"
-    said = explain_pb2.Detection(class_name=_class_name(given.why, f"{field}.class_name"))
-    if given.box is not None:
-        said.box.CopyFrom(_box(given.box, f"{field}.box"))
-    return explain_pb2.Target(detection=said)
+    detection = explain_pb2.Detection(class_name=_class_name(target.why, f"{field}.class_name"))
+    if target.box is not None:
+        detection.box.CopyFrom(_encode_box(target.box, f"{field}.box"))
+    return explain_pb2.Target(detection=detection)
 
 
-_KINDS: Mapping[type, Callable[[Any, str, Callable[[object], bytes]], explain_pb2.Target]] = {
-    Contrast: _contrast,
-    Probability: _probability,
-    Finer: _finer,
-    Similarity: _similarity,
-    Segment: _segment,
-    Detection: _detection,
+_ENCODERS: Mapping[type, Callable[[Any, str, Callable[[object], bytes]], explain_pb2.Target]] = {
+    Contrast: _encode_contrast,
+    Probability: _encode_probability,
+    Finer: _encode_finer,
+    Similarity: _encode_similarity,
+    Segment: _encode_segment,
+    Detection: _encode_detection,
 }
 
 
-def _class_name(given: ClassLike, field: str) -> explain_pb2.ClassName:
-    if isinstance(given, str):
-        return explain_pb2.ClassName(label=given)
-    return explain_pb2.ClassName(class_index=_index(given, field))
+def _class_name(class_: ClassLike, field: str) -> explain_pb2.ClassName:
+    if isinstance(class_, str):
+        return explain_pb2.ClassName(label=class_)
+    return explain_pb2.ClassName(class_index=_class_index(class_, field))
 
 
-def _index(given: object, field: str) -> int:
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
-        kind = type(given).__name__
-        raise _bad(field, f"a class is a label or an index, not {kind}")
-    index = operator.index(given)
-    if not 0 <= index <= _LARGEST_INDEX:
-        raise _bad(field, f"a class index counts from 0, so it is not {index}")
+def _class_index(class_: object, field: str) -> int:
+    if isinstance(class_, bool) or not isinstance(class_, SupportsIndex):
+        kind = type(class_).__name__
+        raise _invalid(field, f"a class must be a label or an index, not {kind}")
+    index = operator.index(class_)
+    if not 0 <= index <= _MAX_CLASS_INDEX:
+        raise _invalid(field, f"{index} is not a class index: it must be between 0 and {_MAX_CLASS_INDEX}")
     return index
 
 
-def _box(given: object, field: str) -> explain_pb2.Box:
-    edges = (given.left, given.top, given.right, given.bottom) if isinstance(given, Box) else given
+def _encode_box(box: object, field: str) -> explain_pb2.Box:
+    edges = (box.left, box.top, box.right, box.bottom) if isinstance(box, Box) else box
     try:
-        left, top, right, bottom = map(float, edges)  # type: ignore[call-overload]  # whatever it is
+        left, top, right, bottom = map(float, edges)  # type: ignore[call-overload]  # not yet checked
     except (TypeError, ValueError) as error:
-        raise _bad(field, f"a box is left, top, right and bottom, not {given!r}") from error
+        raise _invalid(field, f"a box must be (left, top, right, bottom), not {box!r}") from error
     return explain_pb2.Box(left=left, top=top, right=right, bottom=bottom)
 
 
-def resolved(said: explain_pb2.Target) -> TargetLike | None:
-    """Read the target that an answer names, to ask for it again; None where it names none, or no image."""
-    kind = said.WhichOneof("kind")
-    read = _READ.get(kind or "")
-    return read(said) if read else None
+def decode(message: explain_pb2.Target) -> TargetLike | None:
+    """Decode the resolved target of a response; None if it is empty, or a similarity, whose image is left out."""
+    decoder = _DECODERS.get(message.WhichOneof("kind") or "")
+    return decoder(message) if decoder else None
 
 
-def _read_index(said: explain_pb2.Target) -> TargetLike:
-    return Probability(said.class_index) if said.softmax else said.class_index
+def _decode_class_index(message: explain_pb2.Target) -> TargetLike:
+    return Probability(message.class_index) if message.softmax else message.class_index
 
 
-def _read_box(said: explain_pb2.Box) -> Box:
-    return Box(said.left, said.top, said.right, said.bottom)
+def _decode_box(message: explain_pb2.Box) -> Box:
+    return Box(message.left, message.top, message.right, message.bottom)
 
 
-def _read_segment(said: explain_pb2.Target) -> Segment:
-    segment = said.segment
-    region = _read_box(segment.region) if segment.HasField("region") else None
+def _decode_contrast(message: explain_pb2.Target) -> Contrast:
+    return Contrast(message.contrast.why.class_index, message.contrast.why_not.class_index)
+
+
+def _decode_finer(message: explain_pb2.Target) -> Finer:
+    finer = message.finer
+    return Finer(finer.why.class_index, tuple(class_.class_index for class_ in finer.against), finer.weight)
+
+
+def _decode_segment(message: explain_pb2.Target) -> Segment:
+    segment = message.segment
+    region = _decode_box(segment.region) if segment.HasField("region") else None
     return Segment(segment.class_name.class_index, region)
 
 
-_READ: Mapping[str, Callable[[explain_pb2.Target], TargetLike]] = {
-    "class_index": _read_index,
-    "contrast": lambda said: Contrast(said.contrast.why.class_index, said.contrast.why_not.class_index),
-    "finer": lambda said: Finer(
-        said.finer.why.class_index, tuple(one.class_index for one in said.finer.against), said.finer.weight
-    ),
-    "segment": _read_segment,
-    "detection": lambda said: Detection(said.detection.class_name.class_index, _read_box(said.detection.box)),
+def _decode_detection(message: explain_pb2.Target) -> Detection:
+    return Detection(message.detection.class_name.class_index, _decode_box(message.detection.box))
+
+
+_DECODERS: Mapping[str, Callable[[explain_pb2.Target], TargetLike]] = {
+    "class_index": _decode_class_index,
+    "contrast": _decode_contrast,
+    "finer": _decode_finer,
+    "segment": _decode_segment,
+    "detection": _decode_detection,
 }
 
 
-def targets_of(given: TargetLike | Iterable[TargetLike] | None) -> Iterable[TargetLike]:
-    """Return one target or several as several."""
-    if given is None:
+def as_iterable(targets: TargetLike | Iterable[TargetLike] | None) -> Iterable[TargetLike]:
+    """Return one target, several targets or None as an iterable of targets."""
+    if targets is None:
         return ()
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        return given
-    return (given,)
+    if isinstance(targets, Iterable) and not isinstance(targets, str):
+        return targets
+    return (targets,)
 
 
-def _bad(field: str, reason: str) -> InvalidArgument:
+def _invalid(field: str, reason: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {reason}", fields={field: reason})

@@ -1,6 +1,6 @@
-"""The command `camserve`: explain photos, and see what a server can.
+"""The `camserve` command: explain photos with a server, and list its models, layers, methods and metrics.
 
-Other programs can run its commands with clients of their own: see ``Connect``.
+Other programs can run these commands with a client of their own: see ``Connect``.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ if TYPE_CHECKING:
     from camserve._inspection_codec import InspectOptions
 
 Connect: TypeAlias = "Callable[[], camserve.Client]"
-"""Returns the client of a command, which uses it as a context manager and so closes it at the end.
+"""Function that returns the client of a command. The command closes the client at its end.
 
-By default it is made from the flags of the connection (``--server``, ``--timeout``, ``--tls``, …). A program that
-runs a command with a client of its own passes it as ``connect``, by click's ``Context.invoke``; the flags of the
-connection are then ignored, and all others have their defaults:
+By default the client is created from the connection options (``--server``, ``--timeout``, ``--tls``, …). Another
+program can pass its own function as ``connect`` to click's ``Context.invoke``. The connection options are then
+ignored, and the other options have their defaults:
 
     context.invoke(cli.explain, connect=lambda: client, paths=("cat.jpg",), output=Path("out"))
 """
 
 FAILED, INTERRUPTED = 1, 130
+"""Exit codes of a command that failed, and of one that was interrupted with Ctrl-C."""
 
 # In the order of Method's fields.
-_MODIFIERS = ("augmentation_smoothing", "eigen_smoothing")
+_SMOOTHING_OPTIONS = ("augmentation_smoothing", "eigen_smoothing")
 
-_SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
+_SUFFIXES = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
 
 class Command(click.Command):
-    """Command that refuses a repeated option, unless the option takes several values."""
+    """Command that rejects a repeated option, unless the option accepts several values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuse a second value; click would silently use the last one."""
+        """Reject a second value; click would silently use the last one."""
         if not ctx.resilient_parsing and not (self.no_args_is_help and not args):
-            *_, order = self.make_parser(ctx).parse_args(list(args))
-            for option, count in Counter(order).items():
+            *_, parsed_options = self.make_parser(ctx).parse_args(list(args))
+            for option, count in Counter(parsed_options).items():
                 if count > 1 and isinstance(option, click.Option) and not (option.multiple or option.is_flag):
-                    raise click.UsageError(f"{option.opts[-1]} is given {count} times, and takes one value", ctx)
+                    raise click.UsageError(f"{option.opts[-1]} was given {count} times, but accepts one value", ctx)
         return super().parse_args(ctx, args)
 
 
 class Commands(click.Group):
-    """Says whatever goes wrong in one line, and with the exit code."""
+    """Group of commands that reports an error in one line and with the exit code."""
 
     command_class = Command
     group_class = type
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command, and exit."""
+        """Run a command and exit."""
         kwargs["standalone_mode"] = False
         try:
             code = super().main(*args, **kwargs)
@@ -74,32 +75,32 @@ class Commands(click.Group):
             error.show()
             code = error.exit_code
         except (click.ClickException, click.Abort, camserve.CamserveError, OSError) as error:
-            code = _complain(error)
+            code = _report(error)
         sys.exit(code)
 
 
-def _complain(error: Exception) -> int:
+def _report(error: Exception) -> int:
     if isinstance(error, click.Abort):
-        return _say("interrupted", INTERRUPTED)
+        return _print_error("interrupted", INTERRUPTED)
     if isinstance(error, click.ClickException):
-        return _say(error.format_message(), error.exit_code)
-    return _say(str(error), FAILED)
+        return _print_error(error.format_message(), error.exit_code)
+    return _print_error(str(error))
 
 
-def _say(words: str, code: int = FAILED) -> int:
-    echo(f"error: {brief(' '.join(words.split()))}", err=True)
-    return code
+def _print_error(message: str, exit_code: int = FAILED) -> int:
+    echo(f"error: {brief(' '.join(message.split()))}", err=True)
+    return exit_code
 
 
-def _known(flag: str, words: str, metavar: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a flag by which client and server know one another; without a metavar it is on or off."""
+def _access_option(flag: str, text: str, metavar: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Create an option for TLS or authentication; without a metavar it is a switch."""
     variable = "CAMSERVE_" + flag.removeprefix("--").replace("-", "_").upper()
     return click.option(
-        flag, envvar=variable, show_envvar=True, metavar=metavar, is_flag=metavar is None, default=None, help=words
+        flag, envvar=variable, show_envvar=True, metavar=metavar, is_flag=metavar is None, default=None, help=text
     )
 
 
-_CONNECTION = (
+_CONNECTION_OPTIONS = (
     click.option(
         "--server",
         default=LOCAL,
@@ -107,7 +108,7 @@ _CONNECTION = (
         envvar="CAMSERVE_SERVER",
         show_envvar=True,
         metavar="HOST:PORT",
-        help="Where the server listens.",
+        help="Address of the server.",
     ),
     click.option(
         "--timeout",
@@ -115,82 +116,86 @@ _CONNECTION = (
         show_default=True,
         metavar="SECONDS",
         type=click.FloatRange(0, min_open=True),
-        help="How long to wait for an answer.",
+        help="Timeout of each request.",
     ),
-    _known("--tls", "Encrypt, and trust the public authorities.", None),
-    _known("--ca", "Encrypt, and trust the authority in this file alone.", "FILE"),
-    _known("--tls-name", "Whom the server's certificate names, if not its address.", "NAME"),
-    _known("--client-cert", "Your certificate, for a server that asks for one.", "FILE"),
-    _known("--client-key", "The key of your certificate.", "FILE"),
-    _known("--token", "Your token; other users can see a flag, but not the environment.", "TOKEN"),
+    _access_option("--tls", "Use TLS and trust the public certificate authorities.", None),
+    _access_option("--ca", "Use TLS and trust only the certificate authority in this file.", "FILE"),
+    _access_option("--tls-name", "Name in the server's certificate, if it is not its address.", "NAME"),
+    _access_option("--client-cert", "Client certificate, for a server that requires one.", "FILE"),
+    _access_option("--client-key", "Private key of the client certificate.", "FILE"),
+    _access_option("--token", "Access token. Other users can see a flag, so prefer the environment variable.", "TOKEN"),
 )
 ACCESS = ("tls", "ca", "tls_name", "client_cert", "client_key", "token")
 
 
-def _connected(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the flags of a connection, and ``connect``: made from them, unless a program passes its own."""
+def _connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the connection options to a command, and create its ``connect`` from them unless a program passes one."""
 
     @functools.wraps(command)
-    def connected(*args: Any, server: str, timeout: float, connect: Connect | None = None, **rest: Any) -> Any:
-        access = {name: value for name in ACCESS if (value := rest.pop(name, None))}
+    def with_connection(*args: Any, server: str, timeout: float, connect: Connect | None = None, **options: Any) -> Any:
+        access = {name: value for name in ACCESS if (value := options.pop(name, None))}
         if "ca" in access:
             access["tls"] = access.pop("ca")
 
-        def by_flags() -> camserve.Client:
-            with _checked():
+        def create_client() -> camserve.Client:
+            with _as_usage_errors():
                 return camserve.Client(server, timeout=timeout, **access)
 
-        return command(*args, connect=connect or by_flags, **rest)
+        return command(*args, connect=connect or create_client, **options)
 
-    for option in reversed(_CONNECTION):
-        option(connected)
-    return connected
+    for option in reversed(_CONNECTION_OPTIONS):
+        option(with_connection)
+    return with_connection
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="camserve")
 def main() -> None:
-    """Ask a camserve server why a vision model said what it said."""
+    """Explain the predictions of vision models with a camserve server."""
 
 
-def _method(text: str) -> camserve.Method:
+def _parse_method(text: str) -> camserve.Method:
     name, _, rest = text.partition(":")
-    words = [word.strip() for word in rest.split(",") if word.strip()]
-    pairs = [word.partition("=") for word in words if word not in _MODIFIERS]
+    items = [item.strip() for item in rest.split(",") if item.strip()]
+    pairs = [item.partition("=") for item in items if item not in _SMOOTHING_OPTIONS]
     for key, equals, _value in pairs:
         if not equals:
-            raise click.BadParameter(f"{key!r} is neither KEY=VALUE nor one of {', '.join(_MODIFIERS)}")
-    parameters = {k.strip(): _number_or_word(v.strip()) for k, _, v in pairs}
-    return camserve.Method(name, parameters, *(word in words for word in _MODIFIERS))
+            raise click.BadParameter(f"{key!r} is neither KEY=VALUE nor one of {', '.join(_SMOOTHING_OPTIONS)}")
+    parameters = {key.strip(): _parse_number_or_text(value.strip()) for key, _, value in pairs}
+    return camserve.Method(name, parameters, *(option in items for option in _SMOOTHING_OPTIONS))
 
 
-def _target(text: str) -> camserve.TargetLike:
+def _parse_target(text: str) -> camserve.TargetLike:
     kind, colon, rest = text.partition(":")
-    if colon and kind in _TARGETS:
-        return _TARGETS[kind](rest.strip())
-    why, against, why_not = text.partition(" vs ")
-    if against:
-        return camserve.contrast(_index_or_label(why), _index_or_label(why_not))
-    return _index_or_label(why)
+    if colon and kind in _TARGET_PARSERS:
+        return _TARGET_PARSERS[kind](rest.strip())
+    why, versus, why_not = text.partition(" vs ")
+    if versus:
+        return camserve.contrast(_parse_class(why), _parse_class(why_not))
+    return _parse_class(why)
 
 
-def _finer(text: str) -> camserve.TargetLike:
+def _parse_finer(text: str) -> camserve.TargetLike:
     why, _, against = text.partition(" vs ")
-    return camserve.finer(_index_or_label(why), *map(_index_or_label, against.split(",") if against else ()))
+    return camserve.finer(_parse_class(why), *map(_parse_class, against.split(",") if against else ()))
 
 
-def _placed(make: Callable[[str | int, camserve.BoxLike | None], camserve.TargetLike]) -> Callable[[str], Any]:
-    def read(text: str) -> camserve.TargetLike:
-        why, _, edges = text.partition("@")
-        return make(_index_or_label(why), _box(edges) if edges else None)
+def _parser_with_box(
+    create: Callable[[str | int, camserve.BoxLike | None], camserve.TargetLike],
+) -> Callable[[str], camserve.TargetLike]:
+    """Return a parser of CLASS or CLASS@LEFT,TOP,RIGHT,BOTTOM."""
 
-    return read
+    def parse(text: str) -> camserve.TargetLike:
+        class_, _, edges = text.partition("@")
+        return create(_parse_class(class_), _parse_edges(edges) if edges else None)
+
+    return parse
 
 
-def _box(text: str) -> tuple[float, float, float, float]:
+def _parse_edges(text: str) -> tuple[float, float, float, float]:
     try:
         left, top, right, bottom = map(float, text.split(","))
     except ValueError as error:
@@ -198,29 +203,33 @@ def _box(text: str) -> tuple[float, float, float, float]:
     return left, top, right, bottom
 
 
-_TARGETS: dict[str, Callable[[str], camserve.TargetLike]] = {
-    "probability": lambda text: camserve.probability(_index_or_label(text)),
-    "finer": _finer,
+def _parse_box(text: str) -> camserve.Box:
+    return camserve.Box(*_parse_edges(text))
+
+
+_TARGET_PARSERS: dict[str, Callable[[str], camserve.TargetLike]] = {
+    "probability": lambda text: camserve.probability(_parse_class(text)),
+    "finer": _parse_finer,
     "similarity": camserve.similarity,
-    "segment": _placed(camserve.segment),
-    "detection": _placed(camserve.detection),
+    "segment": _parser_with_box(camserve.segment),
+    "detection": _parser_with_box(camserve.detection),
 }
 
 
-def _number_or_word(text: str) -> float | str:
+def _parse_number_or_text(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
         return text
 
 
-def _index_or_label(text: str) -> int | str:
+def _parse_class(text: str) -> int | str:
     text = text.strip()
     return int(text) if text.isdecimal() else text
 
 
-class Wishes(TypedDict):
-    """What `explain` was asked for, beside the images and the folder."""
+class ExplainFlags(TypedDict):
+    """Options of `explain` that say what to explain and which files to write."""
 
     model: str | None
     methods: tuple[camserve.Method, ...]
@@ -238,69 +247,89 @@ class Wishes(TypedDict):
     max_side: int | None
 
 
-class _Place(click.ParamType[str]):
-    """A file, a folder, a glob that names something, or a URI."""
+class _ImagePath(click.ParamType[str]):
+    """A file, a folder, a glob with a match, or a URI."""
 
-    name = "place"
+    name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Refuse what is not there, before anything is begun."""
+        """Reject a path that does not exist before any work starts."""
         if not dataset.exists(value):
             self.fail(f"Path {value!r} does not exist.", param, ctx)
         return str(value)
 
 
-class _Folder(click.Path):
-    """A folder of this machine."""
+class _LocalFolder(click.Path):
+    """A local folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuse a URI, of which a path would be made."""
+        """Reject a URI, which would become a local path."""
         if "://" in str(value):
-            words = "name a folder of this machine; `camserve-server ray explain` writes to object stores"
-            self.fail(f"{value} is a URI: {words}", param, ctx)
+            reason = "the folder must be local; `camserve-server ray explain` writes to object stores"
+            self.fail(f"{value} is a URI: {reason}", param, ctx)
         return super().convert(value, param, ctx)
 
 
+_photo_argument = click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PHOTO")
+_model_option = click.option("--model", metavar="NAME", help="Model to use. Default: the server's first model.")
+_layers_option = click.option(
+    "--layer",
+    "layers",
+    multiple=True,
+    metavar="NAME",
+    help="Layer to explain. Repeatable. Default: the model's default layer.",
+)
+_target_option = click.option(
+    "--target",
+    type=_parse_target,
+    metavar="CLASS[ vs CLASS]",
+    help='Target: a label, a class index, or "tabby vs tiger cat". Default: the predicted class.',
+)
+
+
 @main.command()
-@click.argument("paths", nargs=-1, required=True, type=_Place(), metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=_ImagePath(), metavar="PATH...")
 @click.option(
     "-o",
     "--output",
     required=True,
-    type=_Folder(file_okay=False, path_type=Path),
+    type=_LocalFolder(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Folder for the overlays; made where it is missing.",
+    help="Folder for the overlays, created if it is missing.",
 )
-@click.option("--model", metavar="NAME", help="A model of the server. Default: its first.")
+@_model_option
 @click.option(
     "--method",
     "methods",
     multiple=True,
     default=("gradcam",),
     show_default=True,
-    type=_method,
+    type=_parse_method,
     metavar="NAME[:KEY=VALUE,...]",
-    help="Repeat it for several, as smoothgrad:samples=32 or gradcam:augmentation_smoothing,eigen_smoothing.",
+    help="Method, such as smoothgrad:samples=32. Smoothing options need no value: gradcam:eigen_smoothing, "
+    "gradcam:augmentation_smoothing. Repeatable.",
 )
 @click.option(
     "--target",
     "targets",
     multiple=True,
-    type=_target,
+    type=_parse_target,
     metavar="TARGET",
-    help='A label, an index, "tabby vs tiger cat", "finer:tabby", "probability:tabby", "segment:cat", '
-    '"detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeat it. Default: what the model predicts.',
+    help='Target: a label, a class index, "tabby vs tiger cat", "finer:tabby", "probability:tabby", "segment:cat", '
+    '"detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeatable. Default: the predicted class.',
 )
-@click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: the model's.")
-@click.option("--fusion", type=click.Choice(["mean", "max", "product"]), help="Make the layers' maps one.")
+@_layers_option
+@click.option(
+    "--fusion", type=click.Choice(["mean", "max", "product"]), help="Combine the maps of several layers into one."
+)
 @click.option(
     "--top-k",
     default=1,
     show_default=True,
     metavar="N",
-    help="How many predicted classes to explain.",
+    help="Number of predicted classes to explain if there is no --target.",
 )
-@click.option("--colormap", default="jet", show_default=True, metavar="NAME", help="Of the heatmap.")
+@click.option("--colormap", default="jet", show_default=True, metavar="NAME", help="Colour map of the heatmap.")
 @click.option("--alpha", default=0.5, show_default=True, help="Opacity of the heatmap, 0 to 1.")
 @click.option(
     "--format",
@@ -308,31 +337,38 @@ class _Folder(click.Path):
     default="jpeg",
     show_default=True,
     type=click.Choice(["jpeg", "png", "webp"]),
-    help="Of the overlays.",
+    help="Format of the overlays.",
 )
-@click.option("--heatmaps", "heatmap", is_flag=True, help="Write the raw maps too, as .npy.")
-@click.option("--intensities", "intensity", is_flag=True, help="Write what is coloured too, as .intensity.npy.")
+@click.option("--heatmaps", "heatmap", is_flag=True, help="Also write the raw maps, as .npy.")
+@click.option(
+    "--intensities", "intensity", is_flag=True, help="Also write the coloured intensities, as .intensity.npy."
+)
 @click.option(
     "--profile",
     default="paper",
     show_default=True,
     type=click.Choice(["paper", "grad-cam", "torchcam", "captum"]),
-    help="By whose convention numbers become colours.",
+    help="Convention that converts raw values to colours.",
 )
-@click.option("--receipts", is_flag=True, help="Write receipts too, as .receipt.json: see `camserve replay`.")
-@click.option("--max-side", type=int, metavar="PIXELS", help="Longer side of the overlays at most.")
+@click.option("--receipts", is_flag=True, help="Also write receipts for `camserve replay`, as .receipt.json.")
+@click.option("--max-side", type=int, metavar="PIXELS", help="Maximum length of an overlay's longer side.")
 @click.option(
     "--resume",
     is_flag=True,
-    help="Run as a job that can be cut off and started again, with its results as Parquet in DIR: for many photos.",
+    help="Run as a resumable job, for many photos, with the results as Parquet in DIR.",
 )
-@click.option("--column", default="", metavar="NAME", help="Of a Parquet file: that has the photos, bytes or paths.")
+@click.option(
+    "--column",
+    default="",
+    metavar="NAME",
+    help='Column of a Parquet file with the photos, as bytes or paths. Default: "image", or the only one with bytes.',
+)
 @click.option(
     "--allow-outside",
     is_flag=True,
-    help="Also read photos outside of the named folders: through links, and by the paths in a Parquet file.",
+    help="Also read photos outside of the named folders: through links, or by the paths in a Parquet file.",
 )
-@_connected
+@_connection_options
 def explain(
     paths: tuple[str, ...],
     output: Path,
@@ -341,143 +377,134 @@ def explain(
     resume: bool,
     column: str,
     allow_outside: bool,
-    **wishes: Unpack[Wishes],
+    **flags: Unpack[ExplainFlags],
 ) -> int:
-    """Draw what the model saw over photos.
+    """Explain photos and write the overlays.
 
-    PATH is a photo, a folder whose photos are explained, or a glob in quotes. Each overlay is written as
-    PHOTO.METHOD.CLASS.SUFFIX.
+    PATH is a photo, a folder of photos, or a glob in quotes. Each overlay is named PHOTO.METHOD.CLASS.SUFFIX.
 
-    With --resume, PATH may also be a Parquet file or a URI such as s3://BUCKET/PREFIX. Started again with the same
-    words it goes on where it was, and every photo is in the results once.
+    With --resume, PATH can also be a Parquet file or a URI such as s3://BUCKET/PREFIX. To continue an interrupted
+    job, run the same command again. The results have each photo once.
     """
     if resume:
-        with _checked():
-            chosen = dataset.Photos(paths, column, str(output), allow_outside=allow_outside)
-        return _run_job(chosen, output, connect, wishes)
-    with _checked():
-        images, left_out = _files.images_in(paths, output, allow_outside=allow_outside)
-    for path in left_out:
-        _say(f"{path} leads out of its folder: --allow-outside follows such links")
-    return _draw(images, output, connect, wishes) or (FAILED if left_out else 0)
+        with _as_usage_errors():
+            photos = dataset.Photos(paths, column, str(output), allow_outside=allow_outside)
+        return _run_job(photos, output, connect, flags)
+    with _as_usage_errors():
+        images, skipped = _files.images_in(paths, output, allow_outside=allow_outside)
+    for path in skipped:
+        _print_error(f"{path} is a link out of its folder: use --allow-outside to follow it")
+    return _explain_images(images, output, connect, flags) or (FAILED if skipped else 0)
 
 
-def _draw(images: list[Path], output: Path, connect: Connect, wishes: Wishes) -> int:
-    question = _question(wishes)
-    names = _files.Names(output)
+def _explain_images(images: list[Path], output: Path, connect: Connect, flags: ExplainFlags) -> int:
+    options = _explain_options(flags)
+    names = _files.UniqueNames(output)
     rows: list[Sequence[str | Text]] = []
     failed = 0
-    with _checked():
+    with _as_usage_errors():
         client = connect()
     with client:
-        with _checked():
-            outcomes = client.explain_many(images, progress=True, on_error="return", **question)
+        with _as_usage_errors():
+            outcomes = client.explain_many(images, progress=True, on_error="return", **options)
         output.mkdir(parents=True, exist_ok=True)
         try:
             for image, outcome in zip(images, outcomes, strict=True):
                 if isinstance(outcome, camserve.CamserveError):
-                    failed += _say(f"{image}: {outcome}")
+                    failed += _print_error(f"{image}: {outcome}")
                     continue
-                written = _written(names, image, outcome, wishes)
+                written = _write_result(names, image, outcome, flags)
                 rows += _tables.result_rows(image, written, outcome)
         finally:
-            # Whatever ended it, what was written before is there.
+            # Also after an error or Ctrl-C, list the files that were written.
             if rows:
                 print_table(_tables.RESULT_HEADINGS, rows)
     return FAILED if failed else 0
 
 
-def _run_job(chosen: dataset.Photos, output: Path, connect: Connect, wishes: Wishes) -> int:
-    with _checked():
-        spec = job_spec(wishes)
+def _run_job(photos: dataset.Photos, output: Path, connect: Connect, flags: ExplainFlags) -> int:
+    with _as_usage_errors():
+        spec = job_spec(flags)
         client = connect()
     with client, dataset.locked(output):
         store = dataset.Store(str(output))
-        with _checked():
-            dataset.open_job(store, spec, client.model(wishes["model"] or ""))
-            total = sum(1 for _ in chosen)
+        with _as_usage_errors():
+            dataset.open_job(store, spec, client.model(flags["model"] or ""))
+            total = sum(1 for _ in photos)
         if not total:
-            raise click.UsageError(f"there are no images in {chosen}")
+            raise click.UsageError(f"no images in {photos}")
         with dataset.progress_bar(total) as update:
-            tally = dataset.run(client, chosen, store, spec, update)
+            tally = dataset.run(client, photos, store, spec, update)
     echo(job_summary(tally, str(output)))
     return FAILED if tally.left else 0
 
 
-def job_spec(wishes: Wishes) -> dataset.JobSpec:
+def job_spec(flags: ExplainFlags) -> dataset.JobSpec:
     """Return the options of a job.
 
     Raises:
         InvalidArgument: An option is out of range.
     """
-    outputs = dataset.Outputs(wishes["overlay"], wishes["heatmap"], wishes["receipts"])
-    spec = dataset.JobSpec(_question(wishes), outputs)
-    spec.plain()  # raises what is wrong with the options
+    outputs = dataset.Outputs(flags["overlay"], flags["heatmap"], flags["receipts"])
+    spec = dataset.JobSpec(_explain_options(flags), outputs)
+    spec.plain()  # validates the options
     return spec
 
 
 def job_summary(tally: dataset.Tally, output: str) -> str:
-    """Return the outcome of a job in words."""
-    before = f", {tally.before:,} by earlier runs" if tally.before else ""
-    failed = f" {tally.failed:,} failed now: their rows say why." if tally.failed else ""
-    done = f"{tally.total:,} photos are done{before}: {output}/results has them as Parquet.{failed}"
-    left = f"\n{tally.left:,} are left for the next run, as of the last: {tally.why}" if tally.left else ""
+    """Return a text with the outcome of a job: the numbers of photos, and the folder with the results."""
+    before = f" ({tally.before:,} by earlier runs)" if tally.before else ""
+    failed = f" {tally.failed:,} failed in this run: their rows have the errors." if tally.failed else ""
+    done = f"{tally.total:,} photos are done{before}. The results are in {output}/results, as Parquet.{failed}"
+    left = f"\n{tally.left:,} photos are left for the next run. The last error: {tally.why}" if tally.left else ""
     return done + left
 
 
-def _question(wishes: Wishes) -> camserve.ExplainOptions:
-    options = {name: value for name, value in wishes.items() if name != "receipts"}
-    # A receipt is to compare with, map and all.
-    options["heatmap"] = wishes["heatmap"] or wishes["receipts"]
+def _explain_options(flags: ExplainFlags) -> camserve.ExplainOptions:
+    options = {name: value for name, value in flags.items() if name != "receipts"}
+    # A receipt contains the raw map, to compare with.
+    options["heatmap"] = flags["heatmap"] or flags["receipts"]
     return cast("camserve.ExplainOptions", options)
 
 
 @contextmanager
-def _checked() -> Generator[None, None, None]:
-    """Turn what is seen to be wrong before anything is sent into an error of usage."""
+def _as_usage_errors() -> Generator[None, None, None]:
+    """Convert invalid arguments, which are found before anything is sent, to usage errors."""
     try:
         yield
     except camserve.InvalidArgument as error:
         raise click.UsageError(str(error)) from error
 
 
-def _written(
-    names: _files.Names, image: Path, result: camserve.Result, wishes: Wishes
+def _write_result(
+    names: _files.UniqueNames, image: Path, result: camserve.Result, flags: ExplainFlags
 ) -> list[tuple[camserve.Explanation, Path]]:
     written: list[tuple[camserve.Explanation, Path]] = []
-    with_layer = len(wishes["layers"]) > 1 and not wishes["fusion"]
-    for each in result.explanations:
-        stem = _files.stem_of(image, each, with_layer=with_layer)
-        path = each.save(names.unique(stem, _SUFFIX[wishes["overlay"]]))
-        _write_numbers(each, path, wishes)
-        written.append((each, path))
+    with_layer = len(flags["layers"]) > 1 and not flags["fusion"]
+    for explanation in result.explanations:
+        stem = _files.stem_of(image, explanation, with_layer=with_layer)
+        path = explanation.save(names.unique(stem, _SUFFIXES[flags["overlay"]]))
+        _write_data(explanation, path, flags)
+        written.append((explanation, path))
     return written
 
 
-def _write_numbers(explanation: camserve.Explanation, path: Path, wishes: Wishes) -> None:
-    if wishes["heatmap"]:
+def _write_data(explanation: camserve.Explanation, path: Path, flags: ExplainFlags) -> None:
+    if flags["heatmap"]:
         explanation.save(path.with_suffix(".npy"))
-    if wishes["receipts"]:
+    if flags["receipts"]:
         explanation.receipt.save(path.with_suffix(".receipt.json"))
     if explanation.intensity is not None:
         _local.write(path.with_suffix(".intensity.npy"), _local.npy(explanation.intensity))
 
 
-def _metric(text: str) -> camserve.Metric:
-    method = _method(text)
+def _parse_metric(text: str) -> camserve.Metric:
+    method = _parse_method(text)
     return camserve.Metric(method.name, method.parameters)
 
 
-def _rectangle(text: str) -> camserve.Box:
-    try:
-        left, top, right, bottom = map(float, text.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not LEFT,TOP,RIGHT,BOTTOM") from error
-    return camserve.Box(left, top, right, bottom)
-
-
-class _EvaluateOptions(TypedDict):
-    """What `evaluate` was asked for, beside the photo and the plot."""
+class _EvaluateFlags(TypedDict):
+    """Options of `evaluate` that say what to evaluate."""
 
     model: str | None
     methods: tuple[camserve.Method, ...]
@@ -488,17 +515,17 @@ class _EvaluateOptions(TypedDict):
 
 
 @main.command()
-@click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", metavar="NAME", help="A model of the server. Default: its first.")
+@_photo_argument
+@_model_option
 @click.option(
     "--method",
     "methods",
     multiple=True,
     default=("gradcam",),
     show_default=True,
-    type=_method,
+    type=_parse_method,
     metavar="NAME[:KEY=VALUE,...]",
-    help="Repeat it to compare several.",
+    help="Method to evaluate. Repeatable.",
 )
 @click.option(
     "--metric",
@@ -506,150 +533,167 @@ class _EvaluateOptions(TypedDict):
     multiple=True,
     default=("deletion", "insertion"),
     show_default=True,
-    type=_metric,
+    type=_parse_metric,
     metavar="NAME[:KEY=VALUE,...]",
-    help="Repeat it for several, as deletion:steps=50; `camserve metrics` lists them.",
+    help="Metric, such as deletion:steps=50; see `camserve metrics`. Repeatable.",
 )
 @click.option(
     "--target",
     "targets",
     multiple=True,
-    type=_target,
+    type=_parse_target,
     metavar="CLASS[ vs CLASS]",
-    help="A label or an index. Default: what the model predicts.",
+    help="Target: a label or a class index. Repeatable. Default: the predicted class.",
 )
-@click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: the model's.")
+@_layers_option
 @click.option(
     "--box",
-    type=_rectangle,
+    type=_parse_box,
     metavar="LEFT,TOP,RIGHT,BOTTOM",
-    help="Where the object is, in the photo's pixels: for pointing_game and energy_in_box.",
+    help="Box of the object, in pixels of the photo, for pointing_game and energy_in_box.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it too.")
-@_connected
-@_json
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also write a plot of the results."
+)
+@_connection_options
+@_json_option
 def evaluate(
-    photo: Path, plot: Path | None, connect: Connect, *, as_json: bool, **wishes: Unpack[_EvaluateOptions]
+    photo: Path, plot: Path | None, connect: Connect, *, as_json: bool, **flags: Unpack[_EvaluateFlags]
 ) -> None:
-    """Explain a photo by several methods, and judge their maps side by side."""
-    with connect() as client, _checked():
-        found = client.evaluate(photo, heatmap=False, overlay="jpeg" if plot else None, max_side=640, **wishes)
+    """Compare explanation methods on a photo by metrics."""
+    with connect() as client, _as_usage_errors():
+        evaluation = client.evaluate(photo, heatmap=False, overlay="jpeg" if plot else None, max_side=640, **flags)
     if as_json:
-        echo(_tables.as_json(found.plain()))
+        echo(_tables.as_json(evaluation.plain()))
     else:
-        print_table(found.cells()[0], _tables.evaluation_rows(found))
-        for label, words in found.remarks():
-            echo(brief(f"{label}: {words}"), err=True)
+        print_table(evaluation.cells()[0], _tables.evaluation_rows(evaluation))
+        for label, remark in evaluation.remarks():
+            echo(brief(f"{label}: {remark}"), err=True)
     if plot:
-        with _checked():
-            found.save(plot)
+        with _as_usage_errors():
+            evaluation.save(plot)
 
 
 @main.command()
-@_connected
-@_json
+@_connection_options
+@_json_option
 def metrics(connect: Connect, *, as_json: bool) -> None:
-    """List the metrics that the server knows, and their parameters with their defaults."""
+    """List the metrics, with their parameters and defaults."""
     with connect() as client:
-        found = client.metrics()
-    heads = ("metric", "better", "rows", "parameters", "")
-    _show(found, heads, _tables.metric_rows(found), as_json=as_json)
+        infos = client.metrics()
+    headings = ("metric", "better", "rows", "parameters", "description")
+    _print(infos, headings, _tables.metric_rows(infos), as_json=as_json)
 
 
 @main.command()
 @click.argument("receipt", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@_connected
+@_photo_argument
+@_connection_options
 def replay(receipt: Path, photo: Path, connect: Connect) -> int:
-    """Explain PHOTO again as RECEIPT says, and compare.
+    """Explain a photo again and compare the result with a receipt.
 
-    RECEIPT is a .receipt.json that `camserve explain --receipts` wrote, and PHOTO what it is of. Exits
-    with 0 if the photo, the weights, the score and the map are the same, and with 1 if not.
+    RECEIPT is a .receipt.json file from `camserve explain --receipts`, and PHOTO is its photo. The exit code is 0 if
+    the photo, the weights, the score and the map are the same, and 1 if they differ.
     """
     with connect() as client:
-        found = client.replay(camserve.Receipt.load(receipt), photo)
-    print_table(_tables.REPLAY_HEADINGS, _tables.replay_rows(found))
-    return 0 if found.same else FAILED
+        comparison = client.replay(camserve.Receipt.load(receipt), photo)
+    print_table(_tables.REPLAY_HEADINGS, _tables.replay_rows(comparison))
+    return 0 if comparison.same else FAILED
 
 
 @main.command()
-@_connected
-@_json
+@_connection_options
+@_json_option
 def models(connect: Connect, *, as_json: bool) -> None:
-    """List the models that the server is there for, the default first, and how they stand."""
-    with connect() as client:
-        found = client.models()
-    _show(found, _tables.MODEL_HEADINGS, _tables.model_rows(found), as_json=as_json)
+    """List the models of the server and their state.
 
-
-@main.command()
-@click.argument("name")
-@click.option("--weights", default="", metavar="FILE", help="In the server's model folder. Default: those configured.")
-@click.option("--sha256", default="", metavar="HEX", help="That the file of weights must have.")
-@_connected
-@_json
-def load(name: str, connect: Connect, *, weights: str, sha256: str, as_json: bool) -> None:
-    """Have the server load the model NAME, or load it again, where its settings allow it.
-
-    The version before answers until the new one is warm, and also if that cannot be loaded.
+    The first one is the default model.
     """
     with connect() as client:
-        found = client.load_model(name, weights=weights, sha256=sha256)
-    _show(found, _tables.MODEL_HEADINGS, _tables.model_rows([found]), as_json=as_json)
+        served_models = client.models()
+    _print(served_models, _tables.MODEL_HEADINGS, _tables.model_rows(served_models), as_json=as_json)
 
 
 @main.command()
 @click.argument("name")
-@_connected
-@_json
-def unload(name: str, connect: Connect, *, as_json: bool) -> None:
-    """Have the server unload the model NAME, where its settings allow it; what it accepted is finished."""
+@click.option(
+    "--weights",
+    default="",
+    metavar="FILE",
+    help="Weights file in the server's model folder. Default: the configured weights.",
+)
+@click.option("--sha256", default="", metavar="HEX", help="Expected SHA-256 of the weights file.")
+@_connection_options
+@_json_option
+def load(name: str, connect: Connect, *, weights: str, sha256: str, as_json: bool) -> None:
+    """Load or reload a model on the server.
+
+    The server's settings must permit it. Until the new version is ready, the old one serves requests; it stays if
+    loading fails.
+    """
     with connect() as client:
-        found = client.unload_model(name)
-    _show(found, _tables.MODEL_HEADINGS, _tables.model_rows([found]), as_json=as_json)
+        model = client.load_model(name, weights=weights, sha256=sha256)
+    _print(model, _tables.MODEL_HEADINGS, _tables.model_rows([model]), as_json=as_json)
+
+
+@main.command()
+@click.argument("name")
+@_connection_options
+@_json_option
+def unload(name: str, connect: Connect, *, as_json: bool) -> None:
+    """Unload a model from the server.
+
+    The server's settings must permit it. Requests that the model has accepted are completed.
+    """
+    with connect() as client:
+        model = client.unload_model(name)
+    _print(model, _tables.MODEL_HEADINGS, _tables.model_rows([model]), as_json=as_json)
 
 
 @main.command()
 @click.argument("model", default="")
-@_connected
-@_json
+@_connection_options
+@_json_option
 def layers(model: str, connect: Connect, *, as_json: bool) -> None:
-    """List the layers of MODEL, by default the server's first."""
+    """List the layers of a model.
+
+    MODEL is the name of a model. Default: the server's first model.
+    """
     with connect() as client:
-        found = client.layers(model)
-    heads = ("layer", "type", "output", "parameters", "explainable")
-    _show(found, heads, _tables.layer_rows(found), as_json=as_json)
+        model_layers = client.layers(model)
+    headings = ("layer", "type", "output", "parameters", "explainable")
+    _print(model_layers, headings, _tables.layer_rows(model_layers), as_json=as_json)
 
 
 @main.command()
 @click.argument("name", default="")
-@_connected
-@_json
+@_connection_options
+@_json_option
 def methods(name: str, connect: Connect, *, as_json: bool) -> None:
-    """List the methods that the server knows, or describe the one called NAME.
+    """List the methods, or describe one method.
 
-    A list has their parameters with their defaults, a description the formula, the paper, the cost
-    and what may be chosen.
+    The list has the parameters and their defaults. The description of the method NAME has its formula, paper, cost
+    and the allowed values of its parameters.
     """
     with connect() as client:
-        found = client.methods()
+        infos = client.methods()
     if name:
-        _describe(_named(name, found), as_json=as_json)
+        _print_method(_find_method(name, infos), as_json=as_json)
     else:
-        heads = ("method", "kind", "rows", "parameters", "")
-        _show(found, heads, _tables.method_rows(found), as_json=as_json)
+        headings = ("method", "kind", "rows", "parameters", "description")
+        _print(infos, headings, _tables.method_rows(infos), as_json=as_json)
 
 
-def _named(name: str, methods: Sequence[camserve.MethodInfo]) -> camserve.MethodInfo:
-    known = {each.name: each for each in methods}
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise camserve.NotFound(f'unknown method "{name}": there are {", ".join(known)}{hint}')
+def _find_method(name: str, methods: Sequence[camserve.MethodInfo]) -> camserve.MethodInfo:
+    by_name = {method.name: method for method in methods}
+    if name in by_name:
+        return by_name[name]
+    similar = difflib.get_close_matches(name, by_name, n=1)
+    hint = f' (did you mean "{similar[0]}"?)' if similar else ""
+    raise camserve.NotFound(f'unknown method "{name}"{hint}: the methods are {", ".join(by_name)}')
 
 
-def _describe(method: camserve.MethodInfo, *, as_json: bool) -> None:
+def _print_method(method: camserve.MethodInfo, *, as_json: bool) -> None:
     if as_json:
         echo(_tables.as_json(method))
         return
@@ -659,37 +703,31 @@ def _describe(method: camserve.MethodInfo, *, as_json: bool) -> None:
         print_table(_tables.PARAMETER_HEADINGS, _tables.parameter_rows(method.parameters))
 
 
-_photo = click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PHOTO")
-_model = click.option("--model", metavar="NAME", help="A model of the server. Default: its first.")
-_one_target = click.option(
-    "--target",
-    type=_target,
-    metavar="CLASS[ vs CLASS]",
-    help='A label, an index, or "tabby vs tiger cat". Default: what the model predicts.',
-)
-
-
 @main.command()
-@_photo
-@_model
-@_one_target
-@click.option("--layer", "layers", multiple=True, metavar="NAME", help="Repeat it. Default: all.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw the norms too.")
-@_connected
-@_json
+@_photo_argument
+@_model_option
+@_target_option
+@click.option(
+    "--layer", "layers", multiple=True, metavar="NAME", help="Layer to measure. Repeatable. Default: all layers."
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also write a plot of the norms."
+)
+@_connection_options
+@_json_option
 def inspect(
-    photo: Path, connect: Connect, *, plot: Path | None, as_json: bool, **wishes: Unpack[InspectOptions]
+    photo: Path, connect: Connect, *, plot: Path | None, as_json: bool, **flags: Unpack[InspectOptions]
 ) -> None:
-    """Measure what every layer gives for PHOTO, and the score's gradient there."""
+    """Measure the output and the gradient of each layer for a photo."""
     with connect() as client:
-        found = client.inspect(photo, **wishes)
-    _show(found.layers, _inspection.HEADINGS, _tables.reading_rows(found.layers), as_json=as_json)
+        inspection = client.inspect(photo, **flags)
+    _print(inspection.layers, _inspection.HEADINGS, _tables.reading_rows(inspection.layers), as_json=as_json)
     if plot:
-        found.save(plot)
+        inspection.save(plot)
 
 
-class Channels(TypedDict):
-    """Which channels `features` was asked for."""
+class _FeaturesFlags(TypedDict):
+    """Options of `features` that say which channels to return."""
 
     model: str | None
     target: camserve.TargetLike | None
@@ -700,48 +738,62 @@ class Channels(TypedDict):
 
 
 @main.command()
-@_photo
-@_model
-@_one_target
-@click.option("--layer", metavar="NAME", help="Default: the model's.")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@_photo_argument
+@_model_option
+@_target_option
+@click.option("--layer", metavar="NAME", help="Layer. Default: the model's default layer.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Picture with a tile for each channel (.png, .jpg, .webp), or the raw maps (.npy).",
+)
 @click.option(
     "--rank",
     default="activation",
     show_default=True,
     type=click.Choice(["activation", "gradient"]),
-    help="By the channels' mean, or by the size of Grad-CAM's weights.",
+    help="Order the channels by their mean, or by the absolute value of their Grad-CAM weight.",
 )
-@click.option("--top", default=16, show_default=True, metavar="N", help="How many channels.")
-@click.option("--colormap", default="viridis", show_default=True, metavar="NAME", help="Of the tiles.")
-@_connected
-@_json
-def features(photo: Path, output: Path, connect: Connect, *, as_json: bool, **wishes: Unpack[Channels]) -> None:
-    """Draw the channels of a layer that are most active for PHOTO, or matter most for the score.
+@click.option("--top", default=16, show_default=True, metavar="N", help="Number of channels.")
+@click.option("--colormap", default="viridis", show_default=True, metavar="NAME", help="Colour map of the tiles.")
+@_connection_options
+@_json_option
+def features(photo: Path, output: Path, connect: Connect, *, as_json: bool, **flags: Unpack[_FeaturesFlags]) -> None:
+    """Draw the strongest channels of a layer.
 
-    FILE is a picture with a tile for each (.png, .jpg, .webp), or their raw maps (.npy).
+    These are the channels that are most active for the photo, or that have the largest Grad-CAM weights: see --rank.
     """
     with connect() as client:
-        found = client.features(photo, maps=output.suffix.lower() == ".npy", **wishes)
-    found.save(output)
-    rows = [(str(each.index), f"{each.mean_activation:.3g}", f"{each.gradient_weight:.3g}") for each in found.channels]
-    _show(found.channels, ("channel", "mean activation", "gradient weight"), rows, as_json=as_json)
+        features = client.features(photo, maps=output.suffix.lower() == ".npy", **flags)
+    features.save(output)
+    rows = [
+        (str(channel.index), f"{channel.mean_activation:.3g}", f"{channel.gradient_weight:.3g}")
+        for channel in features.channels
+    ]
+    _print(features.channels, ("channel", "mean activation", "gradient weight"), rows, as_json=as_json)
 
 
 @main.command()
 @click.argument("service", default="")
-@_connected
-@_json
+@_connection_options
+@_json_option
 def health(service: str, connect: Connect, *, as_json: bool) -> int:
-    """Say whether the server, or one SERVICE of it, takes requests; exit with 0 if so."""
+    """Check that the server accepts requests.
+
+    SERVICE is the name of one of its gRPC services. Default: the whole server. The exit code is 0 if
+    it does, and 1 if not.
+    """
     with connect() as client:
         status = client.health(service)
-    _show({"service": service, "status": status}, ("status",), [(status,)], as_json=as_json)
+    _print({"service": service, "status": status}, ("status",), [(status,)], as_json=as_json)
     return 0 if status is camserve.Health.SERVING else FAILED
 
 
-def _show(values: object, heads: Sequence[str], rows: Sequence[Sequence[str | Text]], *, as_json: bool) -> None:
+def _print(values: object, headings: Sequence[str], rows: Sequence[Sequence[str | Text]], *, as_json: bool) -> None:
     if as_json:
         echo(_tables.as_json(values))
     else:
-        print_table(heads, rows)
+        print_table(headings, rows)

@@ -1,4 +1,4 @@
-"""Print text from other sources safely: a terminal shows its control characters and does not act on them.
+"""Print untrusted text: its control characters are escaped, so that a terminal does not act on them.
 
 ``echo`` prints lines and ``print_table`` a table; ``printable``, ``brief`` and ``printable_json`` return the
 escaped text.
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-LONGEST = 4000
-"""The most characters of a line or a cell that are printed."""
+MAX_PRINTED = 4000
+"""Maximum number of characters of a line or cell that are printed."""
 
-_WIDEST = 10_000
+_PIPE_WIDTH = 10_000  # characters; in a pipe, a table is as wide as its content
 
-# C0 and C1 with ESC, line and paragraph separators; marks, embeddings, overrides and isolates that change the direction
-# of text; tags, which are invisible; single surrogates, as in a file name that is not UTF-8.
+# C0 and C1 control characters, which include ESC; line and paragraph separators; marks, embeddings, overrides and
+# isolates that change the direction of text; tags, which are invisible; and lone surrogates, as in file names that are
+# not UTF-8.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -38,11 +39,11 @@ def printable(text: str) -> str:
 
 def brief(text: str) -> str:
     """Escape a line or a cell, and truncate it if it is very long."""
-    return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+    return printable(text if len(text) <= MAX_PRINTED else f"{text[:MAX_PRINTED]}…")
 
 
 def printable_json(text: str) -> str:
-    r"""Escape the same characters in JSON text, in JSON's notation; keep its line breaks.
+    r"""Escape the same characters in JSON text as JSON does; line breaks are kept.
 
     >>> printable_json('["\x9b2J"]')
     '["\\u009b2J"]'
@@ -55,7 +56,7 @@ def echo(text: str = "", *, err: bool = False) -> None:
 
     Args:
         text: What to print.
-        err: Whether to print on standard error.
+        err: True to print on standard error.
     """
     import click  # noqa: PLC0415 -- only commands print
 
@@ -63,13 +64,13 @@ def echo(text: str = "", *, err: bool = False) -> None:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """Print a table on standard output: as wide as the terminal, or in a pipe as wide as its content.
+    """Print a table on standard output, as wide as the terminal, or in a pipe as wide as its content.
 
     Args:
-        headings: The columns' headings.
-        rows: The cells of each row, as plain text, or as rich's ``Text`` for a style.
+        headings: Headings of the columns.
+        rows: Cells of each row: plain text, or rich's ``Text`` for a style.
     """
-    from rich.console import Console  # noqa: PLC0415 -- only who prints a table waits for rich
+    from rich.console import Console  # noqa: PLC0415 -- importing rich takes time, which only tables need
     from rich.table import Table  # noqa: PLC0415 -- the same
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -77,14 +78,13 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -
         table.add_column(_cell(heading), overflow="fold")
     for row in rows:
         table.add_row(*map(_cell, row))
-    # The width of a terminal is no limit for a file.
-    console = Console() if Console().is_terminal else Console(width=_WIDEST)
+    console = Console() if Console().is_terminal else Console(width=_PIPE_WIDTH)
     console.print(table, width=min(console.width, console.measure(table).maximum))
 
 
 def _cell(content: str | Text) -> Text:
     from rich.text import Text  # noqa: PLC0415 -- as above
 
-    # A Text, so that rich does not read brackets in a label as markup.
+    # In a Text, rich does not interpret brackets as markup.
     style = content.style if isinstance(content, Text) else ""
     return Text(brief(str(content)), style=style)

@@ -1,6 +1,6 @@
-"""Jobs over many photos, which can be cut off at any moment and run again; needs ``camserve[data]``.
+"""Jobs that explain many photos and can be interrupted and resumed. They need ``camserve[data]``.
 
-`camserve explain --resume` is made of this module:
+`camserve explain --resume` uses this module as follows:
 
     from pathlib import Path
 
@@ -14,9 +14,9 @@
         dataset.open_job(store, spec, client.model())
         tally = dataset.run(client, photos, store, spec)
 
-``run`` explains every photo that no earlier run has. A program that divides the photos among several
-machines calls its parts: ``completed`` returns the photos that are done, ``explain`` explains some of
-the others, and ``write_results`` marks them as done. docs/datasets.md describes the folder of a job.
+``run`` explains every photo that no earlier run has done. A program that distributes the photos to several
+machines uses the functions that ``run`` calls: ``completed`` returns the photos that are done, ``explain``
+explains some of the others, and ``write_results`` marks them as done. docs/datasets.md describes a job's folder.
 """
 
 from camserve.dataset.job import JobSpec, KeySet, Rows, Tally, completed, explain, open_job, run, write_results

@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from camserve.dataset.store import Store
 
 FORMAT = "camserve job 1"
-CARD = "job.json"
-RESULTS = "results"
+JOB_FILE = "job.json"
+RESULTS_FOLDER = "results"
 
-PART_PHOTOS = 1000
-LONGEST_PART = 20.0  # seconds of work that a process that is killed may lose
-SHORTEST_PART = 1.0
-TOGETHER = 1 << 16  # marks that are sorted in together
+MAX_PART_PHOTOS = 1000
+MAX_PART_SECONDS = 20.0  # of work that is lost if the process is killed
+MIN_PART_SECONDS = 1.0
+MERGE_SIZE = 1 << 16  # new hashes that are merged into the sorted array at once
 THREADS = 8  # that read photos and write pictures
-TRIED = 32  # photos at which the server failed, before each of them is asked about alone
-_STEM = 60  # bytes
+RETRY_AFTER = 32  # failures of the server, after which each of these photos is sent again, alone
+_MAX_STEM_BYTES = 60
 
-_QUESTIONS = frozenset(
+_REQUEST_ERRORS = frozenset(
     {
         grpc.StatusCode.NOT_FOUND,
         grpc.StatusCode.PERMISSION_DENIED,
@@ -56,50 +56,52 @@ _QUESTIONS = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-_PHOTOS = {
-    # What is not to be read or too large, and a box of which this photo has no part.
+"""Codes of errors that every photo of the job would get."""
+
+_PHOTO_ERROR_FIELDS = {
+    # The photo cannot be decoded or is too large, or a box is outside of this photo.
     grpc.StatusCode.INVALID_ARGUMENT: re.compile(r"image|rendering\.max_side|targets\[\d+\]\..*(box|region)"),
-    # What the model does not find in this photo.
+    # The model does not find the target in this photo.
     grpc.StatusCode.FAILED_PRECONDITION: re.compile(r"targets.*|top_k"),
 }
-"""The fields at fault where an error is of the photo, by the code."""
+"""Fields in errors that are caused by the photo itself, by the error's code."""
 
 Rows: TypeAlias = "list[dict[str, Any]]"
-"""The rows of one photo in the table of results, with the columns of ``schema``."""
+"""Rows of one photo in the table of results, with the columns of ``schema``."""
 
-Found: TypeAlias = "Rows | CamserveError"
-"""The outcome of a photo: its rows, or the error for which a later run tries it again."""
+PhotoOutcome: TypeAlias = "Rows | CamserveError"
+"""Outcome of a photo: its rows, or the error because of which a later run tries it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The options of a job: how every photo is explained, and which files are written.
+    """Options of a job.
 
     Attributes:
-        options: The options of ``Client.explain_many``.
-        outputs: The files.
+        options: Options of ``Client.explain_many`` for every photo.
+        outputs: The files to write for every photo.
     """
 
     options: _codec.ExplainOptions
     outputs: rows.Outputs
 
     def plain(self) -> dict[str, Any]:
-        """Return it as values for JSON, to compare it with the job that a folder already has."""
+        """Return the options as values for JSON, to compare them with those of the job in a folder."""
         message = _codec.Question(**self.options).request()
         message.ClearField("model")
-        asked: dict[str, Any] = json_format.MessageToDict(message)
-        return asked | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}
+        options: dict[str, Any] = json_format.MessageToDict(message)
+        return options | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}
 
 
 @dataclass(slots=True)
 class Tally:
-    """The number of photos, by outcome.
+    """Numbers of photos, by outcome.
 
     Attributes:
-        before: Photos done by earlier runs.
-        explained: Photos explained by this run.
-        failed: Photos at fault themselves, for which this run wrote an error.
-        left: Photos that the server failed at; the next run tries them again.
+        before: Photos that earlier runs have done.
+        explained: Photos that this run explained.
+        failed: Photos that this run could not explain because of the photo; their rows have the error.
+        left: Photos that the server failed to explain; the next run tries them again.
         why: The error of the last photo that was left.
     """
 
@@ -114,162 +116,175 @@ class Tally:
         """The number of photos that are done."""
         return self.before + self.explained + self.failed
 
-    def add(self, found: Found) -> None:
+    def add(self, outcome: PhotoOutcome) -> None:
         """Count the outcome of a photo."""
-        if isinstance(found, CamserveError):
-            self.left, self.why = self.left + 1, str(found)
+        if isinstance(outcome, CamserveError):
+            self.left, self.why = self.left + 1, str(outcome)
         else:
-            self.failed += bool(found[0].get("error"))
-            self.explained += not found[0].get("error")
+            self.failed += bool(outcome[0].get("error"))
+            self.explained += not outcome[0].get("error")
 
 
 class KeySet:
-    """A set of photos, by their keys; it holds 16 bytes for each, however long its key."""
+    """Set of photos that holds 16 bytes for each, however long its key is.
+
+    Hashes are held in a sorted array, and new ones in a set until there are enough to merge.
+    """
 
     def __init__(self) -> None:
-        self._old = np.empty(0, "S16")
+        self._merged = np.empty(0, "S16")
         self._new: set[bytes] = set()
 
     def add(self, key: Key) -> bool:
-        """Add a photo; return whether it is new."""
-        mark = _mark(key).rstrip(b"\0")  # as NumPy does
-        if mark in self._new or self._is_old(mark):
+        """Add a photo; return True if it is new."""
+        digest = _hash_key(key).rstrip(b"\0")  # NumPy strips trailing zeros too
+        if digest in self._new or self._is_merged(digest):
             return False
-        self._new.add(mark)
-        if len(self._new) >= TOGETHER:
-            self._old, self._new = np.sort(np.concatenate([self._old, np.array(list(self._new), "S16")])), set()
+        self._new.add(digest)
+        if len(self._new) >= MERGE_SIZE:
+            new = np.array(list(self._new), "S16")
+            self._merged, self._new = np.sort(np.concatenate([self._merged, new])), set()
         return True
 
-    def _is_old(self, mark: bytes) -> bool:
-        place = int(np.searchsorted(self._old, np.array(mark, self._old.dtype)))
-        return place < self._old.size and self._old[place] == mark
+    def _is_merged(self, digest: bytes) -> bool:
+        index = int(np.searchsorted(self._merged, np.array(digest, self._merged.dtype)))
+        return index < self._merged.size and self._merged[index] == digest
 
 
-def _mark(key: Key) -> bytes:
-    return hashlib.blake2b(_shown(key).encode(), digest_size=16).digest()
+def _hash_key(key: Key) -> bytes:
+    return hashlib.blake2b(_key_text(key).encode(), digest_size=16).digest()
 
 
-def _shown(key: Key) -> str:
-    """Return a key as text: on Linux a file's name may be none."""
+def _key_text(key: Key) -> str:
+    """Return a key as valid UTF-8 text: on Linux, a file name can be other bytes, which are escaped."""
     return key.encode("utf-8", "backslashreplace").decode()
 
 
 def open_job(store: Store, spec: JobSpec, model: Model) -> None:
-    """Begin a job in a folder, or check that the job in the folder has the same options.
+    """Create a job in a folder, or check that the folder's job has the same options.
 
     Raises:
         FailedPrecondition: The folder has another job.
     """
-    card = {"format": FORMAT, "model": model.name, "weights": model.digest, **spec.plain()}
-    written = store.read(CARD)
-    if written is None:
-        store.write(CARD, _packed(card), lasting=True)
+    job = {"format": FORMAT, "model": model.name, "weights": model.digest, **spec.plain()}
+    content = store.read(JOB_FILE)
+    if content is None:
+        store.write(JOB_FILE, _to_json(job), lasting=True)
         return
     try:
-        before = dict(json.loads(written))
+        existing = dict(json.loads(content))
     except ValueError as error:
-        raise FailedPrecondition(f"{store.place}/{CARD} is no job: choose another folder") from error
-    other = sorted(name for name in card.keys() | before.keys() if card.get(name) != before.get(name))
-    if other and not store.names(RESULTS, ".parquet"):
-        store.write(CARD, _packed(card), lasting=True)  # nothing came of the other
-    elif other:
-        words = f"{store.place} has a job with other {', '.join(other)}: say the same as then, or choose another folder"
-        raise FailedPrecondition(words)
+        raise FailedPrecondition(f"{store.place}/{JOB_FILE} is not a job: choose another folder") from error
+    changed = sorted(name for name in job.keys() | existing.keys() if job.get(name) != existing.get(name))
+    if changed and not store.names(RESULTS_FOLDER, ".parquet"):
+        store.write(JOB_FILE, _to_json(job), lasting=True)  # the existing job has no results
+    elif changed:
+        message = f"{store.place} has a job with other {', '.join(changed)}: use its options, or choose another folder"
+        raise FailedPrecondition(message)
 
 
-def _packed(card: dict[str, Any]) -> bytes:
-    return json.dumps(card, indent=2, ensure_ascii=False).encode()
+def _to_json(job: dict[str, Any]) -> bytes:
+    return json.dumps(job, indent=2, ensure_ascii=False).encode()
 
 
 def completed(store: Store) -> KeySet:
     """Return the photos that earlier runs have done."""
-    seen = KeySet()
-    for part in store.names(RESULTS, ".parquet"):
-        for each in store.table(part, ["image"]).column(0).unique().to_pylist():
-            seen.add(each)
-    return seen
+    photos = KeySet()
+    for part in store.names(RESULTS_FOLDER, ".parquet"):
+        for key in store.table(part, ["image"]).column(0).unique().to_pylist():
+            photos.add(key)
+    return photos
 
 
 def write_results(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ()) -> None:
-    """Write the rows of photos as one Parquet file, which marks all of these photos as done.
+    """Write the rows of photos as one Parquet file, which marks these photos as done.
 
-    The file's name depends on the photos alone: explaining the same photos again replaces the file.
+    The name of the file depends only on the photos: if the same photos are explained again, it is replaced.
 
     Args:
         store: The job's folder.
-        done: The rows of each photo.
-        batch: The photos that the file's name is computed from, where some may be left. Default:
-            those that have rows.
+        done: Rows of each photo.
+        batch: Photos that determine the file's name, if some of them have no rows. Default: those
+            with rows.
     """
     if not done:
         return
-    names = sorted(map(_shown, batch)) or sorted(each[0]["image"] for each in done)
-    name = hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
-    table = arrow("").Table.from_pylist([row for each in done for row in each], schema=rows.schema())
+    keys = sorted(map(_key_text, batch)) or sorted(photo_rows[0]["image"] for photo_rows in done)
+    name = hashlib.blake2b("\n".join(keys).encode(), digest_size=12).hexdigest()
+    table = arrow("").Table.from_pylist([row for photo_rows in done for row in photo_rows], schema=rows.schema())
     file = io.BytesIO()
     arrow("parquet").write_table(table, file, compression="zstd")
-    store.write(f"{RESULTS}/part-{name}.parquet", file.getvalue(), lasting=True)
+    store.write(f"{RESULTS_FOLDER}/part-{name}.parquet", file.getvalue(), lasting=True)
 
 
 def explain(
     client: Client, photos: Photos, keys: Iterable[Key], store: Store, spec: JobSpec
-) -> Generator[Found, None, None]:
-    """Explain photos and write their pictures; yield the rows of each photo after its pictures are written.
+) -> Generator[PhotoOutcome, None, None]:
+    """Explain photos and write their pictures; yield each photo's rows after its pictures are written.
 
-    A photo that the server fails at is sent once more, alone, because another photo of the same batch
-    may have caused the failure. If it fails again, its error is yielded, and the photo is not done.
+    If the server fails to explain a photo, the photo is sent again alone, because another photo of the
+    same batch may have caused the failure. If this fails too, the error is yielded, and the photo is
+    not done.
 
     Args:
-        client: The client of the server that explains.
-        photos: Where the photos are read from.
-        keys: The photos to explain.
+        client: Client of the server.
+        photos: Source that the photos are read from.
+        keys: Photos to explain.
         store: The job's folder.
-        spec: The options of the job.
+        spec: Options of the job.
 
     Raises:
-        CamserveError: The server is lost, or the options are wrong for every photo. An error that
-            concerns one photo becomes its row instead.
+        CamserveError: The server is unavailable, or the options are wrong for every photo. An error that is
+            caused by one photo becomes its row instead.
         OSError: A picture cannot be written.
     """
     digest = client.model(spec.options.get("model") or "").digest
-    waiting = iter(keys)
+    remaining = iter(keys)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="photo") as pool:
-        asking = _Asking(pool, client, photos, store, spec, digest)
-        for key in waiting:
-            again: list[Key] = []
-            lost = True
-            for each, found in asking.about(_until_many(chain([key], waiting), again)):
-                lost = lost and _is_lost(found)
-                if isinstance(found, CamserveError):
-                    again.append(each)
+        explainer = _PhotoExplainer(pool, client, photos, store, spec, digest)
+        for first in remaining:
+            failed: list[Key] = []
+            all_unavailable = True
+            for key, outcome in explainer.explain(_until_many_failed(chain([first], remaining), failed)):
+                all_unavailable = all_unavailable and _is_unavailable(outcome)
+                if isinstance(outcome, CamserveError):
+                    failed.append(key)
                 else:
-                    yield found
-            yield from _alone(asking, again, lost=lost)
+                    yield outcome
+            yield from _retry_one_by_one(explainer, failed, all_unavailable=all_unavailable)
 
 
-def _is_lost(found: Found) -> bool:
-    return isinstance(found, CamserveError) and found.code in RETRYABLE
+def _is_unavailable(outcome: PhotoOutcome) -> bool:
+    return isinstance(outcome, CamserveError) and outcome.code in RETRYABLE
 
 
-def _until_many(keys: Iterable[Key], again: list[Key]) -> Generator[Key, None, None]:
+def _until_many_failed(keys: Iterable[Key], failed: list[Key]) -> Generator[Key, None, None]:
     for key in keys:
         yield key
-        if len(again) >= TRIED:
+        if len(failed) >= RETRY_AFTER:
             return
 
 
-def _alone(asking: _Asking, keys: Sequence[Key], *, lost: bool) -> Generator[Found, None, None]:
-    """Ask about one photo at a time; if neither this nor another gets through, ``lost``, the server is to blame."""
-    for count, (_, found) in enumerate(asking.about(keys, in_flight=1), 1):
-        lost = lost and _is_lost(found)
-        if lost and count >= TRIED and isinstance(found, CamserveError):
-            raise found
-        yield found
+def _retry_one_by_one(
+    explainer: _PhotoExplainer, keys: Sequence[Key], *, all_unavailable: bool
+) -> Generator[PhotoOutcome, None, None]:
+    """Explain failed photos one at a time; raise the error if the server has been unavailable for all photos.
+
+    Args:
+        explainer: The explainer that failed.
+        keys: The failed photos.
+        all_unavailable: True if the server was unavailable for all photos before.
+    """
+    for count, (_, outcome) in enumerate(explainer.explain(keys, in_flight=1), 1):
+        all_unavailable = all_unavailable and _is_unavailable(outcome)
+        if all_unavailable and count >= RETRY_AFTER and isinstance(outcome, CamserveError):
+            raise outcome
+        yield outcome
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
-    """What it takes to ask a server about photos, and to write what it says."""
+class _PhotoExplainer:
+    """Reads photos, explains them with a server, and writes their pictures."""
 
     pool: ThreadPoolExecutor
     client: Client
@@ -278,97 +293,105 @@ class _Asking:
     spec: JobSpec
     digest: str
 
-    def about(self, keys: Iterable[Key], in_flight: int = IN_FLIGHT) -> Generator[tuple[Key, Found], None, None]:
-        """Yield photos, in order, each with its rows when its pictures are there, or what the server failed with."""
-        under_way: deque[tuple[Key, CamserveError | None]] = deque()
-        writing: deque[tuple[Key, Future[Found]]] = deque()
-        images = _read_ahead(self.pool, self.photos, keys, under_way)
-        answers = self.client.explain_many(images, on_error="return", in_flight=in_flight, **self.spec.options)
-        with closing(answers) as outcomes:
+    def explain(
+        self, keys: Iterable[Key], in_flight: int = IN_FLIGHT
+    ) -> Generator[tuple[Key, PhotoOutcome], None, None]:
+        """Yield photos in order, each with its rows after its pictures are written, or with the server's error."""
+        sent: deque[tuple[Key, CamserveError | None]] = deque()
+        writing: deque[tuple[Key, Future[PhotoOutcome]]] = deque()
+        images = _prefetch(self.pool, self.photos, keys, sent)
+        results = self.client.explain_many(images, on_error="return", in_flight=in_flight, **self.spec.options)
+        with closing(results) as outcomes:
             for outcome in outcomes:
-                key, trouble = under_way.popleft()
-                if trouble is None and isinstance(outcome, CamserveError) and _is_questions(outcome):
+                key, read_error = sent.popleft()
+                if read_error is None and isinstance(outcome, CamserveError) and _is_request_error(outcome):
                     raise outcome
-                writing.append((key, self.pool.submit(self._written, key, trouble or outcome)))
+                writing.append((key, self.pool.submit(self._write, key, read_error or outcome)))
                 while len(writing) > THREADS or (writing and writing[0][1].done()):
-                    done, found = writing.popleft()
-                    yield done, found.result()
-        yield from ((each, found.result()) for each, found in writing)
+                    written_key, future = writing.popleft()
+                    yield written_key, future.result()
+        yield from ((key, future.result()) for key, future in writing)
 
-    def _written(self, key: Key, outcome: Outcome) -> Found:
+    def _write(self, key: Key, outcome: Outcome) -> PhotoOutcome:
         """Write the pictures of a photo; return its rows."""
-        name = _shown(key)
+        name = _key_text(key)
         if isinstance(outcome, CamserveError):
-            return [rows.failed(name, outcome)] if _is_photos_own(outcome) else outcome
-        stem = _files.cut(PurePosixPath(name).stem, _STEM)
-        found: Rows = []
-        for place, (overlay, files) in enumerate(
-            rows.pictures(stem, _mark(key).hex()[:16], outcome, self.spec.outputs)
-        ):
+            return [rows.failed(name, outcome)] if _is_photo_error(outcome) else outcome
+        stem = _files.truncate(PurePosixPath(name).stem, _MAX_STEM_BYTES)
+        pictures = rows.pictures(stem, _hash_key(key).hex()[:16], outcome, self.spec.outputs)
+        photo_rows: Rows = []
+        for index, (overlay, files) in enumerate(pictures):
             for path, data in files.items():
                 self.store.write(path, data)
-            found.append(rows.explained(name, place, outcome, self.digest, overlay))
-        return found
+            photo_rows.append(rows.explained(name, index, outcome, self.digest, overlay))
+        return photo_rows
 
 
-def _read_ahead(
+def _prefetch(
     pool: ThreadPoolExecutor,
     photos: Photos,
     keys: Iterable[Key],
-    under_way: deque[tuple[Key, CamserveError | None]],
+    sent: deque[tuple[Key, CamserveError | None]],
 ) -> Generator[bytes, None, None]:
-    """Yield the files of photos, some of them read before they are asked for; note which they are."""
-    ahead: deque[tuple[Key, Future[bytes]]] = deque()
+    """Yield the files of photos, reading a few of them ahead.
 
-    def first() -> bytes:
-        key, reading = ahead.popleft()
+    The key of each photo is appended to ``sent``, with the error if it cannot be read. Such a photo is yielded as an
+    empty file, which keeps the order and which the client does not send.
+    """
+    reading: deque[tuple[Key, Future[bytes]]] = deque()
+
+    def next_file() -> bytes:
+        key, future = reading.popleft()
         try:
-            data, trouble = reading.result(), None
-        except CamserveError as error:
-            data, trouble = b"", error  # which no server is asked about
-        under_way.append((key, trouble))
+            data, error = future.result(), None
+        except CamserveError as read_error:
+            data, error = b"", read_error
+        sent.append((key, error))
         return data
 
     for key in keys:
-        ahead.append((key, pool.submit(photos.read, key)))
-        if len(ahead) > THREADS:
-            yield first()
-    while ahead:
-        yield first()
+        reading.append((key, pool.submit(photos.read, key)))
+        if len(reading) > THREADS:
+            yield next_file()
+    while reading:
+        yield next_file()
 
 
-def _is_questions(error: CamserveError) -> bool:
-    """Say whether no other photo would do better: then none is to be marked as done."""
-    return error.code in _QUESTIONS or (error.code in _PHOTOS and not _is_photos_own(error))
+def _is_request_error(error: CamserveError) -> bool:
+    """Return True if every photo would get this error, so that no photo may be marked as done."""
+    return error.code in _REQUEST_ERRORS or (error.code in _PHOTO_ERROR_FIELDS and not _is_photo_error(error))
 
 
-def _is_photos_own(error: CamserveError) -> bool:
-    """Say whether the photo is at fault, whenever and by whomever it is tried again."""
+def _is_photo_error(error: CamserveError) -> bool:
+    """Return True if the photo itself causes this error, with any server and at any time."""
     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return too_large(error)
-    wrong = _PHOTOS.get(error.code)
-    return bool(wrong and error.fields) and all(wrong.fullmatch(field) for field in error.fields if wrong)
+    fields = _PHOTO_ERROR_FIELDS.get(error.code)
+    return bool(fields and error.fields) and all(fields.fullmatch(field) for field in error.fields if fields)
 
 
 @dataclass(slots=True)
-class _Part:
-    """Photos that are done, and not yet known to be: the longer a job runs, the more of them may be lost."""
+class _ResultsPart:
+    """Photos that are done but not yet written to the results.
+
+    The time between two writes, whose work a killed process loses, grows with the time that the job has run.
+    """
 
     store: Store
-    began: float = field(default_factory=time.monotonic)
-    since: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
+    last_write: float = field(default_factory=time.monotonic)
     done: list[Rows] = field(default_factory=list["Rows"])
 
-    def add(self, found: Rows) -> None:
-        self.done.append(found)
+    def add(self, photo_rows: Rows) -> None:
+        self.done.append(photo_rows)
         now = time.monotonic()
-        patience = min(LONGEST_PART, max(SHORTEST_PART, (now - self.began) / 4))
-        if len(self.done) >= PART_PHOTOS or now - self.since >= patience:
-            self.close()
+        interval = min(MAX_PART_SECONDS, max(MIN_PART_SECONDS, (now - self.started) / 4))
+        if len(self.done) >= MAX_PART_PHOTOS or now - self.last_write >= interval:
+            self.write()
 
-    def close(self) -> None:
+    def write(self) -> None:
         write_results(self.store, self.done)
-        self.done, self.since = [], time.monotonic()
+        self.done, self.last_write = [], time.monotonic()
 
 
 def run(
@@ -378,38 +401,40 @@ def run(
     spec: JobSpec,
     on_progress: Callable[[Tally], object] = lambda _tally: None,
 ) -> Tally:
-    """Explain every photo that no earlier run has, and write rows and pictures.
+    """Explain every photo that no earlier run has done, and write rows and pictures.
 
     Args:
-        client: The client of the server that explains.
+        client: Client of the server.
         photos: The photos.
         store: The job's folder, which ``open_job`` has opened. No other run may write to it: see
             ``locked``.
-        spec: The options of the job.
-        on_progress: Called after every photo, such as by ``progress_bar``.
+        spec: Options of the job.
+        on_progress: Function to call after every photo, such as that of ``progress_bar``.
 
     Returns:
-        How many photos are done, failed, or left for the next run.
+        The numbers of photos that are done, failed, or left for the next run.
 
     Raises:
-        CamserveError: The server is lost, or the options are wrong for every photo. The photos that
-            are done stay done.
+        CamserveError: The server is unavailable, or the options are wrong for every photo. The photos
+            that are done stay done.
     """
-    seen, tally, part = completed(store), Tally(), _Part(store)
-
-    def to_do() -> Generator[Key, None, None]:
-        for key in photos:
-            if seen.add(key):
-                yield key
-            else:
-                tally.before += 1
-
+    tally, part = Tally(), _ResultsPart(store)
+    keys = _skip_completed(photos, completed(store), tally)
     try:
-        for found in explain(client, photos, to_do(), store, spec):
-            if not isinstance(found, CamserveError):
-                part.add(found)
-            tally.add(found)
+        for outcome in explain(client, photos, keys, store, spec):
+            if not isinstance(outcome, CamserveError):
+                part.add(outcome)
+            tally.add(outcome)
             on_progress(tally)
     finally:
-        part.close()
+        part.write()
     return tally
+
+
+def _skip_completed(photos: Photos, seen: KeySet, tally: Tally) -> Generator[Key, None, None]:
+    """Yield the photos that are not done, each once; count the others."""
+    for key in photos:
+        if seen.add(key):
+            yield key
+        else:
+            tally.before += 1

@@ -1,4 +1,4 @@
-"""The photos of a job: from folders, globs, Parquet files and object stores, read a few at a time."""
+"""Photos of a job, read from folders, globs, Parquet files and object stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
-from camserve._files import is_photo, leads_below, named, root_of, walk
+from camserve._files import expand_glob, is_photo, leads_below, root_of, walk
 from camserve._local import open_regular, read_photo
 from camserve.dataset.store import arrow, filesystem
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
 Key: TypeAlias = str
-"""Identifies a photo: its absolute path or URI, or those of a Parquet file, "#" and the row."""
+"""Identifier of a photo: its absolute path or URI, or those of a Parquet file with "#" and the row's number."""
 
 _ROW = re.compile(r"(?P<table>.+\.parquet)#(?P<row>\d+)", re.DOTALL)
-_CARD = "job.json"
-_OVERLAYS = "overlays"
-_ROWS_AT_ONCE = 4096  # of a column of paths
-_LOCAL = frozenset({"", "file://"})  # no network between
+_JOB_FILE = "job.json"
+_OVERLAYS_FOLDER = "overlays"
+_BATCH_ROWS = 4096  # of a column of paths
+_LOCAL_SCHEMES = frozenset({"", "file://"})
 
 
 class Photos:
-    """The photos of a job. Iterating yields their keys; ``read`` returns the file of one.
+    """Photos of a job. Iterating yields their keys; ``read`` returns the file of one.
 
-    Only the row group of a Parquet file that was read last is held in memory.
+    Of Parquet files, only the last row group that was read is held in memory.
 
     Args:
-        paths: Files, folders, globs, Parquet files, or URIs of any of them but globs.
-        column: The column of a Parquet file that has the photos. Default: "image", or the only one
+        paths: Files, folders, globs and Parquet files, or URIs of them, except of globs.
+        column: Column of a Parquet file that has the photos. Default: "image", or the only column
             with bytes.
-        without: A folder to leave out: that of the job's own results.
-        allow_outside: Whether to read files outside of the named folders, through links and by the paths in a
-            Parquet file. Whoever made these could name any file on this machine.
+        without: Folder to leave out: that of the job's own results.
+        allow_outside: True to read files outside of the named folders, through links and by the paths in a
+            Parquet file. Whoever created these could name any file on this machine.
     """
 
     def __init__(
@@ -48,198 +48,205 @@ class Photos:
         self._allow_outside = allow_outside
         self._column = column
         self._without = filesystem(without)[1] if without else ""
-        self._roots: dict[str, Any] = {}
-        self._named: set[str] = set()  # local files
-        self._folders: set[str] = set()  # local folders that all other files must lie in
+        self._file_systems: dict[str, Any] = {}  # by scheme and bucket
+        self._allowed_files: set[str] = set()  # local files that the caller named
+        self._allowed_folders: set[str] = set()  # local folders that contain all other files
         for path in self._paths:
-            fs, inside = filesystem(path)
-            self._roots[_root(_scheme(path) + inside)] = fs
-            if _scheme(path) in _LOCAL:
-                self._allow(inside)
-        self._table: tuple[str, Any, str] = ("", None, "")
-        self._group: tuple[int, int, Any] = (0, 0, None)
-        self._turn = threading.Lock()  # of the two above
+            fs, inner_path = filesystem(path)
+            self._file_systems[_root(_scheme(path) + inner_path)] = fs
+            if _scheme(path) in _LOCAL_SCHEMES:
+                self._allow(inner_path)
+        self._open_file: tuple[str, Any, str] = ("", None, "")  # path of the table, ParquetFile, column
+        self._row_group: tuple[int, int, Any] = (0, 0, None)  # first row, end, cells
+        self._table_lock = threading.Lock()  # guards the two above
 
     def _allow(self, path: str) -> None:
         folder = root_of(path)
         if folder is None:
-            self._named.add(path)
+            self._allowed_files.add(path)
         if folder is None and path.endswith(".parquet"):
             folder = os.path.realpath(Path(path).parent)
         if folder:
-            self._folders.add(folder)
+            self._allowed_folders.add(folder)
 
     def __str__(self) -> str:
         return " ".join(self._paths)
 
     def __iter__(self) -> Generator[Key, None, None]:
-        """Yield the key of every photo, folder by folder in the order of their names.
+        """Yield the key of every photo, path by path, and in a folder ordered by name.
 
         Raises:
-            InvalidArgument: There is no such file or column.
+            InvalidArgument: A path or column does not exist.
         """
         for path in self._paths:
-            yield from self._of(path)
+            yield from self._keys(path)
 
-    def _of(self, path: str) -> Generator[Key, None, None]:
-        scheme, (fs, inside) = _scheme(path), filesystem(path)
-        if scheme in _LOCAL:
-            yield from self._here(path, scheme, inside)
+    def _keys(self, path: str) -> Generator[Key, None, None]:
+        scheme, (fs, inner_path) = _scheme(path), filesystem(path)
+        if scheme in _LOCAL_SCHEMES:
+            yield from self._local_keys(path, scheme, inner_path)
             return
-        (info,) = fs.get_file_info([inside])
+        (info,) = fs.get_file_info([inner_path])
         kinds = arrow("fs").FileType
         if info.type == kinds.Directory:
-            yield from self._below(fs, inside, scheme)
+            yield from self._keys_below_prefix(fs, inner_path, scheme)
         elif info.type == kinds.NotFound:
-            raise InvalidArgument(f"there is no {path}")
-        elif inside.endswith(".parquet"):
-            yield from self._listed(scheme + inside)
+            raise InvalidArgument(f"{path} does not exist")
+        elif inner_path.endswith(".parquet"):
+            yield from self._keys_in_table(scheme + inner_path)
         else:
-            yield scheme + inside
+            yield scheme + inner_path
 
-    def _here(self, path: str, scheme: str, inside: str) -> Generator[Key, None, None]:
-        """Yield the keys that a local path names. Arrow is not used, because it takes only file names that are text."""
-        if Path(inside).is_dir():
-            yield from (scheme + each for each in walk(inside, self._enters))
-        elif not Path(inside).exists():
-            yield from self._globbed(path)
-        elif inside.endswith(".parquet") and Path(inside).is_file():
-            yield from self._listed(scheme + inside)
+    def _local_keys(self, path: str, scheme: str, inner_path: str) -> Generator[Key, None, None]:
+        """Yield the keys of a local path. Arrow is not used, because it supports only file names in UTF-8."""
+        if Path(inner_path).is_dir():
+            yield from (scheme + image for image in walk(inner_path, self._should_enter))
+        elif not Path(inner_path).exists():
+            yield from self._keys_of_glob(path)
+        elif inner_path.endswith(".parquet") and Path(inner_path).is_file():
+            yield from self._keys_in_table(scheme + inner_path)
         else:
-            yield scheme + inside
+            yield scheme + inner_path
 
-    def _globbed(self, path: str) -> Generator[Key, None, None]:
+    def _keys_of_glob(self, path: str) -> Generator[Key, None, None]:
         if not exists(path) or "://" in path:
-            raise InvalidArgument(f"there is no {path}")
-        for each in named(path):
-            yield from self._of(each)
+            raise InvalidArgument(f"{path} does not exist")
+        for match in expand_glob(path):
+            yield from self._keys(match)
 
-    def _enters(self, folder: str) -> bool:
-        """Return whether to search a local folder: not one that holds the pictures of a job."""
+    def _should_enter(self, folder: str) -> bool:
+        """Return True for a local folder to search: any but those with the overlays of a job."""
         path = Path(folder)
-        return not self._is_a_jobs(folder, ours=path.name == _OVERLAYS and (path.parent / _CARD).exists())
+        in_job = path.name == _OVERLAYS_FOLDER and (path.parent / _JOB_FILE).exists()
+        return not self._is_output(folder, in_job=in_job)
 
-    def _below(self, fs: Any, folder: str, scheme: str) -> Generator[Key, None, None]:
+    def _keys_below_prefix(self, fs: Any, folder: str, scheme: str) -> Generator[Key, None, None]:
         """Yield the photos below a prefix of an object store."""
-        fs_ = arrow("fs")
-        infos = sorted(fs.get_file_info(fs_.FileSelector(folder)), key=lambda info: info.base_name)
-        ours = _CARD in (info.base_name for info in infos)
+        fs_module = arrow("fs")
+        infos = sorted(fs.get_file_info(fs_module.FileSelector(folder)), key=lambda info: info.base_name)
+        in_job = _JOB_FILE in (info.base_name for info in infos)
         for info in infos:
-            if info.type == fs_.FileType.Directory and not self._is_a_jobs(info.path, ours=ours):
-                yield from self._below(fs, info.path, scheme)
-            elif info.type == fs_.FileType.File and is_photo(info.base_name):
+            if info.type == fs_module.FileType.Directory and not self._is_output(info.path, in_job=in_job):
+                yield from self._keys_below_prefix(fs, info.path, scheme)
+            elif info.type == fs_module.FileType.File and is_photo(info.base_name):
                 yield scheme + info.path
 
-    def _is_a_jobs(self, folder: str, *, ours: bool) -> bool:
-        """Say whether a folder has the pictures of a job: this one's, or whose card lies beside it."""
-        return folder == self._without or (ours and folder.endswith(f"/{_OVERLAYS}"))
+    def _is_output(self, folder: str, *, in_job: bool) -> bool:
+        """Return True for this job's folder, and for the overlays folder beside the job file of any job."""
+        return folder == self._without or (in_job and folder.endswith(f"/{_OVERLAYS_FOLDER}"))
 
-    def _listed(self, table: str) -> Generator[Key, None, None]:
-        file, column = self._opened(table)  # its own: threads that read are at other tables
+    def _keys_in_table(self, table: str) -> Generator[Key, None, None]:
+        file, column = self._open_table(table)  # not the file that threads read from
         if not _is_text(file.schema_arrow.field(column).type):
             yield from (f"{table}#{row}" for row in range(file.metadata.num_rows))
             return
-        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[column]):
-            yield from (self._named_by(table, each or "") for each in batch.column(0).to_pylist())
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
+            yield from (self._key_in_table(table, path or "") for path in batch.column(0).to_pylist())
 
-    def _named_by(self, table: str, path: str) -> Key:
-        """Return the key of a photo that a table names.
+    def _key_in_table(self, table: str, path: str) -> Key:
+        """Return the key of a photo whose path is in a table.
 
         Raises:
-            InvalidArgument: The photo is outside of the table's folder, and that was not allowed.
+            InvalidArgument: The photo is outside of the table's folder, and ``allow_outside`` is False.
         """
-        key = _beside(table, path)
+        key = _resolve(table, path)
         if self._allow_outside or (key.startswith(table.rpartition("/")[0] + "/") and ".." not in key.split("/")):
             return key
-        raise InvalidArgument(f"{table} names {path}, which is outside of its folder: --allow-outside reads that too")
+        raise InvalidArgument(f"{table} names {path}, which is outside of its folder: use --allow-outside to read it")
 
     def read(self, key: Key) -> bytes:
-        """Return the file of a photo; from any thread.
+        """Return the file of a photo. This method is thread-safe.
 
         Raises:
-            InvalidArgument: It cannot be read.
-            CamserveError: A store failed, which may do better another time.
+            InvalidArgument: The photo cannot be read.
+            CamserveError: An object store failed; a later attempt may succeed.
         """
         try:
-            row = _ROW.fullmatch(key)
-            return self._cell(row["table"], int(row["row"])) if row else self._file(key)
+            cell = _ROW.fullmatch(key)
+            return self._read_cell(cell["table"], int(cell["row"])) if cell else self._read_file(key)
         except (OSError, ValueError) as error:  # ValueError: Arrow's, or a path with a NUL
             reason = getattr(error, "strerror", None) or str(error)
-            words = f"cannot read {key!r}: {reason}"
-            if isinstance(error, OSError) and _scheme(key) not in _LOCAL and not isinstance(error, FileNotFoundError):
-                raise CamserveError(words) from error
-            raise InvalidArgument(words, fields={"image": reason}) from error
+            message = f"cannot read {key!r}: {reason}"
+            is_remote = _scheme(key) not in _LOCAL_SCHEMES
+            if isinstance(error, OSError) and is_remote and not isinstance(error, FileNotFoundError):
+                raise CamserveError(message) from error
+            raise InvalidArgument(message, fields={"image": reason}) from error
 
-    def _file(self, key: Key) -> bytes:
+    def _read_file(self, key: Key) -> bytes:
         scheme = _scheme(key)
         path = key.removeprefix(scheme)
-        if scheme in _LOCAL:
-            with open_regular(self._followed(path)) as file:
+        if scheme in _LOCAL_SCHEMES:
+            with open_regular(self._check_links(path)) as file:
                 return read_photo(file, os.fstat(file.fileno()).st_size)
-        with self._home(key).open_input_stream(path, compression=None) as stream:
+        with self._file_system(key).open_input_stream(path, compression=None) as stream:
             return read_photo(stream, 0)
 
-    def _followed(self, path: str) -> str:
-        """Return a local path, once it is known where its links lead.
+    def _check_links(self, path: str) -> str:
+        """Return a local path if its links do not lead out of the named folders.
 
         Raises:
-            FailedPrecondition: They lead out of all named folders. A later run with --allow-outside can read the photo.
+            FailedPrecondition: They do. A later run with --allow-outside can read the photo.
         """
-        if self._allow_outside or path in self._named or any(leads_below(path, folder) for folder in self._folders):
+        is_allowed = self._allow_outside or path in self._allowed_files
+        if is_allowed or any(leads_below(path, folder) for folder in self._allowed_folders):
             return path
-        raise FailedPrecondition(f"{path} leads out of the folders named: --allow-outside follows such links")
+        raise FailedPrecondition(f"{path} is a link out of the named folders: use --allow-outside to follow it")
 
-    def _home(self, key: Key) -> Any:
-        """Return the file system of a photo or table; two buckets may be in two regions."""
+    def _file_system(self, key: Key) -> Any:
+        """Return the file system of a photo or table. Each bucket has its own: their regions can differ."""
         root = _root(key)
-        return self._roots.get(root) or self._roots.setdefault(root, filesystem(key)[0])
+        return self._file_systems.get(root) or self._file_systems.setdefault(root, filesystem(key)[0])
 
-    def _cell(self, table: str, row: int) -> bytes:
-        with self._turn:
-            if self._table[0] != table:
-                self._table, self._group = (table, *self._opened(table)), (0, 0, None)
-            _, file, column = self._table
-            first, behind, cells = self._group
-            if cells is None or not first <= row < behind:
-                first, behind, cells = self._group = _group_with(file, column, row)
+    def _read_cell(self, table: str, row: int) -> bytes:
+        with self._table_lock:
+            if self._open_file[0] != table:
+                self._open_file, self._row_group = (table, *self._open_table(table)), (0, 0, None)
+            _, file, column = self._open_file
+            first, end, cells = self._row_group
+            if cells is None or not first <= row < end:
+                first, end, cells = self._row_group = _read_row_group(file, column, row)
             data: bytes | None = cells[row - first].as_py()
         return data or b""
 
-    def _opened(self, table: str) -> tuple[Any, str]:
-        """Open a table; return it and the name of the column that has the photos."""
+    def _open_table(self, table: str) -> tuple[Any, str]:
+        """Open a Parquet file; return it and the name of the column with the photos."""
         try:
             path = table.removeprefix(_scheme(table))
-            path = self._followed(path) if _scheme(table) in _LOCAL else path
-            file = arrow("parquet").ParquetFile(self._home(table).open_input_file(path))
+            path = self._check_links(path) if _scheme(table) in _LOCAL_SCHEMES else path
+            file = arrow("parquet").ParquetFile(self._file_system(table).open_input_file(path))
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{table} is no Parquet file: {error}") from error
-        return file, _chosen(table, file.schema_arrow, self._column)
+            raise InvalidArgument(f"{table} is not a Parquet file: {error}") from error
+        return file, _choose_column(table, file.schema_arrow, self._column)
 
 
-def _group_with(file: Any, column: str, row: int) -> tuple[int, int, Any]:
-    """Read the row group that has a row; return its first row, the one behind its last, and its cells."""
+def _read_row_group(file: Any, column: str, row: int) -> tuple[int, int, Any]:
+    """Read the row group that contains a row; return its first row, the end of its rows, and its cells."""
     first = 0
-    for group in range(file.num_row_groups):
-        behind = first + file.metadata.row_group(group).num_rows
-        if row < behind:
-            cells = file.read_row_group(group, columns=[column]).column(0)
-            nested = arrow("types").is_struct(cells.type)
-            return first, behind, arrow("compute").struct_field(cells, "bytes") if nested else cells
-        first = behind
-    raise ValueError("it has no such row")
+    for index in range(file.num_row_groups):
+        end = first + file.metadata.row_group(index).num_rows
+        if row < end:
+            cells = file.read_row_group(index, columns=[column]).column(0)
+            is_struct = arrow("types").is_struct(cells.type)
+            return first, end, arrow("compute").struct_field(cells, "bytes") if is_struct else cells
+        first = end
+    raise ValueError("the row does not exist")
 
 
-def _chosen(table: str, schema: Any, column: str) -> str:
-    """Return which column has the photos."""
-    could_be = [field.name for field in schema if _is_bytes(field.type) or _is_text(field.type)]
-    if column in could_be:
+def _choose_column(table: str, schema: Any, column: str) -> str:
+    """Return the name of the column with the photos.
+
+    Raises:
+        InvalidArgument: The named column does not exist, or no column is named and there are several.
+    """
+    candidates = [field.name for field in schema if _is_bytes(field.type) or _is_text(field.type)]
+    if column in candidates:
         return column
-    likely = [field.name for field in schema if _is_bytes(field.type)]
-    if not column and ("image" in could_be or len(likely) == 1):
-        return "image" if "image" in could_be else likely[0]
-    there = f"there are {', '.join(could_be)}" if could_be else "there is none with bytes or text"
-    asked = f"no column {column} of bytes or paths" if column else "which column has the photos? Name it by --column"
-    raise InvalidArgument(f"{table}: {asked}; {there}")
+    with_bytes = [field.name for field in schema if _is_bytes(field.type)]
+    if not column and ("image" in candidates or len(with_bytes) == 1):
+        return "image" if "image" in candidates else with_bytes[0]
+    columns = f"candidates are {', '.join(candidates)}" if candidates else "no column has bytes or text"
+    problem = f"no column {column} of bytes or paths" if column else "name the column with the photos by --column"
+    raise InvalidArgument(f"{table}: {problem}; {columns}")
 
 
 def _is_text(kind: Any) -> bool:
@@ -248,27 +255,27 @@ def _is_text(kind: Any) -> bool:
 
 
 def _is_bytes(kind: Any) -> bool:
-    """Say whether that is bytes, or the way in which Hugging Face's datasets keep an image: bytes and a path."""
+    """Return True for bytes, and for the struct of bytes and path in which Hugging Face's datasets store an image."""
     types = arrow("types")
     if types.is_struct(kind):
         return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
-def _scheme(place: str) -> str:
-    head, mark, _ = place.partition("://")
-    return head + mark if mark else ""
+def _scheme(path: str) -> str:
+    scheme, separator, _ = path.partition("://")
+    return scheme + separator if separator else ""
 
 
 def _root(key: Key) -> str:
-    """Return what all paths of a key's file system begin with: the scheme, and the bucket where there are any."""
+    """Return the common start of all keys of a file system: the scheme, and the bucket if there is one."""
     scheme = _scheme(key)
-    inside = key.removeprefix(scheme)
-    return scheme if not scheme or inside.startswith("/") else scheme + inside.partition("/")[0]
+    inner_path = key.removeprefix(scheme)
+    return scheme if not scheme or inner_path.startswith("/") else scheme + inner_path.partition("/")[0]
 
 
-def _beside(table: str, path: str) -> Key:
-    """Return the key of a photo that a table names: a URI, or a path in the table's own file system."""
+def _resolve(table: str, path: str) -> Key:
+    """Return the key of a photo whose path is in a table: a URI, or a path in the table's own file system."""
     if "://" in path:
         return path
     if path.startswith("/"):
@@ -279,5 +286,5 @@ def _beside(table: str, path: str) -> Key:
 
 
 def exists(path: str) -> bool:
-    """Return whether a path or glob names a file or folder; for a URI, True without looking."""
-    return "://" in path or bool(named(path))
+    """Return True if a path or glob matches a file or folder. A URI is not checked."""
+    return "://" in path or bool(expand_glob(path))

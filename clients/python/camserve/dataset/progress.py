@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_bar(total: int) -> Generator[Callable[[Tally], None], None, None]:
-    """Draw a job's progress bar on standard error; yield the function that updates it.
+    """Show the progress bar of a job on standard error; yield a function that updates it.
 
     Args:
-        total: The number of photos, including those that earlier runs explained.
+        total: Number of photos, including those that earlier runs have done.
     """
-    from rich import progress  # noqa: PLC0415 -- only who draws a bar waits for rich
+    from rich import progress  # noqa: PLC0415 -- importing rich takes time, which only a bar needs
     from rich.console import Console  # noqa: PLC0415 -- the same
 
     columns = (

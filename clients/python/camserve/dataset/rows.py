@@ -1,4 +1,4 @@
-"""The table of results: one row for each explanation of a photo, or one row with its error."""
+"""Rows of the table of results: one for each explanation of a photo, or one with the photo's error."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from camserve._errors import CamserveError
     from camserve._result import Explanation, Prediction, Result
 
-SUFFIX = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
+SUFFIXES = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The files that a job writes for each explanation.
+    """Files that a job writes for each explanation.
 
     Attributes:
-        overlay: The format of the overlay: "jpeg", "png" or "webp".
-        heatmaps: Whether to write the raw map.
-        receipts: Whether to write the receipt.
+        overlay: Format of the overlay: "jpeg", "png" or "webp".
+        heatmaps: True to write the raw map.
+        receipts: True to write the receipt.
     """
 
     overlay: str
@@ -33,26 +33,26 @@ class Outputs:
 
 
 def schema() -> Any:
-    """Return the table's columns, as a pyarrow schema."""
+    """Return the columns of the table as a pyarrow schema."""
     pa = arrow()
-    text, whole = pa.string(), pa.int32()
-    prediction = {"class_index": whole, "label": text, "probability": pa.float32(), "score": pa.float32()}
+    text, integer = pa.string(), pa.int32()
+    prediction = {"class_index": integer, "label": text, "probability": pa.float32(), "score": pa.float32()}
     return pa.schema(
         {
             "image": text,
-            "explanation": whole,
+            "explanation": integer,
             "error": text,
             "error_message": text,
             "model": text,
             "digest": text,
-            "width": whole,
-            "height": whole,
+            "width": integer,
+            "height": integer,
             "predictions": pa.list_(pa.struct(prediction)),
             "method": text,
             "parameters": text,
             "layer": text,
             "target": text,
-            "class_index": whole,
+            "class_index": integer,
             "contrast": text,
             "score": pa.float32(),
             "verdict": text,
@@ -67,73 +67,75 @@ def failed(key: str, error: CamserveError) -> dict[str, Any]:
     return {"image": key, "explanation": 0, "error": error.code.name, "error_message": error.message}
 
 
-def explained(key: str, place: int, result: Result, digest: str, overlay: str) -> dict[str, Any]:
+def explained(key: str, index: int, result: Result, digest: str, overlay: str) -> dict[str, Any]:
     """Return the row of one explanation.
 
     Args:
-        key: Of the photo.
-        place: Of the explanation in the answer.
-        result: The answer.
-        digest: Of the model's weights.
-        overlay: Where the overlay is, in the job's folder.
+        key: Key of the photo.
+        index: Index of the explanation in the result.
+        result: The result.
+        digest: SHA-256 of the model's weights.
+        overlay: Path of the overlay in the job's folder.
     """
-    one = result.explanations[place]
+    explanation = result.explanations[index]
     return {
         "image": key,
-        "explanation": place,
+        "explanation": index,
         "model": result.model,
         "digest": digest,
         "width": result.size[0],
         "height": result.size[1],
-        "predictions": list(map(_prediction, result.predictions)),
-        "method": one.how,
-        "parameters": json.dumps(dict(one.parameters), sort_keys=True),
-        "layer": one.layer,
-        "target": one.target.name,
-        "class_index": one.target.class_index,
-        "contrast": one.contrast.name if one.contrast else None,
-        "score": one.score,
-        "verdict": str(one.verdict),
-        "verdict_message": one.verdict_message,
+        "predictions": list(map(_prediction_columns, result.predictions)),
+        "method": explanation.how,
+        "parameters": json.dumps(dict(explanation.parameters), sort_keys=True),
+        "layer": explanation.layer,
+        "target": explanation.target.name,
+        "class_index": explanation.target.class_index,
+        "contrast": explanation.contrast.name if explanation.contrast else None,
+        "score": explanation.score,
+        "verdict": str(explanation.verdict),
+        "verdict_message": explanation.verdict_message,
         "overlay": overlay,
     }
 
 
-def _prediction(one: Prediction) -> dict[str, Any]:
+def _prediction_columns(prediction: Prediction) -> dict[str, Any]:
     return {
-        "class_index": one.class_index,
-        "label": one.label,
-        "probability": one.probability,
-        "score": one.score,
+        "class_index": prediction.class_index,
+        "label": prediction.label,
+        "probability": prediction.probability,
+        "score": prediction.score,
     }
 
 
-def pictures(stem: str, mark: str, result: Result, outputs: Outputs) -> list[tuple[str, dict[str, bytes]]]:
-    """Return, for each explanation, the path of its overlay and what is to be written, by path.
+def pictures(stem: str, digest: str, result: Result, outputs: Outputs) -> list[tuple[str, dict[str, bytes]]]:
+    """Return, for each explanation, the path of its overlay, and the content of all its files by path.
 
     Args:
-        stem: What the photo is called.
-        mark: Hexadecimal digits that no other photo has: they are in every name, so that a photo that
-            is explained again writes the same files again.
-        result: The answer.
+        stem: Stem of the photo's file name.
+        digest: Hexadecimal hash of the photo's key. It is part of every name, so that a photo that is
+            explained again replaces its files.
+        result: The result.
         outputs: The files to write.
     """
-    names = _files.Names(Path("overlays", mark[:2]))
-    layers = len({each.layer for each in result.explanations}) > 1
-    marked = Path(f"{stem}-{mark}.x")
-    found: list[tuple[str, dict[str, bytes]]] = []
-    for each in result.explanations:
-        path = names.unique(_files.stem_of(marked, each, with_layer=layers), SUFFIX[outputs.overlay])
-        found.append((path.as_posix(), {path.as_posix(): each.overlay, **_numbers(each, path, outputs)}))
-    return found
+    names = _files.UniqueNames(Path("overlays", digest[:2]))
+    has_layers = len({explanation.layer for explanation in result.explanations}) > 1
+    photo = Path(f"{stem}-{digest}.x")
+    files: list[tuple[str, dict[str, bytes]]] = []
+    for explanation in result.explanations:
+        stem = _files.stem_of(photo, explanation, with_layer=has_layers)
+        path = names.unique(stem, SUFFIXES[outputs.overlay])
+        overlay = {path.as_posix(): explanation.overlay}
+        files.append((path.as_posix(), {**overlay, **_data_files(explanation, path, outputs)}))
+    return files
 
 
-def _numbers(each: Explanation, path: Path, outputs: Outputs) -> dict[str, bytes]:
-    written: dict[str, bytes] = {}
-    if outputs.heatmaps and each.heatmap is not None:
-        written[path.with_suffix(".npy").as_posix()] = _local.npy(each.heatmap)
-    if each.intensity is not None:
-        written[path.with_suffix(".intensity.npy").as_posix()] = _local.npy(each.intensity)
+def _data_files(explanation: Explanation, path: Path, outputs: Outputs) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    if outputs.heatmaps and explanation.heatmap is not None:
+        files[path.with_suffix(".npy").as_posix()] = _local.npy(explanation.heatmap)
+    if explanation.intensity is not None:
+        files[path.with_suffix(".intensity.npy").as_posix()] = _local.npy(explanation.intensity)
     if outputs.receipts:
-        written[path.with_suffix(".receipt.json").as_posix()] = each.receipt.to_json().encode()
-    return written
+        files[path.with_suffix(".receipt.json").as_posix()] = explanation.receipt.to_json().encode()
+    return files

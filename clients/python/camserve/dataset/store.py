@@ -1,4 +1,4 @@
-"""The folder of a job: on this machine, or a prefix of an object store."""
+"""Folder of a job: a local folder, or a prefix in an object store."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LOCK = ".lock"
 
 
 def arrow(module: str = "") -> Any:
-    """Return pyarrow, or a module of it.
+    """Return pyarrow, or one of its modules.
 
     Raises:
-        InvalidArgument: It is not installed.
+        InvalidArgument: pyarrow is not installed.
     """
     try:
         return import_module(f"pyarrow.{module}" if module else "pyarrow")
@@ -30,37 +30,37 @@ def arrow(module: str = "") -> Any:
 
 
 def filesystem(place: str) -> tuple[Any, str]:
-    """Return the file system that a path or URI is of, and the path in it.
+    """Return the file system of a path or URI, and the path in it.
 
-    ``s3://``, ``gs://``, ``abfs://`` and ``hdfs://`` are Arrow's own; others are fsspec's.
+    Arrow implements ``s3://``, ``gs://``, ``abfs://`` and ``hdfs://``; fsspec implements other schemes.
 
     Raises:
-        InvalidArgument: Nothing here knows such a URI.
+        InvalidArgument: Neither of them supports the URI.
     """
     fs = arrow("fs")
     if "://" not in place:
         return fs.LocalFileSystem(), os.path.abspath(place)  # noqa: PTH100 -- resolve() would follow links
     try:
-        found, path = fs.FileSystem.from_uri(place)
+        file_system, path = fs.FileSystem.from_uri(place)
     except (ValueError, OSError, NotImplementedError) as error:
-        return _foreign(place, error)
-    return found, path
+        return _fsspec_filesystem(place, error)
+    return file_system, path
 
 
-def _foreign(place: str, error: Exception) -> tuple[Any, str]:
+def _fsspec_filesystem(place: str, error: Exception) -> tuple[Any, str]:
     fs = arrow("fs")
     try:
-        found, path = import_module("fsspec.core").url_to_fs(place)
+        file_system, path = import_module("fsspec.core").url_to_fs(place)
     except (ImportError, ValueError):
         raise InvalidArgument(f"{place}: {error}") from error
-    return fs.PyFileSystem(fs.FSSpecHandler(found)), path
+    return fs.PyFileSystem(fs.FSSpecHandler(file_system)), path
 
 
 class Store:
-    """A folder of this machine or an object store, in which a file is written completely or not at all.
+    """Local folder or object store whose files are written atomically.
 
-    On this machine a file is written in the folder itself first, and then moved to its place; an
-    object store shows nothing of an object before it is complete.
+    In a local folder, a temporary file is written first and then moved to its path. An object store does
+    not show an object before it is complete.
 
     Args:
         place: A path, or a URI.
@@ -70,40 +70,41 @@ class Store:
         self.place = place
         self._fs, self._root = filesystem(place)
         self._local = self._fs.type_name == "local"
-        self._made: set[str] = set()
+        self._created_folders: set[str] = set()
 
     def path(self, name: str) -> str:
         """Return the path of a file in its file system."""
         return f"{self._root}/{name}"
 
     def write(self, name: str, data: bytes, *, lasting: bool = False) -> None:
-        """Write a file, in place of the one that may be there.
+        """Write a file, or replace it.
 
         Args:
-            name: Its path in the folder.
-            data: What is in it.
-            lasting: Whether to wait until the disk has it.
+            name: Path of the file in the folder.
+            data: Content of the file.
+            lasting: True to wait until the content is on the disk.
 
         Raises:
-            OSError: It cannot be written.
+            FailedPrecondition: The file would be outside of the folder, because of a link.
+            OSError: The file cannot be written.
         """
         path = self.path(name)
-        self._make(path.rpartition("/")[0])
+        self._create_folder(path.rpartition("/")[0])
         if self._local:
-            _local.write(path, data, lasting=lasting, unfinished=self._root)
+            _local.write(path, data, sync=lasting, temporary_folder=self._root)
         else:
             with self._fs.open_output_stream(path) as stream:
                 stream.write(data)
 
-    def _make(self, folder: str) -> None:
-        if folder not in self._made:
+    def _create_folder(self, folder: str) -> None:
+        if folder not in self._created_folders:
             if self._local and not Path(folder).resolve().is_relative_to(Path(self._root).resolve()):
-                raise FailedPrecondition(f"{folder} is a link out of {self.place}: write to another folder")
+                raise FailedPrecondition(f"{folder} is a link out of {self.place}: choose another folder")
             self._fs.create_dir(folder, recursive=True)
-            self._made.add(folder)
+            self._created_folders.add(folder)
 
     def read(self, name: str) -> bytes | None:
-        """Return what is in a file; None where there is none."""
+        """Return the content of a file; None if it does not exist."""
         path = self.path(name)
         try:
             with _local.open_regular(path) if self._local else self._fs.open_input_stream(path) as stream:
@@ -113,44 +114,45 @@ class Store:
             return None
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        """Return the files of a folder that end so, sorted, as paths in the store; none where there is no folder."""
+        """Return the paths of the files with a suffix in a folder, sorted; an empty list if there is no such folder."""
         selector = arrow("fs").FileSelector(self.path(folder), allow_not_found=True)
-        found = sorted(str(info.base_name) for info in self._fs.get_file_info(selector) if info.is_file)
-        return [f"{folder}/{name}" for name in found if name.endswith(suffix) and not name.startswith(".")]
+        names = sorted(str(info.base_name) for info in self._fs.get_file_info(selector) if info.is_file)
+        return [f"{folder}/{name}" for name in names if name.endswith(suffix) and not name.startswith(".")]
 
     def table(self, name: str, columns: list[str] | None = None) -> Any:
         """Read a Parquet file.
 
         Raises:
-            InvalidArgument: It is none, or cannot be read.
+            InvalidArgument: It cannot be read, or is not a Parquet file.
         """
         try:
             return arrow("parquet").read_table(self.path(name), columns=columns, filesystem=self._fs)
         except (ValueError, OSError) as error:
-            words = f"{self.place}/{name} cannot be read: delete it, and its photos are explained again"
-            raise InvalidArgument(f"{words} ({error})") from error
+            message = f"{self.place}/{name} cannot be read: delete it, and the next run explains its photos again"
+            raise InvalidArgument(f"{message} ({error})") from error
 
 
 @contextmanager
 def locked(folder: Path) -> Generator[None, None, None]:
-    """Lock a job's folder inside the block, and create the folder if it is missing.
+    """Lock a job's folder inside the block; create the folder if it is missing.
 
-    The lock ends with the process, however that ends.
+    The operating system releases the lock when the process ends, also when it is killed. On Windows there is
+    no lock.
 
     Raises:
-        FailedPrecondition: Another process has locked it.
-        OSError: The lock is a link, or cannot be opened.
+        FailedPrecondition: Another process has locked the folder.
+        OSError: The lock file is a link, or cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _local.open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), "r+b") as file:
         try:
-            import fcntl  # noqa: PLC0415 -- where there is none, there is no lock
+            import fcntl  # noqa: PLC0415 -- not available on Windows
         except ModuleNotFoundError:  # pragma: no cover -- Windows
             yield
             return
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise FailedPrecondition(f"another run is at work in {folder}: wait for it, or stop it") from error
-        _local.sweep(folder)
+            raise FailedPrecondition(f"another run uses {folder}: wait for it, or stop it") from error
+        _local.remove_temporary_files(folder)
         yield
