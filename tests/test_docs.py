@@ -293,7 +293,7 @@ def test_the_page_of_methods_is_what_the_servers_own_table_says():
     assert script.PAGE.read_text(encoding="utf-8") == script.text(), "run 'make gallery'"
 
 
-def test_every_method_is_in_the_gallery_by_its_picture_or_by_the_reason_why_it_has_none():
+def test_every_method_has_a_gallery_picture_or_a_reason():
     gallery = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").partition("## ")[0]
     for name in methods.METHODS:
         (cell,) = re.findall(rf"^\| \[`{name}`\]\(methods.md#{name}\) \| (.+) \|$", gallery, re.MULTILINE)

@@ -22,7 +22,7 @@ def side(ask, name="some", picture=bytes):
 
 
 @pytest.mark.parametrize("edge", np.linspace(3.05, 3.95, 9))
-def test_a_server_that_answers_eight_at_once_has_the_same_rate_wherever_the_window_lies(edge):
+def test_rate_of_bursts_of_eight_is_independent_of_the_window(edge):
     times = [second + place / 1000 for second in range(20) for place in range(8)]
     assert load.rate(times, -1.0, edge, edge + 8.3) == pytest.approx(8, rel=1e-12)
 

@@ -152,7 +152,7 @@ def test_compose_passes_on_settings_that_there_are(service):
 
 
 @services
-def test_only_compose_which_publishes_the_port_to_this_machine_lets_the_server_do_without_tls_and_tokens(service):
+def test_only_compose_which_publishes_on_loopback_sets_insecure(service):
     assert service["environment"]["CAMSERVE_INSECURE"] == "${CAMSERVE_INSECURE:-true}"
     with pytest.raises(ConfigError, match="CAMSERVE_INSECURE=true"):
         auth.check(SETTINGS)

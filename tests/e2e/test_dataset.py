@@ -232,7 +232,7 @@ class Client:
             yield self.errors.get(image.decode(), camserve.InvalidArgument("none", fields={"image": "none"}))
 
 
-def test_a_photo_at_which_the_server_fails_is_asked_about_alone_and_left_undone_for_the_next_run(tmp_path):
+def test_photo_that_fails_the_server_is_retried_alone_then_left_for_the_next_run(tmp_path):
     store, photos = dataset.Store(str(tmp_path)), Photos(["a1", "x1", "b1", "y1", "c1"])
     failing = Client(x=camserve.Unavailable("gone"), y=camserve.Internal("a fault"))
     first = dataset.run(failing, photos, store, QUESTION)
@@ -245,7 +245,7 @@ def test_a_photo_at_which_the_server_fails_is_asked_about_alone_and_left_undone_
     assert Counter(row["image"] for row in rows(tmp_path)) == dict.fromkeys(["a1", "b1", "c1", "x1"], 1)
 
 
-def test_a_server_that_fails_at_all_photos_ends_the_job_and_one_that_fails_at_every_other_does_not(tmp_path):
+def test_job_ends_if_every_photo_fails_and_continues_if_every_other_fails(tmp_path):
     many = Photos(f"{'xa'[n % 2]}{n}" for n in range(8 * job.RETRY_AFTER))
     wrong = {kind: Client(x=kind("no"), a=kind("no")) for kind in (camserve.Unavailable, camserve.Internal)}
 
@@ -463,7 +463,7 @@ def test_without_arrow_the_extra_is_named(run, photos, monkeypatch):
     assert 'pip install "camserve[data]"' in run(photos).output
 
 
-def test_of_500_photos_a_job_that_is_killed_half_way_and_started_again_has_500_rows_none_twice(
+def test_killed_and_resumed_job_has_each_of_500_photos_once(
     address, photos, tmp_path
 ):
     for path in photos.rglob("*.*"):

@@ -43,7 +43,7 @@ def classes(tmp_path_factory):
     return path
 
 
-def test_the_client_in_java_gets_the_overlay_that_our_own_client_gets_and_says_what_failed(classes, tmp_path):
+def test_java_client_gets_the_python_clients_overlay_and_reports_errors(classes, tmp_path):
     for folder in "ab":
         (tmp_path / folder).mkdir()
         shutil.copy(PHOTOS["chelsea"], tmp_path / folder / "cat.jpg")

@@ -390,7 +390,7 @@ def test_on_gpus_the_service_its_policies_and_its_settings_are_the_same(name):
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_pod_on_a_gpu_has_one_of_its_own_tolerates_the_nodes_taint_and_serves_from_nothing_else(name):
+def test_gpu_pod_reserves_a_gpu_tolerates_the_taint_and_uses_no_cpu(name):
     pod = pod_of(built(FOLDERS[name]))
     plain = pod_of(built(FOLDERS[name.removesuffix("-gpu")]))
 
@@ -423,7 +423,7 @@ def test_a_roll_out_or_a_drain_on_gpus_leaves_a_pod_that_serves():
     assert least - objects["PodDisruptionBudget"]["spec"]["maxUnavailable"] >= 1
 
 
-def test_it_grows_on_gpus_when_more_waits_than_the_batches_of_a_gpu_and_the_next_one():
+def test_gpu_autoscaling_starts_when_more_than_two_batches_wait():
     (metric,) = built(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
     rows = int(metric["pods"]["target"]["averageValue"])
 
@@ -452,7 +452,7 @@ def test_it_grows_by_a_metric_that_the_server_has():
     )  # long before it is full
 
 
-def test_the_pages_scrape_finds_the_pods_and_its_rule_brings_the_metric_that_it_grows_by():
+def test_documented_scrape_and_rule_provide_the_autoscaling_metric():
     page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     scrape, rules = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
     (job,), (rule,) = scrape["scrape_configs"], rules["rules"]

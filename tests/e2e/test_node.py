@@ -201,7 +201,7 @@ server.forceShutdown();
 """
 
 
-def test_photos_are_read_only_as_far_as_there_is_room_and_no_more_once_nobody_wants_them(tmp_path):
+def test_photos_are_read_as_room_allows_and_not_after_cancellation(tmp_path):
     library = CLIENT / "node_modules/@grpc/grpc-js/build/src/index.js"
     (tmp_path / "use.mjs").write_text(LEFT_EARLY % (library.as_uri(), (CLIENT / "explain.js").as_uri()))
     command = [NODE, tmp_path / "use.mjs", PHOTOS["rocket"]]

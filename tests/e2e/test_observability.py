@@ -35,7 +35,7 @@ tool = pytest.mark.skipif(not shutil.which("promtool"), reason=needs.PROMETHEUS)
 
 @tool
 @pytest.mark.parametrize("what", [["check", "config", "prometheus.yml"], ["test", "rules", "rules_test.yml"]])
-def test_promtool_finds_nothing_wrong_with_configuration_and_rules_and_each_alert_fires_when_it_should(what):
+def test_promtool_accepts_the_rules_and_each_alert_fires(what):
     found = subprocess.run(["promtool", *what], cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False)
 
     assert found.returncode == 0, found.stdout + found.stderr
@@ -52,7 +52,7 @@ def panels():
     return [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 
 
-def test_the_dashboard_asks_the_data_source_that_is_provisioned_and_no_two_panels_overlap():
+def test_dashboard_uses_the_provisioned_source_and_panels_do_not_overlap():
     (source,) = yaml.safe_load((FOLDER / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
     cells = [
         (x, y)
@@ -157,7 +157,7 @@ def watched(tmp_path_factory):
 
 
 @real
-def test_prometheus_counts_100_requests_and_7_errors_and_every_query_of_dashboard_and_alerts_has_data(watched):
+def test_prometheus_counts_requests_and_errors_and_every_query_has_data(watched):
     address, query, _, api = watched
     asks = [{}] * 60 + [{"methods": ["gradcam", "saliency"]}] * 33 + [{"model": "nope"}] * 7
     with camserve.Client(address) as client, ThreadPoolExecutor(4) as threads:

@@ -209,7 +209,7 @@ def until_whole(address, folder):
 
 
 @pytest.mark.parametrize("kind", ["engine", "ingress"])
-def test_a_replica_that_is_killed_loses_what_it_had_in_flight_and_the_sdks_retry_has_that_answered(
+def test_killed_replica_loses_only_calls_in_flight_which_the_sdk_retries(
     address, folder, kind
 ):
     photo = (folder / "photos" / "1.png").read_bytes()
@@ -253,7 +253,7 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_answer_for_every_photo(ad
     assert [each.explanations[0].verdict for each in answers] == [camserve.Verdict.OK] * 96
 
 
-def test_a_job_on_ray_that_is_killed_half_way_and_started_again_has_every_photo_once(folder):
+def test_killed_and_resumed_ray_job_has_every_photo_once(folder):
     out = folder / "out"
     command = [*PROGRAM, "ray", "explain", (folder / "photos").as_uri(), "-o", out.as_uri(), "--model", MODEL]
     killed = subprocess.Popen([*command, "--engines", "1"], cwd=folder, stderr=subprocess.DEVNULL)

@@ -198,7 +198,7 @@ def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stop
     assert server.calls().count("OK") == crowd.outcomes.count("OK")
 
 
-async def test_calls_that_came_while_the_machine_ran_something_else_are_seen_before_the_port_is_closed():
+async def test_calls_that_arrived_while_the_server_was_descheduled_are_answered():
     """The event loop stands still, as on a busy machine; a call that came meanwhile is handed over a little later."""
     loop, house, seen = asyncio.get_running_loop(), ServerState(1), []
 

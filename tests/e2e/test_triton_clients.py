@@ -65,7 +65,7 @@ def test_the_metadata_and_the_configuration_say_the_same_of_every_output(found):
         assert said["shape"] == ["-1", *configured["dims"]]
 
 
-def test_the_overlay_of_a_file_equals_our_own_apis_byte_for_byte_and_so_do_all_numbers(found):
+def test_overlay_and_numbers_equal_camserves_own_api_byte_for_byte(found):
     ours = found["inferred"]["ours"]
     theirs = found["inferred"]["triton"]["file"]
 
@@ -97,7 +97,7 @@ def test_several_images_of_one_message_are_stacked(found):
     assert two["values"]["label"] == one["values"]["label"] * 2
 
 
-def test_outputs_come_in_the_order_in_which_they_are_wanted_and_all_where_none_is_named(found):
+def test_outputs_come_in_the_requested_order_and_all_by_default(found):
     triton = found["inferred"]["triton"]
 
     assert triton["file"]["order"] == ["label", "overlay", "class_id", "score", "heatmap", "verdict"]
@@ -105,7 +105,7 @@ def test_outputs_come_in_the_order_in_which_they_are_wanted_and_all_where_none_i
     assert triton["all"]["order"] == OUTPUTS
 
 
-def test_the_contents_of_a_tensor_are_read_as_its_raw_bytes_are_and_an_awaited_client_is_answered_too(found):
+def test_tensor_contents_equal_raw_bytes_also_for_the_async_client(found):
     overlay = found["inferred"]["ours"]["overlay"]
 
     assert [found["typed"]] == found["awaited"] == overlay
@@ -156,7 +156,7 @@ def test_a_model_is_loaded_again_unloaded_and_loaded(found):
     assert found["repository"]["ready"] == ["tiny"]
 
 
-def test_our_messages_fit_into_one_process_with_tritonclients_and_say_the_same_on_the_wire(found):
+def test_messages_coexist_with_tritonclients_and_serialize_alike(found):
     assert found["beside"] == ["m", "7", "x", 0.5]
 
 

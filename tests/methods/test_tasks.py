@@ -85,7 +85,7 @@ def lraspp():
     return models.load(models.parse("torchvision:lraspp_mobilenet_v3_large?weights=none&size=64"))
 
 
-def test_a_segmentation_is_known_by_its_output_and_its_default_layer_is_before_the_classes(colours, lraspp):
+def test_segmentation_is_detected_and_its_default_layer_precedes_the_classes(colours, lraspp):
     assert (colours.info.task, colours.info.classes, colours.info.default_layer) == ("segment", 3, "smooth")
     assert (lraspp.info.task, lraspp.info.classes, lraspp.info.default_layer) == ("segment", 21, "backbone.16")
     assert lraspp.info.label(8) == "cat"
@@ -187,7 +187,7 @@ def ssdlite():
 SQUARES = {"red": (4, 36, 24), "green": (40, 4, 16)}
 
 
-def test_a_detector_is_known_by_its_output_and_its_default_layer_is_below_every_scale(finder, ssdlite):
+def test_detector_is_detected_and_its_default_layer_feeds_every_scale(finder, ssdlite):
     assert (finder.info.task, finder.info.classes, finder.info.default_layer) == ("detect", 3, "smooth")
     assert (ssdlite.info.task, ssdlite.info.classes) == ("detect", 91)
     assert ssdlite.info.default_layer == "backbone.features.0"
@@ -404,7 +404,7 @@ def test_a_likenesss_map_equals_autograds_for_a_model_without_a_head():
     check(compared(model, first, second), cosine(model), cosine(exact(model)))
 
 
-def test_a_likenesss_map_equals_autograds_for_the_features_before_a_classifiers_last_layer(resnet):
+def test_similarity_map_equals_autograd_of_the_penultimate_features(resnet):
     first, second = noise(6, 64), noise(7, 64)
 
     def cosine(model):

@@ -124,7 +124,7 @@ def test_a_server_of_another_authority_is_not_believed(encrypted, folder):
     assert "not trusted here: unable to get local issuer certificate" in refused(encrypted, tls=folder / "stranger.pem")
 
 
-def test_a_server_that_only_signed_for_itself_is_not_believed_by_who_trusts_the_public_authorities(encrypted):
+def test_self_signed_server_is_refused_with_public_authorities(encrypted):
     assert "not trusted here" in refused(encrypted, tls=True)
 
 
@@ -134,7 +134,7 @@ def test_a_certificate_that_is_over_is_not_believed(start, authority, tmp_path, 
         assert "certificate has expired" in refused(served.address, tls=ca)
 
 
-def test_a_certificate_for_another_name_is_not_believed_unless_that_is_the_name_to_expect(
+def test_certificate_for_another_name_is_refused_unless_expected(
     start, authority, tmp_path, ca
 ):
     cert, key = authority.issue("other.example").write(tmp_path, "other")
@@ -326,7 +326,7 @@ EXPOSED = ("0.0.0.0:1", "[::]:1", "0:1", "10.1.2.3:1", "[fe80::1]:1", "[::ffff:0
 
 
 @pytest.mark.parametrize("address", EXPOSED)
-def test_a_port_that_others_can_reach_is_not_opened_to_everybody_unless_insecure_says_so(address):
+def test_public_port_without_access_control_needs_insecure(address):
     tls, keys = {"tls_cert": "a", "tls_key": "b"}, {"tokens_file": "c"}
     for given in ({}, tls, keys, {"tls_client_ca": "d"}):
         with pytest.raises(ConfigError, match=r"can be reached from other machines: set tls_cert.*--insecure"):

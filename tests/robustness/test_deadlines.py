@@ -131,7 +131,7 @@ async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, ex
     assert batcher.stats.rows == rows + 1  # the last one alone
 
 
-async def test_a_hundred_calls_taken_back_in_the_queue_are_never_executed_and_leave_it_at_once(served, explain):
+async def test_cancelled_queued_calls_never_run_and_leave_the_queue_at_once(served, explain):
     """While the batch that they wait for still runs."""
     batcher = served.pipeline.batcher
     async with blocker(served, explain):

@@ -241,7 +241,7 @@ def test_a_model_that_ends_its_process_does_not_keep_the_next_from_being_loaded(
 # --- loading again ---
 
 
-def test_a_model_is_loaded_again_without_one_failed_call_and_no_answer_mixes_two_versions(place):
+def test_reload_fails_no_call_and_no_answer_mixes_two_versions(place):
     with served(place) as one, client_of(one) as client:
         digests = [client.model().digest]
         with Crowd(one.address) as crowd:
@@ -280,7 +280,7 @@ def test_versions_that_were_mixed_would_show(place, monkeypatch):
     monkeypatch.setattr(worker_pool.WorkerPool, "drop", kept)
     monkeypatch.setattr(ModelInfo, "key", property(lambda self: self.name))
     with pytest.raises(AssertionError):
-        test_a_model_is_loaded_again_without_one_failed_call_and_no_answer_mixes_two_versions(place)
+        test_reload_fails_no_call_and_no_answer_mixes_two_versions(place)
 
 
 def test_one_that_cannot_be_loaded_again_goes_on_answering_as_before(place):
@@ -309,7 +309,7 @@ def test_a_model_that_failed_is_loaded_once_it_can_be(place):
         assert explained(client).score
 
 
-def test_a_caller_that_gives_up_leaves_a_load_that_began_to_go_on_and_one_that_waits_undone(place, line):
+def test_cancelled_load_finishes_if_it_started_and_is_skipped_otherwise(place, line):
     place.choose(1)
     (place.path / "began").unlink()
     with place.with_file("wait"):
@@ -457,7 +457,7 @@ def test_unloading_finishes_what_was_accepted_and_refuses_what_comes(place):
         assert explained(client).score
 
 
-def test_a_model_may_be_loaded_while_its_last_version_still_finishes_what_it_accepted(place):
+def test_model_can_be_loaded_while_its_old_version_finishes_requests(place):
     with served(place) as one, client_of(one) as client, ThreadPoolExecutor(3) as pool:
         with place.with_file("hold"):
             accepted = pool.submit(explained, client)
@@ -504,7 +504,7 @@ def test_the_commands_load_unload_and_show_how_each_model_stands(place):
 
 
 @pytest.mark.usefixtures("forked")
-def test_eight_threads_load_and_unload_while_four_explain_and_only_documented_codes_come_back(place):
+def test_concurrent_loads_and_explanations_return_only_documented_codes(place):
     """100 each with CAMSERVE_LONG, and 20 without."""
     times = 100 if LONG else 20
 
@@ -599,7 +599,7 @@ def test_a_model_that_stays_in_memory_would_show(cycling):
 
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
-def test_a_server_told_to_stop_while_a_model_is_loaded_again_stops_in_time_and_leaves_no_process(place, isolation):
+def test_server_stops_during_a_reload_and_leaves_no_process(place, isolation):
     with process(place, place.tiny, isolation=isolation) as (one, client), ThreadPoolExecutor(1) as pool:
         (place.path / "began").unlink()
         with place.with_file("wait"):

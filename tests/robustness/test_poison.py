@@ -109,7 +109,7 @@ def without_memory(client, times):
     return memory() / before - 1, errors
 
 
-def test_after_a_hundred_times_out_of_memory_in_a_row_the_server_serves_and_holds_no_more(client, photos, alone):
+def test_server_serves_after_a_hundred_out_of_memory_errors_in_a_row(client, photos, alone):
     grown, errors = without_memory(client, 100)
     now = client.explain(photos[0], **ASKED).explanations[0].heatmap
 

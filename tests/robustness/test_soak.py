@@ -29,7 +29,7 @@ def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
         ("leaking", {"hooks more than before", "heap of the engine in use more than before, MB"}),
     ],
 )
-def test_of_everything_at_once_nothing_stays_and_a_model_that_keeps_something_is_found_out(model, seen, server):
+def test_soak_leaves_nothing_behind_and_detects_a_planted_leak(model, seen, server):
     """The detector is itself shown a leak, which fails the check that a sound model keeps."""
     report = soak.soak(server, model, SECONDS, every=0.2)
     broken = {line.partition(":")[0] for line in report.broken}

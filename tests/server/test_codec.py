@@ -709,7 +709,7 @@ def test_a_multilabel_models_probabilities_are_sigmoids_and_a_regressors_none():
     assert [one.probability for one in numbers.predictions] == [0] * 4
 
 
-def test_a_segmentation_predicts_the_classes_that_it_shows_by_area_and_the_background_last():
+def test_segmentation_predicts_classes_by_area_with_the_background_last():
     covered = [[0.5, 0.9, 4.0], [0.2, 0.8, 3.0], [0.0, 0.0, 0.0], [0.3, 0.7, 2.0]]
     said = reply(net=MODELS["pixels"], logits=covered)
 
@@ -964,7 +964,7 @@ def test_a_word_that_is_not_among_a_parameters_choices_is_refused(parameter):
 
 
 @pytest.mark.parametrize("parameter", RANGES, ids=lambda p: p.name)
-def test_the_description_of_a_parameter_says_what_is_allowed_and_what_holds_without_it(parameter):
+def test_parameter_description_gives_its_range_and_default(parameter):
     described = replies.parameter_info(parameter)
 
     assert described.name == parameter.name

@@ -130,7 +130,7 @@ def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limi
     assert drawing_limit.taken == 0
 
 
-def test_a_request_whose_pictures_are_the_largest_allowed_waits_for_no_more_than_there_is(served, stub, monkeypatch):
+def test_largest_pictures_wait_for_at_most_the_whole_memory_limit(served, stub, monkeypatch):
     monkeypatch.setattr("camserve_server.serving.memory.DRAWING_LIMIT", 100_000)
     monkeypatch.setattr(served.pipeline.drawing_limit, "_slots", 100_000)
 

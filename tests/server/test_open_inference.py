@@ -79,7 +79,7 @@ def call(line, rpc, request, timeout=30):
 # -------------------------------------------------------------------------------------------------- what it means
 
 
-def test_a_message_without_parameters_asks_for_gradcam_of_the_predicted_class_and_all_outputs(served):
+def test_default_inference_is_gradcam_of_the_predicted_class(served):
     found = asked(served)
 
     assert found.template == explain_pb2.ExplainRequest(
@@ -163,7 +163,7 @@ def test_a_target_is_written_as_on_the_command_line(served, text):
     assert list(asked(served, parameters={"target": text}).template.targets) == [TARGETS[text]]
 
 
-def test_a_class_of_a_segmentation_or_of_a_detector_is_what_such_a_model_can_explain(served):
+def test_class_of_a_segmentation_or_detector_becomes_its_kind_of_target(served):
     segment = asked(served, model_name="parts", parameters={"target": 1}).template.targets
     found = asked(served, model_name="finder", parameters={"target": "1"}).template.targets
 

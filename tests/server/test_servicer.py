@@ -200,7 +200,7 @@ def test_every_error_of_ours_has_a_status():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_error_becomes_its_status_with_request_id_field_and_retry_in_the_trailers(kind, running):
+async def test_error_becomes_a_status_with_id_field_and_retry_delay(kind, running):
     def fail(_pass, _rows):
         raise kind("words for the caller", field="targets[0].label", retry_after=0.0415)
 
@@ -435,7 +435,7 @@ def lightest(activations, _gradients, _scores, *, power):
     return activations.amax(1) ** power
 
 
-async def test_a_method_is_added_by_one_function_and_one_line_and_gets_through_the_whole_server(running, monkeypatch):
+async def test_method_added_by_one_line_works_through_the_whole_server(running, monkeypatch):
     power = Parameter("power", "Exponent.", 1.0, 0.5, 4.0)
     monkeypatch.setitem(METHODS, "lightest", Cam(lightest, "a test", (power,)))
 
@@ -634,7 +634,7 @@ async def test_a_stream_request_needs_an_id_that_can_be_logged(name, running):
     assert reply.error.fields[0].field == "request_id"
 
 
-async def test_what_the_client_library_says_that_is_no_request_is_an_error_of_that_item_alone(running):
+async def test_item_that_is_no_request_fails_alone(running):
     empty = explain_pb2.ExplainStreamRequest(request_id="empty")
     replies = {reply.request_id: reply async for reply in running.stream([empty, item("good")])}
 
@@ -735,7 +735,7 @@ async def test_a_stream_ends_as_cancelled_once_an_answer_finds_nobody():
             await streams.serve_stream(house, Gone(), requests(), answer)
 
 
-async def test_a_long_method_says_on_a_stream_how_far_it_has_come_and_the_answer_comes_last(running):
+async def test_long_method_reports_progress_on_a_stream_before_its_answer(running):
     call = running.stream([item("r", methods=[smooth(400)], progress=True)])
     replies = [reply async for reply in call]
     told = [reply.progress for reply in replies[:-1]]
@@ -834,7 +834,7 @@ async def test_call_without_a_message_is_ended_after_a_timeout(rpc, serving, mon
     assert error.trailers["x-request-id"]
 
 
-async def test_a_connection_beyond_the_limit_is_closed_at_once_and_those_that_are_open_go_on(serving):
+async def test_connection_beyond_the_limit_is_closed_and_open_ones_continue(serving):
     async with serving(max_connections=2) as running:
         await running.status()
         first, second = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(2)]
@@ -846,7 +846,7 @@ async def test_a_connection_beyond_the_limit_is_closed_at_once_and_those_that_ar
             writer.close()
 
 
-async def test_a_connection_of_age_makes_way_for_another_and_only_what_outlasts_its_grace_is_cut_off(serving):
+async def test_aged_connection_is_replaced_and_only_calls_beyond_grace_are_cut(serving):
     async with serving(connection_age_seconds=0.5, connection_grace_seconds=0.5) as running:
         watch = running.health.Watch(health_pb2.HealthCheckRequest())
         await watch.read()
@@ -927,7 +927,7 @@ async def test_the_deadline_of_a_stream_ends_it_and_frees_the_queue(running):
 # -------------------------------------------------------------------------------------------------- starting, stopping
 
 
-async def test_a_draining_stream_is_answered_what_was_accepted_and_then_told_to_go_elsewhere(serving):
+async def test_draining_stream_answers_accepted_requests_then_ends_unavailable(serving):
     async with serving() as running:
         watch = running.health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == SERVING
@@ -1090,7 +1090,7 @@ async def buf(port, *arguments, say=None):
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_reflection_lets_a_stranger_list_the_services_and_call_them_without_our_protos(running):
+async def test_reflection_allows_calls_without_the_proto_files(running):
     code, out, err = await buf(running.port, "--list-methods", "")
 
     assert (code, err) == (0, "")

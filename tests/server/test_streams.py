@@ -275,7 +275,7 @@ async def test_batches_of_a_gpu_that_stops_are_answered():
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_all_are_answered_once_whatever_fails_and_nothing_runs_beside_what_must_be_alone(seed):
+async def test_every_request_is_answered_once_and_exclusive_batches_run_alone(seed):
     draw = random.Random(seed)
     gpu = Full(room=6, weigh=lambda rows: len(rows) * (1 if rows[0].target.index < 500 else 4))
     kinds = [*passes(3), Pass("net", "bias", (8, 8))]
