@@ -19,7 +19,7 @@ from camserve_server.models import parse
 from camserve_server.workers import Setup, Worker, fork_server
 from camserve_server.workers import worker as worker_module
 from camserve_server.workers.messages import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Heartbeat
-from camserve_server.workers.replies import packed
+from camserve_server.workers.replies import serialize
 from support import TINY, children, wait_until
 
 SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
@@ -98,7 +98,7 @@ def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, e
         def send_heartbeats(self):
             with contextlib.suppress(OSError):
                 while not self.ended.wait(0.05):
-                    self.connection.send_bytes(packed(Heartbeat(ready=False)))
+                    self.connection.send_bytes(serialize(Heartbeat(ready=False)))
 
         def end(self):
             self.ended.set()

@@ -55,12 +55,12 @@ def comparable(value):
 def test_message_arrives_unchanged(message):
     expected = comparable(message).__repr__().replace("np.float32(0.5)", "0.5")
 
-    assert repr(comparable(replies.unpacked(replies.packed(message)))) == expected
+    assert repr(comparable(replies.deserialize(replies.serialize(message)))) == expected
 
 
 def test_shared_array_is_sent_once_and_arrives_writable():
-    data = replies.packed(Response(1, RESULTS[:2]))
-    first, second = replies.unpacked(data).value
+    data = replies.serialize(Response(1, RESULTS[:2]))
+    first, second = replies.deserialize(data).value
 
     assert data.count(SHARED.tobytes()) == 1
     assert first.logits is second.logits
@@ -77,7 +77,7 @@ def test_shared_array_is_sent_once_and_arrives_writable():
     ],
 )
 def test_error_arrives_as_one_of_our_classes(error, kind):
-    received = replies.unpacked(replies.packed(Response(1, error=error))).error
+    received = replies.deserialize(replies.serialize(Response(1, error=error))).error
 
     assert type(received) is kind
     assert str(received) == str(error)
@@ -145,7 +145,7 @@ def process(monkeypatch):
     worker_process = worker._WorkerProcess(Setup("cpu", 1), lambda *_: None)
     reading = threading.Thread(target=worker_process.read)
     reading.start()
-    worker_process.process.connection.send_bytes(replies.packed(Heartbeat()))
+    worker_process.process.connection.send_bytes(replies.serialize(Heartbeat()))
     worker_process.ready.result(60)
     yield worker_process
     worker_process.close()

@@ -545,12 +545,12 @@ async def test_workers_run_in_parallel_and_each_row_gets_its_own_answer():
     """The barrier opens only if both run at the same time."""
     meet = threading.Barrier(2)
 
-    class Met(FakeWorker):
+    class MeetingWorker(FakeWorker):
         def __call__(self, pass_, rows):
             meet.wait(60)
             return super().__call__(pass_, rows)
 
-    workers = Met(), Met()
+    workers = MeetingWorker(), MeetingWorker()
     async with Batcher(*workers, max_batch_rows=4) as batcher:
         answers = await asyncio.gather(*(ask(batcher, [value]) for value in range(8)))
 
@@ -618,14 +618,14 @@ async def test_held_back_rows_of_two_passes_both_run(workers):
 
 
 async def test_retry_after_is_shorter_with_more_workers():
-    async def guess(*workers):
+    async def retry_after(*workers):
         async with Batcher(*workers, max_queue_rows=100) as batcher, batcher.admit(100):
             with pytest.raises(ResourceExhausted) as refused:
                 async with batcher.admit(1):
                     pass
         return refused.value.retry_after
 
-    assert await guess(FakeWorker(), FakeWorker()) == pytest.approx(await guess(FakeWorker()) / 2)
+    assert await retry_after(FakeWorker(), FakeWorker()) == pytest.approx(await retry_after(FakeWorker()) / 2)
 
 
 class Partitions(FakeWorker):

@@ -24,7 +24,7 @@ from camserve_server.targets.values import RankTarget
 from camserve_server.telemetry import State, prometheus
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers.messages import Response
-from camserve_server.workers.replies import packed, unpacked
+from camserve_server.workers.replies import deserialize, serialize
 from rounding import check_same
 from support import GPU, PHOTOS, serving, wait_until
 
@@ -285,7 +285,7 @@ def test_free_memory_is_measured_after_unused_memory_was_released(local, gpu):
 def test_measured_memory_is_sent_from_a_worker_process_to_the_server():
     sizes = {"cam": 2**40, "saliency": 1}
 
-    assert unpacked(packed(Response(1, sizes))) == Response(1, sizes)
+    assert deserialize(serialize(Response(1, sizes))) == Response(1, sizes)
 
 
 @pytest.mark.parametrize("answer", [None, [1], {"cam": "1"}, {"cam": True}, {"cam": -1}])

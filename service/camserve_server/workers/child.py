@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from camserve_server.core import logs, process
 from camserve_server.core.errors import ConfigError, Internal, ServiceError
 from camserve_server.workers.messages import DEVICE_LOST, HEARTBEAT_INTERVAL, Heartbeat, Request, Response, Setup
-from camserve_server.workers.replies import packed
+from camserve_server.workers.replies import serialize
 
 if TYPE_CHECKING:
     from camserve_server.workers.in_process import InProcessWorker
@@ -87,7 +87,7 @@ class _Child:
         failure: Exception | None = None
         self._running.add(request.number)
         try:
-            message = packed(Response(request.number, getattr(worker, request.operation)(*request.arguments)))
+            message = serialize(Response(request.number, getattr(worker, request.operation)(*request.arguments)))
         except (ServiceError, ConfigError) as error:
             failure = error
         except Exception:  # noqa: BLE001 -- of a class that the server may not have
@@ -96,7 +96,7 @@ class _Child:
             failure = Internal("the model tried to end the server")
         if failure:
             _check_device(self._device)  # first: a request that failed for want of a device is not at fault
-        self._send(packed(Response(request.number, error=failure)) if failure else message)
+        self._send(serialize(Response(request.number, error=failure)) if failure else message)
         size = len(message)
         del message
         if request.operation == "load":
@@ -110,7 +110,7 @@ class _Child:
 
     def _send_heartbeats(self) -> None:
         while True:
-            self._send(packed(Heartbeat(self._ready, self._measured.memory() if self._measured else None)))
+            self._send(serialize(Heartbeat(self._ready, self._measured.memory() if self._measured else None)))
             if self._last_ended and not self._running and time.monotonic() - self._last_ended > process.IDLE_TIMEOUT:
                 self._last_ended = 0.0
                 self._heap.trim()

@@ -68,7 +68,7 @@ class Heartbeat:
     memory: Memory | None = None
 
 
-def packed(message: Setup | Request) -> bytes:
+def serialize(message: Setup | Request) -> bytes:
     """Serialize a message of the server. Arrays are copied once, and objects that several rows share stay shared.
 
     It is a pickle, because a worker trusts its server. Messages of a worker are not pickles: see `replies`.

@@ -61,7 +61,7 @@ _ERRORS: Mapping[str, type[Exception]] = MappingProxyType(
     | {"RuntimeError": RuntimeError}
 )
 _DTYPES = MappingProxyType({np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLqQefd"})  # no arrays of objects
-_HEAD = struct.Struct("<II")  # bytes of the JSON body, and of the JSON table of arrays
+_HEADER = struct.Struct("<II")  # bytes of the JSON body, and of the JSON table of arrays
 
 
 class BadMessageError(Exception):
@@ -94,7 +94,7 @@ def _getter(kind: type[Any]) -> Any:
 _GETTERS = MappingProxyType({kind: _getter(kind) for kind in CLASSES})
 
 
-def packed(message: Response | Heartbeat) -> bytes:
+def serialize(message: Response | Heartbeat) -> bytes:
     """Serialize a message. An array that occurs several times is sent once.
 
     Raises:
@@ -103,7 +103,7 @@ def packed(message: Response | Heartbeat) -> bytes:
     indices: dict[int, int] = {}  # index of each array, by its id
     arrays: list[np.ndarray[Any, Any]] = []
 
-    def plain(value: Any) -> object:
+    def encode(value: Any) -> object:
         if isinstance(value, np.ndarray):
             index = indices.setdefault(id(value), len(arrays))
             if index == len(arrays):
@@ -113,10 +113,10 @@ def packed(message: Response | Heartbeat) -> bytes:
             return {type(value).__name__: [_encode_mapping(item) for item in getter(value)]}
         return _encode(value)
 
-    body = json.dumps(message, default=plain).encode()
+    body = json.dumps(message, default=encode).encode()
     table = json.dumps([(array.dtype.str, array.shape) for array in arrays]).encode()
     return b"".join(
-        (_HEAD.pack(len(body), len(table)), body, table, *(np.ascontiguousarray(array).data for array in arrays))
+        (_HEADER.pack(len(body), len(table)), body, table, *(np.ascontiguousarray(array).data for array in arrays))
     )
 
 
@@ -136,17 +136,17 @@ def _encode(value: object) -> object:
     raise TypeError(f"a worker process cannot send a {type(value).__name__}")
 
 
-def unpacked(data: bytes) -> Response | Heartbeat:
+def deserialize(data: bytes) -> Response | Heartbeat:
     """Deserialize a message.
 
     Raises:
         BadMessageError: the bytes are not a message.
     """
     try:
-        body, table = _HEAD.unpack_from(data)
-        begin = _HEAD.size + body
+        body, table = _HEADER.unpack_from(data)
+        begin = _HEADER.size + body
         arrays = _read_arrays(data, json.loads(data[begin : begin + table]), begin + table)
-        message = json.loads(data[_HEAD.size : begin], object_hook=lambda entry: _decode(entry, arrays))
+        message = json.loads(data[_HEADER.size : begin], object_hook=lambda entry: _decode(entry, arrays))
     except Exception as error:  # whatever a parser or a constructor raises for such bytes
         raise BadMessageError(f"sent bytes that are not a message ({type(error).__name__})") from error
     if not isinstance(message, Response | Heartbeat):

@@ -34,9 +34,9 @@ from camserve_server.workers.messages import (
     Request,
     Response,
     Setup,
-    packed,
+    serialize,
 )
-from camserve_server.workers.replies import BadMessageError, unpacked
+from camserve_server.workers.replies import BadMessageError, deserialize
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class _WorkerProcess:
         """Read messages until the process ends, or is ended because it hangs."""
         try:
             while True:
-                self._handle(unpacked(self._connection.recv_bytes(MAX_MESSAGE_BYTES)))
+                self._handle(deserialize(self._connection.recv_bytes(MAX_MESSAGE_BYTES)))
                 self._check_deadlines()
         except BlockingIOError:  # the socket's timeout
             self._terminate(f"gave no sign of life for {HEARTBEAT_TIMEOUT:g} s")
@@ -121,7 +121,7 @@ class _WorkerProcess:
             self._count += 1
             number, self._pending[self._count] = self._count, pending
         with suppress(OSError), self._sending:  # the reading thread gets the same error, and fails all that is pending
-            self._connection.send_bytes(packed(Request(number, operation, arguments)))
+            self._connection.send_bytes(serialize(Request(number, operation, arguments)))
         return pending.response
 
     def close(self) -> None:
