@@ -64,7 +64,7 @@ class Commands(click.Group):
     """Group of commands that reports an error in one line and with the exit code."""
 
     command_class = Command
-    group_class = type
+    group_class = type  # click then creates subgroups of this class too
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit."""
