@@ -22,7 +22,7 @@ import camserve
 from benchmarks.results import machine, page_with
 from benchmarks.serving import serving
 from benchmarks.timing import in_turn
-from camserve_server.telemetry import Ran, RequestTrace, State, Telemetry
+from camserve_server.telemetry import BatchRun, RequestTrace, ServerSnapshot, Telemetry
 from camserve_server.telemetry.prometheus import PrometheusMetrics
 from camserve_server.telemetry.traces import Traces
 
@@ -63,7 +63,7 @@ def recorded(telemetry: Telemetry, metadata: dict[str, str]) -> None:
     one.about("small", ["gradcam"])
     for stage in ("admission", "decode", "queue"):
         one.stage(stage, 1.0, 2.0)
-    telemetry.ran(Ran("small@1", "cam", 1, 1.0, 2.0, [one]))
+    telemetry.batch_finished(BatchRun("small@1", "cam", 1, 1.0, 2.0, [one]))
     one.stage("render", 2.0, 3.0)
     one.explained.append(("gradcam", "OK"))
     telemetry.end(one, "OK")
@@ -87,7 +87,7 @@ def by_itself(rounds: int, times: int = 200) -> dict[str, float]:
         return {name: min(spent(*way) for _ in range(rounds)) for name, way in ways.items()}
 
 
-def _no_state() -> State:
+def _no_state() -> ServerSnapshot:
     raise NotImplementedError  # nobody scrapes here
 
 

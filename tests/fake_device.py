@@ -74,7 +74,7 @@ def install(log):
     """Have this process, and those that are forked from it, find the device by its name."""
     Fake.log = Path(log)
     devices.KINDS["cpu"] = _named
-    devices.device_of.cache_clear()
+    devices.device_for.cache_clear()
 
 
 def _named(name):

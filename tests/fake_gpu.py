@@ -27,11 +27,11 @@ def fake_gpu(kind=FakeGpu):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.KINDS, "cpu", kind)
         patch.setattr(onednn, "is_supported", lambda *_: False)
-        devices.device_of.cache_clear()
+        devices.device_for.cache_clear()
         try:
             yield
         finally:
-            devices.device_of.cache_clear()
+            devices.device_for.cache_clear()
 
 
 class Convolutions(TorchFunctionMode):

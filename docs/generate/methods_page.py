@@ -80,7 +80,7 @@ def cost(name: str) -> str:
     method, rows = METHODS[name], describe_method(name).rows
     if isinstance(method, Perturbation) and method.layered:
         return f"{rows} for a layer of 512 channels"
-    if jobs.is_clean(jobs.default_call(name)):
+    if jobs.runs_unchanged(jobs.default_call(name)):
         return "1 (shared)"
     return f"{rows:,}"
 

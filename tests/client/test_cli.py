@@ -116,7 +116,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     ]
     saved = np.load(tmp_path / "out" / "cat.gradcam.features.class_1.npy")
     np.testing.assert_array_equal(saved, [[0, 1], [2, 3]])
-    question = camserve._codec.Question(
+    question = camserve._codec.ExplainRequestBuilder(
         model="tiny",
         methods=[
             camserve.Method("gradcam", augmentation_smoothing=True),

@@ -23,7 +23,7 @@ RED = (200, 30, 10)
 
 def asked(**options: Any) -> dict[str, Any]:
     """Say a question as JSON, with the names of the fields in the proto."""
-    request = _codec.Question(**options).request()
+    request = _codec.ExplainRequestBuilder(**options).request()
     return json_format.MessageToDict(request, preserving_proto_field_name=True)
 
 
@@ -88,7 +88,7 @@ def test_every_option_reaches_the_request() -> None:
 def test_the_typed_options_are_those_there_are() -> None:
     typed = camserve.ExplainOptions.__annotations__
 
-    assert list(typed) == list(_codec.Question.__dataclass_fields__)
+    assert list(typed) == list(_codec.ExplainRequestBuilder.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +338,13 @@ def test_where_a_prediction_is_is_read() -> None:
     ],
 )
 def test_the_target_that_is_answered_can_be_asked_for_again(target: Any) -> None:
-    (sent,) = _codec.Question(targets=target).request().targets
+    (sent,) = _codec.ExplainRequestBuilder(targets=target).request().targets
 
     assert explanation(resolved_target=sent).resolved == target
 
 
 def test_neither_an_old_servers_answer_nor_a_likeness_names_a_target() -> None:
-    (sent,) = _codec.Question(targets=camserve.similarity(b"photo")).request().targets
+    (sent,) = _codec.ExplainRequestBuilder(targets=camserve.similarity(b"photo")).request().targets
 
     assert explanation().resolved is None
     assert explanation(resolved_target=sent).resolved is None
@@ -415,11 +415,11 @@ def test_without_a_box_the_whole_photo_was_seen() -> None:
 )
 def test_an_option_of_a_wrong_kind_is_an_error_of_ours(option):
     with pytest.raises(camserve.InvalidArgument):
-        _codec.Question(**option).request()
+        _codec.ExplainRequestBuilder(**option).request()
 
 
 def test_no_methods_leave_the_choice_to_the_server():
-    assert list(_codec.Question(methods=()).request().methods) == []
+    assert list(_codec.ExplainRequestBuilder(methods=()).request().methods) == []
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

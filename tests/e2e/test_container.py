@@ -201,7 +201,7 @@ def test_compose_does_not_serve_from_a_cpu_where_a_gpu_was_asked_for(monkeypatch
 
     assert gpu == cpu | {"CAMSERVE_DEVICE": "${CAMSERVE_DEVICE:-cuda}"}
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
-        devices.devices_named("cuda")
+        devices.parse_devices("cuda")
 
 
 def run_python(code, **environment):

@@ -463,9 +463,7 @@ def test_without_arrow_the_extra_is_named(run, photos, monkeypatch):
     assert 'pip install "camserve[data]"' in run(photos).output
 
 
-def test_killed_and_resumed_job_has_each_of_500_photos_once(
-    address, photos, tmp_path
-):
+def test_killed_and_resumed_job_has_each_of_500_photos_once(address, photos, tmp_path):
     for path in photos.rglob("*.*"):
         path.unlink()
     for number in range(500):

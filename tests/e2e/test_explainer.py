@@ -105,7 +105,7 @@ def test_refresh_explains_the_weights_of_the_next_training_step(network, photo):
 
 def test_parameters_that_nothing_is_folded_into_are_shared(network):
     with Explainer(network, **WHOLE) as explainer:
-        (engine,) = explainer._service._pipeline.lifecycle._pool._workers
+        (engine,) = explainer._service._pipeline.repository._pool._workers
         (model,) = engine._models.values()
         ours = {name: one.data_ptr() for name, one in model.module.named_parameters()}
 

@@ -209,9 +209,7 @@ def until_whole(address, folder):
 
 
 @pytest.mark.parametrize("kind", ["engine", "ingress"])
-def test_killed_replica_loses_only_calls_in_flight_which_the_sdk_retries(
-    address, folder, kind
-):
+def test_killed_replica_loses_only_calls_in_flight_which_the_sdk_retries(address, folder, kind):
     photo = (folder / "photos" / "1.png").read_bytes()
 
     def ask(client):

@@ -14,7 +14,7 @@ from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Row
-from camserve_server.jobs.cost import is_clean
+from camserve_server.jobs.cost import runs_unchanged
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.methods.cams import principal
 from camserve_server.methods.values import MethodCall
@@ -147,7 +147,7 @@ def test_the_map_of_a_wrong_class_is_caught(seen):
         assert error_ratio(one, *theirs) > 1
 
 
-PLAIN = [name for name in METHODS if is_clean(call(name))]
+PLAIN = [name for name in METHODS if runs_unchanged(call(name))]
 
 
 def weigh(name, activations, gradients, **parameters):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from camserve_server import models
-from camserve_server.core.devices import fetched
+from camserve_server.core.devices import fetch_arrays
 from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine import Engine, cam, normalise
 from camserve_server.engine.inputs import upload
@@ -57,7 +57,7 @@ def correlation(one, other):
 def test_what_is_fetched_together_is_what_was_there():
     tensors = [torch.randn(3, 4), torch.randn(2, 3, 4).requires_grad_(), torch.randn(1).bfloat16(), torch.zeros(0, 2)]
 
-    for found, one in zip(fetched(tensors), tensors, strict=True):
+    for found, one in zip(fetch_arrays(tensors), tensors, strict=True):
         assert (found.dtype, found.shape) == (np.float32, tuple(one.shape))
         assert (found == one.detach().float().numpy()).all()
 

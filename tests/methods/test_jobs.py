@@ -295,7 +295,7 @@ def evaluate(model, calls, metrics, engine):
         jobs.MetricCall(name, {one.name: one.default for one in METRICS[name].parameters} | parameters)
         for name, parameters in metrics
     )
-    asked = jobs.Assessment(job(model, calls, [ClassTarget(1)]), chosen)
+    asked = jobs.EvaluationJob(job(model, calls, [ClassTarget(1)]), chosen)
     tracemalloc.start()
     try:
         _, readings = asyncio.run(jobs.evaluate(asked, IMAGE, Box(0, 0, 64, 64), engine.submit))

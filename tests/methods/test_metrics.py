@@ -25,7 +25,7 @@ from camserve_server.jobs.evaluate import make_metric_input
 from camserve_server.methods.values import MethodCall
 from camserve_server.metrics import METRICS, PerturbationMetric, faithfulness, repetition
 from camserve_server.models import LoadedModel, digest
-from camserve_server.models.randomise import randomised, stack
+from camserve_server.models.randomise import random_weights, stack
 from camserve_server.models.values import Pass, Randomised
 from camserve_server.targets import metric_probability
 from camserve_server.targets.values import (
@@ -62,7 +62,7 @@ def evaluate(model, image, asked, metrics, box=None, count=None):
     metrics = tuple(metric(one) if isinstance(one, str) else one for one in metrics)
     height, width = image.shape[:2]
     seen = Box(0, 0, width, height)
-    return asyncio.run(jobs.evaluate(jobs.Assessment(asked, metrics, box), image, seen, submit))
+    return asyncio.run(jobs.evaluate(jobs.EvaluationJob(asked, metrics, box), image, seen, submit))
 
 
 def run_pass(model, pass_, rows):
@@ -371,7 +371,7 @@ def test_modules_are_counted_from_the_output_and_each_parameter_belongs_to_one(r
 @pytest.mark.parametrize("modules", [1, 5, 1000])
 def test_a_randomised_pass_is_the_pass_of_a_model_with_those_weights(resnet, modules):
     how = Randomised(modules, seed=4)
-    with randomised(resnet, how):
+    with random_weights(resnet, how):
         replica = LoadedModel(resnet.info, copy.deepcopy(resnet.module))
     rows = [Row(noise(0, 64), ClassTarget(2), (MethodCall("gradcam"),))]
     layers = ("layer3", "layer4")
@@ -395,7 +395,7 @@ def _same(parameter, module, name):
 def test_random_weights_of_a_module_depend_on_the_seed_and_not_on_the_stage(resnet):
     seen = []
     for how in (Randomised(1), Randomised(30), Randomised(30, seed=1)):
-        with randomised(resnet, how):
+        with random_weights(resnet, how):
             seen.append(resnet.module.fc.weight.clone())
 
     assert torch.equal(seen[0], seen[1])
@@ -426,7 +426,7 @@ def test_evaluation_runs_the_announced_rows_and_reads_every_map(resnet):
     count = []
     outcome, readings = evaluate(resnet, noise(0, 64), asked, metrics, CENTRE, count)
 
-    assert sum(rows for _, rows in count) == jobs.Assessment(asked, tuple(metrics), CENTRE).rows
+    assert sum(rows for _, rows in count) == jobs.EvaluationJob(asked, tuple(metrics), CENTRE).rows
     assert max(rows for _, rows in count) <= 64
     assert len(readings) == len(outcome.explanations) == 2 * 2 + 2 + 2
     assert all(len(row) == len(metrics) for row in readings)

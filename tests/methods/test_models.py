@@ -469,17 +469,17 @@ def test_model_without_any_grid_is_refused_with_a_reason(plant):
 
 @pytest.mark.parametrize("arch", ["lraspp_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large"])
 def test_random_weights_fetch_nothing_for_a_backbone(arch, monkeypatch):
-    fetched = []
+    fetch_arrays = []
 
     def fetch(url, *_args, **_options):
-        fetched.append(url)
+        fetch_arrays.append(url)
         raise OSError
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fetch)
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fetch)
     assert models.load(parse(f"torchvision:{arch}?weights=none&size=64")).info.weights == "none"
-    assert not fetched
+    assert not fetch_arrays
 
 
 ANSWERS = {

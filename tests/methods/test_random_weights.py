@@ -10,7 +10,7 @@ from camserve_server import models
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
-from camserve_server.models.randomise import randomised, stack
+from camserve_server.models.randomise import random_weights, stack
 from camserve_server.models.values import Pass, Randomised
 from camserve_server.targets.values import ClassTarget
 from fake_gpu import FakeGpu, fake_gpu
@@ -56,7 +56,7 @@ def loaded():
 
 
 def weights(model, how):
-    with randomised(model, how):
+    with random_weights(model, how):
         return {name: parameter.detach().clone() for name, parameter in model.module.named_parameters()}
 
 

@@ -109,7 +109,7 @@ def test_random_weights_in_the_replica_leave_the_models_copy_alone(both):
     """Both accelerated copies pass the model's own parameters to oneDNN, so these must not be exchanged."""
     model, replica = both
     expected = results(model, "cam"), results(replica, "cam")
-    with randomise.randomised(replica, Randomised(100)):
+    with randomise.random_weights(replica, Randomised(100)):
         assert np.array_equal(results(model, "cam"), expected[0], equal_nan=True)
 
     local = InProcessWorker(Setup("cpu", 2, partitioned=True))

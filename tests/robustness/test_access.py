@@ -134,9 +134,7 @@ def test_a_certificate_that_is_over_is_not_believed(start, authority, tmp_path, 
         assert "certificate has expired" in refused(served.address, tls=ca)
 
 
-def test_certificate_for_another_name_is_refused_unless_expected(
-    start, authority, tmp_path, ca
-):
+def test_certificate_for_another_name_is_refused_unless_expected(start, authority, tmp_path, ca):
     cert, key = authority.issue("other.example").write(tmp_path, "other")
     with start(tls_cert=cert, tls_key=key) as served:
         assert "a certificate for another name" in refused(served.address, tls=ca)

@@ -377,7 +377,7 @@ def test_what_is_not_there_is_told_as_what_a_link_outside_leads_to(place, line):
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_file_replaced_by_a_link_before_opening_is_not_loaded(place, isolation, monkeypatch):
     (place.path / "outside.safetensors").write_bytes((place.weights / "1.safetensors").read_bytes())
-    resolve = repository.Lifecycle._file
+    resolve = repository.ModelRepository._file
 
     def resolve_and_exchange(self, name):
         path = resolve(self, name)
@@ -385,7 +385,7 @@ def test_file_replaced_by_a_link_before_opening_is_not_loaded(place, isolation, 
         path.symlink_to(place.path / "outside.safetensors")
         return path
 
-    monkeypatch.setattr(repository.Lifecycle, "_file", resolve_and_exchange)
+    monkeypatch.setattr(repository.ModelRepository, "_file", resolve_and_exchange)
     with served(place, isolation=isolation) as one, client_of(one) as client:
         with pytest.raises(camserve.FailedPrecondition, match="version 1 goes on"):
             client.load_model("tiny", weights="2.safetensors")
@@ -523,8 +523,8 @@ def test_concurrent_loads_and_explanations_return_only_documented_codes(place):
                 task.result()
         client.load_model("tiny")
         assert explained(client).score
-        registry = one.pipeline.lifecycle._registry
-        wait_until(lambda: not (registry._holders or registry._waiting or one.pipeline.lifecycle._tasks))
+        registry = one.pipeline.repository._registry
+        wait_until(lambda: not (registry._holders or registry._waiting or one.pipeline.repository._tasks))
     codes = {what for what in crowd.found if what.isupper()}
 
     assert codes <= {"NOT_FOUND", "UNAVAILABLE"}

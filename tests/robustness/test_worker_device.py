@@ -30,9 +30,9 @@ class Waits(nn.Module):
     """Waits for the device, as a model does that reads a number from it."""
 
     def forward(self, x):
-        from camserve_server.core.devices import device_of
+        from camserve_server.core.devices import device_for
 
-        device_of("cpu:1").synchronize()
+        device_for("cpu:1").synchronize()
         return x
 '''
 )
@@ -102,7 +102,7 @@ def test_all_threads_of_a_server_with_an_in_process_worker_use_its_device(folder
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)
     for module in (server, worker_pool):
-        monkeypatch.setattr(module, "devices_named", lambda _: [fake_device.NAME])
+        monkeypatch.setattr(module, "parse_devices", lambda _: [fake_device.NAME])
     monkeypatch.setitem(devices.KINDS, "cpu", devices.KINDS["cpu"])  # restored after the test
     try:
         fake_device.install(tmp_path / "log")
@@ -111,7 +111,7 @@ def test_all_threads_of_a_server_with_an_in_process_worker_use_its_device(folder
             answered = served.pipeline.batcher.stats.answered
             wait_until(lambda: served.pipeline.batcher.stats.answered > answered)  # a canary
     finally:
-        devices.device_of.cache_clear()
+        devices.device_for.cache_clear()
     uses = fake_device.uses(tmp_path / "log")
 
     assert len(threads_of(uses)) >= 2  # it is initialized in another thread than batches run in

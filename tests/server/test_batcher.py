@@ -804,7 +804,7 @@ async def test_running_requests_are_answered_when_the_batcher_closes():
 
 async def test_error_of_the_telemetry_sink_fails_no_batch(caplog):
     class BrokenSink:
-        def ran(self, _ran):
+        def batch_finished(self, _ran):
             raise RuntimeError("no room for another series")
 
     worker = FakeWorker()

@@ -14,7 +14,7 @@ from camserve_server.core.errors import FailedPrecondition, InvalidArgument, Not
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Box, Picture, Preprocess, Rendering
 from camserve_server.jobs import Explanation, Job
-from camserve_server.jobs.cost import is_clean
+from camserve_server.jobs.cost import runs_unchanged
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Parameter, Perturbation
 from camserve_server.methods.values import MethodCall
@@ -511,7 +511,7 @@ def test_an_operator_can_lower_every_limit_on_what_a_request_may_ask_for():
 
 
 def test_methods_and_layers_of_one_pass_cost_one_row_for_each_target():
-    cams = [method(name) for name in METHODS if is_clean(MethodCall(name))]
+    cams = [method(name) for name in METHODS if runs_unchanged(MethodCall(name))]
     request = {"methods": cams, "layers": ["stem", "features"], "targets": [index(0), index(1)]}
 
     assert ask(Limits(rows=2), **request).job.rows == 2

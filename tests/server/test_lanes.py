@@ -21,7 +21,7 @@ from camserve_server.methods.values import MethodCall
 from camserve_server.models import parse
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import RankTarget
-from camserve_server.telemetry import State, prometheus
+from camserve_server.telemetry import ServerSnapshot, prometheus
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers.messages import Response
 from camserve_server.workers.replies import deserialize, serialize
@@ -124,9 +124,9 @@ def gpu(monkeypatch):
     state = Gpu()
     monkeypatch.setattr(FakeDevice, "gpu", state)
     monkeypatch.setitem(devices.KINDS, "cpu", FakeDevice)
-    devices.device_of.cache_clear()
+    devices.device_for.cache_clear()
     yield state
-    devices.device_of.cache_clear()
+    devices.device_for.cache_clear()
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def real(tiny):
 
 @pytest.mark.parametrize("device", [GPU])
 def test_gpu_measures_peak_and_free_memory(device):
-    gpu_ = devices.device_of(device)
+    gpu_ = devices.device_for(device)
     gpu_.initialize()
     gpu_.release_memory()
     before = gpu_.free_memory()
@@ -440,8 +440,8 @@ def test_rows_of_a_batch_change_as_models_are_loaded_and_unloaded(gpu, tiny):
 @pytest.mark.usefixtures("gpu")
 def test_metrics_have_the_gpu_memory_of_each_worker(tiny):
     with serving(models=(tiny,), device="cpu,cpu") as served:
-        engines = served.pipeline.lifecycle.engines
-        metrics = prometheus.PrometheusMetrics(lambda: State(ready=True, in_flight=0, engines=engines()))
+        engines = served.pipeline.repository.engines
+        metrics = prometheus.PrometheusMetrics(lambda: ServerSnapshot(ready=True, in_flight=0, engines=engines()))
         _, text = metrics.encode("text/plain")
     (family,) = [
         metric

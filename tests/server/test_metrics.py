@@ -230,9 +230,9 @@ def test_every_reason_in_the_code_is_counted():
     given = set(re.findall(r'\bshed ?= ?"(\w+)"', code))
 
     assert given == set(prometheus.SHED_REASONS)
-    assert errors.WorkerLost("x").shed == "engine_lost"
-    assert errors.OutOfMemory("x", shed="other").shed == "other"
-    assert errors.NotFound("x").shed == ""
+    assert errors.WorkerLost("x").shed_reason == "engine_lost"
+    assert errors.OutOfMemory("x", shed_reason="other").shed_reason == "other"
+    assert errors.NotFound("x").shed_reason == ""
 
 
 def test_loaded_and_unloaded_models_are_counted(start, tmp_path):
@@ -278,7 +278,7 @@ def documented():
 
 def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
     memory = telemetry.Memory(1, 2, 3, 4)
-    now = telemetry.State(
+    now = telemetry.ServerSnapshot(
         ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.Engine("cuda:0", True, memory)]
     )
     told = prometheus.PrometheusMetrics(lambda: now)
@@ -287,7 +287,7 @@ def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
     )
     told.record_request(record, "OK", 1.0)
     told.record_request(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
-    told.record_batch(telemetry.Ran("tiny@1", "cam", 1, 0.0, 1.0, []))
+    told.record_batch(telemetry.BatchRun("tiny@1", "cam", 1, 0.0, 1.0, []))
     told.record_load("tiny", 1.0, succeeded=True)
     told.add_worker(0, "cpu")
     own = {"le"}
@@ -340,7 +340,7 @@ def settings(**given):
 def scraped(**given):
     """Serve metrics, and nothing else; yield the address."""
     port = free_port()
-    now = telemetry.State(ready=True, in_flight=3)
+    now = telemetry.ServerSnapshot(ready=True, in_flight=3)
     with metrics_endpoint.open_telemetry(settings(metrics_address=str(port), **given), lambda: now) as told:
         assert told.prometheus_metrics
         yield f"127.0.0.1:{port}"

@@ -134,7 +134,7 @@ def test_a_package_found_twice_is_one(brought, monkeypatch):
     folder = brought("[camserve.sources]\nzoo = planted:it\n")
     monkeypatch.syspath_prepend(str(folder))
 
-    assert plugins.found(plugins.SOURCES)["zoo"].value == "planted:it"
+    assert plugins.find(plugins.SOURCES)["zoo"].value == "planted:it"
 
 
 def test_what_lies_in_the_folder_where_a_server_is_started_is_no_plugin(brought, monkeypatch):

@@ -23,7 +23,7 @@ def test_callers_take_turns():
     turns, order = TurnOrder(), []
     for _ in range(6):
         order.append(turns.next(["a", "b", "c"]))
-        turns.took(order[-1])
+        turns.record_turn(order[-1])
 
     assert order == ["a", "b", "c", "a", "b", "c"]
 
@@ -31,7 +31,7 @@ def test_callers_take_turns():
 def test_new_caller_goes_first():
     turns = TurnOrder()
     for caller in ("a", "b"):
-        turns.took(caller)
+        turns.record_turn(caller)
 
     assert turns.next(["a", "b", "new"]) == "new"
 
@@ -39,7 +39,7 @@ def test_new_caller_goes_first():
 def test_caller_whose_last_turn_was_longest_ago_goes_first():
     turns = TurnOrder()
     for caller in ("a", "b", "c", "a"):
-        turns.took(caller)
+        turns.record_turn(caller)
 
     assert turns.next(["c", "a", "b"]) == "b"
     assert turns.next(["c", "a"]) == "c"
@@ -48,7 +48,7 @@ def test_caller_whose_last_turn_was_longest_ago_goes_first():
 def test_number_of_remembered_callers_is_limited():
     turns = TurnOrder()
     for number in range(policy.MAX_REMEMBERED_CALLERS + 1):
-        turns.took(str(number))
+        turns.record_turn(str(number))
 
     assert turns.last("0") == 0
     assert turns.last("1") == 2

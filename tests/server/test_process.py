@@ -130,25 +130,25 @@ def options(monkeypatch):
 
 def test_allocator_gets_the_option_numbers_of_malloc_h(options):
     """M_ARENA_MAX is -8, M_MMAP_THRESHOLD -3, M_TRIM_THRESHOLD -1."""
-    process.keep_memory()
+    process.configure_allocator()
 
     assert options == {-8: 1, -3: 128 * 2**20, -1: 256 * 2**20}
 
 
 def test_allocator_options_of_the_environment_are_kept(options, monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
-    process.keep_memory()
+    process.configure_allocator()
     assert options == {-3: 128 * 2**20, -1: 256 * 2**20}
 
     options.clear()
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=4")
-    process.keep_memory()
+    process.configure_allocator()
     assert options == {}
 
 
 def test_allocators_other_than_glibc_are_left_alone(options, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    process.keep_memory()
+    process.configure_allocator()
 
     assert options == {}
 

@@ -11,7 +11,7 @@ from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling import Batcher
 from camserve_server.targets.values import ClassTarget
-from camserve_server.telemetry import Spent
+from camserve_server.telemetry import RequestTimings
 
 CAM = Pass("net", "cam", (8, 8), ("layer4",))
 
@@ -51,7 +51,7 @@ async def settle():
 
 
 def test_waiting_while_a_batch_runs_counts_as_compute_once():
-    spent = Spent()
+    spent = RequestTimings()
     spent.change(0.0, submitted=1)
     spent.change(1.0, running=1)
     spent.change(2.0, submitted=1)  # more rows wait while the first batch runs
@@ -79,7 +79,7 @@ async def test_two_batches_of_one_request_at_once_count_their_time_once(clock):
 
 async def test_passes_submitted_together_share_the_time_of_their_request(clock):
     """An evaluation gathers several submissions, and each of them waits while the others run."""
-    worker, spent = BlockedWorker(), Spent()
+    worker, spent = BlockedWorker(), RequestTimings()
     worker.released[None].set()
     other = Pass("net", "cam", (8, 8), ("layer3",))
     async with Batcher(worker, max_batch_rows=4) as batcher:

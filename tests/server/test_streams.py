@@ -305,7 +305,7 @@ class Heard:
     def __init__(self):
         self.batches = []
 
-    def ran(self, batch):
+    def batch_finished(self, batch):
         self.batches.append(batch)
 
 

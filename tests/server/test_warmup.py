@@ -151,7 +151,7 @@ class Fake(devices.Device):
 
 
 devices.KINDS["cpu"] = Fake
-devices.device_of.cache_clear()
+devices.device_for.cache_clear()
 onednn.is_supported = lambda *_: False
 planted = Cam(cams.gradcam, "the tests")
 """

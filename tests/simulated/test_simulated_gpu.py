@@ -203,7 +203,7 @@ def test_metric_gives_the_readings_of_the_cpu(pair, name):
             for place, result in enumerate(Engine({model.info.name: model}).run(pass_, rows)):
                 collect(place, result)
 
-        asked = jobs.Assessment(job(model, ["gradcam"], [ClassTarget(3)]), (metric,), Box(8, 8, 40, 40))
+        asked = jobs.EvaluationJob(job(model, ["gradcam"], [ClassTarget(3)]), (metric,), Box(8, 8, 40, 40))
         _, ((reading,),) = asyncio.run(jobs.evaluate(asked, noise(6, 64), Box(0, 0, 64, 64), submit))
         return np.array([reading.value, *np.ravel([curve.y for curve in reading.curves])], np.float64)
 
@@ -372,7 +372,7 @@ def test_graph_that_a_reference_cycle_keeps_is_seen(pair, monkeypatch):
 
 
 def test_upload_waits_unless_its_memory_is_page_locked():
-    place = devices.device_of("sim:0")
+    place = devices.device_for("sim:0")
     RECORD.clear()
     place.copied(torch.ones(3))
     assert RECORD.waits == []

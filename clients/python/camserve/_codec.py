@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from camserve import _local, _picture, _targets
-from camserve._errors import CamserveError, Details, Internal, InvalidArgument, code_of, make, merged
+from camserve._errors import CamserveError, ErrorDetails, Internal, InvalidArgument, join_faults, make, status_code
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt, target_json
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
@@ -122,7 +122,7 @@ class ExplainOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class ExplainRequestBuilder:
     """Builder of explain requests: the fields of ``ExplainOptions`` with their defaults."""
 
     model: str | None = None
@@ -346,8 +346,8 @@ def outcome(
         return None
     message = reply.error
     retry_after = message.retry_after_ms / 1000 if message.HasField("retry_after_ms") else None
-    violations = merged((violation.field, violation.description) for violation in message.fields)
-    return make(code_of(message.code), message.message, Details(reply.request_id, violations, retry_after))
+    violations = join_faults((violation.field, violation.description) for violation in message.fields)
+    return make(status_code(message.code), message.message, ErrorDetails(reply.request_id, violations, retry_after))
 
 
 def _decode_photo(message: explain_pb2.Photo) -> Photo:

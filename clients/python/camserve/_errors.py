@@ -172,7 +172,7 @@ _CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.St
 
 
 @dataclass(frozen=True, slots=True)
-class Details:
+class ErrorDetails:
     """Parts of an error besides its code and message."""
 
     request_id: str = ""
@@ -180,7 +180,7 @@ class Details:
     retry_after: float | None = None
 
 
-def make(code: grpc.StatusCode, message: str, details: Details) -> CamserveError:
+def make(code: grpc.StatusCode, message: str, details: ErrorDetails) -> CamserveError:
     """Build the error for a status code; ``CamserveError`` with that code if the code has no class of its own."""
     error = STATUS.get(code, CamserveError)(
         message or code.name.lower().replace("_", " "),
@@ -192,12 +192,12 @@ def make(code: grpc.StatusCode, message: str, details: Details) -> CamserveError
     return error
 
 
-def code_of(number: int) -> grpc.StatusCode:
+def status_code(number: int) -> grpc.StatusCode:
     """Return the status code with a number; UNKNOWN for a number without a code."""
     return _CODES.get(number, grpc.StatusCode.UNKNOWN)
 
 
-def merged(violations: Iterable[tuple[str, str]]) -> dict[str, str]:
+def join_faults(violations: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the faults by field name; several faults of one field are joined."""
     fields: dict[str, str] = {}
     for name, description in violations:
@@ -232,11 +232,11 @@ def _translate(error: grpc.RpcError, address: str, request_id: str) -> CamserveE
         return StatusLost("the stream broke", request_id=request_id)
     if (error.code(), error.details()) == _NOT_HANDLED:
         return Unavailable(f"the server at {address} stopped before it handled the request", request_id=request_id)
-    details = Details(status.request_id or request_id, status.fields, _to_seconds(trailers.get(PUSHBACK_TRAILER)))
+    details = ErrorDetails(status.request_id or request_id, status.fields, _to_seconds(trailers.get(PUSHBACK_TRAILER)))
     return make(error.code(), _to_readable(error.details() or "", address), details)
 
 
-def _decode_status(packed: str | bytes | None) -> Details:
+def _decode_status(packed: str | bytes | None) -> ErrorDetails:
     """Decode BadRequest and RequestInfo of a google.rpc.Status; return empty details if it is malformed."""
     status = status_pb2.Status()
     violations = error_details_pb2.BadRequest()
@@ -248,9 +248,9 @@ def _decode_status(packed: str | bytes | None) -> Details:
             detail.Unpack(violations)
             detail.Unpack(info)
     except DecodeError:
-        return Details()
+        return ErrorDetails()
     pairs = ((violation.field, violation.description) for violation in violations.field_violations)
-    return Details(info.request_id, merged(pairs))
+    return ErrorDetails(info.request_id, join_faults(pairs))
 
 
 def _to_seconds(pushback: str | bytes | None) -> float | None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from camserve import _board, _local
+from camserve import _local
 from camserve._errors import InvalidArgument
 from camserve._picture import FORMATS, encode
+from camserve._plots import comparison
 from camserve.terminal import printable
 
 if TYPE_CHECKING:
@@ -200,10 +201,10 @@ class Evaluation:
         """Draw the overlays side by side, and below them a chart of each metric."""
         pictures = [explanation.overlay_picture for explanation in self.explained.explanations]
         tiles = [
-            _board.Tile(label, picture.open() if picture else None)
+            comparison.Tile(label, picture.open() if picture else None)
             for label, picture in zip(self.labels, pictures, strict=True)
         ]
-        return _board.draw(tiles, [_panel(column) for column in zip(*self.rows, strict=True)])
+        return comparison.draw(tiles, [_panel(column) for column in zip(*self.rows, strict=True)])
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the plot as a picture (.png, .jpg, .webp).
@@ -230,12 +231,12 @@ def format_value(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
 
 
-def _panel(column: tuple[Reading, ...]) -> _board.Panel:
+def _panel(column: tuple[Reading, ...]) -> comparison.Panel:
     first = column[0]
-    return _board.Panel(
+    return comparison.Panel(
         title=first.metric.replace("_", " "),
         note="higher is better" if first.higher_is_better else "lower is better",
-        bars=[_board.Bar(reading.value, format_value(reading.value)) for reading in column],
-        lines=[[_board.Line(curve.x, curve.y) for curve in reading.curves] for reading in column],
+        bars=[comparison.Bar(reading.value, format_value(reading.value)) for reading in column],
+        lines=[[comparison.Line(curve.x, curve.y) for curve in reading.curves] for reading in column],
         names=[curve.name for curve in first.curves],
     )

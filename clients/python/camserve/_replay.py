@@ -91,7 +91,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
         InvalidArgument: A value of the receipt is not valid in a request.
     """
     smoothing = receipt.augmentation_smoothing, receipt.eigen_smoothing
-    request = _codec.Question(
+    request = _codec.ExplainRequestBuilder(
         model=receipt.model,
         methods=Method(receipt.method, receipt.parameters, *smoothing),
         layers=receipt.layers,

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     import grpc
 
-LOCAL: Final = "localhost:50051"
-TIMEOUT: Final = 30.0
-IN_FLIGHT: Final = 32
+DEFAULT_ADDRESS: Final = "localhost:50051"
+DEFAULT_TIMEOUT: Final = 30.0
+DEFAULT_IN_FLIGHT: Final = 32
 
 _MAX_MESSAGE: Final = 64 * 2**20
 CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
@@ -65,7 +65,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.address or self.address.startswith(("http://", "https://")):
-            raise InvalidArgument(f"the address must be HOST:PORT, such as {LOCAL}, not {self.address!r}")
+            raise InvalidArgument(f"the address must be HOST:PORT, such as {DEFAULT_ADDRESS}, not {self.address!r}")
         self.timeout_for(self.timeout)
 
     def timeout_for(self, timeout: float | None) -> float:

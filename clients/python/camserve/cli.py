@@ -17,7 +17,7 @@ import click
 
 import camserve
 from camserve import _files, _inspection, _local, _tables, dataset
-from camserve._settings import LOCAL, TIMEOUT
+from camserve._settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT
 from camserve.terminal import brief, echo, print_table
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _access_option(flag: str, text: str, metavar: str | None) -> Callable[[Calla
 _CONNECTION_OPTIONS = (
     click.option(
         "--server",
-        default=LOCAL,
+        default=DEFAULT_ADDRESS,
         show_default=True,
         envvar="CAMSERVE_SERVER",
         show_envvar=True,
@@ -112,7 +112,7 @@ _CONNECTION_OPTIONS = (
     ),
     click.option(
         "--timeout",
-        default=TIMEOUT,
+        default=DEFAULT_TIMEOUT,
         show_default=True,
         metavar="SECONDS",
         type=click.FloatRange(0, min_open=True),
@@ -125,7 +125,7 @@ _CONNECTION_OPTIONS = (
     _access_option("--client-key", "Private key of the client certificate.", "FILE"),
     _access_option("--token", "Access token. Other users can see a flag, so prefer the environment variable.", "TOKEN"),
 )
-ACCESS = ("tls", "ca", "tls_name", "client_cert", "client_key", "token")
+ACCESS_OPTIONS = ("tls", "ca", "tls_name", "client_cert", "client_key", "token")
 
 
 def _connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +133,7 @@ def _connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_connection(*args: Any, server: str, timeout: float, connect: Connect | None = None, **options: Any) -> Any:
-        access = {name: value for name in ACCESS if (value := options.pop(name, None))}
+        access = {name: value for name in ACCESS_OPTIONS if (value := options.pop(name, None))}
         if "ca" in access:
             access["tls"] = access.pop("ca")
 

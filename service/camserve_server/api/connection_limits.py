@@ -183,7 +183,7 @@ class _CallerSlots:
     def _hold(self, slot: ReceiveSlot) -> None:
         slot.acquired_at = asyncio.get_running_loop().time()
         self.held[slot] = None
-        self.turns.took(slot.connection)
+        self.turns.record_turn(slot.connection)
         slot.acquired.set()
 
     def _start_timer(self) -> None:

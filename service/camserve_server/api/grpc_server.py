@@ -54,17 +54,17 @@ class Stop:
     """
 
     asked: asyncio.Event = field(default_factory=asyncio.Event)
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_now: asyncio.Event = field(default_factory=asyncio.Event)
     lost: int = 0
 
     @property
     def code(self) -> int:
         """The exit code of a stopped server: 1 if it was stopped at once or lost accepted calls, otherwise 0."""
-        return int(self.hurry.is_set() or self.lost > 0)
+        return int(self.stop_now.is_set() or self.lost > 0)
 
-    def signalled(self) -> None:
-        """Handle a signal: the first one sets `asked`, the second one `hurry`."""
-        (self.hurry if self.asked.is_set() else self.asked).set()
+    def handle_signal(self) -> None:
+        """Handle a signal: the first one sets `asked`, the second one `stop_now`."""
+        (self.stop_now if self.asked.is_set() else self.asked).set()
 
 
 class Health:
@@ -118,16 +118,18 @@ async def drain(server: grpc.aio.Server, state: ServerState, seconds: float, sto
     log.info("draining", extra=logs.fields(seconds=seconds))
     state.draining.set()
     finishing = asyncio.ensure_future(_wait_until_quiet(state, seconds))
-    hurrying = asyncio.ensure_future(stop.hurry.wait())
+    hurrying = asyncio.ensure_future(stop.stop_now.wait())
     await asyncio.wait((finishing, hurrying), return_when=asyncio.FIRST_COMPLETED)
-    if stop.hurry.is_set():
+    if stop.stop_now.is_set():
         log.warning("cut short by a second signal")
     stop.lost = state.active
     if stop.lost:
         log.error("stopping before every accepted call was answered", extra=logs.fields(lost=stop.lost))
     for task in (finishing, hurrying):
         task.cancel()
-    await server.stop(None if stop.hurry.is_set() else LONGEST_QUIET)  # without a limit, health watches would block it
+    await server.stop(
+        None if stop.stop_now.is_set() else LONGEST_QUIET
+    )  # without a limit, health watches would block it
     log.info("stopped")
 
 

@@ -77,7 +77,7 @@ class ServerState:
             Unavailable: the server is starting or draining.
         """
         if self.draining.is_set():
-            raise Unavailable("the server is draining", retry_after=1.0, shed="draining")
+            raise Unavailable("the server is draining", retry_after=1.0, shed_reason="draining")
         return self.require_warm()
 
     def require_warm(self) -> Pipeline:
@@ -87,7 +87,9 @@ class ServerState:
             Unavailable: the server is starting.
         """
         if self.pipeline is None:
-            raise Unavailable("the server is starting: its models are not warm yet", retry_after=1.0, shed="starting")
+            raise Unavailable(
+                "the server is starting: its models are not warm yet", retry_after=1.0, shed_reason="starting"
+            )
         return self.pipeline
 
     @contextmanager
@@ -131,7 +133,7 @@ class Call:
 
     def bind(self, pipeline: Pipeline) -> Pipeline:
         """Return the pipeline for the requests of this call."""
-        return pipeline.called_by(self.caller, self.trace)
+        return pipeline.for_caller(self.caller, self.trace)
 
     def begin(self, state: ServerState, rpc: str, context: Context | None = None) -> None:
         """Start the trace if telemetry is on. Without a context the call is an item of a stream."""
@@ -167,7 +169,7 @@ class Call:
         """Add an error to the fields of the log and to the trace; return its status."""
         self.fields["error"] = error.message
         if self.trace:
-            self.trace.reason = error.shed
+            self.trace.reason = error.shed_reason
         return STATUS[type(error)]
 
     def end(self, name: str, code: grpc.StatusCode, began: float) -> None:

@@ -73,7 +73,7 @@ async def serve_stream(
 def _check_not_draining(state: ServerState) -> None:
     if state.draining.is_set():
         message = "the server is draining: send the remaining requests to another server"
-        raise Unavailable(message, retry_after=1.0, shed="draining")
+        raise Unavailable(message, retry_after=1.0, shed_reason="draining")
 
 
 def _serialized_writer(context: Context) -> Write:

@@ -20,7 +20,7 @@ from camserve_server.app import server
 from camserve_server.core import config
 from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
 from camserve_server.imaging import inputs
-from camserve_server.models import ModelSpec, Source, of_network, parse, search_current_folder
+from camserve_server.models import ModelSpec, Source, parse, search_current_folder, spec_of_network
 from camserve_server.models.live import Output
 from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 from camserve_server.models.values import Task
@@ -154,7 +154,7 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
     labels = tuple(options.get("labels", ()))
     source = Source(network, preprocess, labels, options.get("task"), options.get("output"))
     accelerate = options.get("accelerate", True)
-    return replace(of_network(type(network).__name__, source, shared=True), accelerate=accelerate)
+    return replace(spec_of_network(type(network).__name__, source, shared=True), accelerate=accelerate)
 
 
 def _spec(text: str) -> ModelSpec:
@@ -209,7 +209,7 @@ class _Service:
 
     def refresh(self) -> None:
         """Load the model again."""
-        asyncio.run_coroutine_threadsafe(self._pipeline.lifecycle.reload(self._name), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._pipeline.repository.reload(self._name), self._loop).result()
 
     def stop(self) -> None:
         """Start to stop; thread-safe."""

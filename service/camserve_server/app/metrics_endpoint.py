@@ -16,7 +16,7 @@ from camserve_server.api import auth, tokens
 from camserve_server.core import logs
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError, ServiceError, Unauthenticated
-from camserve_server.telemetry import State, Telemetry, telemetry
+from camserve_server.telemetry import ServerSnapshot, Telemetry, telemetry
 
 if TYPE_CHECKING:
     from camserve_server.telemetry.prometheus import PrometheusMetrics
@@ -32,7 +32,7 @@ POLL_INTERVAL = 0.1  # seconds between two checks for a stop, so the longest tim
 
 
 @contextmanager
-def open_telemetry(settings: Settings, state: Callable[[], State]) -> Iterator[Telemetry | None]:
+def open_telemetry(settings: Settings, state: Callable[[], ServerSnapshot]) -> Iterator[Telemetry | None]:
     """Serve the metrics and export the traces of a server inside the block.
 
     Args:

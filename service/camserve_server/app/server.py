@@ -19,19 +19,19 @@ from camserve_server.api.rpc import RPC_NAMES, ServerState
 from camserve_server.app import metrics_endpoint
 from camserve_server.core import logs, process
 from camserve_server.core.config import Settings
-from camserve_server.core.devices import device_of, devices_named
+from camserve_server.core.devices import device_for, parse_devices
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.hardware import cores
 from camserve_server.methods import add_plugins
-from camserve_server.models import ModelSpec, Source, of_network, parse
+from camserve_server.models import ModelSpec, Source, parse, spec_of_network
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import FairThreads
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.model_loading import LOADING_THREAD
 from camserve_server.serving.pool_health import HealthListener
-from camserve_server.serving.repository import Lifecycle
+from camserve_server.serving.repository import ModelRepository
 from camserve_server.serving.worker_pool import WorkerPool
-from camserve_server.telemetry import State, TelemetrySink
+from camserve_server.telemetry import ServerSnapshot, TelemetrySink
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +66,12 @@ async def open_pipeline(
     _warn_of_precisions(specs.values(), devices)
     with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
         async with WorkerPool(settings, on_health_change, sink, watch=watch) as workers:
-            lifecycle = Lifecycle(workers, specs, settings)
+            repository = ModelRepository(workers, specs, settings)
             try:
-                await lifecycle.start()
-                yield Pipeline(lifecycle, workers.batcher, FairThreads(pool), settings.limits)
+                await repository.start()
+                yield Pipeline(repository, workers.batcher, FairThreads(pool), settings.limits)
             finally:
-                await lifecycle.close()
+                await repository.close()
 
 
 def _prepare_devices(settings: Settings) -> list[str]:
@@ -82,10 +82,10 @@ def _prepare_devices(settings: Settings) -> list[str]:
     Raises:
         ConfigError: a device does not exist, or cannot be used.
     """
-    devices = devices_named(settings.device)
+    devices = parse_devices(settings.device)
     for name in devices if settings.isolation == "thread" else ():
         try:
-            device_of(name).initialize()
+            device_for(name).initialize()
         except RuntimeError as error:
             raise ConfigError(f'device "{name}": {error}') from error
     return devices
@@ -94,7 +94,7 @@ def _prepare_devices(settings: Settings) -> list[str]:
 def _warn_of_precisions(specs: Iterable[ModelSpec], devices: Iterable[str]) -> None:
     """Log each model whose precision a device has no native instructions for."""
     for spec, device in itertools.product(specs, dict.fromkeys(devices)):
-        if spec.precision not in ("float32", *device_of(device).precisions()):
+        if spec.precision not in ("float32", *device_for(device).precisions()):
             message = "model %s: %s has no instructions for %s, which is slow there: leave out precision="
             log.warning(message, spec.name, device, spec.precision)
 
@@ -124,7 +124,7 @@ def specs_of(models: Mapping[str, str | nn.Module | Source]) -> dict[str, ModelS
         ConfigError: a model cannot be parsed.
     """
     return {
-        name: parse(f"{name}={model}") if isinstance(model, str) else of_network(name, model)
+        name: parse(f"{name}={model}") if isinstance(model, str) else spec_of_network(name, model)
         for name, model in models.items()
     }
 
@@ -182,13 +182,13 @@ def _start_serving(state: ServerState, health: grpc_server.Health, pipeline: Pip
     log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
 
 
-def _metrics_state(state: ServerState, health: grpc_server.Health) -> State:
+def _metrics_state(state: ServerState, health: grpc_server.Health) -> ServerSnapshot:
     """Return the current state of the server for the metrics; thread-safe."""
     pipeline = state.pipeline
     if pipeline is None:
-        return State(health.serving, state.active)
+        return ServerSnapshot(health.serving, state.active)
     models, stats = list(pipeline.models.items()), pipeline.batcher.stats
-    return State(
+    return ServerSnapshot(
         health.serving,
         state.active,
         pipeline.batcher.admitted,
@@ -196,7 +196,7 @@ def _metrics_state(state: ServerState, health: grpc_server.Health) -> State:
         stats.answered,
         stats.failed,
         [(name, model.version, isinstance(model, ModelInfo)) for name, model in models],
-        pipeline.lifecycle.engines(),
+        pipeline.repository.engines(),
     )
 
 
@@ -213,12 +213,12 @@ async def serve_until_signal(settings: Settings) -> int:
     tasks: list[asyncio.Task[None]] = []
     process.allow_files(settings.max_connections)
     if settings.isolation == "process":  # batches run in other processes; this one holds photos and messages
-        process.keep_memory(process.SERVER_FREE_MEMORY)
+        process.configure_allocator(process.SERVER_FREE_MEMORY)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.signalled)
+        loop.add_signal_handler(number, stop.handle_signal)
 
     def ready(_port: int, _pipeline: Pipeline) -> None:
-        process.keep_objects()
+        process.freeze_objects()
         if settings.isolation == "process":
             tasks.append(
                 loop.create_task(_trim_regularly(process.Heap(process.SERVER_FREE_MEMORY + process.HEAP_GROWTH)))
@@ -226,13 +226,13 @@ async def serve_until_signal(settings: Settings) -> int:
         warm.set()
 
     serving = asyncio.ensure_future(serve(settings, stop, ready))
-    stopping, hurry = asyncio.ensure_future(stop.asked.wait()), asyncio.ensure_future(stop.hurry.wait())
+    stopping, stop_now = asyncio.ensure_future(stop.asked.wait()), asyncio.ensure_future(stop.stop_now.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not (serving.done() or warm.is_set()):
         log.info("stopped before the models were loaded")
         os._exit(0)
     drain_timeout = settings.drain_seconds + 2 * grpc_server.LONGEST_QUIET
-    await asyncio.wait((serving, hurry), return_when=asyncio.FIRST_COMPLETED, timeout=drain_timeout)
+    await asyncio.wait((serving, stop_now), return_when=asyncio.FIRST_COMPLETED, timeout=drain_timeout)
     await asyncio.wait((serving,), timeout=grpc_server.LONGEST_QUIET)
     if not serving.done():
         os._exit(1)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from camserve_server.core.process import keep_memory
+from camserve_server.core.process import configure_allocator
 
 
 def _stop(*_: object) -> None:
@@ -19,7 +19,7 @@ def _stop(*_: object) -> None:
 
 def main() -> None:
     """Run the command line interface."""
-    keep_memory()
+    configure_allocator()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the server has better messages, for example for a port in use
     # The first process of a container has no default handler. Without this one, SIGTERM would be ignored in the seconds
     # until the server installs its own.

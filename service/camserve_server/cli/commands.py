@@ -269,7 +269,7 @@ def _report(result: "TuningResult", path: Path | None) -> None:
 # server, with the same results.
 def _client_parameters(command: click.Command) -> list[click.Parameter]:
     """Return the parameters of a client's command, except those that choose the server and the model."""
-    return [option for option in command.params if option.name not in ("server", "model", *client_cli.ACCESS)]
+    return [option for option in command.params if option.name not in ("server", "model", *client_cli.ACCESS_OPTIONS)]
 
 
 def _model_options(command: F) -> F:

@@ -112,7 +112,7 @@ def _check_environment(settings: Settings) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"model_folder = {settings.model_folder}: there is no such folder")
 
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("device", lambda: devices.devices_named(settings.device)),
+        ("device", lambda: devices.parse_devices(settings.device)),
         ("address", lambda: auth.check(settings.model_copy(update={"metrics_address": None}))),
         ("metrics_address", lambda: auth.check(settings.model_copy(update={"address": LOCAL_ADDRESS}))),
         ("tls_cert" if settings.tls_cert else "tls_key", lambda: auth.credentials(settings)),
@@ -129,7 +129,7 @@ def _check_environment(settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _load_models(file: _File, settings: Settings, on_loaded: ModelCallback) -> list[Fault]:
     faults = []
-    device = devices.devices_named(settings.device)[0]
+    device = devices.parse_devices(settings.device)[0]
     for text in settings.models:
         try:
             on_loaded(_load_model(models.parse(text), device))

@@ -343,13 +343,13 @@ KINDS: dict[str, type[Device]] = {device.kind: device for device in (Device, Cud
 
 
 @functools.lru_cache(64)
-def device_of(device: str | torch.device) -> Device:
+def device_for(device: str | torch.device) -> Device:
     """Return the device with a name, or of a `torch.device`."""
     name = str(device)
     return KINDS[name.partition(":")[0]](name)
 
 
-def fetched(tensors: Sequence[Tensor]) -> list[Map]:
+def fetch_arrays(tensors: Sequence[Tensor]) -> list[Map]:
     """Return tensors as float32 arrays, with one copy: this thread waits for the device once, not once per tensor."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [to_numpy(tensor) for tensor in tensors]
@@ -379,7 +379,7 @@ def restore_settings() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def devices_named(names: str) -> list[str]:
+def parse_devices(names: str) -> list[str]:
     """Return the devices that a setting means, one per worker.
 
     It may start a driver, which may take minutes. Do not call it on the event loop.
@@ -394,7 +394,7 @@ def devices_named(names: str) -> list[str]:
 
 def _automatic() -> str:
     """Return the first usable GPU, or the CPU. Log a warning if the machine has a GPU that cannot be used."""
-    faults = {name: device_of(name).fault() for name in _available("cuda")}
+    faults = {name: device_for(name).fault() for name in _available("cuda")}
     for name, fault in faults.items():
         if not fault:
             return name
@@ -421,7 +421,7 @@ def _devices_of(name: str) -> list[str]:
         raise ConfigError(f'device "{name}": {summary}')
     devices = [name] if index else available
     for device in devices:
-        if fault := device_of(device).fault():
+        if fault := device_for(device).fault():
             raise ConfigError(f'device "{device}": {fault}')
     return devices
 

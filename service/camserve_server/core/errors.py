@@ -40,15 +40,17 @@ class ServiceError(Exception):
         fault: the message without the field's name; empty if the message does not begin with a field's name.
     """
 
-    shed = ""
+    shed_reason = ""
     fault = ""
 
-    def __init__(self, message: str, *, field: str = "", retry_after: float | None = None, shed: str = "") -> None:
+    def __init__(
+        self, message: str, *, field: str = "", retry_after: float | None = None, shed_reason: str = ""
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after = retry_after
-        self.shed = shed or self.shed
+        self.shed_reason = shed_reason or self.shed_reason
 
     @classmethod
     def of_field(cls, field: str, fault: str) -> Self:
@@ -77,7 +79,7 @@ class ResourceExhausted(ServiceError):
 class OutOfMemory(ResourceExhausted):
     """The device has no memory for a batch of this size."""
 
-    shed = "out_of_memory"
+    shed_reason = "out_of_memory"
 
 
 class DeadlineExceeded(ServiceError):
@@ -105,7 +107,7 @@ class WorkerLost(Unavailable):
         others: number of other requests that the process had.
     """
 
-    shed = "engine_lost"
+    shed_reason = "engine_lost"
 
     def __init__(self, message: str, *, process_id: int = 0, others: int = 0) -> None:
         super().__init__(message, retry_after=1.0)

@@ -16,7 +16,7 @@ METHODS = "camserve.methods"
 SOURCES = "camserve.sources"
 
 
-def found(group: str) -> Mapping[str, EntryPoint]:
+def find(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group by name.
 
     Raises:
@@ -39,7 +39,7 @@ def _entries(group: str, path: list[str]) -> list[EntryPoint]:
     return [entry for package in distributions(path=path) for entry in package.entry_points.select(group=group)]
 
 
-def loaded(entry: EntryPoint) -> Any:
+def load(entry: EntryPoint) -> Any:
     """Import the object of an entry point.
 
     Raises:
@@ -54,7 +54,7 @@ def loaded(entry: EntryPoint) -> Any:
         ) from error
 
 
-def refused(entry: EntryPoint, why: str) -> ConfigError:
+def invalid(entry: EntryPoint, why: str) -> ConfigError:
     """Return the error for an entry point whose object is invalid."""
     return ConfigError(f'the plugin {_package(entry)} provides "{entry.name}" for {entry.group}: {why}')
 

@@ -27,7 +27,7 @@ IDLE_TIMEOUT = 5.0  # seconds after its last batch until a worker returns freed 
 ALLOCATOR = (("MALLOC_ARENA_MAX", -8), ("MALLOC_MMAP_THRESHOLD_", -3), ("MALLOC_TRIM_THRESHOLD_", -1))
 
 
-def keep_memory(limit: int = WORKER_FREE_MEMORY) -> None:
+def configure_allocator(limit: int = WORKER_FREE_MEMORY) -> None:
     """Make glibc keep freed memory for reuse, instead of requesting the same pages from the kernel for every batch.
 
     By default glibc maps each large array separately, and gives each thread a heap that it returns as soon as it is
@@ -47,7 +47,7 @@ def keep_memory(limit: int = WORKER_FREE_MEMORY) -> None:
             libc.mallopt(option, value)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return all freed memory that glibc keeps to the kernel."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -66,7 +66,7 @@ class Heap:
 
     def trim(self) -> None:
         """Return freed memory to the kernel, and take the remaining size as the baseline."""
-        give_back()
+        release_free_memory()
         self._baseline, self._trimmed_at = resident(), time.monotonic()
 
     def check(self) -> None:
@@ -77,10 +77,10 @@ class Heap:
         now = time.monotonic()
         if now - self._trimmed_at >= TRIM_INTERVAL and resident() > self._baseline + self._max_growth:
             self._trimmed_at = now
-            give_back()
+            release_free_memory()
 
 
-def keep_objects() -> None:
+def freeze_objects() -> None:
     """Exclude all current objects from garbage collection: libraries and models live as long as the process.
 
     Without this, a full collection takes 0.8 s for 449,000 objects.

@@ -9,13 +9,13 @@ This package may import `metrics` and the packages below.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from camserve_server.core.devices import device_of
+from camserve_server.core.devices import device_for
 from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine import attention, bias, cam, inspection, saliency, score
 from camserve_server.engine.inputs import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
-from camserve_server.models.randomise import randomised
+from camserve_server.models.randomise import random_weights
 from camserve_server.models.values import Kind, Pass
 
 RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]]] = {
@@ -45,7 +45,7 @@ class Engine:
 
     def __init__(self, models: Mapping[str, LoadedModel], *, device: str = "", shares_device: bool = False) -> None:
         self._models = models
-        self._device = device_of(device or next(iter(models.values())).info.device)
+        self._device = device_for(device or next(iter(models.values())).info.device)
         self._context = self._device.context(own_stream=shares_device)
 
     def run(self, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
@@ -64,7 +64,7 @@ class Engine:
         """
         try:
             model = self._models[pass_.model]
-            with self._context, model.evaluation_mode(), randomised(model, pass_.randomised):
+            with self._context, model.evaluation_mode(), random_weights(model, pass_.randomised):
                 return RUNS[pass_.kind](model.for_pass(pass_), pass_, rows)
         except Exception as error:
             if not self._device.is_out_of_memory(error):

@@ -30,7 +30,7 @@ from camserve_server.engine.batch import (
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import METHODS, Attention, method_of
 from camserve_server.models import LoadedModel
-from camserve_server.models.hooks import Capture, Span, probed, record_spans, replacing
+from camserve_server.models.hooks import Capture, Span, pass_through_probe, record_spans, replace_output
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import Layout, ModelInfo, Pass
 
@@ -183,7 +183,7 @@ def _run_head_on_blocks(model: LoadedModel, inputs: Tensor, chain: Sequence[Span
     tokens = [cast("Tensor", block.returned) for block in chain]
     means = [block_tokens.mean(1, keepdim=True) for block_tokens in tokens]
     head_input = torch.cat(means).detach().requires_grad_()
-    with replacing(chain[-1].module, head_input.expand(-1, tokens[-1].shape[1], -1)):
+    with replace_output(chain[-1].module, head_input.expand(-1, tokens[-1].shape[1], -1)):
         outputs = forward(model, inputs[:1])
     if len(outputs.values) != len(head_input):
         raise FailedPrecondition(f"the head of {model.info.name}, after its last block, does not accept other tokens")
@@ -293,7 +293,7 @@ class _AttentionCapture(PlainAttention):
         if heads.shape[-2] != heads.shape[-1]:
             return matrix
         self._parallel |= bool(self.blocks) and not matrix.requires_grad
-        capture, through = probed(heads)
+        capture, through = pass_through_probe(heads)
         self.blocks.append(capture)
         self._last = through.view_as(matrix)
         return self._last

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from camserve_server import targets
 from camserve_server.core.arrays import Input, Map
-from camserve_server.core.devices import device_of, fetched
+from camserve_server.core.devices import device_for, fetch_arrays
 from camserve_server.engine.inputs import apply_edit, apply_view, normalise, upload
 from camserve_server.engine.values import Reading, Row, RowResult
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel, tasks
-from camserve_server.models.hooks import embedding_of
+from camserve_server.models.hooks import record_embeddings
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import ModelInfo
 from camserve_server.targets.values import FixedTarget
@@ -42,7 +42,7 @@ class UniqueInputs:
             rows: indices of rows.
             device: the device of the tensors to index.
         """
-        inputs, place = [self.input_of_row[row] for row in rows], device_of(device)
+        inputs, place = [self.input_of_row[row] for row in rows], device_for(device)
         # A slice copies nothing. On a CPU the copy stays: without it, sums over the tensor are rounded differently.
         if inputs == list(range(len(self.rows))) and not place.is_cpu:
             return slice(len(inputs))
@@ -106,7 +106,7 @@ def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
     # Weights that are already in half precision need no autocast.
     half = precision != torch.float32 and model.dtype == torch.float32
     autocast = torch.autocast(inputs.device.type, precision if half else torch.bfloat16, enabled=half)
-    with embedding_of(model.module, info.embedding) as embeddings, autocast:
+    with record_embeddings(model.module, info.embedding) as embeddings, autocast:
         values = tasks.values_of(model.module(inputs.to(model.dtype)), info.task).float()
     return Outputs(info, values, embeddings[-1].float() if embeddings else None)
 
@@ -140,7 +140,7 @@ class BackwardPass:
         Returns:
             The results of the pass, and the other tensors as arrays.
         """
-        scores, *arrays = fetched([self.scores, *self.summaries, *tensors])
+        scores, *arrays = fetch_arrays([self.scores, *self.summaries, *tensors])
         count = len(self.summaries)
         return PassResults(self.rows, self.targets, scores.tolist(), arrays[:count]), arrays[count:]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from camserve_server.core import process
 from camserve_server.core.arrays import Map
-from camserve_server.core.devices import device_of
+from camserve_server.core.devices import device_for
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
@@ -85,8 +85,8 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
             results |= _results(passes, rows)
             large = _bytes_of(passes) >= LARGE_ROW_BYTES * sum(len(backward.rows) for backward, _ in passes)
             passes.clear()
-            if large and device_of(model.info.device).is_cpu:
-                process.give_back()
+            if large and device_for(model.info.device).is_cpu:
+                process.release_free_memory()
     return in_row_order(results)
 
 
@@ -267,7 +267,7 @@ def _maps_by_row(rows: Sequence[Row], computed: Sequence[_MethodMaps], arrays: I
 def _weigh(call: MethodCall, grids: LayerGrids, scores: Tensor, positions: list[int]) -> Tensor:
     """Return a method's maps [b,h,w] of some rows; for a method that makes copies, the terms of its mean."""
     method = method_of(Cam, call.name)
-    device = device_of(scores.device)
+    device = device_for(scores.device)
     at = slice(None) if len(positions) == len(scores) else device.tensor(positions)  # a slice copies nothing
     options = {} if grids.curvature is None else {"curvature": grids.curvature[at]}
     terms = method.weigh(grids.activations[at], grids.gradients[at], scores[at], **call.parameters, **options)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from camserve_server.core.devices import device_of
+from camserve_server.core.devices import device_for
 from camserve_server.imaging.values import Preprocess, View
 from camserve_server.methods.values import Edit
 
@@ -21,7 +21,7 @@ def upload(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: to
 
     A GPU copies them from page-locked memory, so that this thread does not wait for the copy.
     """
-    place = device_of(device)
+    place = device_for(device)
     buffer = place.host_buffer((len(arrays), *arrays[0].shape), TYPES[arrays[0].dtype])
     np.stack(arrays, out=buffer.numpy())
     return place.upload(buffer)
@@ -30,7 +30,7 @@ def upload(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: to
 @functools.lru_cache(64)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return numbers as a tensor on a device; cached, because the copy makes a GPU wait."""
-    return device_of(device).copied(torch.tensor(values))
+    return device_for(device).copied(torch.tensor(values))
 
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:
@@ -51,7 +51,7 @@ def apply_view(image: Tensor, view: View) -> Tensor:
         image = large[:, view.top : view.top + height, view.left : view.left + width]
     if view.noise:
         generator = torch.Generator().manual_seed(view.seed)
-        noise = device_of(image.device).randn(tuple(image.shape), generator)
+        noise = device_for(image.device).randn(tuple(image.shape), generator)
         image = image + view.noise * noise.to(image.dtype)
     image = image * view.gain
     return image.flip(-1) if view.mirrored else image

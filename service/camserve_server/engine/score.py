@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from camserve_server import targets
-from camserve_server.core.devices import fetched
+from camserve_server.core.devices import fetch_arrays
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.batch import find_unique_inputs, forward, make_inputs, resolve_targets
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
-from camserve_server.models.hooks import silencing
+from camserve_server.models.hooks import zero_channels
 from camserve_server.models.values import Pass
 
 
@@ -24,7 +24,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
         outputs = forward(model, make_inputs(model.info, unique.rows))
         outputs = outputs[unique.index_of(range(len(rows)), outputs.values.device)]
         fixed, scores = resolve_targets(outputs, rows)
-        score_array, *summaries = fetched([scores, *targets.summary(outputs)])
+        score_array, *summaries = fetch_arrays([scores, *targets.summary(outputs)])
     return [RowResult(*result) for result in zip(summaries, fixed, score_array.tolist(), strict=True)]
 
 
@@ -35,6 +35,6 @@ def _silence(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> AbstractCo
     layout = model.info.layers[name].layout
     if layout is None:
         raise FailedPrecondition(f'layer "{name}" cannot be explained: {model.info.layers[name].reason}')
-    return silencing(
+    return zero_channels(
         model.module.get_submodule(name), layout, [row.edit.silenced if row.edit else None for row in rows]
     )

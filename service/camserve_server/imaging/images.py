@@ -385,7 +385,7 @@ class _CropAxis:
         return first * self.scale, (first + self.crop) * self.scale
 
 
-def prepared(photo: Pixels, data: bytes, preprocess: Preprocess) -> tuple[Input, Box]:
+def make_input(photo: Pixels, data: bytes, preprocess: Preprocess) -> tuple[Input, Box]:
     """Return a model's input for a photo, made by the model's own `prepare` if it has one, else by resize and crop.
 
     Args:

@@ -7,8 +7,8 @@ This package may import `engine` and the packages below.
 """
 
 from camserve_server.core.arrays import Input
-from camserve_server.jobs.cost import channels_of, default_call, is_clean, rows_of
-from camserve_server.jobs.evaluate import Assessment, MetricCall, Readings, evaluate
+from camserve_server.jobs.cost import channels_of, default_call, rows_of, runs_unchanged
+from camserve_server.jobs.evaluate import EvaluationJob, MetricCall, Readings, evaluate
 from camserve_server.jobs.explanation_run import ExplanationRun
 from camserve_server.jobs.result import make_result
 from camserve_server.jobs.row_runner import Executor, Progress, RowRunner, call_directly, ignore_progress
@@ -46,8 +46,8 @@ async def explain(
 
 
 __all__ = [
-    "Assessment",
     "Collect",
+    "EvaluationJob",
     "Explanation",
     "ExplanationRun",
     "Job",
@@ -64,7 +64,7 @@ __all__ = [
     "evaluate",
     "explain",
     "ignore_progress",
-    "is_clean",
     "judge",
     "rows_of",
+    "runs_unchanged",
 ]

@@ -15,7 +15,7 @@ MAX_HEAVY_MAPS = 8  # heavy maps of one row; they take 4 s if one takes half a s
 HEAVY_COST = 4  # maps that a heavy map counts as, until its cost is measured
 
 
-def is_clean(call: MethodCall) -> bool:
+def runs_unchanged(call: MethodCall) -> bool:
     """Return True for a CAM of the unchanged image: any number of these can share one pass."""
     return METHODS[call.name].answered_by == "cam" and not call.augmented
 
@@ -81,7 +81,7 @@ def _channels(layer: LayerInfo) -> int:
 
 def _rows_alone(call: MethodCall, channels: Sequence[int], size: tuple[int, int]) -> int:
     """Return the number of rows of a method in a run of its own, with the row of the unchanged image."""
-    return 1 + (0 if is_clean(call) or is_plain_gradient(call) else rows_of(call, channels, size))
+    return 1 + (0 if runs_unchanged(call) or is_plain_gradient(call) else rows_of(call, channels, size))
 
 
 def default_call(name: str) -> MethodCall:

@@ -57,7 +57,7 @@ class MetricCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Assessment:
+class EvaluationJob:
     """A job, and the metrics to evaluate its maps by.
 
     Attributes:
@@ -85,7 +85,7 @@ def _metric_rows(job: Job, call: MethodCall, metric: MetricCall) -> int:
 
 
 async def evaluate(
-    assessment: Assessment,
+    assessment: EvaluationJob,
     image: Input,
     seen: Box,
     submit: Submit,
@@ -137,7 +137,7 @@ class _MetricRunner:
             target that compares the recomputed map with the original.
     """
 
-    assessment: Assessment
+    assessment: EvaluationJob
     run: ExplanationRun
     seen: Box
     explanations: Mapping[tuple[object, ...], Explanation]

@@ -9,10 +9,10 @@ from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Picture
 from camserve_server.jobs.cost import (
     channels_of,
-    is_clean,
     is_plain_gradient,
     rows_of,
     rows_shared,
+    runs_unchanged,
     wants_features,
 )
 from camserve_server.jobs.verdict import Verdict
@@ -59,7 +59,7 @@ class Job:
     @property
     def clean(self) -> tuple[MethodCall, ...]:
         """The methods that one pass over the unchanged image answers: all plain CAMs, or else one plain gradient."""
-        cams = tuple(call for call in self.calls if is_clean(call))
+        cams = tuple(call for call in self.calls if runs_unchanged(call))
         plain = tuple(call for call in self.calls if is_plain_gradient(call))
         return cams if cams or self.features else plain[:1]
 

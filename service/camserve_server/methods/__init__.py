@@ -271,15 +271,15 @@ def add_plugins() -> None:
     Raises:
         ConfigError: a plugin cannot be loaded, is not a method, or has the name of a built-in method.
     """
-    for name, entry in plugins.found(plugins.METHODS).items():
+    for name, entry in plugins.find(plugins.METHODS).items():
         if name in _BUILT_IN or not re.fullmatch("[a-z][a-z0-9_]*", name):
-            raise plugins.refused(
+            raise plugins.invalid(
                 entry, "a name has lower-case letters, digits and underscores, and is not one of camserve's"
             )
-        method = plugins.loaded(entry)
+        method = plugins.load(entry)
         if not isinstance(method, get_args(Method)):
             kinds = ", ".join(kind.__name__ for kind in get_args(Method))
-            raise plugins.refused(entry, f"that is a {type(method).__name__}, and a method is one of {kinds}")
+            raise plugins.invalid(entry, f"that is a {type(method).__name__}, and a method is one of {kinds}")
         METHODS[name] = method
 
 

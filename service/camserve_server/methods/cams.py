@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from camserve_server.core.arrays import Map
-from camserve_server.core.devices import device_of
+from camserve_server.core.devices import device_for
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.imaging.values import View
 
@@ -258,7 +258,7 @@ MAX_ROWS_ON_CPU = 256
 
 def _principal_pair(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest eigenvalue [B,1,1] and its eigenvector [B,n,1] of symmetric matrices [B,n,n]."""
-    device = device_of(matrices.device)
+    device = device_for(matrices.device)
     on_host = device.is_cpu or matrices.shape[1] <= MAX_ROWS_ON_CPU
     values, vectors = torch.linalg.eigh(matrices.cpu() if on_host else matrices)
     value, vector = values[:, -1, None, None], vectors[:, :, -1:]
@@ -272,7 +272,7 @@ def _centred_positions(terms: Tensor) -> tuple[Tensor, Tensor]:
     decomposition amplifies rounding errors if two of its values are close.
     """
     matrix = terms.flatten(2).transpose(1, 2)
-    matrix = matrix.double() if device_of(matrix.device).has_float64 else matrix.cpu().double()
+    matrix = matrix.double() if device_for(matrix.device).has_float64 else matrix.cpu().double()
     finite = matrix.isfinite().all(2, keepdim=True).all(1, keepdim=True)  # a decomposition fails on other values
     matrix = torch.where(finite, matrix, 0)
     return finite, matrix - matrix.mean(1, keepdim=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from camserve_server.core.devices import Device, device_of
+from camserve_server.core.devices import Device, device_for
 from camserve_server.methods.kinds import Parameters
 
 BLUR_DIVISOR = 20
@@ -250,13 +250,13 @@ def _draw_line(image: Tensor, index: int, parameters: Parameters) -> tuple[Tenso
     drawn_name = BASELINES[int(torch.randint(len(BASELINES), (), generator=generator))]
     name = cast("str", parameters["baseline"])
     sigma = cast("float", parameters["noise"]) * (image.max() - image.min())
-    end = image + sigma * device_of(image.device).randn(tuple(image.shape), generator).to(image.dtype)
+    end = image + sigma * device_for(image.device).randn(tuple(image.shape), generator).to(image.dtype)
     return _baseline(image, drawn_name if name == "any" else name), end, position
 
 
 def _noise(image: Tensor, seed: int, index: int) -> Tensor:
     """Return the standard normal noise of one copy, of the image's shape."""
-    device = device_of(image.device)
+    device = device_for(image.device)
     if device.is_cpu:
         return device.randn(tuple(image.shape), _generator(seed, index)).to(image.dtype)
     return device.upload(_cached_noise(device, tuple(image.shape), seed, index)).to(image.dtype)

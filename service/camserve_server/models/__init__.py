@@ -5,7 +5,7 @@ It may import `imaging` and `telemetry` and the rooms below.
 
 from camserve_server.imaging.values import Preprocess
 from camserve_server.models.load import LoadedModel, digest, load
-from camserve_server.models.sources import Source, check, of_network, search_current_folder
+from camserve_server.models.sources import Source, check, search_current_folder, spec_of_network
 from camserve_server.models.spec import EMBEDDED, ModelSpec, parse
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "check",
     "digest",
     "load",
-    "of_network",
     "parse",
     "search_current_folder",
+    "spec_of_network",
 ]

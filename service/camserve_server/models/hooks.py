@@ -120,7 +120,7 @@ def _observe_hook(name: str, observer: OutputObserver) -> Hook:
 
 
 @contextmanager
-def silencing(layer: nn.Module, layout: Layout, channels: Sequence[int | None]) -> Iterator[None]:
+def zero_channels(layer: nn.Module, layout: Layout, channels: Sequence[int | None]) -> Iterator[None]:
     """Set channels of a layer's output to zero inside the block.
 
     Args:
@@ -155,13 +155,13 @@ def _capture_hook(name: str, captures: dict[str, Capture]) -> Hook:
         index = _tensor_index(parts)
         if index is None:
             raise FailedPrecondition(f'layer "{name}" returns no tensor of numbers')
-        captures[name], parts[index] = probed(parts[index])
+        captures[name], parts[index] = pass_through_probe(parts[index])
         return pytree.tree_unflatten(parts, structure)
 
     return forward_hook
 
 
-def probed(output: Tensor) -> tuple[Capture, Tensor]:
+def pass_through_probe(output: Tensor) -> tuple[Capture, Tensor]:
     """Pass a tensor through a probe.
 
     Returns:
@@ -233,7 +233,7 @@ def record_spans(model: nn.Module, steps: Callable[[], int]) -> Iterator[list[Sp
 
 
 @contextmanager
-def replacing(layer: nn.Module, tensor: Tensor) -> Iterator[None]:
+def replace_output(layer: nn.Module, tensor: Tensor) -> Iterator[None]:
     """Replace the first tensor that a layer returns by another one inside the block."""
 
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -247,7 +247,7 @@ def replacing(layer: nn.Module, tensor: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def embedding_of(model: nn.Module, layer: str) -> Iterator[list[Tensor]]:
+def record_embeddings(model: nn.Module, layer: str) -> Iterator[list[Tensor]]:
     """Record the inputs of a linear layer, on the graph.
 
     Args:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from camserve_server.core.devices import device_of
+from camserve_server.core.devices import device_for
 from camserve_server.models.load import LoadedModel
 from camserve_server.models.values import ModelInfo, Randomised
 
@@ -37,7 +37,7 @@ def _owner(name: str, known: dict[str, int]) -> str:
 
 
 @contextmanager
-def randomised(model: LoadedModel, how: Randomised | None) -> Iterator[None]:
+def random_weights(model: LoadedModel, how: Randomised | None) -> Iterator[None]:
     """Give some of a model's modules random weights inside the block.
 
     Every parameter is drawn from the normal distribution with its own mean and standard deviation, so that activations
@@ -80,7 +80,7 @@ def _select_parameters(model: LoadedModel, how: Randomised) -> dict[str, nn.Para
 
 def _cached_weights(model: LoadedModel, seed: int) -> dict[str, Tensor]:
     """Return the random weights that are kept on a GPU for the latest seed, by name; an empty dict for a CPU."""
-    if device_of(model.info.device).is_cpu:
+    if device_for(model.info.device).is_cpu:
         return {}
     if seed not in model.random_weights:
         model.random_weights.clear()
@@ -91,6 +91,6 @@ def _draw(weights: Tensor, seed: int) -> Tensor:
     # Drawn on the CPU, so that every device gets the same values. Not in page-locked memory: torch keeps that for the
     # life of the process, and the largest weight of vgg16 has 392 MiB.
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
-    noise = device_of(weights.device).upload(noise).to(weights.dtype)
+    noise = device_for(weights.device).upload(noise).to(weights.dtype)
     drawn: Tensor = noise * weights.std(correction=0) + weights.mean()
     return drawn

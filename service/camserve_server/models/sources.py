@@ -27,7 +27,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 IMAGENET_LABELS: tuple[str, ...] = tuple(zoo.ResNet50_Weights.IMAGENET1K_V1.meta["categories"])
 
-USUAL = Preprocess((224, 224), 256, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
+DEFAULT_PREPROCESS = Preprocess((224, 224), 256, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
 """The usual preprocessing of ImageNet models, for models that specify none."""
 
 # Mean and deviation are the authors' 127/255 and 128/255. The crop keeps the whole shorter side, because a part of the
@@ -50,7 +50,7 @@ class Source:
     """
 
     module: nn.Module
-    preprocess: Preprocess = USUAL
+    preprocess: Preprocess = DEFAULT_PREPROCESS
     labels: tuple[str, ...] = ()
     task: Task | None = None
     output: live.Output | None = None
@@ -76,7 +76,7 @@ def build(spec: ModelSpec) -> Source:
         return make(spec)
 
 
-def of_network(name: str, network: nn.Module | Source, *, shared: bool = False) -> ModelSpec:
+def spec_of_network(name: str, network: nn.Module | Source, *, shared: bool = False) -> ModelSpec:
     """Return a spec for a network of this process.
 
     Args:
@@ -127,7 +127,7 @@ def _from_torchvision(spec: ModelSpec) -> Source:
     else:
         module = _fetch(spec, lambda: _torchvision_module(spec, options))
     if best is None:
-        return Source(module, USUAL)
+        return Source(module, DEFAULT_PREPROCESS)
     preprocess = _torchvision_preprocess(best.transforms(), getattr(module, "image_size", None))
     return Source(module, preprocess, tuple(best.meta.get("categories", ())))
 
@@ -146,7 +146,7 @@ def _torchvision_module(spec: ModelSpec, options: dict[str, Any]) -> nn.Module:
 
 def _torchvision_preprocess(transform: Any, built_for: int | None) -> Preprocess:
     if not hasattr(transform, "resize_size"):
-        return USUAL
+        return DEFAULT_PREPROCESS
     interpolation = _interpolation(transform.interpolation.value)
     mean, std = tuple(transform.mean), tuple(transform.std)
     side = resize = transform.resize_size[0]
@@ -210,16 +210,16 @@ def _from_hugging_face(spec: ModelSpec) -> Source:
 
 def _from_plugin(spec: ModelSpec) -> Source | None:
     """Return a model from the plugin that provides the source; None if no plugin does."""
-    entry = plugins.found(plugins.SOURCES).get(spec.source)
+    entry = plugins.find(plugins.SOURCES).get(spec.source)
     if entry is None:
         return None
-    make = plugins.loaded(entry)
+    make = plugins.load(entry)
     try:
         result = make(spec)
     except ConfigError:
         raise
     except Exception as error:
-        raise plugins.refused(entry, f"{spec.origin} cannot be made: {type(error).__name__}: {error}") from error
+        raise plugins.invalid(entry, f"{spec.origin} cannot be made: {type(error).__name__}: {error}") from error
     return _as_source(spec, result)
 
 
@@ -260,7 +260,7 @@ def search_current_folder(spec: ModelSpec) -> None:
 
 
 def _is_user_code(spec: ModelSpec) -> bool:
-    return spec.source not in ("embedded", "torchvision", "timm", "hf", *plugins.found(plugins.SOURCES))
+    return spec.source not in ("embedded", "torchvision", "timm", "hf", *plugins.find(plugins.SOURCES))
 
 
 def check(spec: ModelSpec) -> None:
@@ -276,7 +276,7 @@ def check(spec: ModelSpec) -> None:
     elif _is_user_code(spec):
         top = spec.source.partition(".")[0]  # searching inside a package would import it
         if importlib.util.find_spec(top) is None:
-            hint = did_you_mean(spec.source, ("torchvision", "timm", "hf", *plugins.found(plugins.SOURCES)))
+            hint = did_you_mean(spec.source, ("torchvision", "timm", "hf", *plugins.find(plugins.SOURCES)))
             raise ConfigError(f'"{spec.source}" is not a source{hint}, and there is no module {top} either')
     for option, path in (("weights", spec.weights), ("labels", spec.labels)):
         if path not in ("", "default", "none") and not Path(path).is_file():

@@ -57,7 +57,7 @@ class FairThreads:
     def _run_next(self) -> None:
         with self._lock:
             caller = self._turns.next(self._steps)
-            self._turns.took(caller)
+            self._turns.record_turn(caller)
             steps = self._steps[caller]
             step = steps.popleft()
             if not steps:
@@ -91,7 +91,7 @@ class MemoryBudget:
         self.free = size
 
     @contextmanager
-    def kept(self, size: int) -> Iterator[bool]:
+    def reserve(self, size: int) -> Iterator[bool]:
         """Hold memory inside the block; yield False, and hold nothing, if fewer than `size` bytes are left."""
         fits = size <= self.free
         self.free -= size * fits
@@ -165,7 +165,7 @@ class Admission:
         self._waiting: Counter[str] = Counter()  # slots that each caller waits for
         self._last_seen: dict[str, float] = {}  # the latest last
 
-    def admit(self, slots: int, *, caller: str, wait: bool) -> "Stay":
+    def admit(self, slots: int, *, caller: str, wait: bool) -> "Reservation":
         """Hold slots inside the block.
 
         Args:
@@ -176,7 +176,7 @@ class Admission:
         Raises:
             Exception: the refusal.
         """
-        return Stay(self, slots, caller=caller, wait=wait)
+        return Reservation(self, slots, caller=caller, wait=wait)
 
     async def hold(self, slots: int, *, caller: str, wait: bool) -> Callable[[], None]:
         """Take slots; return the function that releases them, which must be called exactly once.
@@ -302,7 +302,7 @@ class Admission:
         return min(callers, key=lambda name: self._held[name], default=None)
 
 
-class Stay:
+class Reservation:
     """Context manager that holds slots; see `Admission.admit`.
 
     Args:

@@ -20,13 +20,13 @@ from camserve_server.core.errors import InvalidArgument, ResourceExhausted, Unav
 from camserve_server.engine.values import Row
 from camserve_server.models.values import Pass
 from camserve_server.scheduling import policy
-from camserve_server.scheduling.admission import Admission, Stay
+from camserve_server.scheduling.admission import Admission, Reservation
 from camserve_server.scheduling.capacity import Capacity
 from camserve_server.scheduling.dispatcher import Dispatcher
 from camserve_server.scheduling.executor import Executor
 from camserve_server.scheduling.queue import Collect, PendingRequest, Queue, Stats
 from camserve_server.scheduling.worker_handle import Run, WorkerHandle
-from camserve_server.telemetry import IN_PROCESS, Origin, Spent, TelemetrySink
+from camserve_server.telemetry import IN_PROCESS, Origin, RequestTimings, TelemetrySink
 
 BYTES_PER_SLOT = 64 * 2**10  # bytes of inputs and maps in one slot of the queue; a larger request takes several
 
@@ -92,7 +92,7 @@ class Batcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_waiting(Unavailable("the server is shutting down", shed="draining"))
+        self._fail_waiting(Unavailable("the server is shutting down", shed_reason="draining"))
         for worker in self._workers:
             await asyncio.to_thread(worker.threads.shutdown)  # not on the event loop: the batch that runs may hang
 
@@ -146,9 +146,9 @@ class Batcher:
             raise self._no_worker()
 
     def _no_worker(self) -> Unavailable:
-        return Unavailable(self._unavailable, retry_after=policy.MAX_RETRY_AFTER, shed="no_engine")
+        return Unavailable(self._unavailable, retry_after=policy.MAX_RETRY_AFTER, shed_reason="no_engine")
 
-    def admit(self, rows: int, *, size: int = 0, caller: str = "", wait: bool = False) -> Stay:
+    def admit(self, rows: int, *, size: int = 0, caller: str = "", wait: bool = False) -> Reservation:
         """Hold slots of the queue for a request inside the block.
 
         Args:
@@ -171,7 +171,7 @@ class Batcher:
     def _refuse(self, message: str) -> ResourceExhausted:
         self.stats.refused += 1
         retry_after = policy.retry_after(self.admitted, self._executor.row_seconds, len(self._workers))
-        return ResourceExhausted(message, retry_after=retry_after, shed="queue_full")
+        return ResourceExhausted(message, retry_after=retry_after, shed_reason="queue_full")
 
     async def submit(
         self,
@@ -179,9 +179,9 @@ class Batcher:
         rows: Sequence[Row],
         collect: Collect,
         deadline: float = math.inf,
-        spent: Spent | None = None,
+        timings: RequestTimings | None = None,
         origin: Origin = IN_PROCESS,
-    ) -> Spent:
+    ) -> RequestTimings:
         """Run rows, and return where the time went.
 
         Args:
@@ -189,7 +189,7 @@ class Batcher:
             rows: at least one row.
             collect: callback that receives the index of each row and its result, in the rows' order.
             deadline: time on the event loop's clock after which no further row runs.
-            spent: time that the request spent so far, which is added to.
+            timings: time that the request spent so far, which is added to.
             origin: caller and trace of the request.
 
         Raises:
@@ -199,9 +199,9 @@ class Batcher:
             Exception: whatever the model raised for a row.
         """
         self._check_available()
-        loop, spent = asyncio.get_running_loop(), spent or Spent()
-        request = PendingRequest(pass_, rows, collect, deadline, loop.time(), loop.create_future(), spent, origin)
-        spent.change(request.arrived, submitted=1)
+        loop, timings = asyncio.get_running_loop(), timings or RequestTimings()
+        request = PendingRequest(pass_, rows, collect, deadline, loop.time(), loop.create_future(), timings, origin)
+        timings.change(request.arrived, submitted=1)
         self._queue.add(request)
         try:
             await request.done  # a cancelled caller cancels the future, and with it the rows that have not run yet
@@ -209,5 +209,5 @@ class Batcher:
             self._queue.drop(request)  # now rather than with the next batch, because its rows hold images
             raise
         finally:
-            spent.change(loop.time(), submitted=-1)
-        return spent
+            timings.change(loop.time(), submitted=-1)
+        return timings

@@ -22,7 +22,7 @@ from camserve_server.engine.values import Partition, RowResult
 from camserve_server.scheduling.capacity import Capacity
 from camserve_server.scheduling.queue import RowRef, Stats, count_inputs, count_kinds, requests_of
 from camserve_server.scheduling.worker_handle import WorkerHandle
-from camserve_server.telemetry import Ran, TelemetrySink
+from camserve_server.telemetry import BatchRun, TelemetrySink
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Executor:
         began = loop.time()
         rows, requests = [request.rows[index] for request, index in batch], requests_of(batch)
         for request in requests:
-            request.spent.change(began, running=1)
+            request.timings.change(began, running=1)
         work = worker.count(began, 1)
         try:
             results = await worker.call(batch[0][0].pass_, rows, partition)
@@ -107,7 +107,7 @@ class Executor:
         finally:
             ended = loop.time()
             for request in requests:
-                request.spent.change(ended, running=-1)
+                request.timings.change(ended, running=-1)
             work = worker.count(ended, -1) - work
             # Half of the cores do half of the work in the same time; a stream shares the whole GPU with the other one.
             seconds = work if self._streams else (ended - began) * (1 if partition is None else 0.5)
@@ -125,7 +125,9 @@ class Executor:
             pass_ = batch[0][0].pass_
             records = [request.record for request in requests_of(batch) if request.record]
             try:
-                self.telemetry.ran(Ran(pass_.model, pass_.kind, len(batch), began, ended, records, seconds))
+                self.telemetry.batch_finished(
+                    BatchRun(pass_.model, pass_.kind, len(batch), began, ended, records, seconds)
+                )
             except Exception:  # whatever the sink raises, the rows are computed
                 log.exception("a batch could not be reported to telemetry")
 
@@ -160,7 +162,7 @@ class Executor:
                 request.lost_processes.add(error.process_id)
             if len(request.lost_processes) > 1 or (request.lost_processes and alone):
                 self._stats.failed += len(rows)
-                request.fail(Internal(f"{error.message}; the request is not run again", shed=error.shed))
+                request.fail(Internal(f"{error.message}; the request is not run again", shed_reason=error.shed_reason))
             else:
                 self.reruns.append(Rerun(rows))
         fields = logs.fields(rows=len(batch), again=len(self.reruns))

@@ -46,7 +46,7 @@ class TurnOrder:
         """Return the number of a caller's last turn, or 0 if it had none."""
         return self._last_turns.get(caller, 0)
 
-    def took(self, caller: str) -> None:
+    def record_turn(self, caller: str) -> None:
         """Record that a caller had its turn."""
         self._count += 1
         self._last_turns.pop(caller, None)

@@ -15,7 +15,7 @@ from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling import policy
 from camserve_server.scheduling.capacity import BatchBudget, Capacity, RowKind, kind_of
-from camserve_server.telemetry import Origin, RequestTrace, Spent
+from camserve_server.telemetry import Origin, RequestTimings, RequestTrace
 
 Collect: TypeAlias = Callable[[int, RowResult], None]
 """Callback that receives the index of a row and its result."""
@@ -69,7 +69,7 @@ class PendingRequest:
     deadline: float
     arrived: float
     done: asyncio.Future[None]
-    spent: Spent
+    timings: RequestTimings
     origin: Origin
     taken: int = 0
     delivered: int = 0
@@ -273,7 +273,7 @@ class Queue:
                 break
             batch += self._take(request, budget, for_long if self.is_long(request) else budget.inputs)
         pass_queue.last_turn = now
-        self._turns.took(caller)
+        self._turns.record_turn(caller)
         self.record_start(batch, now)
         return batch
 
@@ -284,7 +284,7 @@ class Queue:
         for request in requests_of(batch):
             if request.record:
                 request.record.stage("queue", request.stage_began, now)
-            request.spent.batch_rows = max(request.spent.batch_rows, len(batch))
+            request.timings.batch_rows = max(request.timings.batch_rows, len(batch))
             request.stage_began = now
 
     def _take(self, request: PendingRequest, budget: BatchBudget, max_inputs: int) -> list[RowRef]:

@@ -23,15 +23,15 @@ from camserve_server.engine.values import Row
 from camserve_server.imaging import images, render
 from camserve_server.models.values import KnownModel, ModelInfo, Pass
 from camserve_server.scheduling import Batcher, Collect
-from camserve_server.scheduling.admission import Admission, FairThreads, MemoryBudget, Stay
+from camserve_server.scheduling.admission import Admission, FairThreads, MemoryBudget, Reservation
 from camserve_server.scheduling.threads import in_thread
 from camserve_server.serving import memory
 from camserve_server.serving.drawing import draw_and_reply, estimate_reply, memory_to_draw
 from camserve_server.serving.photos import PreparedPhoto, prepare_photo
-from camserve_server.serving.repository import Lifecycle
+from camserve_server.serving.repository import ModelRepository
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
-from camserve_server.telemetry import IN_PROCESS, Origin, RequestTrace, Spent
+from camserve_server.telemetry import IN_PROCESS, Origin, RequestTimings, RequestTrace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Pipeline:
         origin: the caller of the requests, and the trace of the current one.
     """
 
-    lifecycle: Lifecycle
+    repository: ModelRepository
     batcher: Batcher
     threads: FairThreads
     limits: Limits
@@ -64,7 +64,7 @@ class Pipeline:
     reply_limit: Admission = field(default_factory=memory.reply_limit)
     origin: Origin = IN_PROCESS
 
-    def called_by(self, caller: str, record: RequestTrace | None) -> "Pipeline":
+    def for_caller(self, caller: str, record: RequestTrace | None) -> "Pipeline":
         """Return a copy for one request, with the same resources.
 
         Args:
@@ -76,7 +76,7 @@ class Pipeline:
     @property
     def models(self) -> Mapping[str, KnownModel]:
         """The models of the configuration, by name; the first is the default."""
-        return self.lifecycle.models
+        return self.repository.models
 
     async def explain(
         self,
@@ -128,7 +128,7 @@ class Pipeline:
         """
         clock, trace = asyncio.get_running_loop().time, self.origin.record
         began = clock()
-        with self.lifecycle.held(model):
+        with self.repository.held(model):
             async with self.batcher.admit(rows, size=size, caller=self.origin.caller, wait=wait):
                 if trace:
                     trace.model = model.name
@@ -156,14 +156,14 @@ class Pipeline:
         times = _Times(clock, began=clock())
 
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-            await self.batcher.submit(pass_, rows, collect, deadline, times.spent, self.origin)
+            await self.batcher.submit(pass_, rows, collect, deadline, times.timings, self.origin)
 
         async with self.decoding(request.image):
             photo = await self._run_in_steps(prepare_photo(request, self.limits))
         times.decoded = clock()
         if trace:
             trace.stage("decode", times.began, times.decoded)
-        with self.photo_budget.kept(0 if photo.pixels is None else photo.pixels.nbytes) as fits:
+        with self.photo_budget.reserve(0 if photo.pixels is None else photo.pixels.nbytes) as fits:
             photo = photo if fits else replace(photo, pixels=None)
             result = await compute(photo, submit)
             times.computed = clock()
@@ -207,11 +207,11 @@ class Pipeline:
         reserved = min(memory.REPLY_COPIES * size, memory.CALLER_REPLY_LIMIT)
         unsent.callback(await self.reply_limit.hold(reserved, caller=self.origin.caller, wait=True))
 
-    def decoding(self, data: bytes) -> Stay:
+    def decoding(self, data: bytes) -> Reservation:
         """Reserve memory inside the block to decode a photo; wait until there is enough."""
         return self._reserve_drawing(images.memory_to_decode(data))
 
-    def _reserve_drawing(self, size: int) -> Stay:
+    def _reserve_drawing(self, size: int) -> Reservation:
         return self.drawing_limit.admit(min(size, memory.DRAWING_LIMIT), caller=self.origin.caller, wait=True)
 
     async def _run_in_steps(self, steps: Generator[None, None, T]) -> T:
@@ -253,9 +253,11 @@ class _Times:
     began: float
     decoded: float = 0.0
     computed: float = 0.0
-    spent: Spent = field(default_factory=Spent)
+    timings: RequestTimings = field(default_factory=RequestTimings)
 
     def timing(self) -> Timing:
         """Return the durations up to now."""
         drawing = self.clock() - self.computed
-        return Timing(self.decoded - self.began, self.spent.queue, self.spent.compute, drawing, self.spent.batch_rows)
+        return Timing(
+            self.decoded - self.began, self.timings.queue, self.timings.compute, drawing, self.timings.batch_rows
+        )

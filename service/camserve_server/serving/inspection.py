@@ -23,7 +23,7 @@ from camserve_server.serving import memory
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest, Rank
 from camserve_server.serving.results import Channel, FeaturesResult, InspectResult, ModelPrediction, Timing
-from camserve_server.telemetry import Spent
+from camserve_server.telemetry import RequestTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class _ImageRun:
     result: RowResult
     prediction: ModelPrediction
     decoding: float
-    spent: Spent
+    timings: RequestTimings
 
     def timing(self, drawing: float = 0.0) -> Timing:
-        return Timing(self.decoding, self.spent.queue, self.spent.compute, drawing, self.spent.batch_rows)
+        return Timing(self.decoding, self.timings.queue, self.timings.compute, drawing, self.timings.batch_rows)
 
 
 async def inspect(pipeline: Pipeline, request: InspectRequest, *, deadline: float = math.inf) -> InspectResult:
@@ -134,12 +134,12 @@ async def _run(
             photo = await pipeline.in_thread(_prepare, request.image, request.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
         rows = [Row(photo.image, request.target, features=pass_.kind == "features")]
-        spent = Spent()
+        timings = RequestTimings()
         await pipeline.batcher.submit(
-            pass_, rows, lambda _index, result: results.append(result), deadline, spent, pipeline.origin
+            pass_, rows, lambda _index, result: results.append(result), deadline, timings, pipeline.origin
         )
         prediction = ModelPrediction(request.model, results[0].logits, photo.seen)
-        yield _ImageRun(photo, results[0], prediction, decoding, spent)
+        yield _ImageRun(photo, results[0], prediction, decoding, timings)
 
 
 def _feature_bytes(request: InspectRequest | FeaturesRequest) -> int:
@@ -151,7 +151,7 @@ def _feature_bytes(request: InspectRequest | FeaturesRequest) -> int:
 
 def _prepare(data: bytes, preprocess: Preprocess, limits: Limits) -> _PreparedPhoto:
     pixels = images.decode(data, limits)
-    image, seen = images.prepared(pixels, data, preprocess)
+    image, seen = images.make_input(pixels, data, preprocess)
     return _PreparedPhoto((pixels.shape[0], pixels.shape[1]), image, seen)
 
 

@@ -123,7 +123,7 @@ class ModelLoader:
             succeeded = True
         finally:
             if self.telemetry:
-                self.telemetry.loaded(model, clock() - began, well=succeeded)
+                self.telemetry.model_loaded(model, clock() - began, succeeded=succeeded)
 
 
 def _run_in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:

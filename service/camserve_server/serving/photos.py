@@ -45,7 +45,7 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
     pixels = images.decode(request.image, limits)
     size = (pixels.shape[0], pixels.shape[1])
     memory.check_drawn_pixels(request.job, request.rendering, size, limits)
-    image, seen = images.prepared(pixels, request.image, request.job.model.preprocess)
+    image, seen = images.make_input(pixels, request.image, request.job.model.preprocess)
     kept = pixels if request.rendering.pictures and pixels.size <= memory.MAX_WAITING_PHOTO else None
     del pixels  # free its memory during the pauses, unless it is kept
     targets = list[Target]()
@@ -95,7 +95,7 @@ def _to_input(target: Target, index: int, request: ExplainRequest, seen: Box, li
     if other := kind.compared(target):
         with _image_field(index):
             pixels = images.decode(other.file, limits)
-            return SimilarityTarget(image=images.prepared(pixels, other.file, preprocess)[0])
+            return SimilarityTarget(image=images.make_input(pixels, other.file, preprocess)[0])
     if box := kind.box(target):
         field = f"targets[{index}].{kind.name}.{_BOX_FIELDS[kind.name]}"
         return with_box(target, _box_in_input(box, seen, preprocess.size, field))

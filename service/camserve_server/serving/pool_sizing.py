@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from camserve_server.core.config import Settings
-from camserve_server.core.devices import device_of
+from camserve_server.core.devices import device_for
 from camserve_server.core.hardware import cores, memory_limit
 
 CPU_BATCH = 8
@@ -27,7 +27,7 @@ class PoolSizing:
     @property
     def any_cpu(self) -> bool:
         """True if a worker computes on a CPU."""
-        return any(device_of(name).is_cpu for name in self.devices)
+        return any(device_for(name).is_cpu for name in self.devices)
 
     @property
     def max_rows(self) -> int:
@@ -42,13 +42,13 @@ class PoolSizing:
     @property
     def partitioned(self) -> bool:
         """True if a worker can run two batches at once on a CPU; only in its own process it controls its threads."""
-        all_cpus = all(device_of(name).is_cpu for name in self.devices)
+        all_cpus = all(device_for(name).is_cpu for name in self.devices)
         return self.settings.isolation == "process" and all_cpus and self.threads > 1
 
     @property
     def streams(self) -> bool:
         """True if each worker's GPU can receive a second batch while it runs the first."""
-        return all(device_of(name).has_streams for name in self.devices)
+        return all(device_for(name).has_streams for name in self.devices)
 
     @property
     def cpu_batch_bytes(self) -> int:

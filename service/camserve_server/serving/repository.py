@@ -21,7 +21,7 @@ from camserve_server.models import ModelSpec
 from camserve_server.models.values import KnownModel, ModelInfo, UnavailableModel
 from camserve_server.serving.requests import LoadRequest
 from camserve_server.serving.worker_pool import WorkerPool
-from camserve_server.telemetry import Engine
+from camserve_server.telemetry import WorkerSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _PATH_PART = re.compile(r"[\w-][\w.-]*", re.ASCII)  # no parent folder, and noth
 _SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
-class Lifecycle:
+class ModelRepository:
     """Loads models and unloads them, one after another.
 
     Args:
@@ -61,7 +61,7 @@ class Lifecycle:
         """The models by name, in the order of the configuration."""
         return self._registry.models
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[WorkerSnapshot]:
         """Return the current state of each worker; from any thread."""
         return self._pool.engines()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from camserve_server.imaging.values import Rendering
-from camserve_server.jobs import Assessment, Job
+from camserve_server.jobs import EvaluationJob, Job
 from camserve_server.models.values import ModelInfo
 from camserve_server.targets.values import Target
 
@@ -39,7 +39,7 @@ class EvaluateRequest:
     """
 
     explain: ExplainRequest
-    assessment: Assessment
+    assessment: EvaluationJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from camserve_server.core.config import Settings
-from camserve_server.core.devices import devices_named
+from camserve_server.core.devices import parse_devices
 from camserve_server.models import ModelSpec
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling import Batcher
@@ -20,7 +20,7 @@ from camserve_server.serving.model_loading import ModelLoader
 from camserve_server.serving.model_registry import Registry
 from camserve_server.serving.pool_health import HealthListener, PoolHealth
 from camserve_server.serving.pool_sizing import PoolSizing
-from camserve_server.telemetry import Engine, TelemetrySink
+from camserve_server.telemetry import TelemetrySink, WorkerSnapshot
 from camserve_server.workers import InProcessWorker, Setup, Worker, WorkerProtocol
 
 
@@ -47,7 +47,7 @@ class WorkerPool:
         watch: bool = True,
     ) -> None:
         self._settings, self._telemetry, self._sends_canaries = settings, telemetry, watch
-        self._devices = tuple(devices_named(settings.device))
+        self._devices = tuple(parse_devices(settings.device))
         self._loop = asyncio.get_running_loop()
         self._dropping: set[asyncio.Task[None]] = set()
         sizing = PoolSizing(settings, self._devices)
@@ -88,7 +88,7 @@ class WorkerPool:
             max_rows=sizing.max_rows,
         )
         if self._telemetry:
-            self._telemetry.begun(index, setup.device)
+            self._telemetry.worker_started(index, setup.device)
         if settings.isolation == "thread":
             return InProcessWorker(setup)
         on_loop = self._loop.call_soon_threadsafe  # a worker calls its listeners in its own threads
@@ -125,10 +125,10 @@ class WorkerPool:
         """Drop a model; see `ModelLoader.drop`."""
         await self._loader.drop(key)
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[WorkerSnapshot]:
         """Return the current state of each worker; from any thread."""
         return [
-            Engine(device, self._health.is_ready(index), worker.memory())
+            WorkerSnapshot(device, self._health.is_ready(index), worker.memory())
             for index, (device, worker) in enumerate(zip(self._devices, self._workers, strict=True))
         ]
 
@@ -137,7 +137,7 @@ class WorkerPool:
 
     def _on_worker_exit(self, index: int) -> None:
         if self._telemetry:
-            self._telemetry.lost(index, self._devices[index])
+            self._telemetry.worker_lost(index, self._devices[index])
         self._health.worker_lost(index)
 
     def _on_model_lost(self, key: str) -> None:

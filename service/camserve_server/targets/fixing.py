@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from camserve_server.core.arrays import Map
-from camserve_server.core.devices import fetched, to_numpy
+from camserve_server.core.devices import fetch_arrays, to_numpy
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.imaging.values import Box
 from camserve_server.models.outputs import Outputs
@@ -85,7 +85,7 @@ def read(outputs: Outputs, reads: Sequence[Reads]) -> HostOutputs:
         area_places, winner_places = (
             [place for place, needs in enumerate(reads) if kind in needs] for kind in (Reads.AREAS, Reads.WINNERS)
         )
-        arrays = fetched(
+        arrays = fetch_arrays(
             [
                 *(covered(values[place]) for place in area_places),
                 *(values[place].argmax(0) for place in winner_places),
@@ -95,7 +95,9 @@ def read(outputs: Outputs, reads: Sequence[Reads]) -> HostOutputs:
         winners = dict(zip(winner_places, arrays[len(area_places) :], strict=True))
         return HostOutputs(outputs, areas, winners)
     needs_embedding = any(Reads.EMBEDDING in needs for needs in reads) and outputs.info.task != "embed"
-    host, *embeddings = map(torch.from_numpy, fetched([values, *([outputs.embeddings()] if needs_embedding else [])]))
+    host, *embeddings = map(
+        torch.from_numpy, fetch_arrays([values, *([outputs.embeddings()] if needs_embedding else [])])
+    )
     return HostOutputs(replace(outputs, values=host, embedding=embeddings[0] if embeddings else None))
 
 

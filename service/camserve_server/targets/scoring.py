@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from camserve_server.core.devices import device_of, to_numpy
+from camserve_server.core.devices import device_for, to_numpy
 from camserve_server.models.outputs import Outputs
 from camserve_server.targets.geometry import overlaps
 from camserve_server.targets.values import (
@@ -37,13 +37,13 @@ def logits(outputs: Outputs, targets: Sequence[ClassTarget | ContrastTarget]) ->
     if not any(isinstance(t, ContrastTarget) for t in targets):
         return why
     against = [t.why_not if isinstance(t, ContrastTarget) else 0 for t in targets]
-    contrasts = device_of(values.device).tensor([isinstance(t, ContrastTarget) for t in targets], torch.bool)
+    contrasts = device_for(values.device).tensor([isinstance(t, ContrastTarget) for t in targets], torch.bool)
     # `where`, not a product with 0: an infinite logit must not turn another row's score into NaN.
     return torch.where(contrasts, why - _pick(values, against), why)
 
 
 def _pick(logits: Tensor, indices: Sequence[int]) -> Tensor:
-    column = device_of(logits.device).tensor(indices).unsqueeze(1)
+    column = device_for(logits.device).tensor(indices).unsqueeze(1)
     return logits.gather(1, column).squeeze(1)
 
 
@@ -70,14 +70,14 @@ def finer(outputs: Outputs, place: int, target: FinerTarget) -> Tensor:
     the authors' code.
     """
     logits = outputs.values[place]
-    others = logits[device_of(logits.device).tensor(target.against)]
+    others = logits[device_for(logits.device).tensor(target.against)]
     return logits[target.why] - target.weight * (others.softmax(0) * others).sum()
 
 
 def similarity(outputs: Outputs, place: int, target: SimilarityTarget) -> Tensor:
     """Return the cosine of the angle between two embeddings."""
     embedding = outputs.embeddings()[place]
-    reference = device_of(embedding.device).copied(torch.from_numpy(cast("Map", target.reference))).to(embedding)
+    reference = device_for(embedding.device).copied(torch.from_numpy(cast("Map", target.reference))).to(embedding)
     return functional.cosine_similarity(embedding, reference, dim=0)
 
 
@@ -85,7 +85,7 @@ def segment(outputs: Outputs, place: int, target: SegmentTarget) -> Tensor:
     """Return the mean logit of a class over a part of the image."""
     logits = outputs.values[place, target.index]
     cells = torch.from_numpy(np.flatnonzero(cast("Mask", target.mask)))  # indexing with a mask would wait for the GPU
-    total: Tensor = logits.flatten()[device_of(logits.device).copied(cells)].sum()
+    total: Tensor = logits.flatten()[device_for(logits.device).copied(cells)].sum()
     return total / max(1, len(cells))  # a view of the image may contain nothing of the part
 
 

@@ -4,19 +4,28 @@ It may import `core`.
 """
 
 from camserve_server.telemetry.sink import Telemetry, telemetry
-from camserve_server.telemetry.timings import Spent
-from camserve_server.telemetry.values import IN_PROCESS, Engine, Memory, Origin, Ran, RequestTrace, State, TelemetrySink
+from camserve_server.telemetry.timings import RequestTimings
+from camserve_server.telemetry.values import (
+    IN_PROCESS,
+    BatchRun,
+    Memory,
+    Origin,
+    RequestTrace,
+    ServerSnapshot,
+    TelemetrySink,
+    WorkerSnapshot,
+)
 
 __all__ = [
     "IN_PROCESS",
-    "Engine",
+    "BatchRun",
     "Memory",
     "Origin",
-    "Ran",
+    "RequestTimings",
     "RequestTrace",
-    "Spent",
-    "State",
+    "ServerSnapshot",
     "Telemetry",
     "TelemetrySink",
+    "WorkerSnapshot",
     "telemetry",
 ]

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from camserve_server.telemetry.values import Engine, Ran, RequestTrace, State
+from camserve_server.telemetry.values import BatchRun, RequestTrace, ServerSnapshot, WorkerSnapshot
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
 STAGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -29,7 +29,7 @@ SHED_REASONS = (
     "engine_lost",
     "out_of_memory",
 )
-"""Reasons why a server refuses or drops a valid request: the values of `ServiceError.shed`."""
+"""Reasons why a server refuses or drops a valid request: the values of `ServiceError.shed_reason`."""
 CANCELLED_BY = {"CANCELLED": "caller", "DEADLINE_EXCEEDED": "deadline"}
 """The cause of a cancelled request, by its status."""
 
@@ -41,7 +41,7 @@ class PrometheusMetrics:
         state: function that returns the server's state. It is called for each request of Prometheus, in another thread.
     """
 
-    def __init__(self, state: Callable[[], State]) -> None:
+    def __init__(self, state: Callable[[], ServerSnapshot]) -> None:
         self.registry = CollectorRegistry()
         self._define_request_metrics()
         self._define_worker_metrics()
@@ -147,7 +147,7 @@ class PrometheusMetrics:
         elif record.reason:
             self._shed.labels(record.reason).inc()
 
-    def record_batch(self, batch: Ran) -> None:
+    def record_batch(self, batch: BatchRun) -> None:
         """Count a batch."""
         self._batch_rows.labels(batch.kind).observe(batch.rows)
         self._batch_seconds.labels(batch.kind).observe(batch.ended - batch.began)
@@ -176,7 +176,7 @@ class PrometheusMetrics:
 class _StateCollector(Collector):
     """Collector of the metrics that are read from the server's state at each request of Prometheus."""
 
-    def __init__(self, state: Callable[[], State]) -> None:
+    def __init__(self, state: Callable[[], ServerSnapshot]) -> None:
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
@@ -194,7 +194,7 @@ class _StateCollector(Collector):
         yield from _worker_metrics(state)
 
 
-def _model_metrics(state: State) -> Iterator[Metric]:
+def _model_metrics(state: ServerSnapshot) -> Iterator[Metric]:
     ready = GaugeMetricFamily("camserve_model_ready", "1 if a model can be used, else 0.", labels=("model",))
     versions = GaugeMetricFamily("camserve_model_version", "Number of times a model was loaded.", labels=("model",))
     for name, model_version, is_ready in state.models:
@@ -204,7 +204,7 @@ def _model_metrics(state: State) -> Iterator[Metric]:
     yield versions
 
 
-def _worker_metrics(state: State) -> Iterator[Metric]:
+def _worker_metrics(state: ServerSnapshot) -> Iterator[Metric]:
     up = GaugeMetricFamily("camserve_engine_up", "1 if a worker accepts batches, else 0.", labels=("engine", "device"))
     memory = GaugeMetricFamily(
         "camserve_engine_memory_bytes",
@@ -219,7 +219,7 @@ def _worker_metrics(state: State) -> Iterator[Metric]:
     yield memory
 
 
-def _memory_of(worker: Engine) -> Iterator[tuple[str, int]]:
+def _memory_of(worker: WorkerSnapshot) -> Iterator[tuple[str, int]]:
     """Yield the kinds of a worker's memory, and their bytes."""
     if worker.memory is None:
         return

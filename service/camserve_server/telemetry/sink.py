@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from camserve_server.telemetry.values import Ran, RequestTrace, State
+from camserve_server.telemetry.values import BatchRun, RequestTrace, ServerSnapshot
 
 if TYPE_CHECKING:
     from camserve_server.telemetry.prometheus import PrometheusMetrics
@@ -49,7 +49,7 @@ class Telemetry:
         if self.traces:
             self.traces.end(record, code, ended)
 
-    def ran(self, batch: Ran) -> None:
+    def batch_finished(self, batch: BatchRun) -> None:
         """Record a batch."""
         span = self.traces.record_batch(batch) if self.traces else None
         for record in batch.records:
@@ -57,23 +57,23 @@ class Telemetry:
         if self.prometheus_metrics:
             self.prometheus_metrics.record_batch(batch)
 
-    def loaded(self, model: str, seconds: float, *, well: bool) -> None:
+    def model_loaded(self, model: str, seconds: float, *, succeeded: bool) -> None:
         """Record a model that was loaded, or failed to load."""
         if self.prometheus_metrics:
-            self.prometheus_metrics.record_load(model, seconds, succeeded=well)
+            self.prometheus_metrics.record_load(model, seconds, succeeded=succeeded)
 
-    def begun(self, engine: int, device: str) -> None:
+    def worker_started(self, engine: int, device: str) -> None:
         """Record the start of a worker."""
         if self.prometheus_metrics:
             self.prometheus_metrics.add_worker(engine, device)
 
-    def lost(self, engine: int, device: str) -> None:
+    def worker_lost(self, engine: int, device: str) -> None:
         """Record that a worker's process ended, and another one is started in its place."""
         if self.prometheus_metrics:
             self.prometheus_metrics.record_restart(engine, device)
 
 
-def telemetry(state: Callable[[], State], *, metrics: bool, traces: bool) -> Telemetry | None:
+def telemetry(state: Callable[[], ServerSnapshot], *, metrics: bool, traces: bool) -> Telemetry | None:
     """Return the telemetry of a server, or None if all of it is disabled.
 
     Args:

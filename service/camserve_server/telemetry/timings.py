@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Spent:
+class RequestTimings:
     """Seconds that a request waits and computes. No second counts twice.
 
     A request may have several batches running at the same time, on one worker or on several, while more of its rows

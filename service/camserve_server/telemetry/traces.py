@@ -14,7 +14,7 @@ from importlib.metadata import entry_points, version
 from typing import Any
 
 from camserve_server.core.errors import ConfigError
-from camserve_server.telemetry.values import Ran, RequestTrace
+from camserve_server.telemetry.values import BatchRun, RequestTrace
 
 try:
     from opentelemetry import propagate, trace
@@ -85,7 +85,7 @@ class Traces:
             stage = self._requests.start_span(name, context, links=links, start_time=_ns(record, began))
             stage.end(_ns(record, ended))
 
-    def record_batch(self, batch: Ran) -> Any:
+    def record_batch(self, batch: BatchRun) -> Any:
         """Export the span of a batch if one of its requests is recorded; return the span's context, or None."""
         spans = [record.span for record in batch.records if record.span]
         if not any(span.is_recording() for span in spans):

@@ -78,7 +78,7 @@ IN_PROCESS = Origin()
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class BatchRun:
     """A batch that has run. Times are on the clock of the event loop.
 
     Attributes:
@@ -120,7 +120,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class WorkerSnapshot:
     """State of a worker.
 
     Attributes:
@@ -135,7 +135,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ServerSnapshot:
     """State of a server.
 
     Attributes:
@@ -156,20 +156,20 @@ class State:
     answered: int = 0
     failed: int = 0
     models: Sequence[tuple[str, int, bool]] = ()
-    engines: Sequence[Engine] = ()
+    engines: Sequence[WorkerSnapshot] = ()
 
 
 class TelemetrySink(Protocol):
     """Receiver of events that are not requests."""
 
-    def ran(self, batch: Ran) -> None:
+    def batch_finished(self, batch: BatchRun) -> None:
         """Record a batch."""
 
-    def loaded(self, model: str, seconds: float, *, well: bool) -> None:
+    def model_loaded(self, model: str, seconds: float, *, succeeded: bool) -> None:
         """Record a model that was loaded, or failed to load."""
 
-    def begun(self, engine: int, device: str) -> None:
+    def worker_started(self, engine: int, device: str) -> None:
         """Record the start of a worker."""
 
-    def lost(self, engine: int, device: str) -> None:
+    def worker_lost(self, engine: int, device: str) -> None:
         """Record that a worker's process ended, and another one is started in its place."""

@@ -46,7 +46,7 @@ def tune(models: Sequence[str], device: str, constraints: Constraints) -> Tuning
     precisions = {name: spec.precision for name, spec in specs.items()}
     with bench.restore_threads():
         torch.set_num_threads(cores)
-        name = devices.devices_named(device)[0]  # only the first worker is measured; the others are its equals
+        name = devices.parse_devices(device)[0]  # only the first worker is measured; the others are its equals
         prepared = bench.prepare(specs, name)
         threads = tuple(dict.fromkeys((cores, max(1, cores // 2), 1))) if name == "cpu" else (cores,)
         similarities = prepared.similarities()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from camserve_server.core.arrays import Map, Pixels
-from camserve_server.core.devices import Precision, device_of
+from camserve_server.core.devices import Precision, device_for
 from camserve_server.core.errors import ConfigError, OutOfMemory, ServiceError
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Row, RowResult
@@ -26,7 +26,7 @@ GRADCAM = MethodCall("gradcam")
 
 def precisions(device: str) -> tuple[Precision, ...]:
     """Return float32 and the other precisions that a device supports natively."""
-    return ("float32", *device_of(device).precisions())
+    return ("float32", *device_for(device).precisions())
 
 
 def images(size: tuple[int, int], count: int) -> list[Pixels]:

@@ -62,7 +62,7 @@ class _Child:
             worker = InProcessWorker(setup)  # starts the device's driver; nothing later does
         except RuntimeError as error:
             _exit_without_device(setup.device, error)
-        process.keep_objects()  # of libraries only: models may be dropped
+        process.freeze_objects()  # of libraries only: models may be dropped
         threading.Thread(target=self._read, args=(worker,), name="reading", daemon=True).start()
         self._measured = worker if setup.measure else None
         self._ready = True
@@ -102,7 +102,7 @@ class _Child:
         if request.operation == "load":
             self._heap.trim()
         elif size > LARGE_RESPONSE:
-            process.give_back()
+            process.release_free_memory()
         else:
             self._heap.check()
         self._last_ended = time.monotonic()
@@ -129,10 +129,10 @@ def _check_device(device: str) -> None:
 
     It is called after any failure, because an error of the device during a load looks like one of the model.
     """
-    from camserve_server.core.devices import device_of  # noqa: PLC0415 -- imports torch
+    from camserve_server.core.devices import device_for  # noqa: PLC0415 -- imports torch
 
     try:
-        device_of(device).check()
+        device_for(device).check()
     except RuntimeError as error:
         _exit_without_device(device, error)
 
@@ -158,5 +158,5 @@ def run(number: int) -> None:
         number: file descriptor of the socket to the server.
     """
     follow()
-    process.keep_memory()
+    process.configure_allocator()
     _Child(Connection(number)).work()

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from camserve_server.core import logs, process
-from camserve_server.core.devices import Device, device_of
+from camserve_server.core.devices import Device, device_for
 from camserve_server.core.errors import OutOfMemory, Unavailable
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Partition, Row, RowResult
@@ -80,7 +80,7 @@ class InProcessWorker:
 
     def __init__(self, setup: Setup) -> None:
         add_plugins()
-        self._setup, self._device = setup, device_of(setup.device)
+        self._setup, self._device = setup, device_for(setup.device)
         self._device.initialize()
         self._models: dict[str, LoadedModel] = {}
         self._replicas: dict[str, LoadedModel] = {}
@@ -156,16 +156,16 @@ class InProcessWorker:
         if any(module() is not None for module in modules):
             # A cycle of frozen objects, which the collector skips, keeps it alive. A full collection takes 0.5 s.
             gc.unfreeze()
-            process.keep_objects()
+            process.freeze_objects()
         self._device.release_memory()
-        process.give_back()
+        process.release_free_memory()
 
     def run(self, pass_: Pass, rows: Sequence[Row], partition: Partition | None = None) -> list[RowResult]:
         """Run one batch; see `WorkerProtocol.run`."""
         self._device.make_current()
         if pass_.model not in self._models:
             message = f"the model {pass_.model} was lost: it could not be loaded again"
-            raise Unavailable(message, retry_after=5.0, shed="model_failed")
+            raise Unavailable(message, retry_after=5.0, shed_reason="model_failed")
         replica = pass_.model in self._replicas
         # A randomised pass exchanges parameters, so it runs on the replica. The accelerated copies of both compute with
         # the parameters of the model itself, which must not change.
@@ -176,7 +176,7 @@ class InProcessWorker:
         lane = self._lanes[index]
         with lane.turn:
             if self._device.is_cpu and pass_.kind in LARGE_KINDS:
-                process.give_back()
+                process.release_free_memory()
             self._set_threads(threads)
             return self._run_in(lane, pass_, rows)
 

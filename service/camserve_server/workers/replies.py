@@ -131,7 +131,7 @@ def _encode(value: object) -> object:
         return {"bytes": value.hex()}
     if isinstance(value, Exception):
         known = next((kind.__name__ for kind in type(value).__mro__ if kind in _ERRORS.values()), "RuntimeError")
-        details = [value.field, value.retry_after, value.shed] if isinstance(value, ServiceError) else []
+        details = [value.field, value.retry_after, value.shed_reason] if isinstance(value, ServiceError) else []
         return {"error": [known, str(value), *details]}
     raise TypeError(f"a worker process cannot send a {type(value).__name__}")
 
@@ -195,5 +195,5 @@ def _make_error(name: str, message: str, *details: Any) -> Exception:
     kind = _ERRORS[name]
     if not issubclass(kind, ServiceError):
         return kind(message)
-    field, retry_after, shed = details
-    return kind(message, field=field, retry_after=retry_after, shed=shed)
+    field, retry_after, shed_reason = details
+    return kind(message, field=field, retry_after=retry_after, shed_reason=shed_reason)

@@ -19,7 +19,7 @@ from torch import nn
 
 from camserve_server import models
 from camserve_server.engine.values import Row
-from camserve_server.jobs.cost import is_clean
+from camserve_server.jobs.cost import runs_unchanged
 from camserve_server.methods import METHODS
 from camserve_server.models import LoadedModel
 from camserve_server.targets.values import ClassTarget, RankTarget
@@ -127,7 +127,7 @@ class Subject:
 @kept
 def together(subject):
     """Our raw map of every CAM that one pass over the image as it is answers, by name."""
-    names = [name for name in METHODS if is_clean(call(name))]
+    names = [name for name in METHODS if runs_unchanged(call(name))]
     return dict(zip(names, (one.heatmap for one in subject.explanations(names)), strict=True))
 
 

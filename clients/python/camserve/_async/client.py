@@ -9,7 +9,7 @@ from camserve._async.explanations import ExplanationCalls
 from camserve._async.inspection import InspectionCalls
 from camserve._async.models import ModelCalls
 from camserve._retry import Retry
-from camserve._settings import LOCAL, TIMEOUT, ClientOptions, make_settings
+from camserve._settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT, ClientOptions, make_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,9 +51,9 @@ class AsyncClient(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls
 
     def __init__(
         self,
-        address: str = LOCAL,
+        address: str = DEFAULT_ADDRESS,
         *,
-        timeout: float = TIMEOUT,
+        timeout: float = DEFAULT_TIMEOUT,
         retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,

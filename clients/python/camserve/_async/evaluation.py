@@ -43,7 +43,7 @@ class EvaluationCalls(Connection):
         Raises:
             CamserveError: The subclass gives the reason.
         """
-        question = _codec.Question(**options).request()
+        question = _codec.ExplainRequestBuilder(**options).request()
         question = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))
         request = _metrics.request(question, metrics, box)
         return _metrics.evaluation(await self._call(self._stubs.evaluate.Evaluate, request, timeout))

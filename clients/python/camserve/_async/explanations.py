@@ -8,7 +8,7 @@ from camserve import _codec, _replay, _stream
 from camserve import _transport_async as transport
 from camserve._async.streams import StreamCalls
 from camserve._progress import progress_bar
-from camserve._settings import IN_FLIGHT
+from camserve._settings import DEFAULT_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, Iterable
@@ -48,7 +48,7 @@ class ExplanationCalls(StreamCalls):
             CamserveError: The subclass gives the reason. Options that are certainly invalid are
                 not sent.
         """
-        return await self._explain_one(_codec.Question(**options).request(), image, on_progress, timeout)
+        return await self._explain_one(_codec.ExplainRequestBuilder(**options).request(), image, on_progress, timeout)
 
     async def replay(
         self,
@@ -100,7 +100,7 @@ class ExplanationCalls(StreamCalls):
         images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
         *,
         progress: bool = False,
-        in_flight: int = IN_FLIGHT,
+        in_flight: int = DEFAULT_IN_FLIGHT,
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
         **options: Unpack[_codec.ExplainOptions],
@@ -127,7 +127,7 @@ class ExplanationCalls(StreamCalls):
         """
         seconds = self._settings.timeout_for(timeout)
         window = _stream.InFlightWindow(in_flight, self._settings.retry, seconds, on_error)
-        question = _codec.Question(**options).request()
+        question = _codec.ExplainRequestBuilder(**options).request()
         question.progress = progress
         images = _stream.refuse_single_image(images)
         return self._explain_stream(images, question, window, progress_bar(images, shown=progress))

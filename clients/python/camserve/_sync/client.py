@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from camserve._retry import Retry
-from camserve._settings import LOCAL, TIMEOUT, ClientOptions, make_settings
+from camserve._settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT, ClientOptions, make_settings
 from camserve._sync.evaluation import EvaluationCalls
 from camserve._sync.explanations import ExplanationCalls
 from camserve._sync.inspection import InspectionCalls
@@ -52,9 +52,9 @@ class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
 
     def __init__(
         self,
-        address: str = LOCAL,
+        address: str = DEFAULT_ADDRESS,
         *,
-        timeout: float = TIMEOUT,
+        timeout: float = DEFAULT_TIMEOUT,
         retries: int | Retry = Retry(),  # noqa: B008 -- a frozen value
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,

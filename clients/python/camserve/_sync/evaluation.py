@@ -44,7 +44,7 @@ class EvaluationCalls(Connection):
         Raises:
             CamserveError: The subclass gives the reason.
         """
-        question = _codec.Question(**options).request()
+        question = _codec.ExplainRequestBuilder(**options).request()
         question = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
         request = _metrics.request(question, metrics, box)
         return _metrics.evaluation(self._call(self._stubs.evaluate.Evaluate, request, timeout))

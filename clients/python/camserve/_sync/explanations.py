@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from camserve import _codec, _replay, _stream
 from camserve import _transport_sync as transport
 from camserve._progress import progress_bar
-from camserve._settings import IN_FLIGHT
+from camserve._settings import DEFAULT_IN_FLIGHT
 from camserve._sync.streams import StreamCalls
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ExplanationCalls(StreamCalls):
             CamserveError: The subclass gives the reason. Options that are certainly invalid are
                 not sent.
         """
-        return self._explain_one(_codec.Question(**options).request(), image, on_progress, timeout)
+        return self._explain_one(_codec.ExplainRequestBuilder(**options).request(), image, on_progress, timeout)
 
     def replay(
         self,
@@ -101,7 +101,7 @@ class ExplanationCalls(StreamCalls):
         images: Iterable[_codec.ImageLike],
         *,
         progress: bool = False,
-        in_flight: int = IN_FLIGHT,
+        in_flight: int = DEFAULT_IN_FLIGHT,
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
         **options: Unpack[_codec.ExplainOptions],
@@ -127,7 +127,7 @@ class ExplanationCalls(StreamCalls):
         """
         seconds = self._settings.timeout_for(timeout)
         window = _stream.InFlightWindow(in_flight, self._settings.retry, seconds, on_error)
-        question = _codec.Question(**options).request()
+        question = _codec.ExplainRequestBuilder(**options).request()
         question.progress = progress
         images = _stream.refuse_single_image(images)
         return self._explain_stream(images, question, window, progress_bar(images, shown=progress))

@@ -22,7 +22,7 @@ from google.protobuf import json_format
 from camserve import _codec, _files
 from camserve._errors import CamserveError, FailedPrecondition
 from camserve._retry import RETRYABLE, too_large
-from camserve._settings import IN_FLIGHT
+from camserve._settings import DEFAULT_IN_FLIGHT
 from camserve.dataset import rows
 from camserve.dataset.store import arrow
 
@@ -87,7 +87,7 @@ class JobSpec:
 
     def plain(self) -> dict[str, Any]:
         """Return the options as values for JSON, to compare them with those of the job in a folder."""
-        message = _codec.Question(**self.options).request()
+        message = _codec.ExplainRequestBuilder(**self.options).request()
         message.ClearField("model")
         options: dict[str, Any] = json_format.MessageToDict(message)
         return options | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}
@@ -294,7 +294,7 @@ class _PhotoExplainer:
     digest: str
 
     def explain(
-        self, keys: Iterable[Key], in_flight: int = IN_FLIGHT
+        self, keys: Iterable[Key], in_flight: int = DEFAULT_IN_FLIGHT
     ) -> Generator[tuple[Key, PhotoOutcome], None, None]:
         """Yield photos in order, each with its rows after its pictures are written, or with the server's error."""
         sent: deque[tuple[Key, CamserveError | None]] = deque()

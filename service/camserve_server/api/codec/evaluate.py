@@ -11,7 +11,7 @@ from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_box
 from camserve_server.core.errors import InvalidArgument, ServiceError
 from camserve_server.core.limits import Limits
-from camserve_server.jobs import Assessment, MetricCall
+from camserve_server.jobs import EvaluationJob, MetricCall
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.metrics import METRICS, Reading
 from camserve_server.models.values import KnownModel
@@ -37,7 +37,7 @@ def read_evaluation(
     with within_explain():
         explain = read_explanation(request.explain, models, limits)
     box = read_box(request.box, "box") if request.HasField("box") else None
-    assessment = Assessment(explain.job, _read_metrics(request.metrics), box)
+    assessment = EvaluationJob(explain.job, _read_metrics(request.metrics), box)
     for index, call in enumerate(assessment.metrics):
         if METRICS[call.name].boxed and box is None:
             message = f"{call.name} compares the map with the object's place: set box to the box around the object"

@@ -78,10 +78,10 @@ def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> Model
     if isinstance(model, ModelInfo):
         return model
     if model.state == "loading":
-        raise Unavailable(f"model {model.name} is being loaded", retry_after=1.0, shed="model_loading")
+        raise Unavailable(f"model {model.name} is being loaded", retry_after=1.0, shed_reason="model_loading")
     if model.state == "failed":
         message = f"model {model.name} could not be loaded; the server's log says why"
-        raise Unavailable(message, shed="model_failed")
+        raise Unavailable(message, shed_reason="model_failed")
     raise NotFound(f"model {model.name} is not loaded: it was unloaded", field=field)
 
 

@@ -27,7 +27,7 @@ import torch.overrides
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
-from camserve_server.core.devices import device_of
+from camserve_server.core.devices import device_for
 from camserve_server.models.acceleration.onednn import OneDNNPatch
 from camserve_server.models.acceleration.trial import output_error
 from camserve_server.models.hooks import output_of
@@ -202,7 +202,7 @@ def _time_ratio(module: nn.Module, modules: Sequence[CompiledModule], images: Te
 def _seconds(module: nn.Module, images: Tensor) -> float:
     start = time.perf_counter()
     module(images.clone())
-    device_of(images.device).synchronize()
+    device_for(images.device).synchronize()
     return time.perf_counter() - start
 
 

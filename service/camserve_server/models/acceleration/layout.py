@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
-from camserve_server.core.devices import Device, device_of
+from camserve_server.core.devices import Device, device_for
 from camserve_server.models.hooks import capture_layers
 from camserve_server.models.values import ModelInfo
 
@@ -73,7 +73,7 @@ def is_channels_last_faster(
         dtype: the type of the module's input.
         rows: size of the timed batch; half as many, or fewer, if the device has too little memory for it.
     """
-    device = device_of(info.device)
+    device = device_for(info.device)
     if device.is_cpu:
         return True
     faster = True
@@ -110,7 +110,7 @@ def _seconds(
     module: nn.Module, info: ModelInfo, weights: Sequence[nn.Parameter], dtype: torch.dtype, rows: int
 ) -> tuple[float, float]:
     """Return the time of a batch in seconds, channels last and contiguous: the median of alternating rounds."""
-    device = device_of(info.device)
+    device = device_for(info.device)
     batches = {last: noise_images(info, rows, channels_last=last).to(dtype) for last in MEMORY_FORMATS}
     times: dict[bool, list[float]] = {last: [] for last in MEMORY_FORMATS}
     for _ in range(ROUNDS + 1):  # alternating, so that other load on the machine slows both
