@@ -76,7 +76,8 @@ def colormap(name: str) -> Pixels:
     if name not in COLORMAPS:
         short = name[:40]
         raise InvalidArgument(
-            f'unknown colormap "{short}": expected one of {", ".join(sorted(COLORMAPS))}' + did_you_mean(short, COLORMAPS),
+            f'unknown colormap "{short}": expected one of {", ".join(sorted(COLORMAPS))}'
+            + did_you_mean(short, COLORMAPS),
             field="rendering.colormap",
         )
     return COLORMAPS[name]
