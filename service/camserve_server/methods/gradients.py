@@ -145,8 +145,8 @@ def integrated(
 
     M = Σ_c (x − x')_c ⊙ ∫₀¹ ∂S(x' + α (x − x'))/∂x_c dα.
 
-    Sundararajan et al. 2017, equation 1. The map adds up to S(x) − S(x'). Its difference from that, divided by S(x) −
-    S(x'), is the completeness error.
+    Sundararajan et al. 2017, equation 1. The map adds up to S(x) − S(x'). The completeness error is its difference from
+    that, |ΣM − (S(x) − S(x'))| / |S(x) − S(x')|.
 
     The integral is computed by one of three quadratures. "cubic" is the midpoint rule in t with α = t³, because most of
     a score's change lies near a baseline without structure. "gauss-legendre" is Captum's. "matched" scales the weights
