@@ -18,7 +18,7 @@ from sklearn.linear_model import Lasso
 from camserve_server.imaging.values import Box, View
 from camserve_server.jobs import LayerMaps, RawMap
 from camserve_server.jobs.evaluate import make_metric_input
-from camserve_server.jobs.fuse import fused
+from camserve_server.jobs.fuse import fuse_layers
 from camserve_server.methods import METHODS, Scene, formula
 from camserve_server.metrics import METRICS
 
@@ -613,7 +613,7 @@ def case_of_fusion(_name):
     layers = [LayerMaps(str(one.shape), [RawMap(one)]) for one in maps]
     resized = np.stack([cv2.resize(scaled(one), (8, 6), interpolation=cv2.INTER_LINEAR) for one in maps])
     for how, combine in (("mean", np.mean), ("max", np.max), ("product", np.prod)):
-        assert_close(fused(layers, how).maps[0].heatmap, combine(resized, axis=0), 1e-5)
+        assert_close(fuse_layers(layers, how).maps[0].heatmap, combine(resized, axis=0), 1e-5)
     assert METHODS["refinecam"].how == "product"
 
 
