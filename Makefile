@@ -66,7 +66,7 @@ demo: setup  ## start the server, explain a photo of a cat, write the overlay to
 # The tests run in four parts, three at a time. The first computes a lot, the second has many small tests, the third also
 # waits for real servers, and the last has a simulated GPU, which changes torch for its whole process. Make starts them,
 # because background processes of a shell, and all their children, ignore Ctrl-C.
-METHODS := tests/methods
+METHODS := $(addprefix tests/,methods models engine jobs metrics targets)
 WHOLE := tests/e2e tests/robustness
 SIMULATED := tests/simulated
 PARTS := methods small whole simulated
@@ -109,7 +109,7 @@ test-simulated: setup  ## run the tests on a simulated GPU
 test-memory: setup  ## search for the load of one caller that needs the most memory: about fifteen minutes
 	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py
 
-test-processors: setup  ## run the parity and capture tests as on other processors; ALL=1 for all of tests/methods
+test-processors: setup  ## run the parity and capture tests as on other processors; ALL=1 for all tests that compute
 	PYTHON=$(BIN)/python tests/other_processors.sh $(if $(ALL),all)
 
 test-busy: setup  ## run `make test` TIMES=3 times while another program uses a full core

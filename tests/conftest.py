@@ -1,12 +1,20 @@
-"""Hooks for every test run, and worker processes without the time that torch takes to import."""
+"""Fixtures that tests of several rooms share, and hooks for every test run."""
 
 import gc
+import logging
+import sys
+from types import ModuleType
 
 import pytest
+import torch
 
+from camserve_server import models
+from camserve_server.models import ModelSpec
 from camserve_server.workers import fork_server
+from methods.tools import Toy, photo
 from robustness.forking import running_fork_server
 from skipped import pytest_terminal_summary
+from support import TINY
 
 __all__ = ["pytest_terminal_summary"]
 
@@ -33,3 +41,77 @@ def forked(fork_server_process):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "_fork_servers", [fork_server_process])
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_before():
+    """Undo `logs.configure` of commands: pytest's `caplog` gets what the server's logger hands on to the root."""
+    logger = logging.getLogger("camserve_server")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A model that is there at once."""
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / "server_nets.py").write_text(TINY)
+    sys.path.insert(0, str(folder))
+    yield "tiny=server_nets:tiny?size=32"
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Have torch see GPUs, by their compute capabilities."""
+
+    def see(*capabilities):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
+
+    return see
+
+
+@pytest.fixture(scope="session")
+def lite0():
+    """The embedded model with its ImageNet weights."""
+    return models.load(models.parse("efficientnet_lite0"))
+
+
+@pytest.fixture(scope="session")
+def resnet():
+    """A model with random weights, for small images."""
+    return models.load(models.parse("torchvision:resnet18?weights=none&size=64"))
+
+
+@pytest.fixture(scope="session")
+def photos():
+    """Photos by name, each uint8 [224,224,3]."""
+    return {name: photo(name) for name in ("chelsea", "coffee", "astronaut", "rocket", "china", "flower")}
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Load a model from a factory, as from a user's own module."""
+
+    def load(factory, size=16, **options):
+        module = ModuleType("planted")
+        module.make = factory
+        monkeypatch.setitem(sys.modules, "planted", module)
+        return models.load(ModelSpec("planted", "planted", "make", size=size, **options))
+
+    return load
+
+
+@pytest.fixture
+def smooth(plant):
+    """A model without kinks.
+
+    Where there is a ReLU, rounding may move a value across zero, and the gradient jumps: by 2 % of the largest value
+    between float32 and float64 for noisy photos in the embedded model.
+    """
+    return plant(lambda: Toy(lambda net, seen: torch.tanh(net.layer(seen))))

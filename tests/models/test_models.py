@@ -430,7 +430,7 @@ def test_model_that_changes_its_input_in_place_can_be_explained(plant):
             "torchvision:vit_b_16?weights=none&size=64",
             "encoder.layers.encoder_layer_11.ln_1",
             Layout("tokens", 4, 4, 1),
-            marks=pytest.mark.slow,  # tests/methods/test_capture.py asserts the layer too
+            marks=pytest.mark.slow,  # tests/engine/test_capture.py asserts the layer too
         ),
     ],
 )

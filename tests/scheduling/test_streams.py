@@ -14,7 +14,7 @@ from camserve_server.models.values import Pass
 from camserve_server.scheduling import Batcher
 from camserve_server.scheduling import capacity as capacity_module
 from camserve_server.scheduling.capacity import Capacity
-from server.test_batcher import CAM, SALIENCY, Deadly, ask, asked_by, layered, passes, settle
+from scheduling.test_batcher import CAM, SALIENCY, Deadly, ask, asked_by, layered, passes, settle
 from support import wait_in_loop_until
 
 

@@ -1,0 +1,15 @@
+"""Fixture for the rooms whose tests compute: torch has one thread, unless OMP_NUM_THREADS says otherwise."""
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_threads():
+    # Two threads for operations as small as these wait for each other more than they work.
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,5 @@
+"""Tests of this room compute with few threads."""
+
+from few_threads import few_threads
+
+__all__ = ["few_threads"]
