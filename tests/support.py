@@ -135,7 +135,7 @@ def serving(**settings):
     try:
         yield Served(f"127.0.0.1:{port}", pipeline, loop)
     finally:
-        loop.call_soon_threadsafe(stop.asked.set)
+        loop.call_soon_threadsafe(stop.requested.set)
         thread.join(60)
 
 

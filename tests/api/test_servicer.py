@@ -129,7 +129,7 @@ def serving(nets):
                 yield Running(port, pipeline, stop, task, channel)
         finally:
             pipeline.batcher.resume()
-            stop.asked.set()
+            stop.requested.set()
             await task
 
     return start
@@ -908,7 +908,7 @@ async def test_a_call_whose_message_does_not_come_does_not_hold_up_a_stop(servin
     async with serving(drain_seconds=3600) as running:
         call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
         await call.wait_for_connection()
-        running.stop.asked.set()
+        running.stop.requested.set()
 
         await running.task
 
@@ -936,7 +936,7 @@ async def test_draining_stream_answers_accepted_requests_then_ends_unavailable(s
         for k in range(3):
             await call.write(item(f"r{k}"))
         await wait_in_loop_until(lambda: running.batcher.admitted == 3)
-        running.stop.asked.set()
+        running.stop.requested.set()
         assert (await watch.read()).status == NOT_SERVING
         running.batcher.resume()
         replies = [await call.read() for _ in range(3)]
@@ -953,7 +953,7 @@ async def test_a_draining_server_answers_what_it_accepted_and_refuses_what_is_ne
     running.batcher.pause()
     accepted = [asyncio.ensure_future(running.explain(request())) for _ in range(5)]
     await wait_in_loop_until(lambda: running.batcher.admitted == 5)
-    running.stop.asked.set()
+    running.stop.requested.set()
     late = await refused(running.explain(request()))
     running.batcher.resume()
 
@@ -968,7 +968,7 @@ async def test_an_idle_stream_and_a_watch_of_the_health_do_not_hold_up_a_stop(se
         await watch.read()
         await stream.write(item("r0"))
         await stream.read()
-        running.stop.asked.set()
+        running.stop.requested.set()
 
         await running.task
 
@@ -978,7 +978,7 @@ async def test_work_that_outlasts_the_drain_is_cut_off(serving):
         running.batcher.pause()
         call = running.explain(request())
         await wait_in_loop_until(lambda: running.batcher.admitted == 1)
-        running.stop.asked.set()
+        running.stop.requested.set()
 
         assert (await refused(call)).code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
         await running.task
@@ -1011,7 +1011,7 @@ async def test_the_port_is_open_before_the_models_are_warm_but_serves_nothing_ye
         seen.append((await watch.read()).status)
         after = [await running.status(service) for service in services]
         await running.explain(request())
-        stop.asked.set()
+        stop.requested.set()
         seen.append((await watch.read()).status)
     await task
 

@@ -155,7 +155,7 @@ def test_a_pod_has_the_time_that_its_server_may_take_to_stop(pod):
     """The pause before SIGTERM, then the drain, then what `serve_until_signal` waits for at most."""
     settings = settings_of(pod)
     pause = container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
-    longest = pause + settings.drain_seconds + 3 * grpc_server.LONGEST_QUIET
+    longest = pause + settings.drain_seconds + 3 * grpc_server.QUIET_TIMEOUT
 
     assert pause >= 1
     assert longest < pod["terminationGracePeriodSeconds"]

@@ -27,7 +27,7 @@ Checks are counted instead of seconds: if the process was suspended for a while,
 seen.
 """
 
-LONGEST_QUIET = 1.0
+QUIET_TIMEOUT = 1.0
 """Seconds after which a draining server closes its port even if new calls still arrive."""
 
 SERVICES = (
@@ -40,7 +40,7 @@ SERVICES = (
 """Names of the services that have a health status. The empty name is the server as a whole."""
 
 LIVE = "liveness"
-"""Name of the health check that is SERVING while the server's event loop runs, whatever the state of its engines."""
+"""Name of the health check that is SERVING while the server's event loop runs, whatever the state of its workers."""
 
 
 @dataclass(slots=True)
@@ -48,27 +48,27 @@ class Stop:
     """Events that stop a running server.
 
     Attributes:
-        asked: event that makes the server complete accepted calls, then stop.
-        hurry: event that makes the server stop at once.
-        lost: the number of accepted calls that were not answered when the server stopped.
+        requested: event that makes the server complete accepted calls, then stop.
+        stop_now: event that makes the server stop at once.
+        unanswered: the number of accepted calls that were not answered when the server stopped.
     """
 
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
     stop_now: asyncio.Event = field(default_factory=asyncio.Event)
-    lost: int = 0
+    unanswered: int = 0
 
     @property
     def code(self) -> int:
         """The exit code of a stopped server: 1 if it was stopped at once or lost accepted calls, otherwise 0."""
-        return int(self.stop_now.is_set() or self.lost > 0)
+        return int(self.stop_now.is_set() or self.unanswered > 0)
 
     def handle_signal(self) -> None:
-        """Handle a signal: the first one sets `asked`, the second one `stop_now`."""
-        (self.stop_now if self.asked.is_set() else self.asked).set()
+        """Handle a signal: the first one sets `requested`, the second one `stop_now`."""
+        (self.stop_now if self.requested.is_set() else self.requested).set()
 
 
 class Health:
-    """Health status of the server: SERVING while its models are warm and its engines are healthy.
+    """Health status of the server: SERVING while its models are warm and its workers are healthy.
 
     Args:
         servicer: servicer that answers health checks.
@@ -83,7 +83,7 @@ class Health:
         """True if the server can explain images."""
         return self._warm and self._healthy
 
-    def live(self) -> None:
+    def set_live(self) -> None:
         """Report that the event loop runs; the models are not warm yet."""
         self._servicer.set({LIVE: health_pb2.HealthCheckResponse.SERVING})
         self._publish()
@@ -94,9 +94,9 @@ class Health:
         self._publish()
 
     def set_healthy(self, healthy: bool) -> None:  # noqa: FBT001 -- the argument of a callback
-        """Set whether the engines can compute explanations."""
+        """Set whether the workers can compute explanations."""
         if self._warm and healthy != self._healthy:
-            message = "healthy again" if healthy else "unhealthy: no engine can compute explanations"
+            message = "healthy again" if healthy else "unhealthy: no worker can compute explanations"
             log.log(logging.INFO if healthy else logging.ERROR, message)
         self._healthy = healthy
         self._publish()
@@ -113,7 +113,7 @@ async def drain(server: grpc.aio.Server, state: ServerState, seconds: float, sto
         server: the server.
         state: state of the server, which counts its calls.
         seconds: the time that accepted calls have to complete.
-        stop: events that stop the server; `stop.lost` is set to the number of calls that were not answered.
+        stop: events that stop the server; `stop.unanswered` is set to the number of calls that were not answered.
     """
     log.info("draining", extra=logs.fields(seconds=seconds))
     state.draining.set()
@@ -122,13 +122,13 @@ async def drain(server: grpc.aio.Server, state: ServerState, seconds: float, sto
     await asyncio.wait((finishing, hurrying), return_when=asyncio.FIRST_COMPLETED)
     if stop.stop_now.is_set():
         log.warning("cut short by a second signal")
-    stop.lost = state.active
-    if stop.lost:
-        log.error("stopping before every accepted call was answered", extra=logs.fields(lost=stop.lost))
+    stop.unanswered = state.active
+    if stop.unanswered:
+        log.error("stopping before every accepted call was answered", extra=logs.fields(lost=stop.unanswered))
     for task in (finishing, hurrying):
         task.cancel()
     await server.stop(
-        None if stop.stop_now.is_set() else LONGEST_QUIET
+        None if stop.stop_now.is_set() else QUIET_TIMEOUT
     )  # without a limit, health watches would block it
     log.info("stopped")
 
@@ -143,7 +143,7 @@ async def _wait_until_quiet(state: ServerState, seconds: float) -> None:
     deadline = clock() + seconds
     while state.active and clock() < deadline:  # noqa: ASYNC110 -- runs once; an event would cost time in every call
         await asyncio.sleep(DRAIN_CHECK_INTERVAL)
-    deadline = min(deadline, clock() + LONGEST_QUIET)
+    deadline = min(deadline, clock() + QUIET_TIMEOUT)
     quiet = 0
     while quiet < QUIET_CHECKS and clock() < deadline:
         arrived = state.arrived

@@ -162,13 +162,13 @@ async def serve(
     server = grpc_server.build(settings, state, checks, inference)
     with metrics_endpoint.open_telemetry(settings, lambda: _metrics_state(state, health)) as state.telemetry:
         port = grpc_server.listen(server, settings.address, credentials)
-        health.live()
+        health.set_live()
         await server.start()
         try:
             async with open_pipeline(settings, health.set_healthy, state.telemetry, specs) as pipeline:
                 _start_serving(state, health, pipeline, port)
                 ready(port, pipeline)
-                await stop.asked.wait()
+                await stop.requested.wait()
                 health.set_warm(warm=False)
                 await grpc_server.drain(server, state, settings.drain_seconds, stop)
         finally:
@@ -226,14 +226,14 @@ async def serve_until_signal(settings: Settings) -> int:
         warm.set()
 
     serving = asyncio.ensure_future(serve(settings, stop, ready))
-    stopping, stop_now = asyncio.ensure_future(stop.asked.wait()), asyncio.ensure_future(stop.stop_now.wait())
+    stopping, stop_now = asyncio.ensure_future(stop.requested.wait()), asyncio.ensure_future(stop.stop_now.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not (serving.done() or warm.is_set()):
         log.info("stopped before the models were loaded")
         os._exit(0)
-    drain_timeout = settings.drain_seconds + 2 * grpc_server.LONGEST_QUIET
+    drain_timeout = settings.drain_seconds + 2 * grpc_server.QUIET_TIMEOUT
     await asyncio.wait((serving, stop_now), return_when=asyncio.FIRST_COMPLETED, timeout=drain_timeout)
-    await asyncio.wait((serving,), timeout=grpc_server.LONGEST_QUIET)
+    await asyncio.wait((serving,), timeout=grpc_server.QUIET_TIMEOUT)
     if not serving.done():
         os._exit(1)
     await serving
@@ -284,5 +284,5 @@ def serve_in_thread(settings: Settings, specs: Mapping[str, ModelSpec] | None = 
         host = settings.address.rpartition(":")[0]
         yield settings.address if host == "unix" else f"{host}:{port}"
     finally:
-        loop.call_soon_threadsafe(stop.asked.set)
+        loop.call_soon_threadsafe(stop.requested.set)
         thread.join()
