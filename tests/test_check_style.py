@@ -20,6 +20,11 @@ FAULTS = {
         "has 80 characters, and 79 is the limit",
     ),
     "docstring": ("tests/a.py", '"""What is made of files."""\n', "does not begin with what this is or does"),
+    "attribute": (
+        "tests/a.py",
+        'class A:\n    """A.\n\n    Attributes:\n        b: one.\n        c: two.\n    """\n\n    b: int\n',
+        "A has no attribute c, which its docstring describes",
+    ),
     "phrase": ("tests/a.py", '"""Return it; it is told later."""\n', "say it plainly: is told"),
     "phrase in a document": ("docs/a.md", "There may be so many.\n", "say it plainly: so many"),
     "long README": ("README.md", "a\n" * 201, "201 lines, and 200 is the limit"),

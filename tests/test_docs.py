@@ -61,7 +61,7 @@ def test_server_page_lists_every_setting():
 
 def test_readme_lists_every_method_once():
     rows = re.findall(
-        r"^\| (?:class activation maps|gradients|perturbations|attention|baselines), [^|]* \| (.*) \|$",
+        r"^\| method: [^|]* \| (.*) \|$",
         README,
         re.MULTILINE,
     )
@@ -174,7 +174,7 @@ def test_explainer_page_examples_run_as_printed(tmp_path, monkeypatch):
         exec(block, names)  # noqa: S102 -- that is the promise
     names["explainer"].close()
 
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert (tmp_path / "why.jpg").stat().st_size > 1000
     assert len(names["result"].explanations) == 1
 

@@ -117,6 +117,26 @@ def _docstring_faults(place: str, tree: ast.AST) -> Iterator[str]:
             yield f"{place}:{line}: the docstring does not begin with what this is or does: {text.splitlines()[0]}"
         if phrase := DIALECT.search(text):
             yield f"{place}:{line}: say it plainly: {phrase[0]}"
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            for name in sorted(_documented(text) - _attributes(node)):
+                yield f"{place}:{line}: {node.name} has no attribute {name}, which its docstring describes"
+
+
+def _documented(docstring: str) -> set[str]:
+    """Return the names under "Attributes:"."""
+    section = re.search(r"^Attributes:\n((?: {4}.*\n?|\n)*)", docstring, re.MULTILINE)
+    return set(re.findall(r"^ {4}(\w+):", section[1], re.MULTILINE)) if section else set()
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names that a class defines, and those that its methods assign to `self`."""
+    names = {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+            names.add(part.attr)
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            names.add(part.id)
+    return names
 
 
 def _text_faults(place: str, path: Path) -> Iterator[str]:

@@ -31,7 +31,7 @@ from torchvision.transforms import v2
 import camserve
 from camserve_server import running
 from camserve_server.methods import METHODS, Attention
-from camserve_server.models.sources import USUAL
+from camserve_server.models.sources import DEFAULT_PREPROCESS
 
 FOLDER = Path(__file__).parent.parent
 PICTURES = FOLDER / "images" / "gallery"
@@ -128,7 +128,7 @@ def put_together(tiles: Tensor) -> Tensor:
 
 def train() -> nn.Module:
     """Train the transformer to tell the photos of a collage, in which a photo may occur more than once."""
-    parts, normalise = views(), v2.Normalize(USUAL.mean, USUAL.std)
+    parts, normalise = views(), v2.Normalize(DEFAULT_PREPROCESS.mean, DEFAULT_PREPROCESS.std)
     model = toy()
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, STEPS, pct_start=0.2)

@@ -81,7 +81,7 @@ def test_error_arrives_as_one_of_our_classes(error, kind):
 
     assert type(received) is kind
     assert str(received) == str(error)
-    for name in ("field", "retry_after", "shed"):
+    for name in ("field", "retry_after", "shed_reason"):
         assert getattr(received, name, None) == getattr(error, name, None)
 
 

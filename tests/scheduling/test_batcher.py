@@ -520,9 +520,9 @@ async def test_queue_and_compute_time_are_measured():
             await settle()
             clock.advance(3)
             batcher.resume()
-            spent = await calls
+            timings = await calls
 
-    assert (round(spent.queue, 3), round(spent.compute, 3), spent.batch_rows) == (3, 2, 2)
+    assert (round(timings.queue, 3), round(timings.compute, 3), timings.batch_rows) == (3, 2, 2)
 
 
 async def test_rows_of_one_input_count_once_in_a_batch():

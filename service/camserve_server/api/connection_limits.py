@@ -1,6 +1,7 @@
-"""Limits on connections, and on messages that are received at the same time, so that no caller can block others.
+"""Limits on connections, and on messages that are received at the same time.
 
-gRPC itself never closes a call whose message does not arrive.
+They limit how much one caller can hold that others need. gRPC itself has no timeout for a call without a deadline whose
+message never arrives.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ HANDSHAKE_TIMEOUT = 10.0  # seconds for TLS and the first frames of HTTP/2 of a 
 KEEPALIVE_INTERVAL = 60.0  # seconds without data after which the server sends a keepalive ping
 KEEPALIVE_TIMEOUT = 20.0  # seconds that the caller has to answer the ping
 RECEIVE_TIMEOUT = 1.0  # seconds after which a message that has not arrived loses its slot, if other calls wait for it
-CANCEL_TIMEOUT = 0.1  # seconds for gRPC to cancel the handler of a cancelled call, which it first reports as ended
+CANCEL_TIMEOUT = 0.1  # seconds: for a cancelled call, gRPC first reports the end of its messages, then cancels
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:
-    """Return the options of a gRPC server for the limits of these settings on connections and calls."""
+    """Return the gRPC channel arguments for the connection limits of these settings."""
     return (
         ("grpc.max_concurrent_streams", settings.max_streams),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
@@ -36,10 +37,11 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         ("grpc.max_connection_age_grace_ms", _ms(settings.connection_grace_seconds)),
         ("grpc.keepalive_time_ms", _ms(KEEPALIVE_INTERVAL)),
         ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT)),
-        # With a limit on pings, gRPC closes the connection and records the reason again for each further ping: 200,000
-        # in one write kept a thread busy for 19 s. Without a limit, pings cost no more than other bytes.
+        # With a limit on pings, gRPC closes the connection, and adds the reason to the connection's error for each
+        # further ping: 200,000 pings in one write kept a thread busy for 19 s. Without a limit, pings cost no more than
+        # other bytes.
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.http2.bdp_probe", 0),  # with it, gRPC would buffer megabytes of a message that is not received yet
+        ("grpc.http2.bdp_probe", 0),  # with it, gRPC would buffer megabytes of a message before a handler reads it
     )
 
 
@@ -75,9 +77,9 @@ class ReceiveLimiter:
     """Limit on the number of messages of each caller that are received at the same time.
 
     gRPC buffers a message until it is complete, so a caller that sends many large messages at once could take any
-    amount of memory. gRPC buffers at most 64 KiB of a message that is not being received yet. A call whose message does
-    not arrive loses its slot to the next call, and continues to wait for the message. The connections of a caller take
-    turns, so that one whose messages never arrive delays the others only once.
+    amount of memory. gRPC buffers at most 64 KiB of a message before a handler reads it. A call whose message does not
+    arrive loses its slot to the next call, and still waits for its message, outside of the limit. The connections of a
+    caller take turns, so that one whose messages never arrive delays the others by at most `RECEIVE_TIMEOUT`.
 
     Args:
         slots: the largest number of messages of one caller that are received at the same time.
@@ -144,9 +146,9 @@ class _CallerSlots:
 
     Attributes:
         limit: the number of slots.
-        held: slots that are held, the oldest first.
-        waiting: slots that wait, by connection, the oldest first.
-        turns: order of the connections.
+        held: acquired slots, the oldest first.
+        waiting: slots that are not acquired yet, by connection, the oldest first.
+        turns: turns of the connections.
         timer: timer that takes slots away; one for all waiting slots, as there may be many of them.
     """
 
@@ -157,7 +159,7 @@ class _CallerSlots:
     timer: asyncio.TimerHandle | None = None
 
     async def acquire(self, slot: ReceiveSlot) -> None:
-        """Hold a slot, at once or when one is free."""
+        """Acquire a slot, at once or when one is free."""
         if len(self.held) < self.limit and not self.waiting:
             self._hold(slot)
             return
@@ -175,9 +177,9 @@ class _CallerSlots:
             self._hold(following)
 
     def _remove_waiting(self, slot: ReceiveSlot) -> None:
-        line = self.waiting.get(slot.connection, {})
-        line.pop(slot, None)
-        if not line:
+        queue = self.waiting.get(slot.connection, {})
+        queue.pop(slot, None)
+        if not queue:
             self.waiting.pop(slot.connection, None)
 
     def _hold(self, slot: ReceiveSlot) -> None:
@@ -193,8 +195,8 @@ class _CallerSlots:
     def _expire(self) -> None:
         """Take slots away from calls whose message does not arrive, as long as other calls wait."""
         self.timer = None
-        latest = asyncio.get_running_loop().time() - RECEIVE_TIMEOUT
-        for slot in [slot for slot in self.held if slot.acquired_at <= latest and not slot.received]:
+        cutoff = asyncio.get_running_loop().time() - RECEIVE_TIMEOUT
+        for slot in [slot for slot in self.held if slot.acquired_at <= cutoff and not slot.received]:
             self.release(slot)
         self._start_timer()
 
@@ -216,6 +218,6 @@ async def receive_first(requests: AsyncIterator[Any], seconds: float) -> Any:
     except TimeoutError:
         raise DeadlineExceeded(f"the call's message did not arrive within {seconds:g} s") from None
     except StopAsyncIteration:
-        # If the caller cancelled the call, gRPC cancels this handler now, and no error is logged.
+        # If the caller cancelled the call, gRPC cancels this handler meanwhile, and no error is logged.
         await asyncio.sleep(CANCEL_TIMEOUT)
         raise InvalidArgument("the call ended without a message") from None

@@ -21,7 +21,7 @@ LAST_PORT = 65_535
 class Settings(BaseModel):
     """Every setting of the server.
 
-    The description of a field is its text in `camserve-server serve --help`, in the JSON schema and in the README.
+    The description of a field is its text in `camserve-server serve --help`, in the JSON schema and in docs/server.md.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,7 +57,10 @@ class Settings(BaseModel):
         " `camserve[otel]`.",
     )
     max_batch_seconds: float = Field(
-        default=60.0, ge=1, le=3600, description="Seconds that a batch may take before its worker is considered hung."
+        default=60.0,
+        ge=1,
+        le=3600,
+        description="Seconds that a batch may take before its worker is killed and restarted.",
     )
     threads: int = Field(
         default=0, ge=0, le=1024, description="Threads for image processing and for torch. 0 uses one per core."
@@ -73,9 +76,9 @@ class Settings(BaseModel):
         default=256,
         ge=1,
         le=1_048_576,
-        description="Memory budget of all batches that run on a CPU at the same time, in MiB. Batches that would exceed"
-        " it get fewer inputs. The budget is never more than a sixth of the machine's memory, or of the container's"
-        " memory limit.",
+        description="Memory budget of all batches that a worker runs on a CPU at the same time, in MiB. Batches that"
+        " would exceed it get fewer inputs. The budget is never more than a sixth of the machine's memory, or of the"
+        " container's memory limit.",
     )
     max_queue_rows: int = Field(
         default=1024, ge=1, le=1_000_000, description="Maximum rows accepted and not yet answered. More are refused."
@@ -84,11 +87,9 @@ class Settings(BaseModel):
         default=0.0,
         ge=0,
         le=10_000,
-        description="Milliseconds that the oldest row waits at most for others to join its batch. 0 never waits.",
+        description="Milliseconds that the oldest row may wait for others to join its batch. 0 never waits.",
     )
-    max_request_rows: int = Field(
-        default=16_384, ge=1, le=1_000_000, description="Maximum rows of one request: copies of its image to run."
-    )
+    max_request_rows: int = Field(default=16_384, ge=1, le=1_000_000, description="Maximum rows of one request.")
     max_explanations: int = Field(default=64, ge=1, le=4096, description="Maximum maps in one request.")
     max_drawn_pixels: int = Field(
         default=200_000_000, ge=1, description="Maximum pixels in all pictures of one request, in total."
@@ -107,8 +108,8 @@ class Settings(BaseModel):
         default=20.0,
         gt=0,
         le=86_400,
-        description="Seconds that a call may take to send its first message. Also the seconds that a stream may pause"
-        " between two messages while none of its requests is in progress.",
+        description="Seconds that a call may take to send its first message (else DEADLINE_EXCEEDED), and that a"
+        " stream may be open with no request in progress (else UNAVAILABLE).",
     )
     connection_idle_seconds: float = Field(
         default=300.0, gt=0, le=86_400, description="Seconds after which a connection without calls is closed."
@@ -117,14 +118,15 @@ class Settings(BaseModel):
         default=3600.0,
         gt=0,
         le=604_800,
-        description="Seconds for which a connection accepts new calls. Clients then open another one automatically.",
+        description="Age of a connection, in seconds, after which it accepts no new calls. Clients then open another"
+        " one automatically.",
     )
     connection_grace_seconds: float = Field(
         default=900.0,
         gt=0,
         le=86_400,
-        description="Seconds that the calls in progress on a connection may take once it accepts no new ones. They are"
-        " cancelled afterwards.",
+        description="Seconds that the calls in progress on a connection may take after `connection_age_seconds`. They"
+        " are cancelled afterwards.",
     )
     stream_in_flight: int = Field(
         default=32,
@@ -149,7 +151,7 @@ class Settings(BaseModel):
     )
     insecure: bool = Field(
         default=False,
-        description="Allow other machines to connect even without TLS and tokens. Anyone who can reach the server may"
+        description="Allow other machines to connect without TLS or authentication. Anyone who can reach the server may"
         " call it.",
     )
     admin: bool = Field(

@@ -34,7 +34,7 @@ class ServiceError(Exception):
         message: the fault, in words for the caller; never contains a path, an address or a traceback.
         field: path of the request's invalid field, such as `targets[0].label`; empty if no field is at fault.
         retry_after: seconds after which a retry makes sense.
-        shed: the state of the server that made it refuse a valid request, as one word for the metrics.
+        shed_reason: the state of the server that made it refuse a valid request, as one word for the metrics.
 
     Attributes:
         fault: the message without the field's name; empty if the message does not begin with a field's name.

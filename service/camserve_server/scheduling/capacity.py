@@ -42,20 +42,20 @@ class BatchBudget:
         inputs: largest number of distinct inputs.
         seconds: largest sum of the rows' expected seconds; the first row is taken whatever it costs.
         rows: number of rows taken so far.
-        spent: sum of their expected seconds.
+        expected_seconds: sum of their expected seconds.
         seen: their distinct inputs.
     """
 
     inputs: int
     seconds: float
     rows: int = 0
-    timings: float = 0.0
+    expected_seconds: float = 0.0
     seen: set[Hashable] = field(default_factory=set)
 
     @property
     def full(self) -> bool:
         """True if the batch has no room for another input."""
-        return len(self.seen) >= self.inputs or self.timings >= self.seconds
+        return len(self.seen) >= self.inputs or self.expected_seconds >= self.seconds
 
     def take(self, row: Row, seconds: float, max_inputs: int) -> bool:
         """Add a row if it fits; return True if it did.
@@ -65,13 +65,13 @@ class BatchBudget:
             seconds: seconds that it is expected to take.
             max_inputs: largest number of distinct inputs in the batch after this row.
         """
-        if self.rows and self.timings + seconds > self.seconds:
+        if self.rows and self.expected_seconds + seconds > self.seconds:
             return False
         if row.input not in self.seen and len(self.seen) >= min(max_inputs, self.inputs):
             return False
         self.seen.add(row.input)
         self.rows += 1
-        self.timings += seconds
+        self.expected_seconds += seconds
         return True
 
 

@@ -1,16 +1,17 @@
-"""Dispatcher: gives batches to workers. Each worker takes one whenever it is free, from the rows that wait.
+"""Dispatcher: forms a batch whenever a worker is free, and gives it to that worker.
 
-No timer holds a batch back unless `max_delay` asks for it: while the worker runs one batch, the next one gathers.
+No timer holds a batch back unless `max_delay` asks for it: while a worker runs one batch, rows for the next one
+accumulate.
 
-A worker on a CPU may run two batches at once, each with half of its cores, and does so as soon as two requests wait.
-Both are done as soon as they would be one after the other on all cores. A core that is interrupted by other work of
-the server delays only one of the two batches, and a later request finds a free half sooner. A request that waits alone
-gets all cores.
+A worker on a CPU may run two batches at once, each on a partition of half of its cores, and does so as soon as two
+inputs wait. Two batches on half of the cores each take as long together as one after the other on all cores. But a core
+that is interrupted by other work of the server delays only one of the two, and a later request finds a free partition
+sooner. A single input gets all cores.
 
 A GPU is not divided. It gets two batches of full size, each in a stream of its own: while it computes one, the inputs
 of the other are on their way to it, or its results on their way back.
 
-Rows that are run again (see `executor`) go before all others, on a whole worker.
+Rows that are run again (see `executor`) go before all others, with no other batch on the worker.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ class Dispatcher:
         executor: executor that runs the batches.
         capacity: limits of batches.
         partitioned: True if each worker can run two batches at once, each on half of its cores.
-        streams: True if each worker can run two batches at once, each in a stream of its GPU.
+        streams: True if each worker can run two batches at once, each in a CUDA stream of its own.
         max_delay: seconds that the oldest row may be held back until a batch is full; 0 for none.
     """
 
@@ -57,7 +58,7 @@ class Dispatcher:
         return tasks
 
     async def _serve(self, worker: WorkerHandle) -> None:
-        """Run batches on partition 0, or on the whole worker where a batch runs alone."""
+        """Run batches on partition 0, or on the whole worker if no second batch may run."""
         while True:
             batch = await self._next_batch(worker, 0)
             if not batch:
@@ -77,7 +78,7 @@ class Dispatcher:
             worker.inputs[0] = 0
 
     async def _serve_second(self, worker: WorkerHandle) -> None:
-        """Run batches on partition 1 while the worker is shared."""
+        """Run batches on partition 1 while `worker.shared` is set."""
         while True:
             batch = await self._next_batch(worker, 1, worker.shared)
             await self._executor.execute(worker, batch, 1)
@@ -85,7 +86,7 @@ class Dispatcher:
             worker.second_idle.set()
 
     async def _next_batch(self, worker: WorkerHandle, partition: Partition, *required: asyncio.Event) -> list[RowRef]:
-        """Wait until a partition may run a batch, and return one; an empty one if rows are to be run again."""
+        """Wait until a partition may run a batch, and return it. An empty batch means that rows are to be run again."""
         required = (*required, worker.resumed)
         while True:
             for event in (*required, self._queue.work_available):
@@ -105,7 +106,7 @@ class Dispatcher:
             self._clear_event(worker, partition)
 
     def _clear_event(self, worker: WorkerHandle, partition: Partition) -> None:
-        """Clear the event that a partition waits for, since it may run none of the rows that wait."""
+        """Clear the event that this partition waited for: it may run none of the waiting rows, and would spin."""
         if partition and (self._queue or self._executor.reruns):
             worker.shared.clear()  # the next rows may not run beside another batch: partition 0 takes them
         elif not self._executor.reruns:
@@ -132,7 +133,10 @@ class Dispatcher:
         return policy.gets_whole_worker(waiting, self._capacity.inputs, only_full=only_full)
 
     def _only_full_share(self, batch: list[RowRef] | None = None) -> bool:
-        """Return True if only full batches share a worker; a long request in `batch` counts as one that waits."""
+        """Return True if only full batches share a worker.
+
+        Long requests in `batch`, which has left the queue, count like those that wait: the rest of their rows follow.
+        """
         return policy.only_full_batches_share(
             collects=self._max_delay > 0,
             has_long=self._queue.has_long or any(map(self._queue.is_long, requests_of(batch or []))),
@@ -142,9 +146,9 @@ class Dispatcher:
     async def _wait_for_full_batch(self) -> None:
         """Wait for more rows until a batch is full, but no longer than the oldest row may be held back."""
         while self._max_delay and (next_batch := self._queue.peek(_now())):
-            waiting_since, rows = next_batch
+            waiting_since, inputs = next_batch
             left = waiting_since + self._max_delay - _now()
-            if left <= 0 or rows >= self._capacity.inputs:
+            if left <= 0 or inputs >= self._capacity.inputs:
                 return
             self._queue.work_available.clear()
             try:

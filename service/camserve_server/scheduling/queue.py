@@ -53,7 +53,7 @@ class PendingRequest:
         deadline: time on the event loop's clock after which no further row runs.
         arrived: time of arrival.
         done: future that ends the request.
-        spent: time that the request spent waiting and computing.
+        timings: time that the request spent waiting and computing.
         origin: the caller, and the request's trace.
         taken: number of rows put in batches.
         delivered: number of results passed to `collect`.
@@ -242,13 +242,13 @@ class Queue:
         return inputs
 
     def peek(self, now: float) -> tuple[float, int] | None:
-        """Return since when the oldest request of the next batch waits, and how many rows wait for its pass."""
+        """Return since when the oldest request of the next batch waits, and how many inputs wait for its pass."""
         if (chosen := self._choose(now)) is None:
             return None
         caller, pass_ = chosen
         same_pass = [pass_queue for passes in self._callers.values() if (pass_queue := passes.get(pass_))]
         oldest = next(iter(self._callers[caller][pass_].requests))
-        return oldest.stage_began, sum(request.waiting for queue in same_pass for request in queue.requests)
+        return oldest.stage_began, sum(request.inputs for queue in same_pass for request in queue.requests)
 
     def form(self, max_inputs: int, now: float, *, in_parallel: bool = False) -> list[RowRef]:
         """Take the next batch; an empty one if no row may run now.

@@ -5,7 +5,7 @@
 3. Run: plan the job into rows, and run them in batches with those of other requests (`jobs`, `scheduling`, `workers`,
    `engine`). Methods turn what the layers return into maps (`methods`).
 4. Draw: colour the maps and encode the pictures, in a thread (`drawing`, `imaging.render`).
-5. Reply: let the caller encode the `ExplainResult`, in the same thread.
+5. Reply: let the caller encode the `ExplainResult`, in the same thread if pictures were drawn.
 
 This module knows no protocol: gRPC, the Open Inference Protocol and the in-process API all call `Pipeline.explain`.
 """
@@ -37,7 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Compute: TypeAlias = Callable[[PreparedPhoto, jobs.Submit], Awaitable[jobs.JobResult]]
-"""Computes the explanations of a photo, with a function that runs rows in batches."""
+"""Computes the explanations of a photo. The second argument is the function that runs rows in batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Pipeline:
     """The steps of a request, and the resources that all requests share.
 
     Attributes:
-        lifecycle: the models, and how to load and unload them.
+        repository: the models, and how to load and unload them.
         batcher: queue that runs rows in batches.
-        threads: threads that decode and draw; callers take turns in them.
+        threads: threads that decode and draw; callers take turns.
         limits: limits on one request.
-        photo_budget: memory for decoded photos whose requests wait.
+        photo_budget: memory for decoded photos that are kept until their maps are drawn.
         drawing_limit: memory for photos being decoded and pictures being drawn.
         reply_limit: memory for replies that are not sent yet.
         origin: the caller of the requests, and the trace of the current one.
@@ -64,14 +64,14 @@ class Pipeline:
     reply_limit: Admission = field(default_factory=memory.reply_limit)
     origin: Origin = IN_PROCESS
 
-    def for_caller(self, caller: str, record: RequestTrace | None) -> "Pipeline":
+    def for_caller(self, caller: str, trace: RequestTrace | None) -> "Pipeline":
         """Return a copy for one request, with the same resources.
 
         Args:
             caller: name of the caller's token, or its address.
-            record: trace of the request; None without telemetry.
+            trace: trace of the request; None without telemetry.
         """
-        return replace(self, origin=Origin(caller, record))
+        return replace(self, origin=Origin(caller, trace))
 
     @property
     def models(self) -> Mapping[str, KnownModel]:
@@ -93,8 +93,9 @@ class Pipeline:
         Args:
             request: the job, the photo, and the pictures to draw.
             unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
-            encode: makes the reply from the result; called in the thread that drew the last picture.
-            deadline: time on the event loop's clock after which no row of the request starts.
+            encode: makes the reply from the result; called in the thread that drew the last picture, else on the loop.
+            deadline: time on the event loop's clock after which no row enters a batch. The other steps end when gRPC
+                cancels the call.
             wait: True to wait for room in the queue instead of being refused.
             progress: called with the number of rows done and the number of all rows.
 
@@ -149,7 +150,8 @@ class Pipeline:
             request: the photo, and the pictures to draw.
             compute: computes the explanations.
             encode: makes the reply from the result.
-            deadline: time on the event loop's clock after which no row of the request starts.
+            deadline: time on the event loop's clock after which no row enters a batch. The other steps end when gRPC
+                cancels the call.
             unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
         """
         clock, trace = asyncio.get_running_loop().time, self.origin.record
@@ -180,7 +182,7 @@ class Pipeline:
         times: "_Times",
         unsent: ExitStack,
     ) -> T:
-        """Draw the explanations and make the reply, as soon as there is memory for both."""
+        """Draw the explanations and make the reply, once memory for the pictures and the reply is reserved."""
 
         def make_reply(explanations: list[jobs.Explanation]) -> T:
             timing = times.timing()
@@ -246,7 +248,7 @@ class _Times:
         began: when decoding began.
         decoded: when the photo was decoded.
         computed: when all explanations were computed.
-        spent: time in the queue and in batches.
+        timings: time in the queue and in batches.
     """
 
     clock: Callable[[], float]

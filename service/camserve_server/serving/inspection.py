@@ -50,7 +50,7 @@ class _ImageRun:
         result: the result of its row.
         prediction: the model's prediction.
         decoding: seconds that decoding took.
-        spent: time in the queue and in the batch.
+        timings: time in the queue and in the batch.
     """
 
     photo: _PreparedPhoto

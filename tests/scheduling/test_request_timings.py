@@ -51,17 +51,17 @@ async def settle():
 
 
 def test_waiting_while_a_batch_runs_counts_as_compute_once():
-    spent = RequestTimings()
-    spent.change(0.0, submitted=1)
-    spent.change(1.0, running=1)
-    spent.change(2.0, submitted=1)  # more rows wait while the first batch runs
-    spent.change(3.0, running=1)  # now two batches run at once
-    spent.change(5.0, running=-1)
-    spent.change(6.0, running=-1)
-    spent.change(8.0, submitted=-2)
-    spent.change(99.0, submitted=1)  # time between two calls belongs to neither
+    timings = RequestTimings()
+    timings.change(0.0, submitted=1)
+    timings.change(1.0, running=1)
+    timings.change(2.0, submitted=1)  # more rows wait while the first batch runs
+    timings.change(3.0, running=1)  # now two batches run at once
+    timings.change(5.0, running=-1)
+    timings.change(6.0, running=-1)
+    timings.change(8.0, submitted=-2)
+    timings.change(99.0, submitted=1)  # time between two calls belongs to neither
 
-    assert (spent.queue, spent.compute) == (1.0 + 2.0, 5.0)
+    assert (timings.queue, timings.compute) == (1.0 + 2.0, 5.0)
 
 
 async def test_two_batches_of_one_request_at_once_count_their_time_once(clock):
@@ -72,25 +72,26 @@ async def test_two_batches_of_one_request_at_once_count_their_time_once(clock):
         clock[0] += 3.0
         for partition in (0, 1):
             worker.released[partition].set()
-        spent = await call
+        timings = await call
 
-    assert (spent.queue, spent.compute) == pytest.approx((0.0, 3.0), abs=1e-3)
+    assert (timings.queue, timings.compute) == pytest.approx((0.0, 3.0), abs=1e-3)
 
 
 async def test_passes_submitted_together_share_the_time_of_their_request(clock):
     """An evaluation gathers several submissions, and each of them waits while the others run."""
-    worker, spent = BlockedWorker(), RequestTimings()
+    worker, timings = BlockedWorker(), RequestTimings()
     worker.released[None].set()
     other = Pass("net", "cam", (8, 8), ("layer3",))
     async with Batcher(worker, max_batch_rows=4) as batcher:
         batcher.pause()
         calls = [
-            asyncio.create_task(batcher.submit(pass_, rows(4), lambda *_: None, spent=spent)) for pass_ in (CAM, other)
+            asyncio.create_task(batcher.submit(pass_, rows(4), lambda *_: None, timings=timings))
+            for pass_ in (CAM, other)
         ]
         await settle()
         clock[0] += 2.0
         batcher.resume()
         await asyncio.gather(*calls)
 
-    assert (spent.queue, spent.compute) == pytest.approx((2.0, 0.0), abs=1e-3)
-    assert (spent.submitted, spent.running) == (0, 0)
+    assert (timings.queue, timings.compute) == pytest.approx((2.0, 0.0), abs=1e-3)
+    assert (timings.submitted, timings.running) == (0, 0)
