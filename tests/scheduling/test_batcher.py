@@ -481,6 +481,21 @@ async def test_batch_is_held_back_no_longer_than_max_delay():
     assert [sorted(indices) for _, indices in worker.batches] == [[1, 2], [0, 1, 2, 3]]
 
 
+async def test_targets_of_one_image_do_not_fill_a_held_back_batch():
+    """Four rows of one input leave room for three more inputs: the batch waits for them."""
+    worker, image = FakeWorker(), np.zeros((1, 1, 3), np.uint8)
+    targets = [Row(image, ClassTarget(index)) for index in range(4)]
+    with StoppedClock():
+        async with Batcher(worker, max_batch_rows=4, max_delay=0.5) as batcher:
+            first = asyncio.create_task(batcher.submit(CAM, targets, lambda *_: None))
+            await settle()
+            held_back = batcher.stats.batches == 0
+            await asyncio.gather(first, *(ask(batcher, [value]) for value in (5, 6, 7)))
+
+    assert held_back
+    assert [sorted(indices) for _, indices in worker.batches] == [[0, 1, 2, 3, 5, 6, 7]]
+
+
 async def test_near_deadline_goes_first():
     worker = FakeWorker()
     with StoppedClock():
