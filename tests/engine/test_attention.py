@@ -395,7 +395,7 @@ def test_a_model_without_attention_between_all_patches_is_refused_in_words(plant
     model = models.LoadedModel(replace(model.info, name=name), model.module)
 
     for method in ("chefer", "legrad"):
-        assert refusal(model, method) == f"{method} needs attention between all of an image's patches: {words}"
+        assert refusal(model, method) == f"{method} needs global (not windowed) self-attention: {words}"
 
 
 class Loose(VisionTransformer):
@@ -441,4 +441,4 @@ def test_legrad_refuses_a_head_that_takes_no_other_tokens(plant):
 def test_every_attention_method_says_what_it_needs():
     for method in (*ROLLING, "legrad"):
         assert isinstance(METHODS[method], Attention)
-        assert METHODS[method].needs == "attention between all of an image's patches"
+        assert METHODS[method].needs == "global (not windowed) self-attention"

@@ -343,7 +343,7 @@ def test_a_layer_that_returns_no_tensor_of_numbers_is_refused_in_words(plant):
         return seen
 
     model = plant(lambda: Toy(say, Wraps(lambda t: (t > 0, "words"))))
-    with pytest.raises(FailedPrecondition, match='"layer" returns no tensor of numbers'):
+    with pytest.raises(FailedPrecondition, match='"layer" returns no floating-point tensor'):
         backward_toy(model)
     assert hook_count(model.module) == 0
 

@@ -210,7 +210,7 @@ def test_every_method_explains_it_or_says_what_is_missing(kind, zoo):
 
     assert refused.keys() == REFUSED[kind]
     assert all(
-        "no ReLU" in words or "needs attention between all of an image's patches" in words for words in refused.values()
+        "no ReLU" in words or "needs global (not windowed) self-attention" in words for words in refused.values()
     )
 
 

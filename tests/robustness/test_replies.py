@@ -1,5 +1,6 @@
 """Messages of a worker process arrive unchanged, and no message can run code in the server."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -83,6 +84,25 @@ def test_error_arrives_as_one_of_our_classes(error, kind):
     assert str(received) == str(error)
     for name in ("field", "retry_after", "shed_reason"):
         assert getattr(received, name, None) == getattr(error, name, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoFields:
+    """A value without fields, such as a target that is the same for every image."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OneField:
+    value: int
+
+
+@pytest.mark.parametrize("value", [NoFields(), OneField(3)])
+def test_value_with_few_fields_arrives_unchanged(monkeypatch, value):
+    kind = type(value)
+    monkeypatch.setattr(replies, "_GETTERS", {**replies._GETTERS, kind: replies._getter(kind)})
+    monkeypatch.setattr(replies, "_CLASSES_BY_NAME", {**replies._CLASSES_BY_NAME, kind.__name__: kind})
+
+    assert replies.deserialize(replies.serialize(Response(1, value))).value == value
 
 
 class RunsCode:

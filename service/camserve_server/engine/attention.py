@@ -124,9 +124,9 @@ def _find_blocks(info: ModelInfo, spans: Sequence[Span], count: int) -> list[Spa
     Raises:
         FailedPrecondition: the tokens that a block returns are not those that the next one receives.
     """
-    outermost = {span.step: span for span in spans if span.returned is not None and span.returned.dim() == 3}  # noqa: PLR2004 -- [B,N,C]
+    outermost = {span.step: span for span in spans if span.output is not None and span.output.dim() == 3}  # noqa: PLR2004 -- [B,N,C]
     chain = [outermost[step] for step in sorted(outermost)]
-    linked = all(_same(block.returned, following.given) for block, following in pairwise(chain))
+    linked = all(_same(block.output, following.input) for block, following in pairwise(chain))
     # With one block, an outer module that contains the norm after the block cannot be told from the block.
     if not len(chain) == count > 1 or not linked:
         raise FailedPrecondition(
@@ -180,7 +180,7 @@ def _run_head_on_blocks(model: LoadedModel, inputs: Tensor, chain: Sequence[Span
     Raises:
         FailedPrecondition: the head does not accept other tokens.
     """
-    tokens = [cast("Tensor", block.returned) for block in chain]
+    tokens = [cast("Tensor", block.output) for block in chain]
     means = [block_tokens.mean(1, keepdim=True) for block_tokens in tokens]
     head_input = torch.cat(means).detach().requires_grad_()
     with replace_output(chain[-1].module, head_input.expand(-1, tokens[-1].shape[1], -1)):

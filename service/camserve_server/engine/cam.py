@@ -1,4 +1,8 @@
-"""Run passes at layers: capture feature maps and the score's gradients there, and compute maps from both."""
+"""Run passes at layers: capture feature maps and the score's gradients there, and compute maps from both.
+
+A `Pass` is the description of what a batch computes. Running it takes one forward pass of the model, and then one or
+more backward passes, each of which is a `BackwardPass`.
+"""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,36 +38,39 @@ from camserve_server.models.values import Layout, ModelInfo, Pass
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGrids:
+class LayerTensors:
     """Tensors of one layer for several rows, on the layer's grid, [b,C,h,w] each.
 
     Attributes:
         activations: the feature maps.
-        gradients: gradients of the scores at the feature maps.
-        curvature: products of the scores' Hessians and the feature maps, in a pass that differentiates twice.
+        gradients: gradients of the scores with respect to the feature maps.
+        hessian_product: products of the scores' Hessians and the feature maps, in a pass that differentiates twice.
     """
 
     activations: Tensor
     gradients: Tensor
-    curvature: Tensor | None = None
+    hessian_product: Tensor | None = None
 
     @property
     def nonzero(self) -> Tensor:
-        """For each row, True if its gradient is not zero everywhere [b]."""
+        """For each row, True if its gradient has a non-zero value [b]."""
         return self.gradients.flatten(1).any(1)
 
 
-_CapturedPass: TypeAlias = tuple[BackwardPass, list[LayerGrids]]
+_CapturedPass: TypeAlias = tuple[BackwardPass, list[LayerTensors]]
 """A backward pass, and the tensors of each layer for its rows."""
 
-MAX_JOINED_ROWS = 16
-"""Number of rows at which the passes gathered so far are computed: more rows would not be faster, but take memory."""
+ROWS_TO_COMPUTE = 16
+"""Once the gathered backward passes have this number of rows, their maps are computed.
 
-MAX_JOINED_BYTES = 8 * 2**20
-"""Bytes of activations and gradients at which the passes gathered so far are computed."""
+With more rows the maps would not be computed faster, but take more memory. The last pass may exceed the number.
+"""
 
-LARGE_ROW_BYTES = 8 * 2**20
-"""Bytes of activations and gradients of a row from which freed memory is returned to the system, on a CPU.
+BYTES_TO_COMPUTE = 8 * 2**20  # 8 MiB
+"""Once the gathered backward passes have this size of activations and gradients, their maps are computed."""
+
+LARGE_ROW_BYTES = 8 * 2**20  # 8 MiB
+"""If a row's activations and gradients have this size or more, memory freed on a CPU is returned to the system.
 
 Blocks of this size, freed between small blocks that stay in use, leave the heap fragmented: 16 targets on four layers
 of 1.6 MB each took 215 MiB, half of it free.
@@ -73,12 +80,12 @@ of 1.6 MB each took 215 MiB, half of it free.
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch: one forward pass, then the backward passes."""
     unique = find_unique_inputs(rows)
-    layers = {name: model.module.get_submodule(name) for name in pass_.layers}
+    modules = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    with torch.enable_grad(), capture_layers(layers) as captures:
+    with torch.enable_grad(), capture_layers(modules) as captures:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         captured = (
-            (backward, [grids_of(model.info, captures, name, backward.at) for name in pass_.layers])
+            (backward, [take_tensors(model.info, captures, name, backward.at) for name in pass_.layers])
             for backward in run_backward_passes(outputs, unique, rows)
         )
         for passes in _gather(captured):
@@ -93,24 +100,24 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
 def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch and differentiate twice: also compute the score's Hessian times the activations, at each layer."""
     unique = find_unique_inputs(rows)
-    layers = {name: model.module.get_submodule(name) for name in pass_.layers}
+    modules = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
     # torch can differentiate fused attention only once.
-    with torch.enable_grad(), PlainAttention(), capture_layers(layers) as captures:
+    with torch.enable_grad(), PlainAttention(), capture_layers(modules) as captures:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         for backward, scores in score_passes(outputs, unique, rows):
-            grids = [_curvature_grids(model.info, captures, name, backward.at, scores) for name in pass_.layers]
-            results |= _results([(backward, grids)], rows)
+            layers = [_differentiate_twice(model.info, captures, name, backward.at, scores) for name in pass_.layers]
+            results |= _results([(backward, layers)], rows)
     return in_row_order(results)
 
 
 def _gather(captured: Iterable[_CapturedPass]) -> Iterator[list[_CapturedPass]]:
-    """Gather passes until they have enough rows: a method costs less for many rows together than for each alone."""
+    """Gather backward passes until they have enough rows: a method costs less per row for many rows together."""
     passes: list[_CapturedPass] = []
     for each in captured:
         passes.append(each)
         rows = sum(len(backward.rows) for backward, _ in passes)
-        if _bytes_of(passes) >= MAX_JOINED_BYTES or rows >= MAX_JOINED_ROWS:
+        if _bytes_of(passes) >= BYTES_TO_COMPUTE or rows >= ROWS_TO_COMPUTE:
             yield passes
             passes = []
     if passes:
@@ -118,22 +125,22 @@ def _gather(captured: Iterable[_CapturedPass]) -> Iterator[list[_CapturedPass]]:
 
 
 def _bytes_of(passes: Sequence[_CapturedPass]) -> int:
-    """Return the bytes of the activations and gradients of passes."""
-    return sum(2 * grids.activations.nbytes for _, layers in passes for grids in layers)
+    """Return the bytes of the activations and gradients of backward passes."""
+    return sum(2 * layer.activations.nbytes for _, layers in passes for layer in layers)
 
 
 def _results(passes: Sequence[_CapturedPass], rows: Sequence[Row]) -> dict[int, RowResult]:
-    """Compute the maps of all rows of passes; return the results by row index."""
+    """Compute the maps of all rows of backward passes; return the results by row index."""
     joined = join_passes([backward for backward, _ in passes])
-    layers = [_join_grids(parts) for parts in zip(*(grids for _, grids in passes), strict=True)]
+    layers = [_join_tensors(parts) for parts in zip(*(tensors for _, tensors in passes), strict=True)]
     pass_rows = [rows[index] for index in joined.rows]
-    computed = [_compute_maps(pass_rows, grids, joined.scores) for grids in layers]
+    computed = [_compute_maps(pass_rows, layer, joined.scores) for layer in layers]
     with_features = [position for position, row in enumerate(pass_rows) if row.features]
     pass_results, arrays = joined.fetch(
         [
-            *(grids.nonzero for grids in layers),
+            *(layer.nonzero for layer in layers),
             *(maps.values for method_maps in computed for maps in method_maps),
-            *(grids.activations[position] for position in with_features for grids in layers),
+            *(layer.activations[position] for position in with_features for layer in layers),
         ]
     )
     remaining = iter(arrays)  # in the same order
@@ -151,41 +158,45 @@ def _results(passes: Sequence[_CapturedPass], rows: Sequence[Row]) -> dict[int, 
     }
 
 
-def _join_grids(parts: Sequence[LayerGrids]) -> LayerGrids:
+def _join_tensors(parts: Sequence[LayerTensors]) -> LayerTensors:
+    """Join the tensors of one layer in several backward passes.
+
+    Hessian products are not joined: a pass that differentiates twice computes each backward pass alone.
+    """
     if len(parts) == 1:
         return parts[0]
-    activations = torch.cat([grids.activations for grids in parts])
-    return LayerGrids(activations, torch.cat([grids.gradients for grids in parts]))
+    activations = torch.cat([part.activations for part in parts])
+    return LayerTensors(activations, torch.cat([part.gradients for part in parts]))
 
 
-def grids_of(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor) -> LayerGrids:
+def take_tensors(info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor) -> LayerTensors:
     """Return the tensors of a layer for some inputs, and clear its gradient for the next backward pass.
 
     Args:
         info: the model.
         captures: captures of the layers, by name.
         name: name of the layer.
-        at: index of the inputs along the batch axis.
+        at: slice or indices of the inputs along the batch axis.
     """
     capture, layout = _check_capture(info, captures, name)
     gradient, capture.gradient = capture.gradient, None
     activations = to_grid(capture.activation, layout)[at]
     gradients = torch.zeros_like(activations) if gradient is None else to_grid(gradient, layout)[at]
-    return LayerGrids(activations, gradients)
+    return LayerTensors(activations, gradients)
 
 
-def _curvature_grids(
+def _differentiate_twice(
     info: ModelInfo, captures: Mapping[str, Capture], name: str, at: slice | Tensor, scores: Tensor
-) -> LayerGrids:
+) -> LayerTensors:
     """Return the tensors of a layer for some inputs, with the product H·A of each score's Hessian and activations."""
     capture, layout = _check_capture(info, captures, name)
     source = capture.source
-    first = _gradient(scores.sum(), source)
-    second = _gradient((first * capture.activation).sum(), source)
-    return LayerGrids(
+    gradient = _gradient(scores.sum(), source)
+    hessian_product = _gradient((gradient * capture.activation).sum(), source)
+    return LayerTensors(
         to_grid(capture.activation, layout)[at],
-        to_grid(first.detach(), layout)[at],
-        to_grid(second.detach(), layout)[at],
+        to_grid(gradient.detach(), layout)[at],
+        to_grid(hessian_product.detach(), layout)[at],
     )
 
 
@@ -229,8 +240,8 @@ class _MethodMaps:
 
     Attributes:
         call: the method.
-        positions: positions of the rows that ask for it.
-        values: the maps of these rows [b,h,w].
+        positions: indices, in the joined backward passes, of the rows that request it.
+        values: the maps of these rows [b,h,w], or other terms if the method averages over copies of the image.
     """
 
     call: MethodCall
@@ -238,14 +249,14 @@ class _MethodMaps:
     values: Tensor
 
 
-def _compute_maps(rows: Sequence[Row], grids: LayerGrids, scores: Tensor) -> list[_MethodMaps]:
-    """Compute the maps of every row's methods on one layer, each method once for all rows that ask for it."""
+def _compute_maps(rows: Sequence[Row], tensors: LayerTensors, scores: Tensor) -> list[_MethodMaps]:
+    """Compute the maps of every row's methods on one layer, each method once for all rows that request it."""
     methods: dict[Hashable, tuple[MethodCall, list[int]]] = {}
     for position, row in enumerate(rows):
         for call in row.calls:
             methods.setdefault(call.key, (call, []))[1].append(position)
     return [
-        _MethodMaps(call, positions, _weigh(call, grids, scores, positions)) for call, positions in methods.values()
+        _MethodMaps(call, positions, _weigh(call, tensors, scores, positions)) for call, positions in methods.values()
     ]
 
 
@@ -264,13 +275,16 @@ def _maps_by_row(rows: Sequence[Row], computed: Sequence[_MethodMaps], arrays: I
     return [tuple(by_method[call.key] for call in row.calls) for by_method, row in zip(maps, rows, strict=True)]
 
 
-def _weigh(call: MethodCall, grids: LayerGrids, scores: Tensor, positions: list[int]) -> Tensor:
-    """Return a method's maps [b,h,w] of some rows; for a method that makes copies, the terms of its mean."""
+def _weigh(call: MethodCall, tensors: LayerTensors, scores: Tensor, positions: list[int]) -> Tensor:
+    """Return a method's maps [b,h,w] of some rows.
+
+    For a method with a `finish` of its own, return the values of any shape that are averaged over the image's copies.
+    """
     method = method_of(Cam, call.name)
     device = device_for(scores.device)
     at = slice(None) if len(positions) == len(scores) else device.tensor(positions)  # a slice copies nothing
-    options = {} if grids.curvature is None else {"curvature": grids.curvature[at]}
-    terms = method.weigh(grids.activations[at], grids.gradients[at], scores[at], **call.parameters, **options)
-    if method.finish is not as_it_is or terms.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]
-        return terms
-    return principal(terms) if call.eigen else terms.sum(1)
+    options = {} if tensors.hessian_product is None else {"curvature": tensors.hessian_product[at]}
+    values = method.weigh(tensors.activations[at], tensors.gradients[at], scores[at], **call.parameters, **options)
+    if method.finish is not as_it_is or values.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]
+        return values
+    return principal(values) if call.eigen else values.sum(1)  # from the terms of each channel [b,C,h,w]

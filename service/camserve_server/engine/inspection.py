@@ -15,7 +15,7 @@ from camserve_server.engine.batch import (
     make_inputs,
     run_backward_passes,
 )
-from camserve_server.engine.cam import grids_of
+from camserve_server.engine.cam import take_tensors
 from camserve_server.engine.values import Reading, Row, RowResult, Statistics
 from camserve_server.models import LoadedModel
 from camserve_server.models.hooks import capture_layers, observe_layers
@@ -134,8 +134,8 @@ def run_features(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[R
     with torch.enable_grad(), capture_layers(layers) as captures:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         for backward in run_backward_passes(outputs, unique, rows):
-            grids = [grids_of(model.info, captures, name, backward.at) for name in pass_.layers]
-            tensors = [(layer.nonzero, layer.gradients.mean((2, 3)), layer.activations) for layer in grids]
+            layer_tensors = [take_tensors(model.info, captures, name, backward.at) for name in pass_.layers]
+            tensors = [(layer.nonzero, layer.gradients.mean((2, 3)), layer.activations) for layer in layer_tensors]
             pass_results, arrays = backward.fetch([tensor for layer in tensors for tensor in layer])
             nonzero, weights, maps = arrays[0::3], arrays[1::3], arrays[2::3]
             for position, index in enumerate(backward.rows):

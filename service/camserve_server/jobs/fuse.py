@@ -23,7 +23,7 @@ MAX_PYRAMID_LAYERS = 4
 def fuse_layers(maps_by_layer: Sequence[LayerMaps], fusion: Fusion) -> LayerMaps:
     """Fuse the maps of several layers, target by target.
 
-    Each map is cut at zero, scaled to 0 to 1 and resized bilinearly to the finest grid among them.
+    Each map goes through a ReLU, is min-max normalised, and is resized bilinearly to the finest grid among them.
     """
     name = JOINT.join(layer_maps.layer for layer_maps in maps_by_layer)
     by_target = zip(*(layer_maps.maps for layer_maps in maps_by_layer), strict=True)
@@ -44,7 +44,7 @@ _FUSIONS: Mapping[Fusion, Callable[[Map], Map]] = {
 
 
 def _relative(heatmap: Map) -> Map:
-    """Cut a map at zero and scale it to 0 to 1; a constant map becomes 1 if it is positive, else 0."""
+    """Apply a ReLU and min-max normalise the result; a constant map becomes 1 if it is positive, else 0."""
     cut = heatmap.clip(min=0)
     least, greatest = cut.min(), cut.max()
     scaled = (cut - least) / (greatest - least) if greatest > least else cut > 0
@@ -52,7 +52,7 @@ def _relative(heatmap: Map) -> Map:
 
 
 def resize_positive(heatmap: Map, size: tuple[int, ...]) -> Map:
-    """Cut a map at zero and resize it to another grid, bilinearly between the cells' centres.
+    """Apply a ReLU to a map and resize it to another grid, bilinearly between the cells' centres.
 
     Args:
         heatmap: the map, float32 [h,w].

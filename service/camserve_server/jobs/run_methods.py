@@ -68,7 +68,7 @@ async def maps_of_method(run: ExplanationRun, call: MethodCall) -> list[LayerMap
 
 
 async def _run_augmented(run: ExplanationRun, call: MethodCall) -> list[LayerMaps]:
-    """Take the mean of a method's maps over mirrored and brightened views; the targets are the unchanged image's."""
+    """Take the mean of a method's maps over flipped and rescaled views; the targets are the unchanged image's."""
     plain = replace(call, augmented=False)
     view_runs = [run.of(plain, view=view) for view in AUGMENTED]
     maps_by_view = [maps_by_method[0] for _, maps_by_method in await run_jobs(view_runs)]
@@ -290,8 +290,8 @@ async def _run_windows(method: Windows, run: ExplanationRun, call: MethodCall) -
             window_maps = [maps_by_method[0][index].maps[target] for _, maps_by_method in window_runs]
             maps = np.stack([raw_map.heatmap for raw_map in window_maps])
             weights = [weight_probability(run.job.model.task, window.answers[target]) for window, _ in window_runs]
-            chances = np.array(weights, np.float32)
-            heatmap = await run.row_runner.execute(_merge_windows, method, maps, chances, views, parameters)
+            probabilities = np.array(weights, np.float32)
+            heatmap = await run.row_runner.execute(_merge_windows, method, maps, probabilities, views, parameters)
             zero_gradient = all(raw_map.zero_gradient for raw_map in window_maps)
             raw_maps.append(RawMap(heatmap, zero_gradient=zero_gradient))
         merged.append(LayerMaps(layer, raw_maps))
@@ -299,9 +299,9 @@ async def _run_windows(method: Windows, run: ExplanationRun, call: MethodCall) -
 
 
 def _merge_windows(
-    method: Windows, maps: Map, chances: Map, views: Sequence[View], parameters: Mapping[str, Any]
+    method: Windows, maps: Map, probabilities: Map, views: Sequence[View], parameters: Mapping[str, Any]
 ) -> Map:
-    return method.merge(maps, chances, views, **parameters)
+    return method.merge(maps, probabilities, views, **parameters)
 
 
 @run_method.register

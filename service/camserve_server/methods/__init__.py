@@ -43,6 +43,7 @@ KERNEL = Parameter(
 )
 SCALES = Parameter("scales", "Number of sizes of the image that windows slide over.", 6, 1, 12, integer=True)
 SAMPLES = Parameter("samples", "Number of noisy copies.", 16, 1, 512, integer=True)
+RANDOM_POINTS = Parameter("samples", "Number of random points.", 50, 1, 512, integer=True)
 NOISE = Parameter("noise", "Standard deviation of the noise, as a share of the input's range.", 0.15, 0.0, 1.0)
 SEED = Parameter("seed", "Seed of the random numbers.", 0, 0, 2**31 - 1, integer=True)
 NOISY_COPIES = (SAMPLES, NOISE, SEED)
@@ -174,7 +175,7 @@ METHODS: dict[str, Method] = {
         copy=gradients.between,
         count=gradients.samples,
         term=gradients.travelled,
-        parameters=(replace(SAMPLES, default=50), replace(NOISE, default=0.0), SEED, SAMPLED_BASELINE),
+        parameters=(RANDOM_POINTS, replace(NOISE, default=0.0), SEED, SAMPLED_BASELINE),
         about=gradients.expected,
     ),
     "guided_backprop": Saliency(gradients.guided_backprop, "Springenberg et al. 2015, arXiv:1412.6806", rule="guided"),

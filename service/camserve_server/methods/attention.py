@@ -1,15 +1,16 @@
 """Maps from the attention in every block of a transformer: one function for each formula.
 
-Notation, for one image: A_l is the attention of block l, a matrix N×N for each head. Each row of it holds the shares
-that one token takes from every token. ∇A_l is the gradient of the score there, E_h is the mean over heads, and (·)⁺
-cuts at zero. The first of the N tokens, the prefix, are class, distillation and register tokens; the others are the
-image's patches. Each function takes attention [L,B,heads,N,N], gradients of that shape and the length of the prefix,
-and returns a value for each patch [B, N − prefix].
+Notation, for one image: A_l is the attention of block l of D, a matrix N×N for each head. Each row of it holds the
+shares that one token takes from every token. ∇A_l is the gradient of the score with respect to A_l, E_h is the mean
+over heads, and (·)⁺ is the ReLU. The first of the N tokens, the prefix, are class, distillation and register tokens;
+the others are the image's patches. Each function takes attention [D,B,heads,N,N], gradients of that shape and the
+length of the prefix, and returns a value for each patch [B, N − prefix].
 
 R, the attention accumulated over the blocks, is read in the rows of the tokens that the score depends on: those with a
 gradient in the last block. They are the class token; or the class and the distillation token; or all patches, if the
-model takes the mean over them. The part of R that the residual connections alone carry from a token to itself is left
-out. If patches are read, it would add the same to every patch; if a class token is read, it is in no patch's column.
+model takes the mean over them. The product of the identity terms alone, which the residual connections carry from a
+token to itself, is subtracted. If patches are read, it would add the same to every patch; if a class token is read, it
+is in no patch's column.
 """
 
 import torch
@@ -19,13 +20,14 @@ from torch import Tensor
 def rollout(attention: Tensor, gradients: Tensor, prefix: int, *, heads: str, discard: float) -> Tensor:
     """Multiply the attention of all blocks, from the patches to the tokens that the score depends on.
 
-    R = Ã_L … Ã_1, where Ã_l is 0.5 Ā_l + 0.5 I with each row divided by its sum, and Ā_l is the mean of A_l over heads.
+    R = Ã_D … Ã_1, where Ã_l is 0.5 Ā_l + 0.5 I with each row divided by its sum, and Ā_l is the mean of A_l over heads.
 
     The map is the row of R of the class token; or the mean of the rows of the tokens that the score depends on, such as
-    the class and the distillation token, or all patches if the model averages them. The residual connections' own part,
-    a diagonal, is left out of R. The map does not depend on the target. Abnar and Zuidema 2020, section 3. Two options
-    are Gildenblat's additions: fusing the heads by their maximum or minimum, and setting the share `discard` of each
-    block's lowest values to zero.
+    the class and the distillation token, or all patches if the model averages them. The product of the identity terms
+    alone, a diagonal that the residual connections carry from each token to itself through all blocks, is subtracted
+    from R. The map does not depend on the target. Abnar and Zuidema 2020, section 3. Two options are Gildenblat's
+    additions: fusing the heads by their maximum or minimum, and setting the share `discard` of each block's lowest
+    values to zero.
     """
     fused = _drop_lowest(_HEAD_FUSIONS[heads](attention), discard)
     return _read_rows(_accumulate(fused, normalised=True), gradients, prefix)
@@ -34,7 +36,7 @@ def rollout(attention: Tensor, gradients: Tensor, prefix: int, *, heads: str, di
 def gradient_rollout(attention: Tensor, gradients: Tensor, prefix: int, *, discard: float) -> Tensor:
     """Multiply the attention of all blocks, each weighted by its positive effect on the score.
 
-    R = Ã_L … Ã_1, where Ã_l is (E_h[∇A_l ⊙ A_l])⁺ + I with each row divided by its sum.
+    R = Ã_D … Ã_1, where Ã_l is (E_h[∇A_l ⊙ A_l])⁺ + I with each row divided by its sum.
 
     The share `discard` of the lowest values of (E_h[∇A_l ⊙ A_l])⁺ is set to zero before I is added. R is read as in
     attention_rollout. Gildenblat 2020, with each row divided by its own sum, where his code divides the columns by the
@@ -58,12 +60,12 @@ def chefer(attention: Tensor, gradients: Tensor, prefix: int) -> Tensor:
 def legrad(_attention: Tensor, gradients: Tensor, prefix: int, *, blocks: float) -> Tensor:
     """Add up over blocks how much more attention to each patch would raise the score of the block's own tokens.
 
-    M_j = Σ_l E_h[1/N Σ_i (∂s_l/∂A_l)⁺_ij], where s_l is the score of block l: that of the model's head for the mean of
-    block l's tokens, put in the place of every token.
+    M_j = Σ_l E_h[1/N Σ_i (∂s_l/∂A_l)⁺_ij] for patch j, with i over the N tokens, where s_l is the score of block l.
 
-    The head is everything after the last block. Bousselham et al. 2025, section 3, as in the authors' code for models
-    with a class token. Their other variant, for attentional pooling, uses the attention of the pooling instead. Here
-    that of the blocks is used for every model.
+    s_l is the score that the model's head, which is everything after the last block, gives if each of its input tokens
+    is replaced by the mean of block l's tokens. Bousselham et al. 2025, section 3, as in the authors' code for
+    models with a class token. Their other variant, for attentional pooling, uses the attention of the pooling instead.
+    Here the attention of the blocks is used for every model.
     """
     used = gradients[-int(blocks) :] if blocks else gradients
     return used.clamp(min=0).mean((2, 3)).sum(0)[:, prefix:]
@@ -77,20 +79,20 @@ _HEAD_FUSIONS = {
 
 
 def _drop_lowest(blocks: Tensor, share: float) -> Tensor:
-    """Set a share of the lowest values of each matrix in [L,B,N,N] to zero."""
+    """Set a share of the lowest values of each matrix in [D,B,N,N] to zero."""
     flat = blocks.flatten(2)
     lowest = flat.topk(int(flat.shape[2] * share), largest=False).indices
     return flat.scatter(2, lowest, 0.0).view_as(blocks)
 
 
 def _accumulate(blocks: Tensor, *, normalised: bool) -> Tensor:
-    """Return R without the residual connections' own part [B,N,N], by the recursion R ← (I + E_l) R from R = I.
+    """Return R without the product of the identity terms [B,N,N], by R ← (I + E_l) R from R = I.
 
-    R is kept as the sum of the part that attention carries and of a diagonal, the part of the residual connections.
+    R is kept as the sum of the part that attention carries and of a diagonal, the product of the identity terms.
     Subtracting that diagonal from R in the end would leave little but rounding errors.
 
     Args:
-        blocks: E_l [L,B,N,N].
+        blocks: E_l [D,B,N,N].
         normalised: True to divide each row of I + E_l by its sum.
     """
     carried, diagonal = torch.zeros_like(blocks[0]), torch.ones_like(blocks[0, ..., :1])

@@ -21,7 +21,7 @@ def random(image: Array, *, seed: float, **_parameters: float | str) -> Array:
 def edges(image: Array, **_parameters: float | str) -> Array:
     """Find the image's edges.
 
-    M = √(G_x² + G_y²), where G_x and G_y are the Sobel derivatives of the mean over the colours.
+    M = √(G_x² + G_y²), where G_x and G_y are the Sobel derivatives of the mean over the colour channels.
 
     Beyond its edges the image is mirrored. Some saliency maps are hard to tell from this one: Adebayo et al. 2018,
     arXiv:1810.03292.

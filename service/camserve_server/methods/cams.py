@@ -1,11 +1,13 @@
-"""Class activation maps: one function for each formula.
+"""Class activation maps: the formulas, their kernels and their smaller steps.
 
 Notation, for one image: A_k is channel k of the layer's feature maps and g_k = ∂S/∂A_k is the gradient of the score S
 there, both on the grid h×w. Indices i and j run over the grid's rows and columns, and ⊙ multiplies element by element.
 
-Each function takes activations [B,C,h,w], gradients [B,C,h,w] and scores [B]. It returns either the signed maps
-[B,h,w], before the ReLU, which belongs to rendering; or, if the map is a sum over channels, its terms [B,C,h,w], which
-the caller adds up.
+The formula of a `Cam` takes activations [B,C,h,w], gradients [B,C,h,w] and scores [B]. No formula here uses the scores:
+they are for those of plugins. It returns either the signed maps [B,h,w]; or, if the map is a sum over channels, its
+terms [B,C,h,w], which the caller adds up. The ReLU on the map belongs to rendering. `smoothgradcam_plus_plus` returns
+derivatives, of which `from_means` makes the map. `fullgrad`, `refinecam`, `windows` and `sess` are functions of other
+kinds of method, with the arguments that `kinds` documents.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +50,7 @@ def hirescam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
 
 
 def layercam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weight each value of the feature maps by its own gradient if that is positive.
+    """Weight each value of the feature maps by its own gradient if that is positive, and by zero otherwise.
 
     L = Σ_k ReLU(g_k) ⊙ A_k.
 
@@ -65,7 +67,7 @@ def gradcam_elementwise(activations: Tensor, gradients: Tensor, _scores: Tensor)
 
     L = Σ_k ReLU(g_k ⊙ A_k).
 
-    This is HiResCAM without the evidence against the score. Gildenblat 2021, pytorch-grad-cam.
+    This is HiResCAM with its negative terms dropped. Gildenblat 2021, pytorch-grad-cam.
 
     Returns:
         Terms ReLU(g_k ⊙ A_k) [B,C,h,w].
@@ -74,12 +76,12 @@ def gradcam_elementwise(activations: Tensor, gradients: Tensor, _scores: Tensor)
 
 
 def xgradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weight each feature map by the mean of its gradient, itself weighted by the feature map.
+    """Weight each feature map by the activation-weighted mean of its gradient.
 
     L = Σ_k α_k A_k, with α_k = Σ_ij g_kij A_kij / Σ_ij A_kij, and α_k = 0 if the denominator is 0.
 
-    Fu et al. 2020, equations 7 and 8. At a layer without a ReLU after it the denominator may also be close to zero or
-    negative, which the paper does not foresee: a few channels then get most of the weight.
+    Fu et al. 2020, equations 7 and 8. If A can be negative, the denominator may also be negative or close to zero,
+    which the paper does not foresee: a few channels then get most of the weight.
 
     Returns:
         Terms α_k A_k [B,C,h,w].
@@ -91,16 +93,16 @@ def xgradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
 
 
 def gradcam_plus_plus(activations: Tensor, gradients: Tensor, _scores: Tensor, *, variant: str) -> Tensor:
-    """Weight each feature map by its positive gradients, each scaled by its share of the evidence.
+    """Weight each feature map by the sum of its positive gradients, each weighted by a factor α.
 
     L = Σ_k w_k A_k, with w_k = Σ_ij α_kij ReLU(g_kij) and α_kij = g_kij² / (2 g_kij² + g_kij³ Σ_ab A_kab).
 
-    Chattopadhay et al. 2018, equation 19. With `variant` = official, the α of a channel are divided by their sum over
-    the positions with a positive gradient, as in the authors' code. In the paper the feature maps come after a ReLU, so
-    that α of a positive gradient is between 0 and 1/2. Where g³ ΣA is negative it counts as zero, because the
-    denominator could vanish; where g is zero, so is α. No constant is added to the denominator. Gradients of deep
-    layers are so small that a constant of 1e-6, which other libraries add against division by zero, would decide the
-    map.
+    Chattopadhay et al. 2018, equation 19. It holds for Y = exp(S). The factor exp(S) of the gradient of Y, which is
+    common to all channels, is left out of w_k. With `variant` = official, the α of a channel are divided by their sum
+    over the positions with a positive gradient, as in the authors' code. In the paper the feature maps come after a
+    ReLU, so that α of a positive gradient is between 0 and 1/2. A negative g³ ΣA is replaced by zero, because the
+    denominator could vanish; where g is zero, so is α. No constant is added to the denominator. Gradients are often so
+    small that a constant of 1e-6, which other libraries add against division by zero, would dominate the denominator.
 
     Returns:
         Terms w_k A_k [B,C,h,w].
@@ -127,8 +129,8 @@ def _plus_plus_alpha(squares: Tensor, cubes: Tensor, activation_sums: Tensor) ->
     """Return α = g² / (2 g² + max(0, g³ Σ_ab A_ab)) of Grad-CAM++, or 0 where g² is 0.
 
     Args:
-        squares: g² [...,C,h,w], divided by the largest g².
-        cubes: g³ [...,C,h,w], divided by the largest g² too.
+        squares: g² [...,C,h,w], divided by max g².
+        cubes: g³ [...,C,h,w], divided by max g², like the squares.
         activation_sums: Σ_ab A_ab [...,C,1,1].
     """
     return torch.where(squares == 0, 0, squares / (2 * squares + (cubes * activation_sums).clamp(min=0)))
@@ -141,9 +143,11 @@ def smoothgradcam_plus_plus(
 
     L = Σ_k w_k A_k, with w_k = Σ_ij α_kij ReLU(D1_kij) and α_kij = D2_kij / (2 D2_kij + D3_kij Σ_ab A_kab).
 
-    Dn is the mean of g^n over the copies x + N(0, σ²) of SmoothGrad, and A are the feature maps of the image itself.
-    Where D3 ΣA is negative it counts as zero. Omeiza et al. 2019, section 3. The paper prints D1 as the numerator of
-    α, with which α would grow as the score shrinks; in Grad-CAM++, which it smooths, the numerator is D2.
+    Dn is the mean of g^n over the copies x + N(0, σ²), with σ = noise · (max x − min x), and A are the feature maps of
+    the image itself. A negative D3 ΣA is replaced by zero. As in Grad-CAM++ the factor exp(S) of the derivatives is
+    left out, although it differs from copy to copy. Omeiza et al. 2019, section 3. The paper prints D1 as the numerator
+    of α. With it, α has no bound: it grows as the score is multiplied by smaller constants. In Grad-CAM++, which the
+    method smooths, the numerator is D2, and α is at most 1/2.
 
     Returns:
         g, g² and g³ of one copy, float [B,3,C,h,w]. `from_means` turns their means into the map.
@@ -156,7 +160,7 @@ def from_means(mean: Tensor, *, features: Tensor, **_parameters: float | str) ->
 
     Args:
         mean: D1, D2 and D3 [3,C,h,w], the means of g, g² and g³ over the copies.
-        features: A, the feature maps [C,h,w] of the image itself.
+        features: A, the activations [C,h,w] of the image itself.
     """
     first, second, third = mean
     largest = second.max()
@@ -171,13 +175,14 @@ def shapleycam(activations: Tensor, gradients: Tensor, _scores: Tensor, *, curva
 
     L = Σ_k α_k A_k, with α_k = 1/(hw) Σ_ij (g − ½ H·A)_kij.
 
-    H is the Hessian of the score with respect to the feature maps; α_k A_k is a second-order estimate of the Shapley
-    value of feature map k. Cai 2025, arXiv:2501.06261, section 4. If only ReLUs, pooling and linear layers follow, a
-    logit has no curvature and the map equals Grad-CAM's. It differs at layers that are followed by GELU, SiLU,
-    attention or a norm. The paper's own target, the logit minus the cross-entropy, is curved in every network.
+    H is the Hessian of the score with respect to the feature maps. Σ_ij A_kij (g − ½ H·A)_kij is a second-order
+    estimate of the Shapley value of feature map k; the mean over positions in α_k is Grad-CAM's averaging. Cai 2025,
+    arXiv:2501.06261, section 4. If only ReLUs, pooling and linear layers follow, a logit has no curvature and the map
+    equals Grad-CAM's. It differs at layers that are followed by GELU, SiLU, attention or a norm. The paper's own
+    target, ReST (the logit minus the cross-entropy), is curved in every network.
 
     Returns:
-        Terms α_k A_k [B,C,h,w], computed with `curvature`, which is H·A [B,C,h,w].
+        Terms α_k A_k [B,C,h,w], computed with `curvature`, which is the Hessian product H·A [B,C,h,w].
     """
     return (gradients - 0.5 * curvature).mean((2, 3), keepdim=True) * activations
 
@@ -185,13 +190,14 @@ def shapleycam(activations: Tensor, gradients: Tensor, _scores: Tensor, *, curva
 def fem(activations: Tensor, _gradients: Tensor, _scores: Tensor, *, k: float) -> Tensor:
     """Weight each feature map by the share of its values that stand out.
 
-    L = Σ_c w_c A_c, with w_c = 1/(hw) #{ij: A_cij > μ_c + k σ_c}.
+    L = Σ_k w_k A_k, with w_k = 1/(hw) #{ij: A_kij > μ_k + κ σ_k}.
 
-    μ_c and σ_c are the mean and the standard deviation of channel c, and `k` is a parameter. Fuad et al. 2020, section
-    III. The method does not use the score: the map is the same for every target.
+    μ_k and σ_k are the mean and the standard deviation of channel k, and κ is the parameter `k`. This is
+    pytorch-grad-cam's FEM. That of Fuad et al. 2020, section III, adds up binary maps of the values that stand out,
+    each weighted by μ_k. The method does not use the score: the map is the same for every target.
 
     Returns:
-        Terms w_c A_c [B,C,h,w].
+        Terms w_k A_k [B,C,h,w].
     """
     deviations = activations.std((2, 3), correction=0, keepdim=True)
     stands_out = activations > activations.mean((2, 3), keepdim=True) + k * deviations
@@ -199,13 +205,14 @@ def fem(activations: Tensor, _gradients: Tensor, _scores: Tensor, *, k: float) -
 
 
 def eigencam(activations: Tensor, gradients: Tensor, scores: Tensor) -> Tensor:
-    """Project the feature maps on their first principal component.
+    """Project the feature maps onto their first principal component.
 
     L = (A − Ā) v, where A has a row for each position and a column for each channel, Ā is the mean of its rows, and v
     is the first right singular vector of A − Ā.
 
-    Muhammad and Yeasin 2020, section III. A singular vector has no sign of its own. It gets the one with which the
-    score rises, v · Σ_ij g_ij ≥ 0; with it the map correlates positively with Grad-CAM's.
+    Muhammad and Yeasin 2020, section III, who do not subtract Ā; pytorch-grad-cam does, too. A singular vector has no
+    sign of its own. It gets the one with which the score rises, v · Σ_ij g_ij ≥ 0; with it the map correlates
+    positively with Grad-CAM's.
 
     Returns:
         Maps [B,h,w].
@@ -214,7 +221,7 @@ def eigencam(activations: Tensor, gradients: Tensor, scores: Tensor) -> Tensor:
 
 
 def eigengradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Project the feature maps times their gradients on their first principal component.
+    """Project the feature maps times their gradients onto their first principal component.
 
     L = (T − T̄) v, where T = g ⊙ A has a row for each position and a column for each channel, T̄ is the mean of its
     rows, and v is the first right singular vector of T − T̄.
@@ -229,7 +236,7 @@ def eigengradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Ten
 
 
 def principal(terms: Tensor) -> Tensor:
-    """Project the terms of all channels [B,C,h,w] on their first principal component [B,h,w].
+    """Project the terms of all channels [B,C,h,w] onto their first principal component [B,h,w].
 
     L = (T − T̄) v, where T has a row for each position and a column for each channel, T̄ is the mean of its rows, and v
     is the first right singular vector of T − T̄, with the sign with which L correlates positively with the sum of the
@@ -239,10 +246,11 @@ def principal(terms: Tensor) -> Tensor:
 
 
 def _first_component(terms: Tensor) -> Tensor:
-    """Return the first principal component [B,h,w], of either sign; NaN for an image that is not finite.
+    """Return the projection onto the first principal component [B,h,w], of either sign; NaN for terms with NaN or inf.
 
-    With M = UΣVᵀ it is M v = σ u. The smaller of MᵀM and MMᵀ is decomposed, in float64, where squaring M costs no
-    accuracy that float32 has: 3 to 8 times as fast as the singular values of M in float32, and closer to the truth.
+    M is the centred matrix of positions and channels. With M = UΣVᵀ the projection is M v = σ u. The smaller of MᵀM and
+    MMᵀ is decomposed, in float64, so that forming MᵀM loses nothing at float32 precision. This is 3 to 8 times as fast
+    as the singular value decomposition of M in float32, and more accurate.
     """
     finite, matrix = _centred_positions(terms)
     if matrix.shape[1] > matrix.shape[2]:
@@ -252,24 +260,24 @@ def _first_component(terms: Tensor) -> Tensor:
     return _reshape_to_grid(vector * value.clamp(min=0).sqrt(), finite, terms)
 
 
-MAX_ROWS_ON_CPU = 256
-"""Rows of the largest symmetric matrix that is decomposed on the CPU: a GPU takes longer for many small ones."""
+MAX_SIZE_MOVED_TO_CPU = 256
+"""Number of rows of the largest matrix that is copied from a GPU to be decomposed: a GPU is slower for small ones."""
 
 
 def _principal_pair(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest eigenvalue [B,1,1] and its eigenvector [B,n,1] of symmetric matrices [B,n,n]."""
     device = device_for(matrices.device)
-    on_host = device.is_cpu or matrices.shape[1] <= MAX_ROWS_ON_CPU
+    on_host = device.is_cpu or matrices.shape[1] <= MAX_SIZE_MOVED_TO_CPU
     values, vectors = torch.linalg.eigh(matrices.cpu() if on_host else matrices)
     value, vector = values[:, -1, None, None], vectors[:, :, -1:]
     return (device.copied(value), device.copied(vector)) if on_host else (value, vector)
 
 
 def _centred_positions(terms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which images are finite, bool [B,1,1], and the centred matrix of each, float64 [B,hw,C].
+    """Return which images have finite terms, bool [B,1,1], and the centred matrix of each, float64 [B,hw,C].
 
-    The matrix has a row for each position and is zero for an image that is not finite. It is float64, because a
-    decomposition amplifies rounding errors if two of its values are close.
+    The matrix has a row for each position. It is zero for an image whose terms have NaN or inf. It is float64, because
+    a decomposition amplifies rounding errors if two of its eigenvalues are close.
     """
     matrix = terms.flatten(2).transpose(1, 2)
     matrix = matrix.double() if device_for(matrix.device).has_float64 else matrix.cpu().double()
@@ -279,7 +287,7 @@ def _centred_positions(terms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reshape_to_grid(positions: Tensor, finite: Tensor, terms: Tensor) -> Tensor:
-    """Reshape a value for each position [B,hw,1] to maps [B,h,w], NaN for an image that is not finite."""
+    """Reshape a value for each position [B,hw,1] to maps [B,h,w], NaN for an image whose terms have NaN or inf."""
     return torch.where(finite, positions, torch.nan).reshape(terms.shape[0], *terms.shape[2:]).to(terms)
 
 
@@ -290,21 +298,23 @@ def _align_sign(maps: Tensor, reference: Tensor) -> Tensor:
 
 
 MAX_POSITIONS = 1024
-"""Positions of the finest grid, 32×32, that kpcacam accepts: its kernel matrix takes half a second to decompose.
+"""Number of positions of the finest grid, 32×32, that kpcacam accepts.
 
-That of a 56×56 grid would take ten seconds or more.
+Its kernel matrix, 1024×1024, takes half a second to decompose. The kernel matrix of a 56×56 grid would take ten seconds
+or more.
 """
 
 
 def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: str) -> Tensor:
-    """Project the feature maps on their first principal component in the space of a kernel.
+    """Project the feature maps onto the first component of their kernel PCA.
 
-    L = √λ u, where λ and u are the largest eigenvalue and its eigenvector of the centred kernel matrix K(x, y) of all
-    positions' features.
+    L = √λ u, where λ and u are the largest eigenvalue and its eigenvector of the centred kernel matrix K(x, y), in
+    which x and y are the values of all channels at two positions.
 
-    Each channel is centred before. With γ = 1 / the number of channels, K is: sigmoid tanh(γ x·y + 1), rbf
-    exp(−γ |x − y|²), poly (γ x·y + 1)³, cosine x·y / |x||y|, or linear x·y, which is EigenCAM. The sign of u is the one
-    with which the map correlates positively with Grad-CAM's. Karmani et al. 2024, arXiv:2410.00267, section 3.
+    First, each channel is centred. With γ = 1 / the number of channels, K is: sigmoid tanh(γ x·y + 1), rbf
+    exp(−γ |x − y|²), poly (γ x·y + 1)³, cosine x·y / (|x| |y|), or linear x·y, which is EigenCAM. The sign of u is the
+    one with which the map correlates positively with Grad-CAM's. The layer's grid can have up to 1024 positions, such
+    as 32×32. Karmani et al. 2024, arXiv:2410.00267, section 3.
 
     Returns:
         Maps [B,h,w].
@@ -325,44 +335,44 @@ def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: s
 
 
 def _centre_kernel(kernel: Tensor) -> Tensor:
-    """Centre kernel matrices [B,n,n] in the space that the kernel maps to."""
+    """Centre kernel matrices [B,n,n] in the kernel's feature space."""
     return kernel - kernel.mean(1, keepdim=True) - kernel.mean(2, keepdim=True) + kernel.mean((1, 2), keepdim=True)
 
 
-def _linear_kernel(rows: Tensor) -> Tensor:
-    return rows @ rows.transpose(1, 2)
+def _linear_kernel(vectors: Tensor) -> Tensor:
+    return vectors @ vectors.transpose(1, 2)
 
 
-def _cosine_kernel(rows: Tensor) -> Tensor:
-    return _linear_kernel(functional.normalize(rows, dim=2))
+def _cosine_kernel(vectors: Tensor) -> Tensor:
+    return _linear_kernel(functional.normalize(vectors, dim=2))
 
 
-def _rbf_kernel(rows: Tensor) -> Tensor:
-    return (-(torch.cdist(rows, rows) ** 2) / rows.shape[2]).exp()
+def _rbf_kernel(vectors: Tensor) -> Tensor:
+    return (-(torch.cdist(vectors, vectors) ** 2) / vectors.shape[2]).exp()
 
 
 KERNELS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": lambda rows: torch.tanh(_linear_kernel(rows) / rows.shape[2] + 1),
+    "sigmoid": lambda vectors: torch.tanh(_linear_kernel(vectors) / vectors.shape[2] + 1),
     "rbf": _rbf_kernel,
-    "poly": lambda rows: (_linear_kernel(rows) / rows.shape[2] + 1) ** 3,
+    "poly": lambda vectors: (_linear_kernel(vectors) / vectors.shape[2] + 1) ** 3,
     "cosine": _cosine_kernel,
     "linear": _linear_kernel,
 }
-"""Kernels by name: rows [B,n,C] -> kernel matrices [B,n,n]."""
+"""Kernels by name: vectors [B,n,C] -> kernel matrices [B,n,n]."""
 
 
 def fullgrad(terms: Tensor, *, size: tuple[int, int]) -> Tensor:
-    """Add up the contributions of the input and of every bias to the score.
+    """Add up the contributions of the input and of the layers' biases to the score.
 
-    M = Σ_c ψ(∇S_c ⊙ x_c) + Σ_l Σ_c ψ(g_lc b_lc), where b_lc is the bias of channel c of layer l and g_lc the gradient
-    of the score at the output of that layer.
+    M = Σ_c ψ(∂S/∂x_c ⊙ x_c) + Σ_l Σ_c ψ(g_lc b_lc), where b_lc is the bias of channel c of layer l and g_lc the
+    gradient of the score at the output of that layer.
 
     ψ takes absolute values, scales those of one layer together to 0..1, and resizes them to the input bilinearly, with
     corners aligned. Srinivas and Fleuret 2019, arXiv:1905.00780, equation 5, with the scaling of the authors' code.
     The bias of a batch normalisation is the one that remains if it is written as a scale and a shift. Biases of
-    convolutions, normalisations and linear layers count if their output has a grid over the image. In a network of
-    ReLUs the terms, together with those that have no grid, add up to the score (equation 3). Other activations have
-    implicit biases too, which are left out.
+    convolutions, normalisations and linear layers count if their output has a grid over the image; others are left
+    out. In a network of ReLUs the terms before ψ add up to the score, if those without a grid are added (equation 3).
+    Other activations have implicit biases too, which are left out.
 
     Args:
         terms: of one layer [B,C,h,w].
@@ -381,15 +391,15 @@ def fullgrad(terms: Tensor, *, size: tuple[int, int]) -> Tensor:
 def refinecam(maps: Map) -> Map:
     """Multiply the Grad-CAM maps of several layers, coarse and fine.
 
-    L = Π_l L_l, where each map is cut at zero, scaled from its minimum and maximum to 0..1, and resized to the finest
-    grid bilinearly.
+    L = Π_l L_l over the layers l, where each map L_l goes through a ReLU, is min-max normalised, and is resized to the
+    finest grid bilinearly.
 
-    If a request names one layer, it is multiplied with the last layer of each finer grid before it. Domeniconi et al.
-    2026, arXiv:2605.14641. The libraries that have this method use Grad-CAM++ maps by default. These are Grad-CAM's,
-    which keep their shape when the score is scaled.
+    If a request names one layer, its map is multiplied by the map of the last layer of each finer grid before it, up to
+    four maps in all. Domeniconi et al. 2026, arXiv:2605.14641. The libraries that have this method use Grad-CAM++ maps
+    by default. These are Grad-CAM's, which change only by a factor if the score is multiplied by a positive constant.
 
     Args:
-        maps: scaled maps [layers,h,w].
+        maps: normalised and resized maps [layers,h,w].
     """
     return cast("Map", maps.prod(0))
 
@@ -399,7 +409,7 @@ SCALE_STEP = 2 / 7
 
 
 def windows(*, height: int, width: int, scales: float, **_parameters: float | str) -> Sequence[View]:
-    """Return the windows of SESS: side by side over the image at every scale, the last ones moved back into it."""
+    """Return the windows of SESS: side by side over the image at every scale, the last shifted to end at its edge."""
     return [
         View(scale=scale, top=top, left=left)
         for scale in (1 + SCALE_STEP * number for number in range(int(scales)))
@@ -414,29 +424,32 @@ def _window_starts(length: int, window: int) -> list[int]:
     return [min(start, length - window) for start in range(0, length, window)]
 
 
-def sess(maps: Map, chances: Map, views: Sequence[View], *, height: int, width: int, **_parameters: float | str) -> Map:
+def sess(
+    maps: Map, probabilities: Map, views: Sequence[View], *, height: int, width: int, **_parameters: float | str
+) -> Map:
     """Combine the Grad-CAM maps of windows that slide over the image at several scales.
 
-    M = G(Σ_n p_n m_n / #{n: p_n m_n > 0}), for each pixel, where m_n is the map of window n, p_n the target's
-    probability there divided by the greatest, and G a Gaussian of 11 × 11 pixels with σ = 5.
+    M = G(Σ_v p_v m_v / #{v: p_v m_v > 0}), for each pixel, where m_v is the map of window v, p_v the target's
+    probability there divided by the largest among all windows, and G a Gaussian filter of 11 × 11 pixels with σ = 5.
 
-    m_n is cut at zero, resized to the window bilinearly, scaled from its minimum and maximum to 0..1, put where the
-    window was in the enlarged image, and resized with that to the image. Tursun et al. 2022, arXiv:2207.01769, section
-    3. Scale n is 1 + 2n/7 times the image's size, as in the authors' code, which uses 12 scales. A target that is not a
-    class of a softmax has the logistic function of its score as its probability.
+    m_v goes through a ReLU, is resized to the window bilinearly, min-max normalised, put where the window was in the
+    enlarged image, and resized with that to the image. Tursun et al. 2022, arXiv:2207.01769, section 3. The scales are
+    1 + 2s/7 times the image's size for s = 0, 1, …, as in the authors' code, which uses 12 scales. The probability is
+    the softmax for a class, the score for a target that is a probability or a detection, and the logistic function of
+    the score for any other target or a model without a softmax.
 
     Args:
-        maps: of the windows [n,h,w].
-        chances: the target's probability in each window [n].
+        maps: maps of the windows [n,h,w].
+        probabilities: the target's probability in each window [n].
         views: the windows.
-        height: of the image.
-        width: of the image.
+        height: height of the model's input.
+        width: width of the model's input.
 
     Returns:
         Map [H,W].
     """
     total, count = torch.zeros(height, width), torch.zeros(height, width)
-    weights = torch.from_numpy(chances / max(float(chances.max()), 1e-30))
+    weights = torch.from_numpy(probabilities / max(float(probabilities.max()), 1e-30))
     for heatmap, weight, view in zip(torch.from_numpy(maps), weights, views, strict=True):
         weighted_map = weight * _place_window(heatmap, view, (height, width))
         total += weighted_map

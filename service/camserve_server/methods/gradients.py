@@ -1,8 +1,8 @@
 """Saliency: maps from the gradient of the score at the model's input.
 
 The image x is the normalised input [3,H,W]. A method makes copies of it, averages a term of the gradient over them, and
-turns that mean into a map [H,W]. Of a sensitivity, the map is the largest absolute value over the colours. Of an
-attribution, whose values add up to a score, it is the sum over the colours.
+turns that mean into a map [H,W]. The map of a sensitivity is the channel-wise maximum of its absolute value. The map of
+an attribution, whose values add up to a score, is the sum over the colour channels.
 
 The random numbers of a copy depend on the seed and the copy's index alone, so that neither batching nor the device
 changes them.
@@ -27,7 +27,7 @@ BLUR_CUTOFF = 3
 
 
 def strongest_channel(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
-    """Take the gradient at the input, with the largest absolute value over the colours.
+    """Take the channel-wise maximum of |∂S/∂x|, the gradient at the input.
 
     M_ij = max_c |∂S/∂x_cij|.
 
@@ -37,7 +37,7 @@ def strongest_channel(mean: Tensor, _image: Tensor, **_parameters: float | str) 
 
 
 def input_x_gradient(mean: Tensor, image: Tensor, **_parameters: float | str) -> Tensor:
-    """Multiply the image by the gradient and add up the colours.
+    """Multiply the image by the gradient and add up the colour channels.
 
     M = Σ_c x_c ⊙ ∂S/∂x_c.
 
@@ -50,10 +50,11 @@ def input_x_gradient(mean: Tensor, image: Tensor, **_parameters: float | str) ->
 def guided_backprop(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
     """Take the gradient that each ReLU passes on only where the gradient and the ReLU's input are positive.
 
-    M = max_c |R_c| at the input, with R^l = 1[x^l > 0] ⊙ max(R^(l+1), 0) at each ReLU, and the chain rule elsewhere.
+    M = max_c |R_c| at the input, with R^l = 1[x^l > 0] ⊙ ReLU(R^(l+1)) at each ReLU, and the chain rule elsewhere.
 
-    Springenberg et al. 2015, section 3.4. It shows what the early layers respond to, and depends little on the class:
-    Nie et al. 2018, arXiv:1805.07039.
+    x^l is the input of the ReLU, and R^(l+1) the gradient that arrives at its output. Springenberg et al. 2015,
+    section 3.4. It shows what the early layers respond to, and depends little on the class: Nie et al. 2018,
+    arXiv:1805.07039.
     """
     return mean.abs().amax(0)
 
@@ -61,9 +62,9 @@ def guided_backprop(mean: Tensor, _image: Tensor, **_parameters: float | str) ->
 def deconvnet(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
     """Take the gradient that each ReLU passes on only where the gradient is positive, whatever the ReLU's input.
 
-    M = max_c |R_c| at the input, with R^l = max(R^(l+1), 0) at each ReLU, and the chain rule elsewhere.
+    M = max_c |R_c| at the input, with R^l = ReLU(R^(l+1)) at each ReLU, and the chain rule elsewhere.
 
-    Zeiler and Fergus 2014, section 2.1.
+    R^(l+1) is the gradient that arrives at the ReLU's output. Zeiler and Fergus 2014, section 2.1.
     """
     return mean.abs().amax(0)
 
@@ -71,8 +72,8 @@ def deconvnet(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tenso
 def guided_gradcam() -> None:
     """Multiply the map of guided backpropagation by that of Grad-CAM, resized to the pixels.
 
-    M = max_c |R_c| ⊙ U(max(L, 0)), where R is the gradient of guided backpropagation, L the Grad-CAM map, and U
-    bilinear upsampling to the pixels.
+    M = max_c |R_c| ⊙ U(ReLU(L)), where R is the gradient of guided backpropagation, L the Grad-CAM map, and U bilinear
+    upsampling to the pixels.
 
     Selvaraju et al. 2017, section 3.2.
     """
@@ -81,7 +82,7 @@ def guided_gradcam() -> None:
 def noisy(image: Tensor, index: int, *, noise: float, seed: float, **_parameters: float | str) -> Tensor:
     """Average the gradient over noisy copies of the image.
 
-    M = max_c |1/n Σ_i g_i|, where g_i is the gradient at the copy x + N(0, σ²), and σ = noise · (max x − min x).
+    M = max_c |1/n Σ_q ∂S(x_q)/∂x_c|, where x_q = x + N(0, σ²) is noisy copy q, and σ = noise · (max x − min x).
 
     Smilkov et al. 2017, section 3.
 
@@ -94,7 +95,7 @@ def noisy(image: Tensor, index: int, *, noise: float, seed: float, **_parameters
 def squared(_image: Tensor, _copy: Tensor, gradient: Tensor, _index: int, **_parameters: float | str) -> Tensor:
     """Average the squared gradient over noisy copies of the image.
 
-    M = max_c 1/n Σ_i g_i², where g_i is the gradient at a noisy copy of SmoothGrad.
+    M = max_c 1/n Σ_q (∂S(x_q)/∂x_c)², where x_q is noisy copy q of SmoothGrad.
 
     Hooker et al. 2019.
     """
@@ -104,7 +105,7 @@ def squared(_image: Tensor, _copy: Tensor, gradient: Tensor, _index: int, **_par
 def variance(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
     """Take the variance of the gradient over noisy copies of the image.
 
-    M = max_c (1/n Σ_i g_i² − (1/n Σ_i g_i)²), where g_i is the gradient at a noisy copy of SmoothGrad.
+    M = max_c (1/n Σ_q d_qc² − (1/n Σ_q d_qc)²), with d_qc = ∂S(x_q)/∂x_c at noisy copy q of SmoothGrad.
 
     Adebayo et al. 2018, arXiv:1810.03307.
     """
@@ -145,14 +146,15 @@ def integrated(
 
     M = Σ_c (x − x')_c ⊙ ∫₀¹ ∂S(x' + α (x − x'))/∂x_c dα.
 
-    Sundararajan et al. 2017, equation 1. The map adds up to S(x) − S(x'). The completeness error is its difference from
-    that, |ΣM − (S(x) − S(x'))| / |S(x) − S(x')|.
+    Sundararajan et al. 2017, equation 1. The map adds up to S(x) − S(x'). The completeness error is the relative error
+    of ΣM, |ΣM − (S(x) − S(x'))| / |S(x) − S(x')|.
 
     The integral is computed by one of three quadratures. "cubic" is the midpoint rule in t with α = t³, because most of
     a score's change lies near a baseline without structure. "gauss-legendre" is Captum's. "matched" scales the weights
     of "cubic" to a sum of 1, and then changes them as little as needed to integrate the slope of the score to S(x) −
-    S(x'), which is known: M + (S(x) − S(x') − ΣM) Cov(m, s) / Var(s). There m is the integrand's map at a point of the
-    line, s = Σm the slope there, and both moments are under the weights: the regression estimator of a control variate.
+    S(x'), which is known. If C is the map by the scaled weights, the matched map is
+    C + (S(x) − S(x') − ΣC) Cov(m, s) / Var(s). There m is the integrand's map at a point of the line, s = Σm the slope
+    there, and both moments are under the weights: the regression estimator of a control variate.
     A matched map adds up however few the steps are. How well the steps follow the line is shown by the completeness
     error of "cubic".
 
@@ -198,13 +200,13 @@ def travelled(image: Tensor, _copy: Tensor, gradient: Tensor, index: int, **para
 
 
 def expected(mean: Tensor, _image: Tensor, **_parameters: float | str) -> Tensor:
-    """Average the gradient at random points between baselines and noisy copies of the image.
+    """Average the gradient at random points between baselines and the image, or noisy copies of it.
 
-    M = Σ_c 1/n Σ_i (x_i − x'_i)_c ⊙ ∂S(x'_i + α_i (x_i − x'_i))/∂x_c, with α_i uniform in 0..1 and x_i a noisy copy of
-    SmoothGrad.
+    M = Σ_c 1/n Σ_q (x_q − x'_q)_c ⊙ ∂S(x'_q + α_q (x_q − x'_q))/∂x_c, with α_q uniform in 0..1 and x_q = x + N(0, σ²).
 
-    Erion et al. 2021; Lundberg and Lee 2017. Its expectation is integrated gradients averaged over the baselines. The
-    baseline "any" draws each x'_i from the three of integrated gradients.
+    As in SmoothGrad, σ = noise · (max x − min x). It is 0 by default: then every x_q is x itself. Erion et al. 2021;
+    Lundberg and Lee 2017. Without noise its expectation is integrated gradients averaged over the baselines. The
+    baseline "any" draws each x'_q from the three of integrated gradients.
     """
     return mean.sum(0)
 

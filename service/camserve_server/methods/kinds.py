@@ -329,8 +329,8 @@ class Perturbation(MethodKind):
 
 
 Combine: TypeAlias = Callable[..., Tensor]
-"""Attention of each block [L,B,heads,N,N], the score's gradients there, the number of prefix tokens, parameters by name
--> the value of each patch [B, N − prefix]."""
+"""Attention of each of D blocks [D,B,heads,N,N], the score's gradients there, the number of prefix tokens, parameters
+by name -> the value of each patch [B, N − prefix]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ class Attention(MethodKind):
     each: bool = False
 
     kind = "attention"
-    needs = "attention between all of an image's patches"
+    needs = "global (not windowed) self-attention"
 
     @property
     def about(self) -> Callable[..., object]:
@@ -403,7 +403,7 @@ class FullGradient(MethodKind):
 
 @dataclass(frozen=True, slots=True)
 class Product(MethodKind):
-    """Map of the input's pixels times a layer's map, which is cut at zero and resized to the pixels bilinearly.
+    """Map of the input's pixels times the ReLU of a layer's map, resized to the pixels bilinearly.
 
     Attributes:
         pixels: name of the method for the input.

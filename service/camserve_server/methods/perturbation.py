@@ -34,9 +34,9 @@ def occlusion(scene: Scene, *, window: float, stride: float, **_parameters: floa
 
     M_ij = the mean of S(x) − S(x with window w hidden) over the windows w that contain pixel ij.
 
-    Zeiler and Fergus 2014, section 4.2. A window or stride below 1 is a share of the image's shorter side; from 1 on it
-    is in pixels. The stride is at most the window, so that every pixel is covered. The last window of a row or column
-    may reach beyond the edge.
+    Zeiler and Fergus 2014, section 4.2. Hidden pixels are zero in the normalised input, the mean colour of the training
+    set. A window or stride below 1 is a share of the image's shorter side; from 1 on it is in pixels. The stride is at
+    most the window, so that every pixel is covered. The last window of a row or column may reach beyond the edge.
     """
     _, height, width = scene.image.shape
     drops, counts = np.zeros((len(scene.scores), height, width)), np.zeros((height, width))
@@ -56,13 +56,13 @@ def windows(*, height: int, width: int, window: float, stride: float, **_paramet
 def rise(scene: Scene, *, samples: float, cells: float, probability: float, seed: float, divisor: str) -> Exploration:
     """Compare the mean score of random parts of the image that show a pixel with that of all parts.
 
-    M = Σ_i S_i m_i / Σ_i m_i − 1/n Σ_i S_i, with S_i = S(x ⊙ m_i).
+    M = Σ_q S_q m_q / Σ_q m_q − 1/n Σ_q S_q, with S_q = S(x ⊙ m_q) for n masks m_q.
 
-    The mask m_i is a grid of cells × cells, each 1 with probability p and else 0, resized bilinearly and shifted at
-    random by less than a cell. M estimates E[S | the pixel is shown] − E[S], which is zero for a pixel that does not
-    matter. Petsiuk et al. 2018, section 3. Their own map, with `divisor` = expected, is Σ_i S_i m_i / (n p). In that
-    map a constant that all scores share adds a pattern of the masks, and logits, unlike the paper's probabilities,
-    share a large one.
+    A mask is a grid of cells × cells, each 1 with probability p and else 0, resized bilinearly and shifted at random by
+    less than a cell. M estimates E[S | the pixel is shown] − E[S], which is zero for a pixel that does not matter.
+    Petsiuk et al. 2018, section 3. Their own map, with `divisor` = expected, is Σ_q S_q m_q / (n p). In that map a
+    constant that all scores share adds a pattern of the masks, and logits, unlike the paper's probabilities, share a
+    large one.
     """
     size, count = scene.image.shape[1:], int(samples)
     total, mask_sum, mean = np.zeros((len(scene.scores), *size)), np.zeros(size), np.zeros(len(scene.scores))
@@ -87,11 +87,12 @@ def scorecam(scene: Scene, *, top_channels: float, **_parameters: float | str) -
     """Weight each feature map by the score of the image masked with it.
 
     L = Σ_k w_k A_k, with w = softmax over k of S(x ⊙ H_k), where H_k is A_k resized to the pixels bilinearly and then
-    scaled from its minimum and maximum to 0..1.
+    min-max normalised.
 
-    Wang et al. 2020, arXiv:1910.01279. The score of their baseline is the same for all k and cancels in the softmax. A
-    feature map with the same value everywhere gets no weight. With `top_channels` only the feature maps with the
-    largest standard deviation over the grid are used.
+    Wang et al. 2020, arXiv:1910.01279. S is a class's logit, unless another target is requested, where other papers use
+    the probability. The score of their baseline is the same for all k and cancels in the softmax. A feature map with
+    the same value everywhere gets no weight. With `top_channels` only the feature maps with the largest standard
+    deviation over the grid are used.
     """
     channels = _most_varied(scene, top_channels)
     scores = yield from _score(Edit(mask) for mask in _channel_masks(scene, channels))
@@ -103,9 +104,9 @@ def sscam(
 ) -> Exploration:
     """Weight each feature map by the mean score of the image masked with noisy versions of it.
 
-    L = Σ_k w_k A_k, with w = softmax over k of 1/n Σ_i S(x ⊙ (H_k + N(0, σ²))), H_k as in Score-CAM and σ = noise.
+    L = Σ_k w_k A_k, with w = softmax over k of 1/n Σ_q S(x ⊙ (H_k + ε_q)), where ε_q is drawn from N(0, σ²).
 
-    Wang et al. 2020, arXiv:2006.14255.
+    H_k is as in Score-CAM, σ = noise, and n = samples. Wang et al. 2020, arXiv:2006.14255.
     """
     channels, copies = _most_varied(scene, top_channels), int(samples)
     masks = (mask for mask in _channel_masks(scene, channels) for _ in range(copies))
@@ -120,9 +121,9 @@ def sscam(
 def iscam(scene: Scene, *, top_channels: float, samples: float, **_parameters: float | str) -> Exploration:
     """Weight each feature map by the mean score of the masked image as it fades in.
 
-    L = Σ_k w_k A_k, with w = softmax over k of 1/n Σ_i S(x ⊙ i/n H_k) for i = 1 to n, and H_k as in Score-CAM.
+    L = Σ_k w_k A_k, with w = softmax over k of 1/n Σ_q S(x ⊙ q/n H_k) for q = 1 to n, and H_k as in Score-CAM.
 
-    Naidu et al. 2020, arXiv:2010.03023. torchcam adds the shares i/n up, and so ends at (n+1)/2 times the image.
+    Naidu et al. 2020, arXiv:2010.03023. torchcam adds up the shares q/n, and so ends at (n+1)/2 times the image.
     """
     channels, copies = _most_varied(scene, top_channels), int(samples)
     faded_masks = (

@@ -36,8 +36,8 @@ def kernel_shap(scene: Scene, **parameters: float) -> Exploration:
     M is the coefficient of each cell in a linear model of the score, fitted to random sets of shown cells with the
     Shapley kernel as weights.
 
-    Lundberg and Lee 2017, theorem 2. The coefficients add up to the score of the image minus the score of an input of
-    zeros.
+    Lundberg and Lee 2017, theorem 2. Hidden cells are zero in the normalised input, the mean colour of the training
+    set. The coefficients add up to the score of the image minus the score of an input of zeros.
     """
     return (yield from _fit("KernelShap", scene, **parameters))
 
@@ -48,7 +48,8 @@ def lime(scene: Scene, **parameters: float) -> Exploration:
     M is the coefficient of each cell in a Lasso with λ = 0.01 on which cells are shown, each with probability 1/2. A
     copy has the weight exp(−d²/2), where d is the cosine distance between its cells and all cells.
 
-    Ribeiro et al. 2016, section 3.4, with Captum's choices.
+    Ribeiro et al. 2016, section 3.4, with Captum's choices. Hidden cells are zero in the normalised input, the mean
+    colour of the training set.
     """
     return (yield from _fit("Lime", scene, **parameters))
 

@@ -20,7 +20,7 @@ class MethodCall:
     Attributes:
         name: the method's name.
         parameters: values by name.
-        augmented: True for the mean of the maps of mirrored and brightened copies of the image.
+        augmented: True for the mean of the maps of copies of the image, flipped and rescaled in intensity.
         eigen: True for the first principal component of the channels' terms, instead of their sum.
     """
 

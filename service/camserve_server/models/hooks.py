@@ -4,19 +4,22 @@
         score(model(images)).backward()
     captures["layer4"].activation, captures["layer4"].gradient
 
-A forward hook takes a layer's feature maps, and a full backward hook takes their gradients. The full backward hook is
-not on the layer itself but on a probe: an `nn.Identity` through which the forward hook passes the layer's output. On
+A forward hook captures a layer's output, and a full backward hook captures the gradient there. The full backward hook
+is not on the layer itself but on a probe: an `nn.Identity` through which the forward hook passes the layer's output. On
 the layer it would fail wherever the model changes the output in place afterwards: `nn.ReLU(inplace=True)` after a
 convolution, `F.relu(x, inplace=True)` in DenseNet, `out += identity` in a ResNet. It would also make autograd
 differentiate the layer, for a gradient at its input that nobody uses. The probe's output is cloned outside the hooked
-module, so that in-place changes by the model cannot reach the capture.
+module. So in-place changes by the model cannot reach the capture, and the clone has ordinary strides: see
+`_attach_probe`.
 
-Measured, Grad-CAM's time divided by that of a plain forward pass, with the hook on the probe and on the layer (batch 8,
-float32, 2 CPU cores, torch 2.14): resnet50 at layer4 1.00 and 1.19, at layer3 1.15 and 1.53, mobilenet_v3_large at
-features 1.07 and 2.64.
+The benchmark divided Grad-CAM's time by that of a plain forward pass, with the hook on the probe and on the layer
+(batch 8, float32, 2 CPU cores, torch 2.14). It measured 1.00 and 1.19 for resnet50 at layer4, 1.15 and 1.53 at layer3,
+and 1.07 and 2.64 for mobilenet_v3_large at features.
 
-The output is detached from the graph before the probe, unless a layer captured before it needs the graph. So nothing up
-to and including the layer is differentiated.
+The hooks rely on frozen parameters. The output of a captured layer then requires no gradient, and the graph starts at
+it: nothing up to and including the layer is differentiated. If another captured layer comes earlier on the way to it,
+the output is on that layer's graph already and stays on it. With trainable parameters the captured gradients are the
+same, but autograd differentiates the layers before, too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,19 +34,23 @@ from torch.utils import _pytree as pytree  # flattens every output structure tha
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.models.values import Layout
 
-Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+ForwardHook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+"""Receives a module, its arguments and its output; returns the output to continue with."""
+
+BackwardHook = Callable[[nn.Module, Any, Any], None]
+"""Receives a module, the gradients at its inputs and those at its outputs."""
 
 OutputObserver = Callable[[str, Tensor], Callable[[Tensor], None]]
-"""Receives a layer's name and its output, without a graph; returns a callback for the gradient at that output."""
+"""Receives a layer's name and its output, detached; returns a callback for the gradient at that output."""
 
 
 @dataclass(slots=True)
 class Capture:
-    """The output of a layer's latest call, and the gradient there.
+    """The output of a layer's latest call, and the gradient with respect to it.
 
     Attributes:
-        activation: the output, without a graph.
-        source: the output on the graph of the layers after it, for repeated differentiation.
+        activation: the layer's output, detached.
+        source: the tensor from which the later layers are computed, on their graph, for repeated differentiation.
         gradient: the gradient of the score with respect to the output; None before a backward pass, or if the score
             does not depend on the output.
     """
@@ -60,11 +67,11 @@ class Capture:
         """Return whether nothing has changed the activation in place since the layer returned it."""
         return self.activation._version == self._version  # noqa: SLF001 -- as above
 
-    def keep(self, _probe: nn.Module, _input: Any, output: tuple[Tensor | None, ...]) -> None:
+    def keep(self, _probe: nn.Module, _grad_input: Any, grad_output: tuple[Tensor | None, ...]) -> None:
         """Keep a copy of the gradient: the full backward hook of the probe."""
-        # A copy, because autograd may accumulate into this memory later. None if a second derivative is zero because
-        # the model is linear after the layer.
-        self.gradient = None if output[0] is None else output[0].detach().clone()
+        # A copy, because autograd may accumulate into this memory later. The gradient is None when the score is
+        # differentiated twice and the model is linear after the layer: autograd has no second derivative to pass back.
+        self.gradient = None if grad_output[0] is None else grad_output[0].detach().clone()
 
 
 @contextmanager
@@ -104,15 +111,15 @@ def observe_layers(layers: Mapping[str, nn.Module], observer: OutputObserver) ->
         yield
 
 
-def _observe_hook(name: str, observer: OutputObserver) -> Hook:
+def _observe_hook(name: str, observer: OutputObserver) -> ForwardHook:
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         parts, structure = pytree.tree_flatten(output)
         index = _tensor_index(parts)
         if index is None or not parts[index].numel():
             return output
         on_gradient = observer(name, parts[index].detach())
-        parts[index] = _pass_through_probe(
-            _on_graph(parts[index]), lambda _probe, _input, gradients: on_gradient(gradients[0].detach())
+        parts[index] = _attach_probe(
+            _on_graph(parts[index]), lambda _probe, _grad_input, grad_output: on_gradient(grad_output[0].detach())
         )
         return pytree.tree_unflatten(parts, structure)
 
@@ -126,7 +133,7 @@ def zero_channels(layer: nn.Module, layout: Layout, channels: Sequence[int | Non
     Args:
         layer: the module.
         layout: the layout of its output.
-        channels: for each image of the batch, the index of a channel, or None.
+        channels: for each image of the batch, the index of a channel; None leaves the image unchanged.
     """
 
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -149,12 +156,12 @@ def _channel_view(output: Tensor, layout: Layout, channel: int) -> Tensor:
     return output[layout.prefix :, channel] if layout.axes == "tokens" else output[..., channel]
 
 
-def _capture_hook(name: str, captures: dict[str, Capture]) -> Hook:
+def _capture_hook(name: str, captures: dict[str, Capture]) -> ForwardHook:
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         parts, structure = pytree.tree_flatten(output)
         index = _tensor_index(parts)
         if index is None:
-            raise FailedPrecondition(f'layer "{name}" returns no tensor of numbers')
+            raise FailedPrecondition(f'layer "{name}" returns no floating-point tensor')
         captures[name], parts[index] = pass_through_probe(parts[index])
         return pytree.tree_unflatten(parts, structure)
 
@@ -162,54 +169,56 @@ def _capture_hook(name: str, captures: dict[str, Capture]) -> Hook:
 
 
 def pass_through_probe(output: Tensor) -> tuple[Capture, Tensor]:
-    """Pass a tensor through a probe.
+    """Pass a tensor through a probe that captures it and the gradient there.
 
     Returns:
         The capture of the tensor, and the tensor that the model continues with.
     """
     source = _on_graph(output)
     capture = Capture(source.detach(), source)
-    return capture, _pass_through_probe(source, capture.keep)
+    return capture, _attach_probe(source, capture.keep)
 
 
 def _on_graph(output: Tensor) -> Tensor:
-    """Return the output if it is on a graph already; else start a graph at it."""
+    """Return the output if it requires grad; else start a graph at it."""
     return output if output.requires_grad else output.detach().requires_grad_()
 
 
-def _pass_through_probe(source: Tensor, backward_hook: Hook) -> Tensor:
+def _attach_probe(source: Tensor, backward_hook: BackwardHook) -> Tensor:
+    """Attach a backward hook to a tensor; return the copy that the model continues with."""
     probe = nn.Identity()
     probe.register_full_backward_hook(backward_hook)
     output: Tensor = probe(source)
-    # The probe's view of a single channels-last image has unusual strides. With them the backward pass of torch 2.14's
-    # batch norm permutes gradients on a CPU: a map of mobilenet_v3_small was wrong by 173 % of its maximum.
+    # The clone also has ordinary strides. The probe's view of a single channels-last image has unusual ones. With them
+    # the backward pass of torch 2.14's batch norm permutes gradients on a CPU: a map of mobilenet_v3_small was wrong by
+    # 173 % of its maximum.
     return output.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A call of a module that contains exactly one step of the model, such as one attention.
+    """A call of a module in which the model's step counter rises by one, such as by one attention.
 
     Attributes:
         module: the module.
         step: the index of the step.
-        given: the first tensor in the arguments of the call.
-        returned: the first tensor in the output.
+        input: the first floating-point tensor in the arguments of the call.
+        output: the first floating-point tensor in the output.
     """
 
     module: nn.Module
     step: int
-    given: Tensor | None
-    returned: Tensor | None
+    input: Tensor | None
+    output: Tensor | None
 
 
 @contextmanager
 def record_spans(model: nn.Module, steps: Callable[[], int]) -> Iterator[list[Span]]:
-    """Record the module calls that contain exactly one step of the model.
+    """Record the module calls in which the model takes one step.
 
     Args:
         model: the model.
-        steps: returns the number of steps that the model has taken so far.
+        steps: function that returns the number of steps that the model has taken so far.
 
     Yields:
         The calls, those of inner modules before those of outer ones; empty until the model has run.
@@ -221,9 +230,9 @@ def record_spans(model: nn.Module, steps: Callable[[], int]) -> Iterator[list[Sp
         started.append((steps(), first_tensor((args, kwargs))))
 
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
-        step, given = started.pop()
+        step, first_input = started.pop()
         if steps() == step + 1:
-            spans.append(Span(module, step, given, first_tensor(output)))
+            spans.append(Span(module, step, first_input, first_tensor(output)))
 
     with ExitStack() as stack:
         for module in model.modules():
@@ -234,7 +243,7 @@ def record_spans(model: nn.Module, steps: Callable[[], int]) -> Iterator[list[Sp
 
 @contextmanager
 def replace_output(layer: nn.Module, tensor: Tensor) -> Iterator[None]:
-    """Replace the first tensor that a layer returns by another one inside the block."""
+    """Replace the first floating-point tensor that a layer returns by another tensor inside the block."""
 
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         parts, structure = pytree.tree_flatten(output)
@@ -266,7 +275,7 @@ def record_embeddings(model: nn.Module, layer: str) -> Iterator[list[Tensor]]:
 
 
 def output_of(model: nn.Module, layer: str, images: Tensor) -> Tensor:
-    """Run a model and return a copy of the first tensor that a layer returned."""
+    """Run a model and return a copy of the first tensor, of any dtype, that a layer returned."""
     outputs: list[Tensor] = []
 
     def forward_hook(_layer: nn.Module, _args: Any, output: Any) -> None:
@@ -283,7 +292,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def hook_count(model: nn.Module) -> int:
-    """Count the hooks of all kinds on a model and its modules; 0 between two passes."""
+    """Count the hooks of all kinds on a model and its modules: between two passes, only those of the network itself."""
     return sum(
         len(hooks)
         for module in model.modules()

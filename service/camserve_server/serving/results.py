@@ -15,16 +15,13 @@ from camserve_server.serving.receipts import Receipt
 from camserve_server.targets import carried, class_probabilities, kind_of, objects_of, order_of_areas, whole
 from camserve_server.targets.values import FixedTarget
 
-SIMILARITY = "similarity"
-"""Label of the prediction when two images are compared."""
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A predicted class or object, and its probability.
 
     Attributes:
-        label: label of the class; empty if the model has no labels.
+        label: label of the class; empty if the model has no labels. For a target without a class, the kind's own label.
         score: logit of a class, mean logit of a class in a segmentation, or score of an object.
         class_index: index of the class in the model's output.
         probability: 0 to 1; 0 if the model has no probabilities.
@@ -63,7 +60,7 @@ class ModelPrediction:
         kind = kind_of(target)
         index = kind.class_index(target)
         if index is None:
-            return Prediction(SIMILARITY, score)
+            return Prediction(kind.label, score)
         return self.object(index, score, kind.box(target)) if self.model.task == "detect" else self.of_class(index)
 
     def against(self, target: FixedTarget) -> Prediction | None:

@@ -56,6 +56,7 @@ class TargetKind:
         contrasted: target -> the class to explain against in a contrast of two, or None.
         box: target -> the box that it names in the image, or None.
         compared: target -> the target itself while the embedding of its other image is unknown, else None.
+        label: label of the prediction for targets without a class.
     """
 
     name: str
@@ -69,6 +70,7 @@ class TargetKind:
     contrasted: Callable[[Any], int | None] = _no_value
     box: Callable[[Any], Box | None] = _no_value
     compared: Callable[[Any], SimilarityTarget | None] = _no_value
+    label: str = ""
 
 
 _KINDS: Mapping[type[Target], TargetKind] = {
@@ -93,6 +95,7 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         reads=fixing.reads_of_similarity,
         class_index=_no_value,
         compared=fixing.comparison,
+        label="similarity",
     ),
     SegmentTarget: TargetKind(
         "segment",

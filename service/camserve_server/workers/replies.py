@@ -88,7 +88,9 @@ _FIELD_TYPES = MappingProxyType(
 def _getter(kind: type[Any]) -> Any:
     """Return a function that returns the field values of an instance as a tuple."""
     names = [item.name for item in fields(kind)]
-    return attrgetter(*names) if len(names) > 1 else lambda value: (getattr(value, names[0]),)
+    if len(names) > 1:
+        return attrgetter(*names)  # the fastest; it needs a name, and with one name it returns no tuple
+    return lambda value: tuple(getattr(value, name) for name in names)
 
 
 _GETTERS = MappingProxyType({kind: _getter(kind) for kind in CLASSES})
