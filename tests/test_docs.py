@@ -1,4 +1,4 @@
-"""What the documents say is so."""
+"""The documents agree with the code."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""What is published: a wheel that works where nothing but its own dependencies is installed, and its sources."""
+"""The published wheels work with nothing but their own dependencies installed, and the sources are complete."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.telemetry` makes of what it finds; it starts three servers only there."""
+"""`python -m benchmarks.telemetry` reports its measurements. These tests start none of its three servers."""
 
 import pytest
 from benchmarks import perf_analyzer, telemetry

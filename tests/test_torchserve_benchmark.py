@@ -1,4 +1,4 @@
-"""What `make bench-torchserve` counts is what happened; the servers themselves run only there."""
+"""`make bench-torchserve` counts calls correctly. These tests do not start its servers."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What `make bench-triton` asks perf_analyzer for, and what it makes of its report; the program runs only there."""
+"""`make bench-triton` calls perf_analyzer and reads its report. These tests do not start that program."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What the border promises: a request is checked to its last field before it costs anything; a reply says it all."""
+"""The codec checks every field of a request before any work starts, and writes complete responses."""
 
 import math
 from dataclasses import asdict, replace

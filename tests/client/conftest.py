@@ -201,7 +201,7 @@ def overlay(kind: int) -> explain_pb2.Picture | None:
 
 @dataclass
 class Call:
-    """What the server saw of a call."""
+    """A call as the server received it."""
 
     rpc: str
     request: Any
@@ -459,5 +459,5 @@ def refusal() -> type[Refusal]:
 
 @pytest.fixture
 def replies() -> Any:
-    """What a scripted stream answers with."""
+    """Functions that build the replies of a scripted stream."""
     return SimpleNamespace(reply=reply, error=error_reply, in_order=in_order)

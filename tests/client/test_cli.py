@@ -240,14 +240,14 @@ def test_a_method_that_there_is_not_is_one_line(run: Any, name: str, hint: str) 
 
 
 def test_smoothed_and_plain_maps_have_names_of_their_own(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
-    def told(stream: Any, _: Any) -> Any:
-        for each in stream:
-            answer = server.reply(each)
-            for explanation, asked in zip(answer.response.explanations, each.request.methods, strict=True):
-                explanation.augmentation_smoothing = asked.augmentation_smoothing
-            yield answer
+    def reply_with_smoothing(stream: Any, _: Any) -> Any:
+        for item in stream:
+            reply = server.reply(item)
+            for explanation, method in zip(reply.response.explanations, item.request.methods, strict=True):
+                explanation.augmentation_smoothing = method.augmentation_smoothing
+            yield reply
 
-    server.streams = [told]
+    server.streams = [reply_with_smoothing]
 
     done = run(
         *("explain", photos / "cat.jpg", "-o", tmp_path / "out"),

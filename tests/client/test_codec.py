@@ -1,4 +1,4 @@
-"""What is asked for becomes a request, and a response becomes values."""
+"""The client's codec builds requests from arguments and values from responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one does with a result: look at it, save it, show it."""
+"""Results can be inspected, saved and shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of methods share: rows run without a server, and one rule for how exact a float32 answer must be."""
+"""Helpers of the tests of methods: rows run without a server, and a rule for the precision of a float32 result."""
 
 import asyncio
 import copy

@@ -199,7 +199,7 @@ async def test_nothing_is_sent_between_the_loss_of_a_batch_and_its_second_run():
 
 
 async def test_lost_rows_are_not_forgotten_while_a_stream_of_another_engine_is_idle():
-    """What wakes an engine for them wakes that stream too, which may not run them."""
+    """The event that wakes an engine for these rows also wakes that stream, which must not run them."""
     gpus = Gpu(), Gpu()
     async with Batcher(*gpus, max_batch_rows=1, streams=True) as batcher:
         batcher.pause(1)

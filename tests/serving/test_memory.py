@@ -1,4 +1,4 @@
-"""What a full server holds in memory is bounded: messages, maps, decoded photos and pictures."""
+"""A full server holds a bounded amount of memory: messages, maps, decoded photos and pictures."""
 
 import contextlib
 import io
@@ -58,7 +58,7 @@ def queued(served):
 
 
 def explaining(stub, padding=0, **fields):
-    """A call with so many bytes behind its photo, which belong to no picture."""
+    """Return a function that starts a call with `padding` unused bytes after the photo."""
     return lambda: stub.Explain.future(explain_pb2.ExplainRequest(image=PHOTO + bytes(padding), **fields), timeout=60)
 
 

@@ -33,6 +33,6 @@ def pair():
 
 @pytest.fixture
 def record():
-    """What the simulated GPU is asked from here on."""
+    """Operations of the simulated GPU, from the start of the test on."""
     device.RECORD.clear()
     return device.RECORD

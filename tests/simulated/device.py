@@ -61,7 +61,7 @@ class Event:
 
 
 @dataclass
-class Record:
+class OperationLog:
     """The operations on the device since the last `clear`, and the tensors in its memory.
 
     Attributes:
@@ -95,7 +95,7 @@ class Record:
         return sum(self.sizes.values())
 
 
-RECORD = Record()
+RECORD = OperationLog()
 PINNED = set()
 """Addresses of the CPU's memory that counts as page-locked."""
 _NUMBERS = itertools.count()
@@ -182,7 +182,7 @@ def _address(tensor):
 
 
 class _Backend(_DummyBackendModule):
-    """What torch asks of a device beside its operations."""
+    """Queries of torch to a device, besides its operations."""
 
     @staticmethod
     def get_amp_supported_dtype():

@@ -155,7 +155,7 @@ def test_a_contrasts_saliency_is_the_difference_of_the_two_gradients(resnet):
 
 
 def allowed(logits, truth):
-    """How far a difference of two logits may be from the truth."""
+    """Return the largest allowed distance of a difference of two logits from the exact one."""
     return 2 * float(FACTOR * (logits - truth).abs().max() + FLOOR * truth.abs().max())
 
 

@@ -78,12 +78,12 @@ class Subject:
         return plain[method] if method in plain else self.finding(call(method, **parameters)).heatmap
 
     def finding(self, asked, *layers, fusion=None):
-        """What our service finds for a call, on its own layer or others."""
+        """Return the service's explanation for a method call, on its own layer or others."""
         (found,) = self.explanations([asked], *layers, fusion=fusion)
         return found
 
     def explanations(self, asked, *layers, fusion=None):
-        """What our service finds for several calls."""
+        """Return the service's explanations for several method calls."""
         wanted = job(self.model, asked, [ClassTarget(self.index)], layers or [self.layer], fusion=fusion)
         return explain(self.model, self.image, wanted).explanations
 
@@ -94,7 +94,7 @@ class Subject:
 
     @property
     def input(self):
-        """What the model gets, [1,3,H,W], in the oracles' precision."""
+        """The model's input, [1,3,H,W], in the oracles' precision."""
         exact = inputs(self.model, self.image)
         if self.rounded:
             up = torch.rand(exact.shape, generator=torch.Generator().manual_seed(self.rounded)) < 0.5
@@ -172,7 +172,7 @@ def unfrozen(module):
 
 @dataclass(frozen=True)
 class Distances:
-    """How far two float32 maps are from the truth, as shares of its largest value."""
+    """Distances of two float32 maps from the exact map, as shares of its largest value."""
 
     ours: float
     plain: float

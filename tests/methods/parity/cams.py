@@ -28,7 +28,7 @@ RECTIFIED = ("efficientnet_lite0", "resnet50", "vgg16")
 
 @kept
 def hooked(subject):
-    """What pytorch-grad-cam's own hooks see: activations and gradients [1,C,h,w]."""
+    """Return the activations and gradients, [1,C,h,w], that pytorch-grad-cam's hooks record."""
     with pytorch_grad_cam.GradCAM(subject.theirs, [subject.module], subject.reshape) as cam:
         cam(subject.input, subject.targets)
         seen = cam.activations_and_grads

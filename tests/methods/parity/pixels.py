@@ -66,7 +66,7 @@ def tunnel(kind, share):
 
 
 def cells(size, count):
-    """Which cell of a grid every pixel is in, [1,H,W]."""
+    """Return the index of the grid cell that each pixel lies in, [1,H,W]."""
     rows, columns = (torch.arange(side) * count // side for side in size)
     return (rows[:, None] * count + columns)[None]
 
