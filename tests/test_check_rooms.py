@@ -40,7 +40,7 @@ def package(tmp_path):
     return tmp_path
 
 
-def test_sound_rooms_have_no_faults(package):
+def test_valid_packages_have_no_faults(package):
     assert list(check_rooms.faults(package)) == []
 
 
@@ -87,7 +87,7 @@ def test_each_planted_fault_is_found(package, name, text, fault):
     assert list(check_rooms.faults(package)) == [fault]
 
 
-def test_an_import_that_only_type_checkers_see_is_found(package):
+def test_import_that_only_type_checkers_see_is_found(package):
     write(package, {"core/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import grpc\n"})
 
     assert list(check_rooms.faults(package)) == ["core/a.py:3: imports grpc, which only api and cluster do"]
@@ -118,7 +118,7 @@ def place_of(package, layer):
     return package / layer / "__init__.py" if (package / layer).is_dir() else package / f"{layer}.py"
 
 
-def test_an_import_upward_breaks_the_contract_of_the_layers(copied):
+def test_import_upward_breaks_the_contract_of_the_layers(copied):
     package, broken = copied
     assert broken() == ""
     with place_of(package, BOTTOM).open("a") as file:
@@ -127,14 +127,14 @@ def test_an_import_upward_breaks_the_contract_of_the_layers(copied):
     assert f"camserve_server.{BOTTOM} is not allowed to import camserve_server.{TOP}" in broken()
 
 
-def test_a_room_without_a_place_breaks_the_contract_of_the_layers(copied):
+def test_package_missing_from_the_layers_breaks_their_contract(copied):
     package, broken = copied
     write(package, {"attic/__init__.py": ""})
 
     assert "camserve_server.attic" in broken()
 
 
-def test_a_circle_inside_of_a_room_breaks_a_contract(copied):
+def test_import_cycle_inside_a_package_breaks_a_contract(copied):
     package, broken = copied
     names = [path.stem for path in sorted((package / "jobs").glob("*.py")) if path.stem != "__init__"]
     for one, other in (names[:2], names[1::-1]):

@@ -58,7 +58,7 @@ def sources():
                 yield f"{name}/{path.relative_to(folder).as_posix()}"
 
 
-def test_the_wheel_holds_both_packages_whole_and_nothing_else(wheel):
+def test_wheel_contains_exactly_both_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
 
@@ -68,7 +68,7 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(wheel):
     assert {f"camserve/v1/{name}_pb2_grpc.{end}" for name in ("explain", "models") for end in ("py", "pyi")} <= names
 
 
-def test_the_wheel_says_what_it_is_and_needs_torch_only_for_the_server(wheel):
+def test_wheel_metadata_requires_torch_only_for_the_server(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
         about = Parser().parsestr(archive.read(name).decode())
@@ -84,7 +84,7 @@ def test_the_wheel_says_what_it_is_and_needs_torch_only_for_the_server(wheel):
     assert any(need.startswith("torch>=") for need in server)
 
 
-def test_the_source_distribution_holds_what_it_takes_to_build_test_and_try_it(built):
+def test_source_distribution_can_be_built_tested_and_tried(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
@@ -107,7 +107,7 @@ def test_the_source_distribution_holds_what_it_takes_to_build_test_and_try_it(bu
 
 
 @pytest.mark.slow
-def test_without_extras_the_client_imports_and_torch_is_not_even_installed(installed):
+def test_client_without_extras_can_be_imported_without_torch(installed):
     code = """
 import sys, importlib.util as find, camserve
 assert not {"torch", "camserve_server"} & set(sys.modules), sorted(sys.modules)
@@ -125,7 +125,7 @@ with camserve.Client("localhost:1"):
 
 
 @pytest.mark.slow
-def test_without_extras_the_clients_command_line_works(installed):
+def test_client_command_works_without_extras(installed):
     helped = run(installed / "camserve", "--help", cwd=installed)
     version = run(installed / "camserve", "--version", cwd=installed)
     alone = run(installed / "camserve", "health", "--server", "127.0.0.1:1", cwd=installed)
@@ -140,7 +140,7 @@ def test_without_extras_the_clients_command_line_works(installed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["serve"], ["--help"], []])
-def test_without_extras_the_server_says_which_one_is_missing(installed, arguments):
+def test_server_without_extras_names_the_missing_one(installed, arguments):
     found = run(installed / "camserve-server", *arguments, cwd=installed)
 
     assert found.returncode == 2

@@ -60,7 +60,7 @@ def test_each_reason_is_printed_once_with_its_count(folder, run):
     assert "    1  a module is not installed: pip install it\n" in shown
 
 
-def test_a_run_that_skips_nothing_prints_no_summary(tmp_path, run):
+def test_run_without_skipped_tests_prints_no_summary(tmp_path, run):
     (tmp_path / "test_passing.py").write_text("def test_passed(): pass")
 
     assert skipped.TITLE not in run(tmp_path)
@@ -80,7 +80,7 @@ def test_two_runs_get_one_summary_and_their_files_are_removed(folder, run, monke
 
 
 @pytest.mark.parametrize("reason", REASONS.values(), ids=REASONS)
-def test_a_reason_names_what_is_missing_and_the_command_that_gets_it(reason):
+def test_reason_names_the_missing_tool_and_the_command_to_get_it(reason):
     assert FORM.fullmatch(reason)
 
 

@@ -288,7 +288,7 @@ def test_photos_are_explained_without_a_server(folder):
         assert overlay.size == (40, 30)
 
 
-def test_a_receipt_is_replayed_without_a_server(folder):
+def test_receipt_is_replayed_without_a_server(folder):
     model = ["--model", "command_nets:tiny?size=32"]
     written = CliRunner().invoke(commands.program, ["explain", "photo.png", *model, "-o", "out", "--receipts"])
     assert written.exit_code == 0, written.stderr

@@ -27,7 +27,7 @@ THREE = ["gradcam", "layercam", "random"]
 BOX = (10, 20.5, 30, 40)
 
 
-async def test_what_is_asked_arrives(client: Any, server: Any) -> None:
+async def test_every_argument_of_evaluate_is_sent(client: Any, server: Any) -> None:
     metrics = ["deletion", ("road", {"steps": 3}), camserve.Metric("max_sensitivity", {"noise": 0.5, "how": "x"})]
 
     await client.evaluate(b"\x01", metrics=metrics, box=BOX, methods=THREE, targets=["cat"], layers="features")
@@ -63,14 +63,14 @@ def test_one_metric_needs_no_list(one: Any) -> None:
         ({"metrics": "deletion", "top_k": 99}, "top_k"),
     ],
 )
-async def test_what_can_be_seen_to_be_wrong_is_not_sent(client: Any, server: Any, options: Any, words: str) -> None:
+async def test_invalid_evaluation_is_not_sent(client: Any, server: Any, options: Any, words: str) -> None:
     with pytest.raises(camserve.InvalidArgument, match=words):
         await client.evaluate(b"\x01", **options)
 
     assert not server.calls
 
 
-async def test_what_comes_back_is_read(client: Any) -> None:
+async def test_evaluation_response_is_decoded(client: Any) -> None:
     found = await client.evaluate(b"\x01", metrics=["deletion", ("increase", {"a": 1, "b": "c"})], methods=THREE)
 
     assert [each.method for each in found.explained.explanations] == THREE
@@ -83,7 +83,7 @@ async def test_what_comes_back_is_read(client: Any) -> None:
     assert found.remarks() == (("random, deletion", "flat"), ("random, increase", "flat"))
 
 
-async def test_a_refusal_is_raised(client: Any, server: Any, refusal: Any) -> None:
+async def test_error_of_evaluate_is_raised(client: Any, server: Any, refusal: Any) -> None:
     server.refusals = [refusal(grpc.StatusCode.NOT_FOUND, "no such metric", {"metrics[0].name": "none"})]
 
     with pytest.raises(camserve.NotFound) as caught:
@@ -100,7 +100,7 @@ async def test_metrics_are_listed(client: Any) -> None:
     assert (sensitivity.repeats, sensitivity.higher_is_better) == (True, True)
 
 
-async def test_the_table_marks_the_best_of_each_metric(client: Any) -> None:
+async def test_table_marks_the_best_of_each_metric(client: Any) -> None:
     found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
 
     assert [line.split() for line in found.table().splitlines()] == [
@@ -112,7 +112,7 @@ async def test_the_table_marks_the_best_of_each_metric(client: Any) -> None:
     assert found.best == {(0, 0), (0, 1)}
 
 
-async def test_a_map_without_a_rival_is_not_the_best(client: Any) -> None:
+async def test_single_map_is_not_marked_as_best(client: Any) -> None:
     found = await client.evaluate(b"\x01", metrics="deletion", methods="gradcam")
 
     assert found.best == frozenset()
@@ -141,19 +141,19 @@ def test_layers_and_targets_are_named_where_they_differ() -> None:
     assert "↑" in found.table()
 
 
-def test_nothing_asked_is_an_empty_table() -> None:
+def test_evaluation_of_nothing_is_an_empty_table() -> None:
     found = evaluated()
 
     assert (found.rows, found.best, found.table()) == ((), frozenset(), "")
     assert found.plot().width > 0
 
 
-def test_a_reading_of_an_explanation_that_is_not_there_is_the_servers_fault() -> None:
+def test_reading_of_a_missing_explanation_raises_internal() -> None:
     with pytest.raises(camserve.Internal, match="did not send"):
         _metrics.evaluation(evaluate_pb2.EvaluateResponse(readings=[evaluate_pb2.Reading(explanation=3)]))
 
 
-async def test_the_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> None:
+async def test_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> None:
     found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
     path = found.save(tmp_path / "plot.png")
 
@@ -170,7 +170,7 @@ def drawn(*lines: comparison.Line, bars: int = 1, names: tuple[str, ...] = ("p",
     return np.asarray(comparison.draw([comparison.Tile(f"method {n}", None) for n in range(bars)], [panel]))
 
 
-def test_a_line_is_drawn_where_its_values_are() -> None:
+def test_curve_is_drawn_at_its_values() -> None:
     flat = drawn(comparison.Line((0, 1), (1.0, 1.0)))
     steep = drawn(comparison.Line((0, 1), (1.0, 0.0)))
     chart = slice(290, 520)  # below the tile
@@ -193,7 +193,7 @@ def dashed() -> list[comparison.Line]:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (-0.5, 1), (0, 0.003), (0, 87), (0.0, 0.31)])
-def test_ticks_are_round_and_hold_what_is_drawn(low: float, high: float) -> None:
+def test_ticks_are_round_and_enclose_the_curve(low: float, high: float) -> None:
     ticks = canvas.axis_ticks(low, high)
 
     assert 2 <= len(ticks) <= 7
@@ -211,7 +211,7 @@ def run(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) ->
     return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in (*command, *args)])
 
 
-def test_the_command_prints_a_table_and_draws(run: Any, server: Any, tmp_path: pathlib.Path) -> None:
+def test_evaluate_command_prints_a_table_and_draws_plots(run: Any, server: Any, tmp_path: pathlib.Path) -> None:
     done = run("--metric", "deletion:steps=5", "--box", "1,2,3,4", "--plot", tmp_path / "plot.png")
 
     assert done.exit_code == 0, done.output
@@ -230,7 +230,7 @@ def test_the_command_prints_a_table_and_draws(run: Any, server: Any, tmp_path: p
     assert asked.explain.rendering.overlay
 
 
-def test_the_command_asks_for_no_pictures_that_it_does_not_draw_and_prints_json(run: Any, server: Any) -> None:
+def test_evaluate_command_prints_json_and_requests_no_unused_curves(run: Any, server: Any) -> None:
     done = run("--json")
     found = json.loads(done.stdout)
 
@@ -243,14 +243,14 @@ def test_the_command_asks_for_no_pictures_that_it_does_not_draw_and_prints_json(
     ("args", "words"),
     [(("--box", "1,2,3"), "is not LEFT,TOP,RIGHT,BOTTOM"), (("--plot", "plot.gif"), "cannot save as '.gif'")],
 )
-def test_the_command_says_what_is_wrong(run: Any, args: tuple[str, ...], words: str) -> None:
+def test_evaluate_command_reports_errors(run: Any, args: tuple[str, ...], words: str) -> None:
     done = run(*args)
 
     assert done.exit_code == 2
     assert words in done.stderr
 
 
-def test_the_command_lists_metrics(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_command_lists_metrics(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(cli.main, ["metrics", "--server", server.address])
 

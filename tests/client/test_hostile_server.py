@@ -130,7 +130,7 @@ def test_invalid_picture_raises_internal(data: bytes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_picture_with_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_with_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded.append)
     for name in ("too many pixels", "far too many"):

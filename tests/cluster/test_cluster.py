@@ -298,7 +298,7 @@ def test_engine_runs_on_the_gpus_that_ray_reserves_else_on_the_cpu(device, gpus,
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "cpu,cuda"])
-def test_a_gpu_that_ray_does_not_reserve_is_refused(device):
+def test_gpu_that_ray_does_not_reserve_is_refused(device):
     """Ray would let the engine see every GPU of its machine."""
     with pytest.raises(ConfigError, match=f"device = {device}: Ray reserves no GPU"):
         application._settings_of(config.Settings(insecure=True, device=device), application.Engines())
@@ -324,7 +324,7 @@ def test_each_engine_gets_a_gpu_if_the_cluster_has_any(device, said, there, gpus
         assert engines == application.Engines(2, 2, 64, 1, gpus)
 
 
-def test_a_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photos, monkeypatch):
+def test_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photos, monkeypatch):
     monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     ran = []
     monkeypatch.setattr(job, "run", lambda one, *_: ran.append(one.settings["device"]))
@@ -342,7 +342,7 @@ def test_error_of_an_engine_that_cannot_start_is_extracted():
     assert "see Ray's log" in commands.reason([])
 
 
-def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
+def test_error_without_ray_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     served = CliRunner().invoke(program, ["ray", "serve", "--insecure"])
     explained = CliRunner().invoke(program, ["ray", "explain", str(tmp_path), "-o", str(tmp_path / "out")])
@@ -602,7 +602,7 @@ def test_stop_waits_for_ray_serve_without_a_pending_call(looks, caplog):
     assert not caplog.records
 
 
-def test_a_stop_without_ray_serve_has_nothing_to_wait_for():
+def test_stop_without_ray_serve_returns_at_once():
     controller = Controller(0)
     commands.stop_ray_serve(controller, timeout=60)
 

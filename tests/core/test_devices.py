@@ -272,7 +272,7 @@ def test_precision_without_native_instructions_is_a_warning(gpus, warnings, capa
     assert warnings == [expected.format(name) for name in slow]
 
 
-def test_a_server_warns_of_a_precision_once(tiny, warnings):
+def test_warning_about_a_precision_is_logged_once(tiny, warnings):
     with serving(models=(f"{tiny}&precision=float16",), device="cpu,cpu", threads=1):
         pass
 

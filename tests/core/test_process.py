@@ -160,7 +160,7 @@ def test_garbage_collection_skips_old_objects_and_collects_new_ones():
     assert collected == b"True"
 
 
-def test_the_thread_that_loaded_the_models_is_gone_and_its_openmp_workers_with_it():
+def test_thread_that_loads_models_ends_with_its_openmp_threads():
     before = set(threading.enumerate())  # a test before may have left one in which a model is loaded for ever
     with running(models=["torchvision:resnet18?weights=none&size=64"]):
         started = [thread for thread in threading.enumerate() if thread not in before]

@@ -121,7 +121,7 @@ def both(model, image):
     return [reference(model.module, inputs(model, image), dtype=one) for one in (torch.float32, torch.float64)]
 
 
-def test_heads_fuse_and_low_attention_is_dropped_as_asked(load):
+def test_head_fusion_and_discard_ratio_follow_the_parameters(load):
     model, image = load("class token"), noise(4, SIZE)
     plain, truth = both(model, image)
 
@@ -135,7 +135,7 @@ def test_heads_fuse_and_low_attention_is_dropped_as_asked(load):
             assert error_ratio(found, *expected) <= 1
 
 
-def test_legrad_adds_up_as_many_of_the_last_blocks_as_asked(load):
+def test_legrad_adds_up_the_requested_number_of_last_blocks(load):
     model, image = load("class token"), noise(4, SIZE)
     plain, truth = both(model, image)
 
@@ -147,7 +147,7 @@ def test_legrad_adds_up_as_many_of_the_last_blocks_as_asked(load):
         assert error_ratio(found, *expected) <= 1
 
 
-def test_legrad_is_torchcams_up_to_the_number_of_blocks(load):
+def test_legrad_equals_torchcams_up_to_the_number_of_blocks(load):
     model, image = load("torchvision"), noise(4, SIZE)
 
     found, _ = answer(model, "legrad", image)
@@ -173,7 +173,7 @@ def test_models_of_timm_are_explained_by_their_names(name):
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_logits_are_those_of_the_model_left_alone(load, name):
+def test_logits_equal_those_of_the_unchanged_model(load, name):
     model, image = load(name), noise(4, SIZE)
     with torch.no_grad():
         plain = model.module(inputs(model, image))[0]
@@ -185,7 +185,7 @@ def test_logits_are_those_of_the_model_left_alone(load, name):
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_the_model_is_left_as_it_was(load, name):
+def test_model_is_unchanged_afterwards(load, name):
     model = load(name)
     before, attributes = digest(model.module), flags(model.module)
 
@@ -227,7 +227,7 @@ def test_methods_mix_in_a_batch(load):
 
 
 @pytest.mark.parametrize("method", ["chefer", "legrad"])
-def test_a_request_is_explained_for_its_targets_and_smoothed_when_asked(load, method):
+def test_attention_methods_support_targets_and_smoothing(load, method):
     model, image = load("class token"), noise(4, SIZE)
     smoothed = MethodCall(method, call(method).parameters, augmented=True)
 
@@ -242,7 +242,7 @@ def test_a_request_is_explained_for_its_targets_and_smoothed_when_asked(load, me
 
 
 @pytest.mark.parametrize("method", [*ROLLING, "legrad"])
-def test_a_score_that_depends_on_nothing_has_a_zero_gradient(load, method):
+def test_constant_score_has_a_zero_gradient(load, method):
     model = load("class token")
 
     outcome = explain(model, noise(4, SIZE), job(model, [method], [ContrastTarget(2, 2)]))
@@ -260,7 +260,7 @@ def test_slow_attention_gives_the_maps_of_fast_attention(load):
         assert error_ratio(*(answer(one, method, image)[0] for one in (model, slow, exact(slow)))) <= 1
 
 
-def test_half_precision_gives_almost_the_maps_of_full(load):
+def test_half_precision_maps_are_close_to_float32(load):
     model, image = load("class token"), noise(4, SIZE)
     half = models.LoadedModel(replace(model.info, precision="bfloat16"), model.module)
 
@@ -301,7 +301,7 @@ def in_float64(options):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_is_torchs_own(mask):
+def test_attention_equals_that_of_torch(mask):
     heads = 1 if mask == "grouped" else 3
     q, k, v = tensors((2, 3, 6, 4), (2, heads, 6, 4), (2, heads, 6, 4))
     with sdpa_kernel(SDPBackend.MATH):
@@ -317,7 +317,7 @@ def test_attention_is_torchs_own(mask):
     assert gap(seen.attention.sum(-1), torch.ones(1, 2, 3, 6)) < 1e-6
 
 
-def test_attention_drops_out_as_often_as_asked():
+def test_attention_applies_its_dropout_probability():
     q, k, v = tensors((1, 1, 40, 4), (1, 1, 40, 4), (1, 1, 40, 4))
     with watched():
         dropped = functional.scaled_dot_product_attention(q, k, torch.ones_like(v), dropout_p=0.5)
@@ -337,7 +337,7 @@ MULTI_HEAD = {
 
 
 @pytest.mark.parametrize("case", MULTI_HEAD)
-def test_multi_head_attention_is_torchs_own(case):
+def test_multi_head_attention_equals_that_of_torch(case):
     made, asked = MULTI_HEAD[case]
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(8, 2, **made).eval().requires_grad_(requires_grad=False)
@@ -389,7 +389,7 @@ def refusal(model, method):
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_model_without_attention_between_all_patches_is_refused_in_words(plant, name):
+def test_model_without_attention_between_all_patches_is_refused(plant, name):
     make, words = BUILT[name]
     model = plant(make, size=SIZE)
     model = models.LoadedModel(replace(model.info, name=name), model.module)
@@ -438,7 +438,7 @@ def test_legrad_refuses_a_head_that_takes_no_other_tokens(plant):
     assert "does not accept other tokens" in refusal(model, "legrad")
 
 
-def test_every_attention_method_says_what_it_needs():
+def test_every_attention_method_states_its_requirements():
     for method in (*ROLLING, "legrad"):
         assert isinstance(METHODS[method], Attention)
         assert METHODS[method].needs == "attention between all of an image's patches"

@@ -130,7 +130,7 @@ def test_captured_activations_and_gradients_are_as_exact_as_plain_float32(zoo):
         assert max(error_ratios(zoo, captures))[0] <= 1, name
 
 
-def test_the_engines_elementwise_maps_are_as_exact_as_plain_float32(zoo):
+def test_engines_elementwise_maps_are_as_exact_as_plain_float32(zoo):
     calls = (call("hirescam"), call("layercam"))
     (result,) = run(zoo.model, [Row(zoo.picture, ClassTarget(INDEX), calls)], zoo.layers)
     for name, (hirescam, layercam) in zip(zoo.layers, result.maps, strict=True):
@@ -187,7 +187,7 @@ def grid(output, layout):
 
 
 @pytest.mark.parametrize("name", ["conv1", "layer2.0.bn1", "layer3", "layer4"])
-def test_nothing_up_to_the_watched_layer_is_differentiated(resnet, name):
+def test_layers_up_to_the_captured_one_are_not_differentiated(resnet, name):
     tracked = []
     # Registered before the capture's own hook, it sees what the layer itself returned.
     hook = resnet.module.get_submodule(name).register_forward_hook(
@@ -199,7 +199,7 @@ def test_nothing_up_to_the_watched_layer_is_differentiated(resnet, name):
     assert not any(one.requires_grad or one.grad_fn for one in tracked)
 
 
-def test_only_the_head_behind_the_layer_is_in_the_graph(resnet):
+def test_only_modules_after_the_layer_are_in_the_graph(resnet):
     with capture_layers({"layer4": resnet.module.layer4}):
         score = resnet.module(inputs(resnet, noise(0, 64)))[0, INDEX]
     names = graph(score.grad_fn)
@@ -207,12 +207,12 @@ def test_only_the_head_behind_the_layer_is_in_the_graph(resnet):
     assert len(names) <= 16
 
 
-def test_without_the_capture_the_test_above_would_see_the_whole_graph(resnet):
+def test_without_the_capture_the_whole_graph_is_visible(resnet):
     score = resnet.module(inputs(resnet, noise(0, 64)).requires_grad_())[0, INDEX]
     assert sum("Conv" in name for name in graph(score.grad_fn)) == 20
 
 
-def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
+def test_error_in_the_forward_pass_leaves_no_hook(resnet):
     layers = {name: resnet.module.get_submodule(name) for name in ("layer1", "layer4")}
     with capture_layers(layers):
         assert hook_count(resnet.module) == 2
@@ -221,7 +221,7 @@ def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
     assert untouched(resnet)
 
 
-def test_no_hook_is_left_when_the_block_is_left_before_the_backward(resnet):
+def test_leaving_the_block_before_the_backward_pass_leaves_no_hook(resnet):
     with capture_layers({"layer4": resnet.module.layer4}) as captures:
         resnet.module(inputs(resnet, noise(0, 64)))
     assert hook_count(resnet.module) == 0
@@ -237,7 +237,7 @@ def test_hook_count_counts_hooks_of_every_kind():
     assert hook_count(nn.Sequential(layer)) == 4
 
 
-def test_of_several_calls_the_last_one_counts(resnet):
+def test_last_of_several_calls_is_captured(resnet):
     image = inputs(resnet, noise(0, 64))
     captures = backward(resnet, image, ["layer1.0.relu", "layer1.0"])
     assert torch.equal(captures["layer1.0.relu"].activation, captures["layer1.0"].activation)
@@ -245,7 +245,7 @@ def test_of_several_calls_the_last_one_counts(resnet):
     assert resnet.info.layers["layer1.0.relu"].calls == 2
 
 
-def test_a_second_backward_pass_leaves_the_first_ones_gradient_as_it_was(resnet):
+def test_second_backward_pass_does_not_change_the_first_gradient(resnet):
     with capture_layers({"layer4": resnet.module.layer4}) as captures:
         logits = resnet.module(inputs(resnet, noise(0, 64)).contiguous())
         logits[0, 1].backward(retain_graph=True)
@@ -280,7 +280,7 @@ def overwrite_kept(net, seen):
 
 @pytest.mark.parametrize(("middle", "layer"), [(overwrite_input, None), (overwrite_kept, Keeps())])
 @pytest.mark.parametrize("watched", [("layer",), ("conv", "layer")])
-def test_a_model_that_overwrites_the_captured_output_through_an_alias_is_refused(plant, middle, layer, watched):
+def test_model_that_overwrites_the_captured_output_through_an_alias_is_refused(plant, middle, layer, watched):
     model = plant(lambda: Toy(middle, layer))
     row = Row(noise(0, 16), ClassTarget(1), (call("hirescam"),))
     # What is behind "conv" may be found out when the model is loaded: its own tensor is the one that was overwritten.
@@ -289,7 +289,7 @@ def test_a_model_that_overwrites_the_captured_output_through_an_alias_is_refused
         run(model, [row], watched)
 
 
-def test_an_output_changed_in_place_by_name_is_captured_as_it_was(plant):
+def test_output_changed_in_place_later_is_captured_unchanged(plant):
     def relu_in_place(net, seen):
         return nn.functional.relu(net.layer(seen), inplace=True)
 
@@ -327,7 +327,7 @@ STRUCTURES = {
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_the_first_tensor_of_numbers_in_a_structure_is_captured(plant, kind):
+def test_first_floating_tensor_of_a_structure_is_captured(plant, kind):
     wrap, unwrap = STRUCTURES[kind]
     bare = plant(Toy)
     model = plant(lambda: Toy(lambda net, seen: unwrap(net.layer(seen)), Wraps(wrap)))
@@ -337,7 +337,7 @@ def test_the_first_tensor_of_numbers_in_a_structure_is_captured(plant, kind):
         np.testing.assert_array_equal(ours[name], heatmap)
 
 
-def test_a_layer_that_returns_no_tensor_of_numbers_is_refused_in_words(plant):
+def test_layer_that_returns_no_floating_tensor_is_refused(plant):
     def say(net, seen):
         net.layer(seen)
         return seen
@@ -348,7 +348,7 @@ def test_a_layer_that_returns_no_tensor_of_numbers_is_refused_in_words(plant):
     assert hook_count(model.module) == 0
 
 
-def test_a_layer_that_an_image_does_not_run_through_is_refused_in_words(plant):
+def test_layer_that_an_image_does_not_run_through_is_refused(plant):
     model = plant(lambda: Toy(lambda net, seen: net.layer(seen) if seen.abs().max() > 0 else seen))
     for part in model.module.conv.parameters():
         part.zero_()
@@ -357,14 +357,14 @@ def test_a_layer_that_an_image_does_not_run_through_is_refused_in_words(plant):
         maps(model, noise(0, 16), "layer")
 
 
-def test_a_layer_that_never_runs_is_refused_in_words(plant):
+def test_layer_that_never_runs_is_refused(plant):
     model = plant(Toy)
     assert "unused" not in model.info.layers
     with pytest.raises(FailedPrecondition, match='"unused" did not run'):
         maps(model, noise(0, 16), "unused")
 
 
-def test_a_score_that_does_not_depend_on_the_layer_has_a_gradient_of_zero(plant):
+def test_score_that_does_not_depend_on_the_layer_has_a_gradient_of_zero(plant):
     model = plain(plant(Toy))
     model.module.middle = lambda net, seen: (net.layer(seen), seen)[1]
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1), (call("gradcam"),))], ["layer"])

@@ -54,7 +54,7 @@ def correlation(one, other):
 # -------------------------------------------------------------------------------------------- what needs no GPU to show
 
 
-def test_what_is_fetched_together_is_what_was_there():
+def test_tensors_fetched_together_are_unchanged():
     tensors = [torch.randn(3, 4), torch.randn(2, 3, 4).requires_grad_(), torch.randn(1).bfloat16(), torch.zeros(0, 2)]
 
     for found, one in zip(fetch_arrays(tensors), tensors, strict=True):
@@ -62,7 +62,7 @@ def test_what_is_fetched_together_is_what_was_there():
         assert (found == one.detach().float().numpy()).all()
 
 
-def test_a_models_copy_has_the_same_weights_and_shares_none_of_them():
+def test_models_copy_has_the_same_weights_and_shares_none_of_them():
     """Whatever the weights are: those of a factory need not be the same when it is called again."""
     model = models.load(models.parse(RESNET))
     copy = model.copy_to("cpu")
@@ -75,7 +75,7 @@ def test_a_models_copy_has_the_same_weights_and_shares_none_of_them():
 
 
 @pytest.mark.usefixtures("_precision_as_before")
-def test_float32_means_it_whatever_a_models_own_module_asks_for(plant):
+def test_float32_is_exact_even_if_a_module_allows_tf32(plant):
     def careless():
         torch.backends.fp32_precision = "tf32"
         torch.backends.cudnn.allow_tf32 = True
@@ -90,7 +90,7 @@ def test_float32_means_it_whatever_a_models_own_module_asks_for(plant):
     assert not backends.cudnn.allow_tf32  # and torch's compiler, which asks so, is not refused an answer
 
 
-def test_second_derivatives_leave_the_attention_of_other_threads_as_it_is(monkeypatch):
+def test_second_derivatives_do_not_change_attention_in_other_threads(monkeypatch):
     """While one pass differentiates twice, others run in another thread: plainly, and twice too."""
     engines = [Engine({"vit": models.load(models.parse(f"vit={VIT}"))}) for _ in range(2)]
     rows = {
@@ -130,7 +130,7 @@ def test_second_derivatives_leave_the_attention_of_other_threads_as_it_is(monkey
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_arrays_arrive_on_the_device_as_they_were(device, dtype):
+def test_uploaded_arrays_are_unchanged(device, dtype):
     arrays = [noise(seed, 8).astype(dtype) for seed in range(3)]
     arrays[1].flags.writeable = False  # as a decoded photo may be
     found = upload(arrays, torch.device(device))
@@ -150,7 +150,7 @@ def waits_are_errors():
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_a_gpu_is_given_a_batch_without_a_wait(device):
+def test_batch_is_uploaded_to_a_gpu_without_a_wait(device):
     preprocess = models.load(models.parse(RESNET)).info.preprocess
     normalise(upload([noise(0, 64)], torch.device(device)), preprocess)
     with waits_are_errors():
@@ -162,7 +162,7 @@ def test_a_gpu_is_given_a_batch_without_a_wait(device):
 @pytest.mark.parametrize("device", [GPU])
 @pytest.mark.filterwarnings("always::UserWarning")
 @pytest.mark.parametrize("name", ["gradcam", "eigencam", "saliency"])
-def test_a_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, device, name, recwarn):
+def test_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, device, name, recwarn):
     model = resnets(device)
     kind, layers = ("saliency", []) if name == "saliency" else ("cam", ["layer4"])
     rows = [Row(noise(seed, 64), ClassTarget(seed), (call(name),)) for seed in range(8)]
@@ -181,7 +181,7 @@ def test_a_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, devi
 @pytest.mark.parametrize(
     "name", ["gradcam", "layercam", "saliency", "integrated_gradients", "rise", "ablationcam", "fullgrad", "shapleycam"]
 )
-def test_a_device_gives_the_maps_that_a_cpu_gives(resnets, device, name):
+def test_device_gives_the_maps_of_the_cpu(resnets, device, name):
     asked = [call(name, **({"samples": 16} if name == "rise" else {}))]
     found = [
         explained(model, noise(1, 64), job(model, asked, [RankTarget(0)])).explanations[0]
@@ -195,7 +195,7 @@ def test_a_device_gives_the_maps_that_a_cpu_gives(resnets, device, name):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_convolution_in_float32_has_its_precision(device):
+def test_convolution_in_float32_has_its_precision(device):
     """TF32 would be off by 3e-4 of the norm."""
     torch.manual_seed(0)
     models.load(models.parse(RESNET))
@@ -233,7 +233,7 @@ def test_two_engines_on_one_device_do_not_disturb_each_other(resnets, device):
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_a_batch_too_large_for_the_gpu_is_an_error_of_ours_and_the_next_one_runs(resnets, device):
+def test_batch_too_large_for_the_gpu_fails_and_the_next_one_runs(resnets, device):
     model = resnets(device)
     rows = [Row(noise(seed, 64), ClassTarget(1), (call("gradcam"),)) for seed in range(512)]
     run(model, rows[:1], ["layer4"])

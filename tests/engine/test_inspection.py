@@ -108,7 +108,7 @@ def test_every_layers_statistics_equal_those_of_plain_autograd(zoo):
         assert reading.activation.non_finite == reading.gradient.non_finite == 0
 
 
-def test_layers_that_are_named_are_measured_alone_and_the_same(zoo):
+def test_named_layers_are_measured_alone_with_the_same_results(zoo):
     picture = noise(3, 64)
     (whole,) = run(zoo, [Row(picture, ClassTarget(INDEX))], kind="inspect")
     every = dict(zip(zoo.info.layers, whole.readings, strict=True))
@@ -123,7 +123,7 @@ def test_layers_that_are_named_are_measured_alone_and_the_same(zoo):
             assert one.zeros == pytest.approx(other.zeros, abs=1e-9)
 
 
-def test_an_inspection_leaves_the_model_and_its_prediction_as_they_were(zoo):
+def test_inspection_does_not_change_the_model_or_its_prediction(zoo):
     picture = noise(3, 64)
     (result,) = run(zoo, [Row(picture, ClassTarget(INDEX))], kind="inspect")
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_an_inspection_leaves_the_model_and_its_prediction_as_they_were(zoo):
     assert not any(one.requires_grad or one.grad is not None for one in zoo.module.parameters())
 
 
-def test_rows_of_one_batch_are_measured_each_for_itself(resnet):
+def test_rows_of_one_batch_are_measured_independently(resnet):
     rows = [Row(noise(0, 64), ClassTarget(1)), Row(noise(1, 64), ContrastTarget(2, 3))]
     together = run(resnet, rows, kind="inspect")
 
@@ -144,7 +144,7 @@ def test_rows_of_one_batch_are_measured_each_for_itself(resnet):
     assert together[0].readings != together[1].readings
 
 
-def test_it_takes_one_forward_pass_and_one_backward_pass(resnet, monkeypatch):
+def test_inspection_takes_one_forward_and_one_backward_pass(resnet, monkeypatch):
     passes = []
     monkeypatch.setattr(inspection, "forward", lambda *args: passes.append("forward") or batch.forward(*args))
     backward = torch.autograd.backward
@@ -187,7 +187,7 @@ def living(monkeypatch):
     return counts
 
 
-def test_what_was_measured_is_gone_however_many_layers_there_are(plant, living):
+def test_measured_tensors_are_released_layer_by_layer(plant, living):
     model = plant(Chain)
     run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
 
@@ -195,7 +195,7 @@ def test_what_was_measured_is_gone_however_many_layers_there_are(plant, living):
     assert max(living) <= 3
 
 
-def test_the_count_above_sees_what_is_kept(plant, living, monkeypatch):
+def test_tensor_count_detects_kept_tensors(plant, living, monkeypatch):
     model, kept = plant(Chain), []
 
     def hoard(layers, glance):
@@ -210,7 +210,7 @@ def test_the_count_above_sees_what_is_kept(plant, living, monkeypatch):
 # ------------------------------------------------------------------------------------------------- what layers may do
 
 
-def test_of_several_calls_the_last_one_is_measured(resnet):
+def test_last_of_several_calls_is_measured(resnet):
     names = ["layer1.0.relu", "layer1.0"]  # the first is called twice, and ends the second
     (result,) = run(resnet, [Row(noise(0, 64), ClassTarget(1))], names, kind="inspect")
 
@@ -218,7 +218,7 @@ def test_of_several_calls_the_last_one_is_measured(resnet):
     assert result.readings[0] == result.readings[1]
 
 
-def test_a_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant):
+def test_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant):
     model = plant(lambda: Toy(lambda net, seen: (net.layer(seen), net.relu(seen.clone()))[0]))
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], ["layer", "relu"], kind="inspect")
     used, unused = result.readings
@@ -242,7 +242,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "make", [lambda seen: seen.long(), lambda _: None, lambda seen: seen[:, :0], lambda _: {"words": "none"}]
 )
-def test_a_layer_without_numbers_has_no_reading(plant, make):
+def test_layer_without_floating_outputs_has_no_reading(plant, make):
     model = plant(lambda: Toy(lambda net, seen: (seen, net.layer(seen))[0], Odd(make)))
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
     readings = dict(zip(model.info.layers, result.readings, strict=True))
@@ -251,7 +251,7 @@ def test_a_layer_without_numbers_has_no_reading(plant, make):
     assert readings["conv"].gradient.norm > 0
 
 
-def test_numbers_that_are_not_finite_are_counted_and_left_out(plant):
+def test_non_finite_values_are_counted_and_excluded(plant):
     def spoil(seen):
         spoilt = seen.clone()
         spoilt[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -286,20 +286,20 @@ def test_statistics_are_those_of_numpy_in_float64(values):
     assert found.non_finite == len(values) - np.isfinite(values).sum()
 
 
-def test_a_tensor_without_one_finite_value_has_no_mean_but_a_count():
+def test_tensor_without_one_finite_value_has_no_mean_but_a_count():
     found = inspection.measure(torch.tensor([math.nan, math.inf]))
 
     assert (found.non_finite, found.zeros) == (2, 0.0)
     assert all(math.isnan(getattr(found, name)) for name in ("mean", "std", "minimum", "maximum", "norm"))
 
 
-def test_half_precision_is_measured_in_full():
+def test_half_precision_is_measured_in_float32():
     found = inspection.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
 
     assert found.norm == pytest.approx(300 * math.sqrt(1000), rel=1e-9)
 
 
-def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
+def test_error_in_the_forward_pass_leaves_no_hook(resnet):
     with (
         pytest.raises(RuntimeError, match="channels"),
         observe_layers({"layer1": resnet.module.layer1}, lambda *_: print),

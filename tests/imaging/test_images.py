@@ -135,7 +135,7 @@ def test_sixteen_bits_of_grey_become_the_upper_eight():
     assert np.abs(pixels.astype(int) - (grey >> 8)[..., None]).max() <= 1
 
 
-def test_a_transparent_pixel_keeps_its_colour():
+def test_transparent_pixel_keeps_its_colour():
     image = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
     assert (images.decode(saved(image), LIMITS) == (200, 100, 50)).all()
 
@@ -288,7 +288,7 @@ def test_texts_and_profiles_in_a_png_are_not_inflated(capfd, work):
 
 
 @pytest.mark.parametrize(("kind", "content"), [(b"tRNS", bytes(6)), (b"eXIf", b"II*\0\x08\0\0\0\0\0")])
-def test_a_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, work):
+def test_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, work):
     """libpng ignores the others, with a line of warning for each."""
     file = KINDS["rgb"]
     at = file.find(b"IDAT") - 4
@@ -301,7 +301,7 @@ def test_a_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, 
 
 
 @pytest.mark.parametrize(("side", "rows"), [(64, 1 << 26), (1000, 1 << 28), (2000, 1 << 24)])
-def test_a_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work):
+def test_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work):
     file, stream = png_header(side, side), zlib.compressobj(9)
     deflated = stream.compress(np.random.default_rng(0).bytes(side * side // 8))
     deflated += b"".join(stream.compress(bytes(1 << 24)) for _ in range(rows >> 24)) + stream.flush()
@@ -356,7 +356,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("kind", HUGE)
-def test_the_size_is_read_from_the_header_of_every_kind(kind):
+def test_size_is_read_from_the_header_of_every_kind(kind):
     with pytest.raises(InvalidArgument, match="has 9,000 x 8,000 pixels: 16,777,216 in all are accepted"):
         images.decode(HUGE[kind], LIMITS)
 
@@ -376,7 +376,7 @@ def progressive_with_scans(more):
     return file[:-2] + last * more + file[-2:]
 
 
-def test_a_jpeg_of_many_scans_is_refused():
+def test_jpeg_of_many_scans_is_refused():
     """Each of a few bytes, each a pass over the whole picture."""
     assert images.decode(progressive_with_scans(50), LIMITS).shape == (120, 161, 3)
     with pytest.raises(InvalidArgument, match="more than 64 scans"):
@@ -427,7 +427,7 @@ ONE_FRAME = [kind for kind in KINDS if "animated" not in kind and "two pictures"
 
 @pytest.mark.parametrize("kind", ONE_FRAME)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.98])
-def test_a_truncated_file_is_refused(kind, share):
+def test_truncated_file_is_refused(kind, share):
     file = KINDS[kind]
     with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[: int(len(file) * share)], LIMITS)
@@ -557,7 +557,7 @@ def test_box_is_the_part_of_the_photo_in_the_input():
 
 
 @pytest.mark.parametrize("shape", [(300, 451), (500, 333), (100, 900), (80, 81)])
-def test_a_spot_in_the_photo_lies_in_the_input_where_the_box_says(shape):
+def test_box_maps_positions_in_the_input_to_the_photo(shape):
     photo = np.zeros((*shape, 3), np.uint8)
     row, column = shape[0] // 2 - 11, shape[1] // 2 + 9
     photo[row, column] = 255

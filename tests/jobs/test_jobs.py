@@ -40,7 +40,7 @@ THREE_OF_FIVE = (RankTarget(0), ClassTarget(4), ContrastTarget(1, 2))
         ([call("smoothgrad", samples=16), call("smoothgrad", samples=4, seed=1)], 21),
     ],
 )
-def test_a_target_costs_one_row_for_each_copy_of_the_image(resnet, calls, rows):
+def test_target_costs_one_row_for_each_copy_of_the_image(resnet, calls, rows):
     batches = []
     for targets in (THREE[:1], THREE):
         asked = job(resnet, calls, targets)
@@ -134,7 +134,7 @@ def counted(model, monkeypatch):
         ((), "score", 2, 0),
     ],
 )
-def test_the_targets_of_one_image_share_its_forward_pass(resnet, monkeypatch, calls, kind, images, backwards):
+def test_targets_of_one_image_share_its_forward_pass(resnet, monkeypatch, calls, kind, images, backwards):
     first, second = noise(0, 64), noise(1, 64)
     rows = [Row(first, t, tuple(map(call, calls))) for t in THREE] + [Row(second, THREE[1], tuple(map(call, calls)))]
     counts, hook = counted(resnet, monkeypatch)
@@ -145,7 +145,7 @@ def test_the_targets_of_one_image_share_its_forward_pass(resnet, monkeypatch, ca
     assert counts == {"images": images, "forwards": 1, "backwards": backwards}
 
 
-def test_a_copy_of_an_image_goes_forward_once_for_all_its_targets(resnet, monkeypatch):
+def test_copy_of_an_image_has_one_forward_pass_for_all_its_targets(resnet, monkeypatch):
     counts, hook = counted(resnet, monkeypatch)
     try:
         explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=4)], THREE))
@@ -216,7 +216,7 @@ class PlantedMaps(Toy):
         (float("inf"), Verdict.NON_FINITE),
     ],
 )
-def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight, verdict):
+def test_verdict_of_an_explanation_names_its_problem(plant, weight, verdict):
     model = plain(plant(PlantedMaps))
     model.module.head.weight = weight
     for method in ("gradcam", "hirescam"):
@@ -228,14 +228,14 @@ def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight,
     ("weight", "verdict"), [(1.0, Verdict.OK), (0.0, Verdict.ZERO_GRADIENT), (float("nan"), Verdict.NON_FINITE)]
 )
 @pytest.mark.parametrize("method", ["saliency", "smoothgrad"])
-def test_the_verdict_of_a_saliency_map_says_what_is_wrong_with_it(plant, method, weight, verdict):
+def test_verdict_of_a_saliency_map_names_its_problem(plant, method, weight, verdict):
     model = plant(PlantedMaps)
     model.module.head.weight = weight
     (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)])).explanations
     assert finding.verdict is verdict
 
 
-def test_a_map_with_the_same_value_everywhere_is_called_flat(plant):
+def test_map_with_the_same_value_everywhere_is_called_flat(plant):
     model = plant(PlantedMaps)
     nn.init.zeros_(model.module.conv.weight)
     (finding,) = explain(model, noise(0, 16), job(model, ["gradcam"], [ClassTarget(1)], ["layer"])).explanations
@@ -326,7 +326,7 @@ def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
     assert peak < 4 * MASKS
 
 
-def test_maps_that_are_computed_again_are_not_kept(resnet):
+def test_recomputed_maps_are_not_kept(resnet):
     _, (readings,), peak = evaluate(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], FakeEngine())
 
     assert math.isfinite(readings[0].value)
@@ -348,7 +348,7 @@ def test_failed_repeat_cancels_the_others(resnet):
     assert engine.rows < 200
 
 
-def test_surrogate_makes_its_masks_only_when_they_are_tried(resnet):
+def test_surrogate_creates_masks_only_when_they_are_used(resnet):
     pytest.importorskip("captum")
     evaluate(resnet, [call("kernel_shap", samples=32)], [], FakeEngine())  # for its imports, which must not count
     _, _, peak = evaluate(resnet, [call("kernel_shap", samples=2048)], [], FakeEngine())

@@ -96,7 +96,7 @@ def test_map_equals_the_papers_formula(seen, method):
 
 
 @pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("hirescam", "HiResCAM"), ("layercam", "LayerCAM")])
-def test_a_map_equals_that_of_pytorch_grad_cam_after_its_normalisation_and_resize(seen, name, peer):
+def test_map_equals_that_of_pytorch_grad_cam_after_its_normalisation_and_resize(seen, name, peer):
     def theirs(peers):
         with getattr(pytorch_grad_cam, peer)(peers.model, [peers.layer]) as cam:
             return cam(peers.image, [ClassifierOutputTarget(index) for index in peers.classes])
@@ -117,7 +117,7 @@ def between_0_and_1(heatmap, eps):
 
 
 @pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("layercam", "LayerCAM")])
-def test_a_map_equals_that_of_torchcam_after_its_relu_and_normalisation(seen, name, peer):
+def test_map_equals_that_of_torchcam_after_its_relu_and_normalisation(seen, name, peer):
     def theirs(peers):
         with getattr(torchcam.methods, peer)(peers.model, peers.layer) as cam:
             return cam(peers.classes, peers.model(peers.image), normalized=True)[0]
@@ -127,7 +127,7 @@ def test_a_map_equals_that_of_torchcam_after_its_relu_and_normalisation(seen, na
     assert worst([between_0_and_1(one, 1e-8) for one in positive], theirs, peers) <= 1
 
 
-def test_the_signed_gradcam_map_equals_captums(seen):
+def test_signed_gradcam_map_equals_captums(seen):
     ours, peers = seen
     assert worst(ours["gradcam"], lambda one: captums(one, one.classes), peers) <= 1
 
@@ -138,7 +138,7 @@ def captums(peers, classes):
     return found.detach()[:, 0]
 
 
-def test_the_map_of_a_wrong_class_is_caught(seen):
+def test_map_of_a_wrong_class_is_detected(seen):
     """A planted fault: the comparisons above can tell one class's map from another's."""
     ours, peers = seen
     for one, *theirs in zip(
@@ -165,7 +165,7 @@ def drawn(*shape):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_formula_treats_every_image_of_a_batch_alone(name):
+def test_formula_treats_the_images_of_a_batch_independently(name):
     activations, gradients = drawn(5, 8, 3, 4)
     together = weigh(name, activations, gradients)
     for one in range(5):
@@ -232,7 +232,7 @@ def test_variants_of_grad_cam_plus_plus_agree_if_sums_are_negative(lite0, photos
         assert np.corrcoef(paper, official)[0, 1] >= 0.9
 
 
-def test_an_official_weight_is_a_mean_of_positive_gradients():
+def test_official_weight_is_a_mean_of_positive_gradients():
     activations, gradients = drawn(1, 8, 3, 4)
     terms = METHODS["gradcam_plus_plus"].weigh(activations, gradients, torch.zeros(1), variant="official")
     for channel, g, term in zip(activations[0], gradients[0], terms[0], strict=True):
@@ -240,14 +240,14 @@ def test_an_official_weight_is_a_mean_of_positive_gradients():
         assert float(g[g > 0].min()) * (1 - 1e-5) <= weight <= float(g.max()) * (1 + 1e-5)
 
 
-def test_an_xgradcam_map_adds_up_to_the_gradient_times_the_activations():
+def test_xgradcam_map_adds_up_to_the_gradient_times_the_activations():
     """Conservation, which the paper derives its weights from (section 3.1)."""
     activations, gradients = drawn(4, 8, 3, 4)
     plain, truth = ((a * g).sum((1, 2, 3)) for a, g in ((activations, gradients), (activations.double(), gradients)))
     assert error_ratio(weigh("xgradcam", activations, gradients).sum((1, 2)), plain, truth) <= 1
 
 
-def test_a_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
+def test_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
     activations, gradients = drawn(1, 2, 2, 2)
     activations[0, 0] = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
     expected = weigh("xgradcam", activations[:, 1:], gradients[:, 1:])

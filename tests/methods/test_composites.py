@@ -130,7 +130,7 @@ def grad_cam(model, image, layer, index):
     return (gradient.mean((2, 3), keepdim=True) * kept[0]).sum(1)[0].detach().numpy()
 
 
-def test_the_copies_explain_the_class_of_the_image_as_it_is(resnet):
+def test_copies_explain_the_class_of_the_unchanged_image(resnet):
     asked = job(resnet, [MethodCall("gradcam", augmented=True)], [RankTarget(0)])
     batches = []
     outcome = explain(resnet, noise(0, 64), asked, batches=batches)
@@ -138,7 +138,7 @@ def test_the_copies_explain_the_class_of_the_image_as_it_is(resnet):
     assert sum(rows for _, rows in batches) == asked.rows == 1 + len(AUGMENTED)
 
 
-def test_an_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos):
+def test_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos):
     asked, layer = MethodCall("layercam", augmented=True), lite0.info.default_layer
     other = finding(lite0, np.ascontiguousarray(photos["chelsea"][:, ::-1]), asked, layer).heatmap
     expected = (finding(model, photos["chelsea"], asked, layer).heatmap for model in (lite0, exact(lite0)))
@@ -149,7 +149,7 @@ def test_an_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos)
 
 
 @pytest.mark.parametrize(("scales", "count"), [(1, 1), (2, 5), (6, 31), (12, 122)])
-def test_windows_cover_the_image_and_are_as_many_as_the_authors(scales, count):
+def test_windows_cover_the_image_and_their_number_is_the_authors(scales, count):
     views = windows(height=224, width=224, scales=scales)
     assert len(views) == count
     assert sorted({view.enlarged(224, 224)[0] for view in views}) == [224 + 64 * number for number in range(scales)]
@@ -164,7 +164,7 @@ def test_windows_cover_the_image_and_are_as_many_as_the_authors(scales, count):
         assert seen.all()
 
 
-def test_a_window_is_what_is_cut_out_of_the_enlarged_image():
+def test_window_is_a_crop_of_the_enlarged_image():
     image = torch.rand(3, 20, 28, generator=torch.Generator().manual_seed(0))
     for view in windows(height=20, width=28, scales=3):
         height, width = view.enlarged(20, 28)
@@ -215,7 +215,7 @@ def biased():
     return models.load(models.parse("drawn=methods.parity.made:resnet18?size=64"))
 
 
-def test_the_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
+def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
     """Completeness, equation 3: of a network of ReLUs and linear layers. In float64, for the terms cancel."""
     model = exact(biased)
     pictures = inputs(model, noise(0, 64), noise(1, 64)).requires_grad_()
@@ -238,7 +238,7 @@ def test_fullgrad_without_a_batch_norms_mean_is_incomplete(biased):
     assert gap(total.detach(), said.values[0, 7].detach()) > 0.05
 
 
-def test_a_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):
+def test_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):
     found = finding(biased, noise(0, 64), "fullgrad")
     assert found.heatmap.shape == (64, 64)
     assert found.heatmap.dtype == np.float32
@@ -287,12 +287,12 @@ def test_fullgrad_records_every_kind_of_bias_with_a_grid(plant):
     assert counted(plant(Adds)) == [(4, 16, 16)] * 3 + [(16, 16, 4)] * 2
 
 
-def test_a_bias_that_is_added_twice_counts_twice(plant):
+def test_bias_that_is_added_twice_counts_twice(plant):
     model = plant(lambda: Toy(lambda net, seen: net.conv(seen[:, :3])))
     assert counted(model) == [(4, 16, 16)] * 2
 
 
-def test_the_tokens_of_a_transformer_have_a_grid():
+def test_tokens_of_a_transformer_have_a_grid():
     model = models.load(models.parse("timm:vit_tiny_patch16_224?weights=none&size=64&classes=10"))
     shapes = counted(model, 64)
     assert (

@@ -127,7 +127,7 @@ def test_smoothgrads_copies_share_a_batch_with_other_requests_unchanged(smooth):
         assert mixed.target == alone.target
 
 
-def test_the_same_seed_gives_the_same_map_and_another_seed_another(smooth):
+def test_same_seed_gives_the_same_map_and_another_seed_another(smooth):
     one, again, other = (heatmap(smooth, noise(3, 16), call("smoothgrad", samples=2, seed=seed)) for seed in (4, 4, 5))
     np.testing.assert_array_equal(one, again)
     assert gap(one, other) > 0.01
@@ -243,7 +243,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("method", CALLS, ids=str)
-def test_a_map_equals_captums_on_the_same_draws(curved, method, monkeypatch):
+def test_map_equals_captums_on_the_same_draws(curved, method, monkeypatch):
     theirs = both(lambda *given: CAPTUM[method.name](*given, method, monkeypatch), curved, noise(6, 24))
     assert error_ratio(heatmap(curved, noise(6, 24), method), *theirs) <= 1
 
@@ -294,7 +294,7 @@ SLOW = [one for one in itertools.product(PHOTOS, ("zero", "mean", "blur")) if on
 
 
 @pytest.mark.parametrize(("photo", "baseline"), [*FROM, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
-def test_fifty_steps_of_integrated_gradients_add_up_within_one_percent(lite0, photos, photo, baseline):
+def test_completeness_error_after_fifty_steps_is_within_one_percent(lite0, photos, photo, baseline):
     asked = job(lite0, [call("integrated_gradients", steps=50, baseline=baseline)], [RankTarget(0)])
     (found,) = explain(lite0, photos[photo], asked, chunk=8).explanations
     with torch.no_grad():
@@ -325,7 +325,7 @@ def test_matched_weights_change_least_and_integrate_the_slope(curved):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
+def test_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
     torch.manual_seed(2)
     linear = plant(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 22 * 22, 5)), size=24)
 
@@ -374,7 +374,7 @@ def test_vargrad_is_squaregrad_less_the_square_of_smoothgrad(curved):
 
 
 @pytest.mark.parametrize("name", ["smoothgrad", "squaregrad", "vargrad", "gradient_shap"])
-def test_the_same_seed_gives_the_same_bytes(curved, name):
+def test_same_seed_gives_the_same_bytes(curved, name):
     method = {"samples": 3, "noise": 0.2}
     one, again, other = (heatmap(curved, noise(3, 24), call(name, seed=seed, **method)) for seed in (4, 4, 5))
     assert one.tobytes() == again.tobytes()
@@ -397,7 +397,7 @@ def rectified(request):
 
 @pytest.mark.parametrize(("name", "peer"), [("guided_backprop", GuidedBackprop), ("deconvnet", Deconvolution)])
 @pytest.mark.filterwarnings("ignore:Setting .*backward hooks on ReLU:UserWarning")
-def test_a_changed_relu_gives_captums_map(rectified, name, peer):
+def test_changed_relu_gives_captums_map(rectified, name, peer):
     def theirs(module, image):
         return peer(with_relus(module)).attribute(image, target=3)[0].abs().amax(0)
 
@@ -432,7 +432,7 @@ class ByHand(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])
 @pytest.mark.parametrize("arch", ["densenet121", "efficientnet_lite0"])
-def test_functional_relus_and_relu6_follow_the_rule_too(name, arch, request, monkeypatch):
+def test_functional_relus_and_relu6_follow_the_rule(name, arch, request, monkeypatch):
     if arch == "densenet121":  # its last ReLU is a function
         model = models.load(models.parse("torchvision:densenet121?weights=none&size=64"))
         image = noise(0, 64)

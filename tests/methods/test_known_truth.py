@@ -117,14 +117,14 @@ def share_in_red(heatmap):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EXEMPT and name not in ATTENTIVE])
-def test_the_hottest_tenth_of_a_map_is_where_the_model_looks(plant, image, name):
+def test_highest_tenth_of_a_map_is_at_the_decisive_region(plant, image, name):
     model = plant(Colours, size=SIDE)
     (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
     assert share_in_red(found.heatmap) >= 0.5
 
 
 @pytest.mark.parametrize("name", ATTENTIVE)
-def test_the_hottest_tenth_of_a_map_of_attention_is_where_the_transformer_looks(plant, image, name):
+def test_highest_tenth_of_an_attention_map_is_at_the_decisive_region(plant, image, name):
     model = plant(Attends, size=SIDE)
     red, blue = explain(model, image, job(model, [call(name)], [ClassTarget(0), ClassTarget(1)])).explanations
 
@@ -134,14 +134,14 @@ def test_the_hottest_tenth_of_a_map_of_attention_is_where_the_transformer_looks(
 
 
 @pytest.mark.parametrize("name", EXEMPT)
-def test_the_exempt_methods_do_fail(plant, image, name):
+def test_exempt_methods_fail_the_known_truth_check(plant, image, name):
     """An exemption whose reason is gone is taken away."""
     model = plant(Colours, size=SIDE)
     (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
     assert share_in_red(found.heatmap) < 0.5
 
 
-def test_a_map_of_the_wrong_class_is_caught(plant, image):
+def test_map_of_the_wrong_class_is_detected(plant, image):
     """A planted fault: a map of what speaks for blue is not where the red is."""
     model = plant(Colours, size=SIDE)
     for name in ("gradcam", "saliency", "occlusion"):

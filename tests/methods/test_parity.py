@@ -34,7 +34,7 @@ def cases(*, alike):
 
 
 @pytest.mark.parametrize("case", cases(alike=False))
-def test_our_map_is_as_exact_as_plain_float32(case):
+def test_map_is_as_exact_as_plain_float32(case):
     """On the first photo of the model."""
     assert replace(case, photos=1).distances().ratio <= 1
 
@@ -44,12 +44,12 @@ SEVERAL = [case for case in CASES if case.least is None and min(case.photos, len
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SEVERAL, ids=str)
-def test_our_map_is_as_exact_on_every_photo(case):
+def test_map_is_as_exact_as_plain_float32_on_every_photo(case):
     assert case.distances().ratio <= 1
 
 
 @pytest.mark.parametrize("case", cases(alike=True))
-def test_our_map_correlates_with_an_oracle_of_another_formula(case):
+def test_map_correlates_with_an_oracle_of_another_formula(case):
     assert case.likeness() >= case.least
 
 

@@ -133,7 +133,7 @@ def test_maps_of_several_targets_equal_those_of_each_alone(net, name):
 
 
 @pytest.mark.parametrize("name", SEEDED)
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, name):
+def test_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, name):
     few = {"samples": 20} if "samples" in call(name).parameters else {}
     one, again, other = (heatmaps(net, call(name, seed=seed, **few))[0] for seed in (4, 4, 5))
     assert one.tobytes() == again.tobytes()
@@ -157,7 +157,7 @@ def test_occlusion_equals_captums(net, window, stride):
     assert error(net, call("occlusion", window=window, stride=stride), theirs) <= 1
 
 
-def test_a_window_below_one_is_a_share_of_the_side(net):
+def test_window_below_one_is_a_share_of_the_side(net):
     (share,), (pixels,) = (
         heatmaps(net, call("occlusion", window=w, stride=s)) for w, s in [(0.25, 0.125), (SIDE // 4, SIDE // 8)]
     )
@@ -275,7 +275,7 @@ def test_iscam_is_the_papers_formula(coarse):
 
 
 @pytest.mark.parametrize("name", ["scorecam", "sscam", "iscam"])
-def test_a_flat_feature_map_gets_no_weight(plant, name):
+def test_constant_feature_map_has_no_weight(plant, name):
     model = plant(lambda: Net(4, flat=True), size=SIDE)
     image = inputs(model, noise(0, SIDE))
     seen = activations(model, image)
@@ -334,7 +334,7 @@ def nearness(_original, _perturbed, cells, **_more):
     ("name", "peer", "options"),
     [("kernel_shap", attr.KernelShap, {}), ("lime", attr.Lime, {"similarity_func": nearness})],
 )
-def test_a_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, options):
+def test_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, options):
     def theirs(model):
         torch.manual_seed(6)
         return peer(model.module, **options).attribute(
@@ -345,7 +345,7 @@ def test_a_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, opt
 
 
 @pytest.mark.parametrize("name", ["kernel_shap", "lime"])
-def test_a_surrogate_refuses_more_samples_than_fit_in_memory(name):
+def test_surrogate_refuses_more_samples_than_fit_in_memory(name):
     count = METHODS[name].count
 
     assert count(samples=244, cells=64) == 244
@@ -354,7 +354,7 @@ def test_a_surrogate_refuses_more_samples_than_fit_in_memory(name):
         count(samples=245, cells=64)
 
 
-def test_the_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_input(net):
+def test_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_input(net):
     (ours,) = heatmaps(net, call("kernel_shap", samples=60, cells=3))
     image = inputs(net, noise(0, SIDE))
     cells = ours[4::8, 4::8]

@@ -254,7 +254,7 @@ async def test_new_caller_waits_only_for_the_batches_that_already_run(came_befor
     assert [1000] in begun[: 1 + came_before]
 
 
-async def test_batches_are_held_back_for_company_on_a_gpu_too():
+async def test_batches_on_a_gpu_also_wait_for_more_rows():
     gpu = Gpu(is_open=True)
     async with Batcher(gpu, max_batch_rows=4, max_delay=0.02, streams=True) as batcher:
         async with asyncio.timeout(60):

@@ -30,7 +30,7 @@ def client(served):
         yield one
 
 
-def test_maps_are_judged_side_by_side(client):
+def test_several_maps_are_evaluated_together(client):
     found = client.evaluate(
         PHOTOS["chelsea"],
         methods=["gradcam", "saliency"],
@@ -59,7 +59,7 @@ def test_deletion_and_insertion_are_the_default(client):
     ]
 
 
-def test_the_box_is_in_the_photos_pixels(client):
+def test_box_is_in_the_photos_pixels(client):
     first = client.evaluate(PHOTOS["chelsea"], metrics="pointing_game", box=(0, 0, 1, 1)).readings[0]
     across, down = (float(word) for word in first.message.split("the peak is at ")[1].split(", ")[:2] if word)
     around = (across - 3, down - 3, across + 3, down + 3)
@@ -93,7 +93,7 @@ def test_the_box_is_in_the_photos_pixels(client):
         ),
     ],
 )
-def test_what_is_wrong_is_refused_before_it_costs_a_row(served, client, options, error, field, words):
+def test_invalid_evaluation_is_refused_before_a_row_is_computed(served, client, options, error, field, words):
     before = served.pipeline.batcher.stats.rows
     with pytest.raises(error, match=re.escape(words)) as caught:
         client.evaluate(PHOTOS["chelsea"], **options)
@@ -117,7 +117,7 @@ def test_every_metric_is_listed_with_its_paper_and_parameters(client):
     assert [name for name, told in listed.items() if told.repeats] == ["max_sensitivity", "randomisation"]
 
 
-def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client):
+def test_randomised_weights_do_not_affect_other_requests(served, client):
     """While some requests have their model's weights random, others have theirs."""
     alone = client.explain(PHOTOS["chelsea"], targets=[3]).explanations[0].heatmap
     with ThreadPoolExecutor(4) as pool:
@@ -135,7 +135,7 @@ def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client
     assert len(client.models()) == len(served.pipeline.models) == 1
 
 
-def test_a_caller_who_gives_up_leaves_no_rows_behind(served, client):
+def test_cancelled_evaluation_leaves_no_rows(served, client):
     rows = served.pipeline.batcher.stats.rows
     with pytest.raises(camserve.DeadlineExceeded):
         client.evaluate(PHOTOS["chelsea"], metrics=[("deletion", {"steps": 90})], timeout=0.15)
@@ -144,11 +144,11 @@ def test_a_caller_who_gives_up_leaves_no_rows_behind(served, client):
     assert served.pipeline.batcher.stats.rows < rows + 91
 
 
-def test_the_service_has_a_health_of_its_own(client):
+def test_evaluation_service_has_its_own_health(client):
     assert client.health("camserve.v1.EvaluateService") is camserve.Health.SERVING
 
 
-def test_the_cost_is_known_before_anything_runs(served):
+def test_cost_of_an_evaluation_is_known_in_advance(served):
     request = evaluate_pb2.EvaluateRequest(metrics=[evaluate_pb2.Metric(name=name) for name in ("road", "increase")])
     asked = codec.read_evaluation(request, served.pipeline.models, Limits())
 

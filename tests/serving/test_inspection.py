@@ -58,7 +58,7 @@ def target(index):
 # -------------------------------------------------------------------------------------------------------- InspectLayers
 
 
-def test_every_layer_that_runs_is_read_in_the_order_in_which_they_run(served, inspect):
+def test_layers_are_inspected_in_the_order_in_which_they_run(served, inspect):
     with grpc.insecure_channel(served.address) as channel:
         listed = models_pb2_grpc.ModelServiceStub(channel).ListLayers(models_pb2.ListLayersRequest()).layers
     reply = inspect()
@@ -71,19 +71,19 @@ def test_every_layer_that_runs_is_read_in_the_order_in_which_they_run(served, in
     assert reply.timing.compute_ms > 0
 
 
-def test_containers_are_told_from_the_layers_in_them(inspect):
+def test_containers_are_distinguished_from_their_layers(inspect):
     kinds = {one.name: one.container for one in inspect(layers=["features.0.0", "features.0", DEEP, HEAD]).layers}
 
     assert kinds == {"features.0.0": False, "features.0": True, DEEP: True, HEAD: False}
 
 
-def test_named_layers_are_read_alone_and_in_the_order_of_the_request(inspect):
+def test_only_named_layers_are_inspected_in_the_order_of_the_request(inspect):
     reply = inspect(layers=[DEEP, HEAD, GRID])
 
     assert [one.name for one in reply.layers] == [DEEP, HEAD, GRID]
 
 
-def test_the_predicted_class_is_differentiated_unless_another_target_is_named(inspect):
+def test_predicted_class_is_differentiated_unless_another_target_is_named(inspect):
     predicted = inspect(layers=[HEAD])
     other = inspect(layers=[HEAD], target=target(7))
     against = inspect(
@@ -107,7 +107,7 @@ def test_the_predicted_class_is_differentiated_unless_another_target_is_named(in
     assert against.layers[0].gradient.minimum == -1
 
 
-def test_what_is_read_of_a_layer_is_what_its_raw_maps_say(inspect, extract):
+def test_statistics_of_a_layer_equal_those_of_its_raw_maps(inspect, extract):
     (layer,) = inspect(layers=[GRID]).layers
     raw = maps(extract(layer=GRID, top=256)).astype(np.float64)
 
@@ -121,7 +121,7 @@ def test_what_is_read_of_a_layer_is_what_its_raw_maps_say(inspect, extract):
 
 
 @pytest.mark.parametrize("rpc", ["InspectLayers", "ExtractFeatures"])
-def test_the_callers_request_id_comes_back(stub, rpc):
+def test_response_has_the_callers_request_id(stub, rpc):
     request = {
         "InspectLayers": explain_pb2.InspectLayersRequest(image=PHOTO, layers=[HEAD]),
         "ExtractFeatures": explain_pb2.ExtractFeaturesRequest(image=PHOTO, raw=True, top=1),
@@ -132,7 +132,7 @@ def test_the_callers_request_id_comes_back(stub, rpc):
     assert dict(call.trailing_metadata())["x-request-id"] == "call-7"
 
 
-def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(served, stub, inspect, monkeypatch):
+def test_inspections_share_a_batch_and_explanations_run_between_them(served, stub, inspect, monkeypatch):
     batcher, batches = served.pipeline.batcher, []
     plain = batcher._workers[0].run
 
@@ -159,7 +159,7 @@ def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(s
 
 
 @pytest.mark.parametrize("layer", ["", GRID, DEEP])
-def test_channels_come_by_mean_activation_with_their_raw_maps(extract, layer):
+def test_channels_are_ranked_by_mean_activation_with_their_raw_maps(extract, layer):
     reply = extract(layer=layer, top=8)
     every = maps(extract(layer=layer, top=256)) if layer == GRID else None
     means = [one.mean_activation for one in reply.channels]
@@ -172,7 +172,7 @@ def test_channels_come_by_mean_activation_with_their_raw_maps(extract, layer):
         assert np.sort(every.mean((1, 2)))[::-1][:8] == pytest.approx(means, rel=1e-5)
 
 
-def test_channels_come_by_the_size_of_their_gradient_weight_whatever_its_sign(extract):
+def test_channels_are_ranked_by_the_magnitude_of_their_gradient_weight(extract):
     reply = extract(layer=DEEP, top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
     weights = np.array([one.gradient_weight for one in reply.channels])
 
@@ -181,7 +181,7 @@ def test_channels_come_by_the_size_of_their_gradient_weight_whatever_its_sign(ex
     assert len({one.index for one in reply.channels}) == 256
 
 
-def test_the_map_of_a_channel_is_the_same_in_either_rank(extract):
+def test_map_of_a_channel_is_the_same_in_either_rank(extract):
     by_activation, by_gradient = (extract(layer=GRID, top=256, rank=rank) for rank in (1, 2))
     one, other = ({c.index: m for c, m in zip(r.channels, maps(r), strict=True)} for r in (by_activation, by_gradient))
 
@@ -216,7 +216,7 @@ def order(rank, top):
     return found
 
 
-def test_of_equal_channels_the_first_comes_first_and_what_is_not_finite_last():
+def test_equal_channels_are_ordered_by_index_and_non_finite_ones_are_last():
     values = np.array([1, np.nan, 3, 3, -5], np.float32)
     ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
 
@@ -226,7 +226,7 @@ def test_of_equal_channels_the_first_comes_first_and_what_is_not_finite_last():
 
 
 @pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])
-def test_the_picture_is_a_file_of_the_kind_and_size_that_is_said(extract, kind, name):
+def test_picture_has_the_stated_format_and_size(extract, kind, name):
     reply = extract(picture=kind, raw=False, top=5)
 
     with Image.open(io.BytesIO(reply.picture.data)) as picture:
@@ -256,7 +256,7 @@ def cell(pixels, tile, row, column, cells=2):
     return tuple(pixels[top + row * step + step // 2, left + column * step + step // 2])
 
 
-def test_a_tile_has_its_cells_colours_from_its_least_value_to_its_greatest():
+def test_tile_is_coloured_from_its_lowest_to_its_highest_value():
     pixels = drawn([[-4, 0], [-2, 4]], [[1000, 3000], [1000, 1000]])
     colours = render.COLORMAPS["viridis"]
 
@@ -266,7 +266,7 @@ def test_a_tile_has_its_cells_colours_from_its_least_value_to_its_greatest():
     assert cell(pixels, 1, 1, 0) == tuple(colours[64])
 
 
-def test_a_tile_of_one_value_has_the_lowest_colour_and_what_is_not_finite_is_grey():
+def test_constant_tile_has_the_lowest_colour_and_non_finite_cells_are_grey():
     pixels = drawn([[5, 5], [5, 5]], [[np.nan, 1], [np.inf, 2]])
 
     assert cell(pixels, 1, 1, 1) == tuple(render.COLORMAPS["viridis"][0])
@@ -289,7 +289,7 @@ def test_tiles_of_any_grid_and_number_fit_the_picture(grid, count):
     assert picture.shape[1] == columns * (width + tiles.GAP) + tiles.GAP
 
 
-def test_a_long_title_is_cut_at_the_edge():
+def test_long_title_is_clipped_at_the_edge():
     pixels = drawn([[0, 1], [2, 3]], titles=("long " * 60, "x"))
     ground = np.array(tiles._BACKGROUND[::-1])
 
@@ -327,7 +327,7 @@ COMMON = [
         ({"layers": [GRID, DEEP, GRID]}, "INVALID_ARGUMENT", "layers", "twice"),
     ],
 )
-def test_a_wrong_inspection_is_told_which_field_is_at_fault(served, inspect, fields, code, field, words):
+def test_invalid_inspection_is_refused_with_the_name_of_its_field(served, inspect, fields, code, field, words):
     rows = served.pipeline.batcher.stats.rows
     found = refusal(inspect, **fields)
 
@@ -350,7 +350,7 @@ def test_a_wrong_inspection_is_told_which_field_is_at_fault(served, inspect, fie
         ({"colormap": "virids"}, "INVALID_ARGUMENT", "colormap", 'did you mean "viridis"'),
     ],
 )
-def test_a_wrong_extraction_is_told_which_field_is_at_fault(served, extract, fields, code, field, words):
+def test_invalid_extraction_is_refused_with_the_name_of_its_field(served, extract, fields, code, field, words):
     rows = served.pipeline.batcher.stats.rows
     found = refusal(extract, **fields)
 

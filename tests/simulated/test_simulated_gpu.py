@@ -223,7 +223,7 @@ def test_random_weights_give_the_maps_of_the_cpu(pair):
 
 
 @pytest.mark.parametrize("kind", ["inspect", "features"])
-def test_layers_look_as_on_the_cpu(pair, kind):
+def test_layer_inspection_equals_that_of_the_cpu(pair, kind):
     cpu, gpu = pair(RESNET)
     (pass_, _), *_ = batches_of(cpu, noise(8, 64), "gradcam", ClassTarget(3))
     rows = [Row(noise(8, 64), ClassTarget(3))]
@@ -291,7 +291,7 @@ def waits_before_backward(record):
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_nothing_of_a_batch_is_left_on_the_gpu_after_its_answer(pair, name):
+def test_no_tensor_of_a_batch_is_left_on_the_gpu_after_its_response(pair, name):
     _, gpu = pair(model_for(name))
     engine = Engine({gpu.info.name: gpu})
     batches = batches_of(gpu, noise(1, 64), name, ClassTarget(3))
@@ -333,7 +333,7 @@ def test_read_in_a_method_is_counted(pair, monkeypatch, record):
     assert len(record.waits) == 2
 
 
-def test_read_before_the_backward_pass_is_seen(pair, monkeypatch, record):
+def test_read_before_the_backward_pass_is_detected(pair, monkeypatch, record):
     _, gpu = pair(RESNET)
     (pass_, rows), *_ = batches_of(gpu, noise(1, 64), "gradcam", ClassTarget(3))
     engine = Engine({gpu.info.name: gpu})
@@ -350,7 +350,7 @@ def test_read_before_the_backward_pass_is_seen(pair, monkeypatch, record):
     assert len(waits_before_backward(record)) == 1
 
 
-def test_graph_that_a_reference_cycle_keeps_is_seen(pair, monkeypatch):
+def test_graph_kept_by_a_reference_cycle_is_detected(pair, monkeypatch):
     _, gpu = pair(RESNET)
 
     class Cycle:

@@ -61,7 +61,7 @@ def test_targets_that_do_not_depend_on_the_prediction_stay_as_they_are(said):
     assert targets.resolve(said, [*fixed, RankTarget(0)]) == [*fixed, ClassTarget(3)]
 
 
-def test_every_kind_of_target_has_a_name_of_its_own():
+def test_every_kind_of_target_has_its_own_name():
     names = [targets.kind_of(kind.__new__(kind)).name for kind in get_args(Target)]
     assert len(set(names)) == len(names) == 8
 
@@ -107,13 +107,13 @@ def test_score_that_is_a_probability_is_its_own_weight(target):
     assert targets.weight_probability("detect", RowResult(np.zeros(2, np.float32), target, 0.3)) == 0.3
 
 
-def test_a_score_is_a_logit_or_the_difference_of_two(said):
+def test_score_is_a_logit_or_the_difference_of_two(said):
     asked = [ClassTarget(3), ContrastTarget(0, 2), ClassTarget(0)]
     assert targets.scores(said, asked).tolist() == [2.0, 5.0, 0.0]
     assert targets.scores(said, [ClassTarget(0)] * 3).tolist() == [0.5, 9.0, 0.0]
 
 
-def test_the_score_is_never_a_softmax(lite0, photos):
+def test_score_is_never_a_softmax(lite0, photos):
     (result,) = run(lite0, [Row(photos["chelsea"], RankTarget(0), (call("gradcam"),))], [lite0.info.default_layer])
     with torch.no_grad():
         plain, truth = (one.module(inputs(one, photos["chelsea"]))[0] for one in (lite0, exact(lite0)))
@@ -121,7 +121,7 @@ def test_the_score_is_never_a_softmax(lite0, photos):
     assert error_ratio(result.logits, plain, truth) <= 1
 
 
-def test_a_class_target_ignores_every_other_logit(resnet):
+def test_class_target_ignores_every_other_logit(resnet):
     image = inputs(resnet, noise(0, 64)).requires_grad_()
     logits = resnet.module(image)
     said = Outputs(resnet.info, logits)
@@ -130,7 +130,7 @@ def test_a_class_target_ignores_every_other_logit(resnet):
     assert torch.equal(ours, theirs)
 
 
-def test_a_contrasts_map_is_the_difference_of_the_two_classes_maps(lite0, photos):
+def test_contrasts_map_is_the_difference_of_the_two_classes_maps(lite0, photos):
     layer, image = lite0.info.default_layer, photos["chelsea"]
     contrast, classes = ContrastTarget(285, 281), (ClassTarget(285), ClassTarget(281))
     found = maps(lite0, image, layer, contrast)
@@ -141,7 +141,7 @@ def test_a_contrasts_map_is_the_difference_of_the_two_classes_maps(lite0, photos
         assert error_ratio(found[name], why[name] - against[name], truly[name] - not_so[name]) <= 1
 
 
-def test_a_contrasts_saliency_is_the_difference_of_the_two_gradients(resnet):
+def test_contrasts_saliency_is_the_difference_of_the_two_gradients(resnet):
     def theirs(model):
         image = inputs(model, noise(1, 64)).requires_grad_()
         logits = model.module(image)[0]
@@ -166,7 +166,7 @@ def test_reversed_contrast_has_the_negated_map(resnet):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4])
-def test_a_ranks_map_is_that_of_the_class_it_resolves_to(lite0, photos, rank):
+def test_ranks_map_is_that_of_the_class_it_resolves_to(lite0, photos, rank):
     calls = tuple(map(call, CAMS))
     layer, image = lite0.info.default_layer, photos["coffee"]
     (ranked,) = run(lite0, [Row(image, RankTarget(rank), calls)], [layer])
@@ -194,7 +194,7 @@ def test_smoothgrad_by_rank_explains_the_class_of_the_clean_image(lite0, photos)
         [1.0, np.nan, 3.0, np.inf, 3.0, -np.inf],
     ],
 )
-def test_ranks_and_the_list_of_predictions_agree_on_equal_logits(resnet, logits):
+def test_ranks_and_predictions_order_equal_logits_the_same_way(resnet, logits):
     said = Outputs(resnet.info, torch.tensor([logits] * 6))
     fixed = targets.resolve(said, [RankTarget(rank) for rank in range(6)])
     assert [one.index for one in fixed] == np.argsort(-np.array(logits, np.float32), kind="stable").tolist()
@@ -223,7 +223,7 @@ def test_probability_and_gradient_are_those_of_softmax_or_sigmoid(resnet, apart)
         assert error_ratio(ours, plain, truth) <= 1
 
 
-def test_a_probabilitys_map_is_the_weighted_contrast_with_every_other_class(plant):
+def test_probabilitys_map_is_the_weighted_contrast_with_every_other_class(plant):
     """d p_c = p_c Σ_k p_k (d y_c − d y_k)."""
     model, image = plant(Toy), noise(4, 16)
     (row,) = run(model, [Row(image, ProbabilityTarget(2), (call("hirescam"),))], ["conv"])
@@ -239,7 +239,7 @@ def test_a_probabilitys_map_is_the_weighted_contrast_with_every_other_class(plan
 
 
 @pytest.mark.parametrize(("against", "weight"), [((), 1.0), ((), 0.6), ((5, 9), 1.0), ((3,), 0.0)])
-def test_finer_is_finercam_of_pytorch_grad_cam(resnet, against, weight):
+def test_finer_target_equals_finercam_of_pytorch_grad_cam(resnet, against, weight):
     image = noise(5, 64)
     (row,) = run(resnet, [Row(image, FinerTarget(17, against, weight), (call("gradcam"),))], ["layer3"])
     order = np.argsort(np.abs(row.logits - row.logits[17]), kind="stable")
@@ -263,7 +263,7 @@ def test_finer_is_finercam_of_pytorch_grad_cam(resnet, against, weight):
     assert error_ratio(row.maps[0][0], plain, truth) <= 1
 
 
-def test_finers_own_choice_of_classes_is_that_of_pytorch_grad_cam(resnet):
+def test_finer_target_chooses_the_classes_of_pytorch_grad_cam(resnet):
     image = noise(6, 64)
     (row,) = run(resnet, [Row(image, FinerTarget(23), (call("gradcam"),))], ["layer4"])
 
@@ -276,7 +276,7 @@ def test_finers_own_choice_of_classes_is_that_of_pytorch_grad_cam(resnet):
     assert error_ratio(ours, finer(resnet), finer(exact(resnet))) <= 1
 
 
-def test_finer_compares_in_a_copy_of_the_image_with_what_the_clean_image_resembles(lite0, photos):
+def test_finer_target_of_a_copy_uses_the_similar_classes_of_the_clean_image(lite0, photos):
     method = call("smoothgrad", samples=2, noise=1.0)
     (found,) = explain(lite0, photos["chelsea"], job(lite0, [method], [FinerTarget(285)])).explanations
     copies = run(

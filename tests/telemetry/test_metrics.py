@@ -86,7 +86,7 @@ def settled(scrape, name, count, **labels):
 COUNT = "camserve_request_duration_seconds_count"
 
 
-def test_after_100_requests_with_7_errors_the_counters_say_100_and_7(start):
+def test_requests_and_errors_are_counted(start):
     wrong = [{"model": "nope"}, {"methods": "nope"}, {"layers": ["nope"]}, {"top_k": 6}, {"targets": ["nope"]}]
     asks = [{}] * 93 + wrong + wrong[:2]
     with start() as (served, scrape), camserve.Client(served.address) as client, ThreadPoolExecutor(4) as threads:
@@ -108,7 +108,7 @@ def test_after_100_requests_with_7_errors_the_counters_say_100_and_7(start):
     assert total(samples, "camserve_requests_shed_total") == 0
 
 
-def test_stages_take_no_longer_than_the_requests_and_every_one_is_timed(start):
+def test_every_stage_is_timed_and_stages_are_no_longer_than_requests(start):
     with start() as (served, scrape), camserve.Client(served.address) as client:
         for _ in range(5):
             client.explain(PHOTO)
@@ -123,7 +123,7 @@ def test_stages_take_no_longer_than_the_requests_and_every_one_is_timed(start):
     assert took["compute"] <= total(samples, "camserve_batch_duration_seconds_sum") * (1 + 1e-9)
 
 
-def test_requests_of_a_stream_are_counted_and_the_stream_is_not(start):
+def test_requests_of_a_stream_are_counted_but_not_the_stream(start):
     with start() as (served, scrape), camserve.Client(served.address) as client:
         assert len(list(client.explain_many([PHOTO] * 6))) == 6
         samples = settled(scrape, "camserve_streams_total", 1, code="OK")
@@ -276,7 +276,7 @@ def documented():
         yield name, kind, tuple(re.findall(r"`(\w+)`", labels))
 
 
-def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
+def test_metrics_page_lists_every_metric_with_its_type_and_labels():
     memory = telemetry.Memory(1, 2, 3, 4)
     now = telemetry.ServerSnapshot(
         ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.Engine("cuda:0", True, memory)]
@@ -458,7 +458,7 @@ def test_used_metrics_port_is_reported_in_one_line(tiny):
             pass
 
 
-def test_scraping_a_hundred_times_leaves_no_thread_and_no_file():
+def test_hundred_scrapes_leave_no_open_file():
     with scraped() as address:
         assert status(f"http://{address}/metrics")[0] == 200
         before = len(list(Path("/proc/self/fd").iterdir()))

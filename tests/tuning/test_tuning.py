@@ -135,7 +135,7 @@ def test_faster_precision_is_chosen_only_if_allowed():
     assert chosen(*found, usual="bfloat16").measurements["net"].variant.precision == "bfloat16"
 
 
-def test_a_batch_without_memory_is_not_chosen():
+def test_batch_without_memory_is_not_chosen():
     assert chosen(*cells(TWO, b1=0.1, b2=math.inf), latency=math.inf).batch == 1
 
 
