@@ -105,10 +105,10 @@ def copied(tmp_path):
         """Return what import-linter says, or nothing where every contract is kept."""
         paths = {"PYTHONPATH": f"{tmp_path / 'service'}:{tmp_path / 'clients/python'}"}
         command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-        found = subprocess.run(
+        result = subprocess.run(
             command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=100, check=False
         )
-        return found.stdout if found.returncode else ""
+        return result.stdout if result.returncode else ""
 
     return tmp_path / "service/camserve_server", broken
 

@@ -79,7 +79,7 @@ def test_readme_counts_methods_metrics_and_colour_maps():
 def test_evaluation_page_lists_every_metric_and_which_way_is_better():
     listed = re.findall(r"^\| `(\w+)` \| (lower|higher) ", page("evaluation"), re.MULTILINE)
 
-    assert listed == [(name, "higher" if one.higher_is_better else "lower") for name, one in metrics.METRICS.items()]
+    assert listed == [(name, "higher" if each.higher_is_better else "lower") for name, each in metrics.METRICS.items()]
 
 
 def test_client_page_lists_every_colour_map():
@@ -355,7 +355,7 @@ DRIVERS = {"13": "580"}
 def test_page_states_the_driver_and_gpu_that_the_image_needs(name):
     text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     pinned = re.search(r"^cuda-toolkit==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    oldest = min(int(one.removeprefix("sm_")) for one in torch.cuda.get_arch_list())
+    oldest = min(int(each.removeprefix("sm_")) for each in torch.cuda.get_arch_list())
 
     assert pinned.groups() == tuple(torch.version.cuda.split(".")[:2])
     assert f"CUDA {torch.version.cuda}" in text

@@ -68,11 +68,11 @@ def test_failed_part_is_reported_and_the_others_are_measured(monkeypatch, capsys
 
     monkeypatch.setattr(program, "PARTS", {"engine": fail, "memory": model.memory})
     run(monkeypatch, "--device", "cpu", "--quick")
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
 
-    assert "Failed: ValueError: planted" in said.out
-    assert "## memory" in said.out
-    assert "Traceback" in said.err
+    assert "Failed: ValueError: planted" in captured.out
+    assert "## memory" in captured.out
+    assert "Traceback" in captured.err
 
 
 def test_missing_gpu_is_an_error_with_a_message(monkeypatch, capsys):
@@ -123,11 +123,11 @@ def test_torch_decodes_fits_and_draws_photos(stand_in):
 def test_torch_draws_the_same_overlay_as_the_service(monkeypatch):
     """Else their times would not be for the same work."""
     drawn = []
-    monkeypatch.setattr("torchvision.io.encode_jpeg", lambda found, **_: drawn.extend(found) or [])
-    decoded = [images.decode(one, Limits()) for one in photos_of.photos()[:2]]
+    monkeypatch.setattr("torchvision.io.encode_jpeg", lambda each, **_: drawn.extend(each) or [])
+    decoded = [images.decode(photo, Limits()) for photo in photos_of.photos()[:2]]
     heat = render.intensity(np.random.default_rng(0).random((7, 7), np.float32))
     heats = torch.from_numpy(heat).expand(2, 1, 7, 7)
-    photos.drawn_there([torch.from_numpy(one).permute(2, 0, 1) for one in decoded], heats)
+    photos.drawn_there([torch.from_numpy(each).permute(2, 0, 1) for each in decoded], heats)
     height, width = decoded[0].shape[:2]
     for one, there in zip(decoded, drawn, strict=True):
         (ours, _) = render.draw(one.copy(), heat, Box(0, 0, width, height), Rendering(overlay="png"))

@@ -93,7 +93,7 @@ class Scope:
         if isinstance(node.func, ast.Attribute) and node.func.attr in ADDS:
             for value in node.args:
                 self.learn(node.func.value, value)
-        self.module |= {f".{one.arg}" for one in node.keywords if one.arg and self.is_duration(one.value)}
+        self.module |= {f".{each.arg}" for each in node.keywords if each.arg and self.is_duration(each.value)}
 
 
 def is_constant(node, kind=str):
@@ -118,7 +118,7 @@ def until_settled(scope, node):
 
 def asserted(source, name="example.py"):
     """Return the places where something is asserted of time."""
-    tree, module, found = ast.parse(source), set(), []
+    tree, module, result = ast.parse(source), set(), []
     for _ in range(3):  # what one function returns, another one asserts
         for node in functions(tree):
             until_settled(Scope(module), node)
@@ -126,17 +126,17 @@ def asserted(source, name="example.py"):
         until_settled(scope := Scope(module), node)
         for part in ast.walk(node):
             if isinstance(part, ast.Assert) and scope.is_duration(part.test):
-                found.append(f"{name}::{getattr(node, 'name', part.lineno)}")
+                result.append(f"{name}::{getattr(node, 'name', part.lineno)}")
             if isinstance(part, ast.keyword) and part.arg == "deadline" and is_constant(part.value, int):
-                found.append(f"{name}::a limit of Hypothesis")
-    return found
+                result.append(f"{name}::a limit of Hypothesis")
+    return result
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_test_asserts_a_duration(path):
-    found = asserted(path.read_text(), str(path.relative_to(TESTS)))
+    result = asserted(path.read_text(), str(path.relative_to(TESTS)))
 
-    assert set(found) - EXCEPTIONS.keys() == set()
+    assert set(result) - EXCEPTIONS.keys() == set()
 
 
 PLANTED = {

@@ -27,8 +27,8 @@ def run(*command, cwd):
 def built(tmp_path_factory):
     """Build the source distribution, and the wheel out of it."""
     folder = tmp_path_factory.mktemp("dist")
-    found = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
@@ -45,8 +45,8 @@ def installed(wheel, tmp_path_factory):
     venv.create(folder / "venv")
     python = folder / "venv/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check"]
-    found = run(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=folder)
-    assert found.returncode == 0, found.stderr
+    result = run(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    assert result.returncode == 0, result.stderr
     return folder / "venv/bin"
 
 
@@ -70,9 +70,9 @@ def test_wheel_contains_exactly_both_packages(wheel):
 
 def test_wheel_metadata_requires_torch_only_for_the_server(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         about = Parser().parsestr(archive.read(name).decode())
-        assert any(one.endswith("licenses/LICENSE") for one in archive.namelist())
+        assert any(each.endswith("licenses/LICENSE") for each in archive.namelist())
     light = [need for need in about.get_all("Requires-Dist") if "extra ==" not in need]
     server = [need for need in about.get_all("Requires-Dist") if "extra == 'server'" in need.replace('"', "'")]
 
@@ -119,9 +119,9 @@ for name in camserve.__all__:
 with camserve.Client("localhost:1"):
     print("works")
 """
-    found = run(installed / "python", "-W", "error", "-c", code, cwd=installed)
+    result = run(installed / "python", "-W", "error", "-c", code, cwd=installed)
 
-    assert (found.returncode, found.stdout, found.stderr) == (0, "works\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "works\n", "")
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_client_command_works_without_extras(installed):
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["serve"], ["--help"], []])
 def test_server_without_extras_names_the_missing_one(installed, arguments):
-    found = run(installed / "camserve-server", *arguments, cwd=installed)
+    result = run(installed / "camserve-server", *arguments, cwd=installed)
 
-    assert found.returncode == 2
-    assert found.stderr.startswith("error: no module ")
-    assert found.stderr.endswith('the server needs `pip install "camserve[server]"`\n')
-    assert found.stderr.count("\n") == 1
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: no module ")
+    assert result.stderr.endswith('the server needs `pip install "camserve[server]"`\n')
+    assert result.stderr.count("\n") == 1

@@ -93,12 +93,12 @@ def literal_reasons():
                 "skipif",
                 "importorskip",
             ):
-                words = [one.value for one in node.keywords if one.arg == "reason"]
+                words = [each.value for each in node.keywords if each.arg == "reason"]
                 words += node.args[:1] if ast.unparse(node.func).endswith(".skip") else []
                 yield from ((path.name, word.value) for word in words if isinstance(word, ast.Constant))
 
 
 def test_every_reason_for_a_missing_tool_names_its_command():
-    found = [(name, text) for name, text in literal_reasons() if re.search(r"installed|missing|there is no", text)]
+    results = [(name, text) for name, text in literal_reasons() if re.search(r"installed|missing|there is no", text)]
 
-    assert [(name, text) for name, text in found if not FORM.fullmatch(text)] == []
+    assert [(name, text) for name, text in results if not FORM.fullmatch(text)] == []

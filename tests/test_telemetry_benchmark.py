@@ -9,10 +9,10 @@ SERVED = {telemetry.ALONE: 2.0, telemetry.COUNTED: 2.031, telemetry.TRACED: 2.5}
 
 
 def test_counting_costs_less_than_tracing_what_is_kept():
-    found = telemetry.by_itself(rounds=3, times=50)
+    result = telemetry.by_itself(rounds=3, times=50)
 
-    assert 0 < found[telemetry.COUNTED] < found[telemetry.TRACED]
-    assert 0 < found[telemetry.UNKEPT] < found[telemetry.TRACED]
+    assert 0 < result[telemetry.COUNTED] < result[telemetry.TRACED]
+    assert 0 < result[telemetry.UNKEPT] < result[telemetry.TRACED]
 
 
 def test_measurements_become_a_table_in_increasing_order_of_telemetry():

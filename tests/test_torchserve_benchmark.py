@@ -81,13 +81,13 @@ def test_server_and_its_children_are_measured_and_stopped_together(tmp_path):
 
 
 def _members(leader):
-    found = 0
+    result = 0
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            found += os.getpgid(int(path.name)) == leader
+            result += os.getpgid(int(path.name)) == leader
         except ProcessLookupError:
             continue
-    return found
+    return result
 
 
 def test_ratios_are_medians_over_rounds_of_windows_next_to_each_other():
@@ -109,5 +109,5 @@ def test_bar_applies_to_the_worst_result_of_eight_or_more_callers():
         for callers, rate in zip((1, 8, 16), some, strict=True)
     }
     seen = report.Observation(windows, {}, {}, 2, (0.0, 0.0), "by hand")
-    found = [line.split("|")[3:5] for line in report.bars(seen).splitlines()[2:]]
-    assert found == [[" 2.55 ", " yes "], [" 2.80 ", " yes "], [" 6.27 ", " **no** "], [" 6.90 ", " **no** "]]
+    results = [line.split("|")[3:5] for line in report.bars(seen).splitlines()[2:]]
+    assert results == [[" 2.55 ", " yes "], [" 2.80 ", " yes "], [" 6.27 ", " **no** "], [" 6.90 ", " **no** "]]

@@ -59,7 +59,7 @@ def model(name, labels=(), classes=4):
         classes=classes,
         parameters=1234,
         preprocess=Preprocess((224, 192), 256, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
-        layers={one.name: one for one in layers},
+        layers={each.name: each for each in layers},
         default_layer="features",
         precision="float32",
         device="cpu",
@@ -109,7 +109,7 @@ def contrast(why, why_not):
 
 
 def finer(why, *against, **more):
-    against = [explain_pb2.ClassName(class_index=one) for one in against]
+    against = [explain_pb2.ClassName(class_index=each) for each in against]
     return explain_pb2.Target(
         finer=explain_pb2.Finer(why=explain_pb2.ClassName(class_index=why), against=against, **more)
     )
@@ -696,27 +696,29 @@ def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, he
 
 
 def explained(net, values, target, score=1.5):
-    (one,) = reply(values, answers=[finding(target=target, score=score)], net=net).explanations
-    return one
+    (explanation,) = reply(values, answers=[finding(target=target, score=score)], net=net).explanations
+    return explanation
 
 
 def test_multilabel_models_have_sigmoids_and_regressors_no_probabilities():
     ticks, numbers = (reply(net=MODELS[name], logits=[0, 3, -1, -1000]) for name in ("ticks", "numbers"))
 
-    assert [one.class_index for one in ticks.predictions] == [1, 0, 2, 3]
-    assert [one.probability for one in ticks.predictions] == pytest.approx([0.95257413, 0.5, 0.26894143, 0.0])
-    assert [one.score for one in numbers.predictions] == [3, 0, -1, -1000]
-    assert [one.probability for one in numbers.predictions] == [0] * 4
+    assert [prediction.class_index for prediction in ticks.predictions] == [1, 0, 2, 3]
+    assert [prediction.probability for prediction in ticks.predictions] == pytest.approx(
+        [0.95257413, 0.5, 0.26894143, 0.0]
+    )
+    assert [prediction.score for prediction in numbers.predictions] == [3, 0, -1, -1000]
+    assert [prediction.probability for prediction in numbers.predictions] == [0] * 4
 
 
 def test_segmentation_predicts_classes_by_area_with_the_background_last():
     covered = [[0.5, 0.9, 4.0], [0.2, 0.8, 3.0], [0.0, 0.0, 0.0], [0.3, 0.7, 2.0]]
     said = reply(net=MODELS["pixels"], logits=covered)
 
-    assert [one.label for one in said.predictions] == ["sky", "cat", "background"]
-    assert [one.area for one in said.predictions] == pytest.approx([0.3, 0.2, 0.5])
-    assert [one.probability for one in said.predictions] == pytest.approx([0.7, 0.8, 0.9])
-    assert [one.score for one in said.predictions] == pytest.approx([2, 3, 4])
+    assert [prediction.label for prediction in said.predictions] == ["sky", "cat", "background"]
+    assert [prediction.area for prediction in said.predictions] == pytest.approx([0.3, 0.2, 0.5])
+    assert [prediction.probability for prediction in said.predictions] == pytest.approx([0.7, 0.8, 0.9])
+    assert [prediction.score for prediction in said.predictions] == pytest.approx([2, 3, 4])
     assert explained(MODELS["pixels"], covered, SegmentTarget(1)).target == said.predictions[1]
 
 
@@ -777,11 +779,11 @@ def test_times_are_in_milliseconds():
 
 
 def test_predictions_are_sorted_by_probability_then_by_index():
-    found = reply([1.0, 3.0, 3.0, -2.0]).predictions
+    predictions = reply([1.0, 3.0, 3.0, -2.0]).predictions
 
-    assert [one.class_index for one in found] == [1, 2, 0, 3]
-    assert [one.label for one in found] == ["Egyptian cat", "crane", "tabby cat", "crane"]
-    assert [one.score for one in found] == [3.0, 3.0, 1.0, -2.0]
+    assert [each.class_index for each in predictions] == [1, 2, 0, 3]
+    assert [each.label for each in predictions] == ["Egyptian cat", "crane", "tabby cat", "crane"]
+    assert [each.score for each in predictions] == [3.0, 3.0, 1.0, -2.0]
 
 
 @pytest.mark.parametrize(("wanted", "got"), [(0, 0), (1, 1), (4, 4), (1000, 4)])
@@ -803,16 +805,16 @@ LARGEST = float(np.finfo(np.float32).max)
     ],
 )
 def test_softmax_of_large_logits_does_not_overflow(logits, probabilities):
-    found = {one.class_index: one.probability for one in reply(logits).predictions}
+    result = {prediction.class_index: prediction.probability for prediction in reply(logits).predictions}
 
-    np.testing.assert_allclose([found[i] for i in range(4)], probabilities, rtol=1e-6, atol=0)
+    np.testing.assert_allclose([result[i] for i in range(4)], probabilities, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_nan_logits_still_give_a_response(broken):
-    found = reply([0.0, broken, 1.0, 2.0]).predictions
+    predictions = reply([0.0, broken, 1.0, 2.0]).predictions
 
-    assert sorted(one.class_index for one in found) == [0, 1, 2, 3]
+    assert sorted(each.class_index for each in predictions) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("order", ["<f4", ">f4"])
@@ -885,7 +887,7 @@ def test_response_has_the_complete_receipt():
 
 
 def test_model_without_labels_gives_empty_labels():
-    assert [one.label for one in reply(net=MODELS["wordless"]).predictions] == [""] * 4
+    assert [prediction.label for prediction in reply(net=MODELS["wordless"]).predictions] == [""] * 4
 
 
 # ------------------------------------------------------------------------------------------------------- descriptions
@@ -928,7 +930,7 @@ def test_method_description_is_complete(name):
     assert described.name == name
     assert described.kind == codec.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")
-    assert [one.name for one in described.parameters] == [one.name for one in METHODS[name].parameters]
+    assert [each.name for each in described.parameters] == [each.name for each in METHODS[name].parameters]
     job = ask(methods=[method(name)], top_k=1).job
     job = replace(job, model=replace(job.model, preprocess=replace(job.model.preprocess, size=(224, 224))))
     if not needs_channels(METHODS[name]):  # that pass is not counted which says what the model predicts
@@ -941,7 +943,7 @@ def needs_channels(method):
 
 @pytest.mark.parametrize("name", [name for name in METHODS if needs_channels(METHODS[name])])
 def test_rows_of_a_method_that_tries_every_channel_are_those_for_512(name):
-    defaults = {one.name: one.default for one in METHODS[name].parameters}
+    defaults = {each.name: each.default for each in METHODS[name].parameters}
     assert codec.describe_method(name).rows == METHODS[name].count(channels=512, **defaults)
 
 

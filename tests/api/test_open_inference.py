@@ -36,8 +36,8 @@ def served(tmp_path_factory):
     labels = tmp_path_factory.mktemp("labels") / "labels.txt"
     labels.write_text("cat\ndog\nowl\n3\nelk")
     models = (f"{nets.TINY}&labels={labels}", "parts=coloured:Colours?size=32", "finder=coloured:Finder?size=32")
-    with serving(models=models, device="cpu", threads=1, max_queue_delay_ms=0.25) as one:
-        yield one
+    with serving(models=models, device="cpu", threads=1, max_queue_delay_ms=0.25) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +80,16 @@ def call(line, rpc, request, timeout=30):
 
 
 def test_default_inference_is_gradcam_of_the_predicted_class(served):
-    found = asked(served)
+    result = asked(served)
 
-    assert found.template == explain_pb2.ExplainRequest(
+    assert result.template == explain_pb2.ExplainRequest(
         model="tiny",
         methods=[explain_pb2.Method(name="gradcam")],
         rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG, heatmap=True),
         max_predictions=0,
     )
-    assert found.outputs == tuple(replies.OUTPUTS)
-    assert found.for_image(b"photo").image == b"photo"
+    assert result.outputs == tuple(replies.OUTPUTS)
+    assert result.for_image(b"photo").image == b"photo"
 
 
 def test_every_parameter_is_decoded_into_its_field(served):
@@ -111,10 +111,10 @@ def test_every_parameter_is_decoded_into_its_field(served):
         "priority": 3,
         "triton_whatever": "ignored",
     }
-    found = asked(served, parameters=given, outputs=[{"name": "overlay"}])
+    result = asked(served, parameters=given, outputs=[{"name": "overlay"}])
 
-    assert found.timeout == 1.5
-    assert found.template == explain_pb2.ExplainRequest(
+    assert result.timeout == 1.5
+    assert result.template == explain_pb2.ExplainRequest(
         model="tiny",
         methods=[
             explain_pb2.Method(
@@ -165,10 +165,10 @@ def test_target_has_the_syntax_of_the_command_line(served, text):
 
 def test_class_of_a_segmentation_or_detector_becomes_its_kind_of_target(served):
     segment = asked(served, model_name="parts", parameters={"target": 1}).template.targets
-    found = asked(served, model_name="finder", parameters={"target": "1"}).template.targets
+    targets = asked(served, model_name="finder", parameters={"target": "1"}).template.targets
 
     assert list(segment) == [explain_pb2.Target(segment={"class_name": {"class_index": 1}})]
-    assert list(found) == [explain_pb2.Target(detection={"class_name": {"class_index": 1}})]
+    assert list(targets) == [explain_pb2.Target(detection={"class_name": {"class_index": 1}})]
 
 
 def test_outputs_that_were_not_requested_are_not_computed(served):
@@ -202,10 +202,10 @@ def test_pixels_are_decoded_from_any_layout(planes, count):
     array = PIXELS if count is None else np.stack([PIXELS + np.uint8(place) for place in range(count)])
     sent = np.ascontiguousarray(np.moveaxis(array, -1, -3)) if planes else array
     for datatype, values in (("UINT8", sent), ("FP32", (sent / np.float32(255)).astype("<f4"))):
-        found = files_of(raw=values.tobytes(), datatype=datatype, shape=sent.shape)
+        result = files_of(raw=values.tobytes(), datatype=datatype, shape=sent.shape)
 
-        assert len(found) == (count or 1)
-        for file, image in zip(found, array.reshape(-1, *PIXELS.shape), strict=True):
+        assert len(result) == (count or 1)
+        for file, image in zip(result, array.reshape(-1, *PIXELS.shape), strict=True):
             np.testing.assert_array_equal(decoded(file), image)
 
 
@@ -428,9 +428,9 @@ raw_input_contents: "\\000\\001\\002\\003\\004\\005\\006\\007\\010\\011\\012\\01
 
 
 def test_request_of_the_kserve_sdk_is_answered(line):
-    found = call(line, "ModelInfer", text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()))
+    result = call(line, "ModelInfer", text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()))
 
-    assert [one.name for one in found.outputs] == ["label"]
+    assert [output.name for output in result.outputs] == ["label"]
     (file,) = tensors.read_images(text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()), LIMITS)
     np.testing.assert_array_equal(decoded(file), np.arange(12).reshape(2, 2, 3))
 
@@ -497,10 +497,10 @@ def test_load_is_refused_if_disabled_and_unknown_parameters_are_named(line):
 
 
 def test_error_that_begins_with_a_field_names_the_field_of_the_protocol():
-    found = refusal(lambda: raise_within(InvalidArgument.of_field("rendering.alpha", "is 0 to 1, not 2")))
+    result = refusal(lambda: raise_within(InvalidArgument.of_field("rendering.alpha", "is 0 to 1, not 2")))
     other = refusal(lambda: raise_within(InvalidArgument("name the model", field="name")))
 
-    assert (found.field, found.message) == ('parameters["alpha"]', 'parameters["alpha"] is 0 to 1, not 2')
+    assert (result.field, result.message) == ('parameters["alpha"]', 'parameters["alpha"] is 0 to 1, not 2')
     assert (other.field, other.message) == ("model_name", "name the model")
 
 
@@ -514,21 +514,21 @@ def raise_within(error):
 
 def test_response_equals_that_of_the_camserve_api(served, line):
     given = {"method": "hirescam", "target": "owl", "overlay": "png", "colormap": "turbo"}
-    found = call(line, "ModelInfer", message(id="mine", parameters=given))
+    result = call(line, "ModelInfer", message(id="mine", parameters=given))
     with camserve.Client(served.address) as client:
         ours = client.explain(
             PHOTO, methods="hirescam", targets="owl", overlay="png", colormap="turbo", heatmap=True
         ).explanations[0]
-    values = dict(zip([one.name for one in found.outputs], found.raw_output_contents, strict=True))
+    values = dict(zip([output.name for output in result.outputs], result.raw_output_contents, strict=True))
 
-    assert (found.id, found.model_name, found.model_version) == ("mine", "tiny", "1")
+    assert (result.id, result.model_name, result.model_version) == ("mine", "tiny", "1")
     assert values["overlay"] == tensors.element(ours.overlay)
     assert values["heatmap"] == ours.heatmap.astype("<f4").tobytes()
     assert values["label"] == tensors.element(b"owl")
     assert struct.unpack("<q", values["class_id"]) == (2,)
     assert struct.unpack("<f", values["score"]) == (pytest.approx(ours.score, rel=1e-7),)
     assert values["verdict"] == tensors.element(ours.verdict.encode())
-    assert [list(one.shape) for one in found.outputs] == [
+    assert [list(output.shape) for output in result.outputs] == [
         [1, 1],
         [1, *ours.heatmap.shape],
         [1, 1],
@@ -542,9 +542,9 @@ def test_response_equals_that_of_the_camserve_api(served, line):
 def test_segmentation_and_a_detector_are_explained(line, model):
     image = np.zeros((64, 64, 3), np.uint8)
     image[16:40, 16:40] = (255, 0, 0)
-    found = call(line, "ModelInfer", message(image=[jpeg(image)], model_name=model, parameters={"target": 1}))
+    result = call(line, "ModelInfer", message(image=[jpeg(image)], model_name=model, parameters={"target": 1}))
 
-    assert struct.unpack("<q", found.raw_output_contents[2]) == (1,)
+    assert struct.unpack("<q", result.raw_output_contents[2]) == (1,)
 
 
 @pytest.mark.parametrize(("given", "seconds"), [({"timeout": 1000}, 30), ({}, 0.05)])
@@ -581,41 +581,41 @@ def test_internal_error_in_a_stream_does_not_expose_its_message(line, monkeypatc
 
 def test_statistics_of_a_version_start_at_zero_and_count_failures(served):
     model = served.pipeline.models["tiny"]
-    found = Statistics()
+    result = Statistics()
     timing = explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=4)
     answer = explain_pb2.ExplainResponse(timing=timing)
     for _ in range(4):
-        found.count_success(model, 0.5, [answer, answer])
-    found.count_failure(model, 0.25)
-    told = found.of(model)
+        result.count_success(model, 0.5, [answer, answer])
+    result.count_failure(model, 0.25)
+    told = result.of(model)
 
     assert (told.inference_count, told.execution_count) == (8, 2)
     stats = told.inference_stats
     assert (stats.success.count, stats.success.ns, stats.fail.count, stats.fail.ns) == (4, 2e9, 1, 0.25e9)
     stages = (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
-    assert [(one.count, one.ns) for one in stages] == [(4, 8e6), (4, 4e6), (4, 12e6), (4, 16e6)]
-    assert found.of(dataclasses.replace(model, version=2)).inference_count == 0
+    assert [(stage.count, stage.ns) for stage in stages] == [(4, 8e6), (4, 4e6), (4, 12e6), (4, 16e6)]
+    assert result.of(dataclasses.replace(model, version=2)).inference_count == 0
 
 
 def test_responses_of_an_old_version_do_not_reset_new_statistics(served):
     old = dataclasses.replace(served.pipeline.models["tiny"], version=1)
     new = dataclasses.replace(old, version=2)
-    found, answer = Statistics(), explain_pb2.ExplainResponse(timing=explain_pb2.Timing(batch_rows=1))
-    found.count_success(old, 0.5, [answer])
+    result, answer = Statistics(), explain_pb2.ExplainResponse(timing=explain_pb2.Timing(batch_rows=1))
+    result.count_success(old, 0.5, [answer])
     for _ in range(3):  # a reload: the two end in turn
-        found.count_success(new, 0.5, [answer])
-        found.count_success(old, 0.5, [answer])
-        found.count_failure(old, 0.5)
+        result.count_success(new, 0.5, [answer])
+        result.count_success(old, 0.5, [answer])
+        result.count_failure(old, 0.5)
 
-    assert (found.of(new).version, found.of(new).inference_count) == ("2", 3)
-    assert found.of(new).inference_stats.fail.count == 0
-    assert (found.of(old).version, found.of(old).inference_count) == ("1", 0)
+    assert (result.of(new).version, result.of(new).inference_count) == ("2", 3)
+    assert result.of(new).inference_stats.fail.count == 0
+    assert (result.of(old).version, result.of(old).inference_count) == ("1", 0)
 
 
 def test_statistics_without_a_name_are_those_of_all_models(line):
-    found = call(line, "ModelStatistics", inference_pb2.ModelStatisticsRequest()).model_stats
+    model_stats = call(line, "ModelStatistics", inference_pb2.ModelStatisticsRequest()).model_stats
 
-    assert [one.name for one in found] == ["tiny", "parts", "finder"]
+    assert [each.name for each in model_stats] == ["tiny", "parts", "finder"]
 
 
 @pytest.mark.parametrize(
@@ -667,8 +667,8 @@ def test_reflection_lists_the_service_by_its_wire_name():
     assert {rpc.name for rpc in service.methods} == {rpc.name for rpc in oip.SERVICE.methods}
     assert service.methods_by_name["ModelInfer"].input_type.full_name == "inference.ModelInferRequest"
     fields = pool.FindMessageTypeByName("inference.ModelInferRequest").fields
-    assert [(one.name, one.number) for one in fields] == [
-        (one.name, one.number) for one in inference_pb2.ModelInferRequest.DESCRIPTOR.fields
+    assert [(field.name, field.number) for field in fields] == [
+        (field.name, field.number) for field in inference_pb2.ModelInferRequest.DESCRIPTOR.fields
     ]
     with pytest.raises(KeyError):
         pool.FindMessageTypeByName("open_inference.v2.ModelInferRequest")
@@ -687,9 +687,9 @@ def test_documentation_page_lists_every_parameter():
 
 
 def test_documentation_page_lists_every_output_with_type_and_shape():
-    found = [[cell.strip("`") for cell in row[:3]] for row in table("outputs")]
+    results = [[cell.strip("`") for cell in row[:3]] for row in table("outputs")]
 
-    assert found == [
-        [name, one.datatype, str(["N", *one.dims]).replace("'", "").replace(" ", "")]
-        for name, one in replies.OUTPUTS.items()
+    assert results == [
+        [name, each.datatype, str(["N", *each.dims]).replace("'", "").replace(" ", "")]
+        for name, each in replies.OUTPUTS.items()
     ]

@@ -241,11 +241,11 @@ def test_usage_error_is_one_line(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         given = flags("--model", "command_nets:tiny?size=32", "--address", address)
-        found = fork_server.run(fork_server.SERVER, "serve", *given, cwd=folder)
+        result = fork_server.run(fork_server.SERVER, "serve", *given, cwd=folder)
 
-    assert found.returncode == 2
-    assert found.stderr == f"error: cannot listen on {address}: is the port taken, or the host unknown?\n"
-    assert found.stdout == ""
+    assert result.returncode == 2
+    assert result.stderr == f"error: cannot listen on {address}: is the port taken, or the host unknown?\n"
+    assert result.stdout == ""
 
 
 WRONG = {
@@ -269,20 +269,20 @@ WRONG = {
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
 def test_invalid_setting_exits_with_2_and_one_line(arguments, words):
-    found = CliRunner().invoke(commands.program, ["serve", *flags("--log-level", "error", *arguments)])
+    result = CliRunner().invoke(commands.program, ["serve", *flags("--log-level", "error", *arguments)])
 
-    assert found.exit_code == 2, found.exception
-    assert found.stderr.startswith("error: ")
-    assert found.stderr.count("\n") == 1
-    assert words in found.stderr
-    assert found.stdout == ""
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+    assert result.stdout == ""
 
 
 def test_photos_are_explained_without_a_server(folder):
     arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
-    found = CliRunner().invoke(commands.program, arguments)
+    result = CliRunner().invoke(commands.program, arguments)
 
-    assert found.exit_code == 0, found.stderr
+    assert result.exit_code == 0, result.stderr
     (written,) = (folder / "out").iterdir()
     with Image.open(written) as overlay:
         assert overlay.size == (40, 30)
@@ -304,10 +304,10 @@ def test_receipt_is_replayed_without_a_server(folder):
 
 
 def test_model_that_cannot_be_loaded_without_a_server_is_one_line(folder):
-    found = CliRunner().invoke(commands.program, ["explain", "photo.png", "--model", "timm:nothing", "-o", "out"])
+    result = CliRunner().invoke(commands.program, ["explain", "photo.png", "--model", "timm:nothing", "-o", "out"])
 
-    assert found.exit_code == 2
-    assert re.fullmatch(r'error: timm has no model "nothing".*\n', found.stderr)
+    assert result.exit_code == 2
+    assert re.fullmatch(r'error: timm has no model "nothing".*\n', result.stderr)
     assert not (folder / "out").exists()
 
 
@@ -315,28 +315,28 @@ def test_model_that_cannot_be_loaded_without_a_server_is_one_line(folder):
 def test_missing_dependency_names_the_extra_to_install(missing, folder, monkeypatch):
     (folder / "sitecustomize.py").write_text(f'import sys; sys.modules["{missing}"] = None')
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    found = subprocess.run([PROGRAM, "serve"], cwd=folder, capture_output=True, text=True, check=False)
+    result = subprocess.run([PROGRAM, "serve"], cwd=folder, capture_output=True, text=True, check=False)
 
-    assert found.returncode == 2
-    assert found.stderr == f'error: no module {missing}: the server needs `pip install "camserve[server]"`\n'
+    assert result.returncode == 2
+    assert result.stderr == f'error: no module {missing}: the server needs `pip install "camserve[server]"`\n'
 
 
 def test_help_does_not_import_torch():
     code = "import sys; sys.argv[1:] = ['serve', '--help']; from camserve_server.cli import main\n"
     code += "try: main()\nfinally: assert 'torch' not in sys.modules"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
-    assert (found.returncode, found.stderr) == (0, "")
-    assert "--max-queue-rows" in found.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--max-queue-rows" in result.stdout
 
 
 def test_server_without_access_control_is_not_started(folder):
     given = flags("--model", "command_nets:forever", "--address", "0.0.0.0:0", "--log-level", "error")
-    found = CliRunner().invoke(commands.program, ["serve", *given])
+    result = CliRunner().invoke(commands.program, ["serve", *given])
 
-    assert found.exit_code == 2
-    assert found.stderr.startswith("error: 0.0.0.0:0 can be reached from other machines: set tls_cert")
-    assert found.stderr.count("\n") == 1
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: 0.0.0.0:0 can be reached from other machines: set tls_cert")
+    assert result.stderr.count("\n") == 1
     assert not (folder / "loading").exists()
 
 
@@ -344,7 +344,7 @@ def test_explain_without_a_server_ignores_access_settings(folder, monkeypatch):
     for name in ("TLS_CERT", "TLS_KEY", "TOKENS_FILE", "TOKEN", "CA"):
         monkeypatch.setenv(f"CAMSERVE_{name}", "gone")
     arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
-    found = CliRunner().invoke(commands.program, arguments)
+    result = CliRunner().invoke(commands.program, arguments)
 
-    assert found.exit_code == 0, found.stderr
+    assert result.exit_code == 0, result.stderr
     assert (folder / "out").exists()

@@ -100,12 +100,12 @@ def explained(text: str = "x", **fields: Any) -> explain_pb2.ExplainResponse:
     """Answer like an honest server, except for its texts and for the given fields of the explanation."""
     response = filled(explain_pb2.ExplainResponse(), text)
     response.photo.CopyFrom(explain_pb2.Photo(width=6, height=4))
-    (one,) = response.explanations
-    one.target.ClearField("box")
+    (explanation,) = response.explanations
+    explanation.target.ClearField("box")
     for name, data in {"heatmap": heatmap(), "intensity": heatmap(), "overlay": overlay(), **fields}.items():
-        getattr(one, name).CopyFrom(data)
-    one.ClearField("heatmap_image")
-    one.resolved_target.CopyFrom(explain_pb2.Target(class_index=7))
+        getattr(explanation, name).CopyFrom(data)
+    explanation.ClearField("heatmap_image")
+    explanation.resolved_target.CopyFrom(explain_pb2.Target(class_index=7))
     return response
 
 

@@ -323,9 +323,9 @@ def test_invalid_receipt_is_a_one_line_error(run: Any, photos: Any) -> None:
 def test_lists_are_printed_as_json(run: Any, command: str) -> None:
     done = run(command, "--json")
 
-    found = json.loads(done.stdout)
-    assert len(found) == 2
-    assert found[0]["name"] in {"tiny", "features", "gradcam"}
+    result = json.loads(done.stdout)
+    assert len(result) == 2
+    assert result[0]["name"] in {"tiny", "features", "gradcam"}
 
 
 def test_health_is_the_exit_code(run: Any) -> None:
@@ -512,9 +512,9 @@ def answered(label: str, against: str = "") -> camserve.Explanation:
 def test_file_names_that_differ_only_in_case_are_the_same(tmp_path: Any) -> None:
     given = _files.UniqueNames(tmp_path)
 
-    found = [given.unique(stem, ".jpg").name for stem in ("Cat", "cat", "CAT", "cat-2")]
+    results = [given.unique(stem, ".jpg").name for stem in ("Cat", "cat", "CAT", "cat-2")]
 
-    assert found == ["Cat.jpg", "cat-2.jpg", "CAT-3.jpg", "cat-2-2.jpg"]
+    assert results == ["Cat.jpg", "cat-2.jpg", "CAT-3.jpg", "cat-2-2.jpg"]
 
 
 def test_as_json_accepts_only_values() -> None:

@@ -319,9 +319,9 @@ def test_contrast_and_parameters_are_decoded() -> None:
 
 def test_box_of_a_prediction_is_decoded() -> None:
     box = explain_pb2.Box(left=1, top=2, right=3, bottom=4)
-    found = explanation(target=explain_pb2.Prediction(label="dog", box=box, area=0.5)).target
+    result = explanation(target=explain_pb2.Prediction(label="dog", box=box, area=0.5)).target
 
-    assert (found.box, found.area) == (camserve.Box(1, 2, 3, 4), 0.5)
+    assert (result.box, result.area) == (camserve.Box(1, 2, 3, 4), 0.5)
     assert explanation(target=explain_pb2.Prediction(label="dog")).target.box is None
 
 

@@ -71,16 +71,16 @@ async def test_invalid_evaluation_is_not_sent(client: Any, server: Any, options:
 
 
 async def test_evaluation_response_is_decoded(client: Any) -> None:
-    found = await client.evaluate(b"\x01", metrics=["deletion", ("increase", {"a": 1, "b": "c"})], methods=THREE)
+    result = await client.evaluate(b"\x01", metrics=["deletion", ("increase", {"a": 1, "b": "c"})], methods=THREE)
 
-    assert [each.method for each in found.explained.explanations] == THREE
-    assert [[each.metric for each in row] for row in found.rows] == [["deletion", "increase"]] * 3
-    assert [each.explanation.method for each in found.readings[::2]] == THREE
-    assert [row[0].value for row in found.rows[:2]] == [0.25, 0.5]
-    assert found.readings[0].curves == (camserve.Curve("p", (0.0, 1.0), (0.75, 0.25)),)
-    assert found.readings[1].parameters == {"a": 1.0, "b": "c"}
-    assert math.isnan(found.readings[4].value)
-    assert found.remarks() == (("random, deletion", "flat"), ("random, increase", "flat"))
+    assert [each.method for each in result.explained.explanations] == THREE
+    assert [[each.metric for each in row] for row in result.rows] == [["deletion", "increase"]] * 3
+    assert [each.explanation.method for each in result.readings[::2]] == THREE
+    assert [row[0].value for row in result.rows[:2]] == [0.25, 0.5]
+    assert result.readings[0].curves == (camserve.Curve("p", (0.0, 1.0), (0.75, 0.25)),)
+    assert result.readings[1].parameters == {"a": 1.0, "b": "c"}
+    assert math.isnan(result.readings[4].value)
+    assert result.remarks() == (("random, deletion", "flat"), ("random, increase", "flat"))
 
 
 async def test_error_of_evaluate_is_raised(client: Any, server: Any, refusal: Any) -> None:
@@ -101,22 +101,22 @@ async def test_metrics_are_listed(client: Any) -> None:
 
 
 async def test_table_marks_the_best_of_each_metric(client: Any) -> None:
-    found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
+    result = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
 
-    assert [line.split() for line in found.table().splitlines()] == [
+    assert [line.split() for line in result.table().splitlines()] == [
         ["deletion", "↓", "increase", "↓"],
         ["gradcam", "0.250", "*", "0.250", "*"],
         ["layercam", "0.500", "0.500"],
         ["random", "-", "-"],
     ]
-    assert found.best == {(0, 0), (0, 1)}
+    assert result.best == {(0, 0), (0, 1)}
 
 
 async def test_single_map_is_not_marked_as_best(client: Any) -> None:
-    found = await client.evaluate(b"\x01", metrics="deletion", methods="gradcam")
+    result = await client.evaluate(b"\x01", metrics="deletion", methods="gradcam")
 
-    assert found.best == frozenset()
-    assert "*" not in found.table()
+    assert result.best == frozenset()
+    assert "*" not in result.table()
 
 
 def evaluated(*explanations: explain_pb2.Explanation, higher: bool = True) -> camserve.Evaluation:
@@ -130,22 +130,22 @@ def evaluated(*explanations: explain_pb2.Explanation, higher: bool = True) -> ca
 
 def test_layers_and_targets_are_named_where_they_differ() -> None:
     cat, dog = (explain_pb2.Prediction(label=label) for label in ("cat", "dog"))
-    found = evaluated(
+    result = evaluated(
         explain_pb2.Explanation(method="a", layer="1", target=cat),
         explain_pb2.Explanation(method="a", layer="2", target=cat),
         explain_pb2.Explanation(method="b", target=dog),
     )
 
-    assert found.labels == ("a · 1 · cat", "a · 2 · cat", "b · dog")
-    assert found.best == {(1, 0)}  # the dog's has no rival
-    assert "↑" in found.table()
+    assert result.labels == ("a · 1 · cat", "a · 2 · cat", "b · dog")
+    assert result.best == {(1, 0)}  # the dog's has no rival
+    assert "↑" in result.table()
 
 
 def test_evaluation_of_nothing_is_an_empty_table() -> None:
-    found = evaluated()
+    result = evaluated()
 
-    assert (found.rows, found.best, found.table()) == ((), frozenset(), "")
-    assert found.plot().width > 0
+    assert (result.rows, result.best, result.table()) == ((), frozenset(), "")
+    assert result.plot().width > 0
 
 
 def test_reading_of_a_missing_explanation_raises_internal() -> None:
@@ -154,14 +154,14 @@ def test_reading_of_a_missing_explanation_raises_internal() -> None:
 
 
 async def test_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> None:
-    found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
-    path = found.save(tmp_path / "plot.png")
+    result = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
+    path = result.save(tmp_path / "plot.png")
 
-    with Image.open(path) as saved, Image.open(io.BytesIO(found._repr_png_())) as shown:
+    with Image.open(path) as saved, Image.open(io.BytesIO(result._repr_png_())) as shown:
         assert saved.size == shown.size
         assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= set(saved.convert("RGB").get_flattened_data())
     with pytest.raises(camserve.InvalidArgument, match=r"cannot save as '\.gif'"):
-        found.save(tmp_path / "plot.gif")
+        result.save(tmp_path / "plot.gif")
 
 
 def drawn(*lines: comparison.Line, bars: int = 1, names: tuple[str, ...] = ("p",)) -> np.ndarray:
@@ -232,11 +232,11 @@ def test_evaluate_command_prints_a_table_and_draws_plots(run: Any, server: Any, 
 
 def test_evaluate_command_prints_json_and_requests_no_unused_curves(run: Any, server: Any) -> None:
     done = run("--json")
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
 
     assert server.calls[0].request.explain.rendering.overlay == 0
-    assert [each["metric"] for each in found] == ["deletion", "insertion"] * 3
-    assert (found[0]["value"], found[-1]["value"], found[-1]["message"]) == (0.25, None, "flat")
+    assert [each["metric"] for each in result] == ["deletion", "insertion"] * 3
+    assert (result[0]["value"], result[-1]["value"], result[-1]["message"]) == (0.25, None, "flat")
 
 
 @pytest.mark.parametrize(

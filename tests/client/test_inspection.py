@@ -33,14 +33,14 @@ def photo(tmp_path: Any) -> Any:
 
 
 async def test_inspect_sends_an_image_and_returns_readings(client: Any, server: Any) -> None:
-    found = await client.inspect(b"\x07", model="large", target="tabby", layers="stem", timeout=5)
+    result = await client.inspect(b"\x07", model="large", target="tabby", layers="stem", timeout=5)
 
     asked = server.calls[0].request
     assert (asked.image, asked.model, asked.target.label, list(asked.layers)) == (b"\x07", "large", "tabby", ["stem"])
     assert server.calls[0].time_remaining < 5.5
-    assert (found.model, found.target.label, found.score, found.contrast) == ("large", "tabby", 2.5, None)
-    assert found.timing == camserve.Timing(1, 2, 3, 4, 5)
-    assert found.layers == (
+    assert (result.model, result.target.label, result.score, result.contrast) == ("large", "tabby", 2.5, None)
+    assert result.timing == camserve.Timing(1, 2, 3, 4, 5)
+    assert result.layers == (
         camserve.LayerReading(
             name="stem",
             type="Conv2d",
@@ -65,29 +65,29 @@ async def test_absent_options_are_left_to_the_server(client: Any, server: Any) -
 
 async def test_features_have_channels_maps_and_tiles(client: Any, server: Any) -> None:
     against = camserve.contrast("tabby", "tiger cat")
-    found = await client.features(
+    result = await client.features(
         b"\x07", layer="stem", model="large", target=against, rank="gradient", top=2, picture="jpeg", colormap="magma"
     )
 
     asked = server.calls[0].request
     assert (asked.layer, asked.model, asked.rank, asked.top, asked.colormap) == ("stem", "large", 2, 2, "magma")
-    assert found.channels == (camserve.Channel(5, 2, -0.5), camserve.Channel(0, 1, 0.25))
-    np.testing.assert_array_equal(found.maps, [[[0, 1]], [[2, 3]]])
-    assert found.maps.dtype == np.float32
-    assert (found.image.size, found.picture.format) == ((6, 4), "jpeg")
-    assert (found.contrast.label, found.channel_count, found.grid) == ("tiger cat", 8, (1, 2))
-    assert (found.photo.width, found.photo.height) == (6, 4)
+    assert result.channels == (camserve.Channel(5, 2, -0.5), camserve.Channel(0, 1, 0.25))
+    np.testing.assert_array_equal(result.maps, [[[0, 1]], [[2, 3]]])
+    assert result.maps.dtype == np.float32
+    assert (result.image.size, result.picture.format) == ((6, 4), "jpeg")
+    assert (result.contrast.label, result.channel_count, result.grid) == ("tiger cat", 8, (1, 2))
+    assert (result.photo.width, result.photo.height) == (6, 4)
 
 
 async def test_error_for_a_missing_part_names_the_option(client: Any, tmp_path: Any) -> None:
-    found = await client.features(b"\x07", maps=False, picture=None)
+    result = await client.features(b"\x07", maps=False, picture=None)
 
-    assert found.maps is None
+    assert result.maps is None
     with pytest.raises(camserve.FailedPrecondition, match="picture="):
-        _ = found.image
+        _ = result.image
     with pytest.raises(camserve.FailedPrecondition, match="maps=True"):
-        found.save(tmp_path / "a.npy")
-    assert "no overlay" in found._repr_html_()
+        result.save(tmp_path / "a.npy")
+    assert "no overlay" in result._repr_html_()
 
 
 async def test_maps_of_a_wrong_size_raise_internal(client: Any, server: Any) -> None:
@@ -197,8 +197,8 @@ def test_long_name_is_shortened_at_its_start() -> None:
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.WEBP"])
 def test_plots_and_tiles_are_saved_by_their_suffix(inspection: Any, features: Any, tmp_path: Any, name: str) -> None:
-    for found in (inspection, features):
-        with Image.open(found.save(tmp_path / name)) as saved:
+    for each in (inspection, features):
+        with Image.open(each.save(tmp_path / name)) as saved:
             assert saved.format in ("PNG", "JPEG", "WEBP")
 
 

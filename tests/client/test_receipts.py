@@ -256,8 +256,8 @@ async def test_receipt_of_a_similarity_has_the_reference_image(client: Any, serv
     (streamed,) = [each async for each in client.explain_many([b"photo"], **options)]
 
     for result in (alone, streamed):
-        found = [each.receipt.target for each in result.explanations]
-        assert found == [{"class_index": 3}, {"similarity": {"image": "b3RoZXI="}}] * 2
+        results = [each.receipt.target for each in result.explanations]
+        assert results == [{"class_index": 3}, {"similarity": {"image": "b3RoZXI="}}] * 2
 
 
 async def test_receipt_is_replayed(client: Any, server: Any) -> None:

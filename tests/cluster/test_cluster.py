@@ -105,7 +105,7 @@ async def items(*requests):
 
 async def test_unary_calls_are_passed_to_an_engine():
     services = (explain_pb2, evaluate_pb2, models_pb2)
-    methods = [m for one in services for s in one.DESCRIPTOR.services_by_name.values() for m in s.methods]
+    methods = [m for each in services for s in each.DESCRIPTOR.services_by_name.values() for m in s.methods]
     assert set(UNARY) == {method.name for method in methods if not method.client_streaming}
     async with opened() as (ingress, _):
         context = Context()
@@ -276,9 +276,9 @@ def test_settings_that_rays_proxy_does_not_support_are_refused(name, value):
 
 def test_engine_has_the_settings_of_the_server_except_address_and_cores():
     settings = config.Settings(models=(MODEL,), insecure=True, max_batch_rows=4)
-    found = application._settings_of(settings, application.Engines(cpus=3))
+    result = application._settings_of(settings, application.Engines(cpus=3))
 
-    assert config.load(flags=found, environment={}).model_dump() == settings.model_dump() | {
+    assert config.load(flags=result, environment={}).model_dump() == settings.model_dump() | {
         "insecure": False,
         "isolation": "thread",
         "device": "cpu",
@@ -327,7 +327,7 @@ def test_each_engine_gets_a_gpu_if_the_cluster_has_any(device, said, there, gpus
 def test_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photos, monkeypatch):
     monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     ran = []
-    monkeypatch.setattr(job, "run", lambda one, *_: ran.append(one.settings["device"]))
+    monkeypatch.setattr(job, "run", lambda each, *_: ran.append(each.settings["device"]))
     for engines in (application.Engines(gpus=1), application.Engines()):
         job.explain(new_job(photos, device="auto"), engines)
     assert ran == ["cuda", "cpu"]
@@ -347,9 +347,9 @@ def test_error_without_ray_names_the_extra(monkeypatch, tmp_path):
     served = CliRunner().invoke(program, ["ray", "serve", "--insecure"])
     explained = CliRunner().invoke(program, ["ray", "explain", str(tmp_path), "-o", str(tmp_path / "out")])
 
-    for found in (served, explained):
-        assert found.exit_code == 2
-        assert 'pip install "camserve[server,ray]"' in " ".join(found.output.split())
+    for each in (served, explained):
+        assert each.exit_code == 2
+        assert 'pip install "camserve[server,ray]"' in " ".join(each.output.split())
 
 
 def new_job(folder, device="cpu", **wishes):

@@ -24,14 +24,14 @@ IMAGES = [path.read_bytes() for path in PHOTOS.values()]
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(NET,), device="cpu,cpu", threads=2, max_batch_rows=2) as one:
-        yield one
+    with serving(models=(NET,), device="cpu,cpu", threads=2, max_batch_rows=2) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(served):
-    with camserve.Client(served.address, timeout=60) as one:
-        yield one
+    with camserve.Client(served.address, timeout=60) as connected:
+        yield connected
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def test_both_workers_are_used_and_return_equal_results(client, engines):
         mine.clear()
     before.append(meeting)
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda image: ask(client, image), IMAGES * 4))
+        results = list(pool.map(lambda image: ask(client, image), IMAGES * 4))
 
     assert sum(map(sum, noted)) == 24
     assert all(noted)
-    for result, expected in zip(found, alone * 4, strict=True):
+    for result, expected in zip(results, alone * 4, strict=True):
         check_same(result.explanations[0].heatmap, expected, NET)
 
 
@@ -103,11 +103,11 @@ def test_worker_that_cannot_run_a_row_fails_that_request_only(client, engines, f
 
 def test_long_method_returns_the_same_on_any_workers(client):
     """Its completeness error is that of rows in their places: the baseline's among them."""
-    found = [ask(client, IMAGES[0], methods=camserve.Method("integrated_gradients", {"steps": 8})) for _ in range(2)]
-    maps = [one.explanations[0].heatmap for one in found]
+    results = [ask(client, IMAGES[0], methods=camserve.Method("integrated_gradients", {"steps": 8})) for _ in range(2)]
+    maps = [each.explanations[0].heatmap for each in results]
 
     check_same(*maps, NET, "integrated_gradients", steps=8)
-    assert found[0].explanations[0].completeness_error < 0.2
+    assert results[0].explanations[0].completeness_error < 0.2
 
 
 def test_model_description_names_every_device_once(client):

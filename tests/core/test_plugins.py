@@ -63,14 +63,14 @@ def brought(tmp_path, monkeypatch, table):  # noqa: ARG001 -- what is brought is
 def test_method_and_source_of_an_installed_example_plugin_work(installed, monkeypatch, table):
     monkeypatch.syspath_prepend(str(installed))
     with serving(models=("zoo:stripes?weights=none",)) as served, camserve.Client(served.address) as client:
-        listed = {one.name: one for one in client.methods()}
+        listed = {method.name: method for method in client.methods()}
         result = client.explain(PHOTOS["chelsea"], methods=["signed_layercam", "gradcam"])
 
     assert "signed_layercam" in table
     assert listed["signed_layercam"].summary.startswith("Weight each activation by its gradient, including")
-    assert {one.label for one in result.predictions} <= {"plain", "striped"}
-    assert [one.method for one in result.explanations] == ["signed_layercam", "gradcam"]
-    assert all(one.overlay and one.verdict != "FLAT" for one in result.explanations)
+    assert {prediction.label for prediction in result.predictions} <= {"plain", "striped"}
+    assert [explanation.method for explanation in result.explanations] == ["signed_layercam", "gradcam"]
+    assert all(explanation.overlay and explanation.verdict != "FLAT" for explanation in result.explanations)
 
 
 def test_worker_loads_the_methods_of_plugins(installed, monkeypatch, table):

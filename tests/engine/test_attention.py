@@ -106,19 +106,19 @@ def test_maps_are_those_of_the_papers_in_float64(load, name, method):
     model, (_, prefix, read) = load(name), FACTORIES[name]
     image = noise(4, SIZE)
 
-    found, _ = answer(model, method, image)
+    result, _ = answer(model, method, image)
 
     expected = []
     for precision in (torch.float32, torch.float64):
         relevance = paper(method, *reference(model.module, inputs(model, image), dtype=precision))
         row = relevance[0] if method == "legrad" else relevance[read].mean(0)
         expected.append(row[prefix:].reshape(4, 4))
-    assert error_ratio(found, *expected) <= 1
+    assert error_ratio(result, *expected) <= 1
 
 
 def both(model, image):
     """The inputs of the papers' formulas, in plain float32 and in float64."""
-    return [reference(model.module, inputs(model, image), dtype=one) for one in (torch.float32, torch.float64)]
+    return [reference(model.module, inputs(model, image), dtype=each) for each in (torch.float32, torch.float64)]
 
 
 def test_head_fusion_and_discard_ratio_follow_the_parameters(load):
@@ -127,12 +127,12 @@ def test_head_fusion_and_discard_ratio_follow_the_parameters(load):
 
     for heads, fuse in (("max", np.max), ("min", np.min), ("mean", np.mean)):
         for share in (0.0, 0.5, 0.9):
-            found, _ = answer(model, "attention_rollout", image, heads=heads, discard=share)
+            result, _ = answer(model, "attention_rollout", image, heads=heads, discard=share)
             expected = [
                 rolled([without_lowest(fuse(block, axis=0), share) for block in attention])[0, 1:].reshape(4, 4)
                 for attention, _, _ in (plain, truth)
             ]
-            assert error_ratio(found, *expected) <= 1
+            assert error_ratio(result, *expected) <= 1
 
 
 def test_legrad_adds_up_the_requested_number_of_last_blocks(load):
@@ -140,24 +140,24 @@ def test_legrad_adds_up_the_requested_number_of_last_blocks(load):
     plain, truth = both(model, image)
 
     for blocks in (1, 2, 3, 1000):
-        found, _ = answer(model, "legrad", image, blocks=blocks)
+        result, _ = answer(model, "legrad", image, blocks=blocks)
         expected = [
             sum(g.clip(min=0).mean((0, 1)) for g in own[-blocks:])[1:].reshape(4, 4) for _, _, own in (plain, truth)
         ]
-        assert error_ratio(found, *expected) <= 1
+        assert error_ratio(result, *expected) <= 1
 
 
 def test_legrad_equals_torchcams_up_to_the_number_of_blocks(load):
     model, image = load("torchvision"), noise(4, SIZE)
 
-    found, _ = answer(model, "legrad", image)
+    result, _ = answer(model, "legrad", image)
 
     expected = []
     for module in (copy.deepcopy(model.module), doubled(model.module)):
         with LeGrad(module, blocks_of(module)) as theirs:
             logits = module(inputs(model, image).to(next(module.parameters()).dtype))
             expected.append(theirs(1, logits, normalized=False)[0][0])
-    assert error_ratio(found / 3, *expected) <= 1
+    assert error_ratio(result / 3, *expected) <= 1
 
 
 @pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "timm:deit_tiny_distilled_patch16_224"])
@@ -212,7 +212,7 @@ def test_batch_neighbours_and_other_targets_never_change_a_map(load, method):
     together = run(model, rows, (), "each" if method == "legrad" else "attention")
 
     for row, result in zip(rows, together, strict=True):
-        (alone, single), (truth, known) = (answer(one, method, row.image, row.target) for one in (model, in_float64))
+        (alone, single), (truth, known) = (answer(each, method, row.image, row.target) for each in (model, in_float64))
         assert error_ratio(result.maps[0][0], alone, truth) <= 1
         assert error_ratio(result.logits, single.logits, known.logits) <= 1
 
@@ -222,7 +222,7 @@ def test_methods_mix_in_a_batch(load):
     rows = [Row(image, ClassTarget(2), (call(method),)) for method in ROLLING]
 
     for row, result in zip(rows, run(model, rows, (), "attention"), strict=True):
-        expected = (answer(one, row.calls[0].name, image, ClassTarget(2))[0] for one in (model, exact(model)))
+        expected = (answer(each, row.calls[0].name, image, ClassTarget(2))[0] for each in (model, exact(model)))
         assert error_ratio(result.maps[0][0], *expected) <= 1
 
 
@@ -236,7 +236,7 @@ def test_attention_methods_support_targets_and_smoothing(load, method):
     assert [finding.verdict for finding in outcome.explanations] == [Verdict.OK] * 4
     assert all(finding.heatmap.shape == (4, 4) and finding.layer == "" for finding in outcome.explanations)
     plain, _, smooth, _ = (finding.heatmap for finding in outcome.explanations)
-    expected = (answer(one, method, image)[0] for one in (model, exact(model)))
+    expected = (answer(each, method, image)[0] for each in (model, exact(model)))
     assert error_ratio(plain, *expected) <= 1
     assert gap(smooth, plain) > 1e-3
 
@@ -257,7 +257,7 @@ def test_slow_attention_gives_the_maps_of_fast_attention(load):
         block.attn.fused_attn = False
 
     for method in (*ROLLING, "legrad"):
-        assert error_ratio(*(answer(one, method, image)[0] for one in (model, slow, exact(slow)))) <= 1
+        assert error_ratio(*(answer(each, method, image)[0] for each in (model, slow, exact(slow)))) <= 1
 
 
 def test_half_precision_maps_are_close_to_float32(load):
@@ -295,8 +295,8 @@ MASKS = {
 def in_float64(options):
     """The same options, where they hold numbers in float64."""
     return {
-        name: one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-        for name, one in options.items()
+        name: each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for name, each in options.items()
     }
 
 
@@ -306,13 +306,13 @@ def test_attention_equals_that_of_torch(mask):
     q, k, v = tensors((2, 3, 6, 4), (2, heads, 6, 4), (2, heads, 6, 4))
     with sdpa_kernel(SDPBackend.MATH):
         expected = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
-        given = [one.double() for one in (q, k, v)]
+        given = [each.double() for each in (q, k, v)]
         truth = functional.scaled_dot_product_attention(*given, **in_float64(MASKS[mask]))
 
     with watched() as seen:
-        found = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
+        result = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
 
-    assert error_ratio(found.detach(), expected, truth) <= 1
+    assert error_ratio(result.detach(), expected, truth) <= 1
     assert seen.attention.shape == (1, 2, 3, 6, 6)
     assert gap(seen.attention.sum(-1), torch.ones(1, 2, 3, 6)) < 1e-6
 
@@ -346,9 +346,9 @@ def test_multi_head_attention_equals_that_of_torch(case):
     truth, exact_weights = doubled(layer)(*[tokens.double()] * 3, **asked)
 
     with watched() as seen:
-        found, theirs = layer(tokens, tokens, tokens, **asked)
+        result, theirs = layer(tokens, tokens, tokens, **asked)
 
-    assert error_ratio(found.detach(), expected, truth) <= 1
+    assert error_ratio(result.detach(), expected, truth) <= 1
     assert (theirs is None) == (weights is None)
     assert weights is None or error_ratio(theirs.detach(), weights, exact_weights) <= 1
     assert len(seen.blocks) == (0 if case == "added keys" else 1)

@@ -44,7 +44,7 @@ def oracle(arch, state, image, layers):
     more = {"image_size": image.shape[-1]} if arch.startswith("vit") else {}
     with torch.device("meta"):
         model = get_model(arch, weights=None, **more).eval()
-    state = {name: one.to(image.dtype) if one.is_floating_point() else one for name, one in state.items()}
+    state = {name: each.to(image.dtype) if each.is_floating_point() else each for name, each in state.items()}
     model.load_state_dict(state, assign=True)
     model.requires_grad_(requires_grad=False)
     kept = {}
@@ -75,7 +75,7 @@ def smooth(arch, model, size, layers):
     for seed in range(8):
         picture = noise(seed, size)
         image, state = inputs(model, picture), model.module.state_dict()
-        (plain, here), (truth, there) = (oracle(arch, state, one, layers) for one in (image, image.double()))
+        (plain, here), (truth, there) = (oracle(arch, state, each, layers) for each in (image, image.double()))
         if gap(here, there) <= KINK:
             return types.SimpleNamespace(
                 model=model, layers=layers, picture=picture, image=image, plain=plain, truth=truth
@@ -106,7 +106,7 @@ SLOW = "vgg11"
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(one, marks=pytest.mark.slow if one == SLOW else ()) for one in ZOO]
+    scope="module", params=[pytest.param(each, marks=pytest.mark.slow if each == SLOW else ()) for each in ZOO]
 )
 def zoo(request):
     size, default, others = ZOO[request.param]
@@ -134,17 +134,17 @@ def test_engines_elementwise_maps_are_as_exact_as_plain_float32(zoo):
     calls = (call("hirescam"), call("layercam"))
     (result,) = run(zoo.model, [Row(zoo.picture, ClassTarget(INDEX), calls)], zoo.layers)
     for name, (hirescam, layercam) in zip(zoo.layers, result.maps, strict=True):
-        plain, truth = (elementwise(zoo, one[name], name) for one in (zoo.plain, zoo.truth))
+        plain, truth = (elementwise(zoo, each[name], name) for each in (zoo.plain, zoo.truth))
         assert error_ratio(layercam, plain["layercam"], truth["layercam"]) <= 1, name
         # Before a layer norm gradient and activation are orthogonal: HiResCAM's sum cancels to nothing.
         size = truth["terms"].abs().sum(0).max()
-        error, lost = (np.abs(one - truth["hirescam"].numpy()).max() for one in (hirescam, plain["hirescam"].numpy()))
+        error, lost = (np.abs(each - truth["hirescam"].numpy()).max() for each in (hirescam, plain["hirescam"].numpy()))
         assert error <= FACTOR * lost + FLOOR * size, name
 
 
 def elementwise(zoo, oracle, name):
     """The elementwise maps by their formulas, and the terms of HiResCAM's sum."""
-    activation, gradient = (grid(one[0], zoo.model.info.layers[name].layout) for one in oracle)
+    activation, gradient = (grid(each[0], zoo.model.info.layers[name].layout) for each in oracle)
     terms = gradient * activation
     return {"terms": terms, "hirescam": terms.sum(0), "layercam": (gradient.clamp(min=0) * activation).sum(0)}
 
@@ -170,7 +170,7 @@ def untouched(model):
     return (
         hook_count(model.module) == 0
         and models.digest(model.module) == model.info.digest
-        and not any(one.requires_grad or one.grad is not None for one in parameters)
+        and not any(parameter.requires_grad or parameter.grad is not None for parameter in parameters)
         and not any(module.training for module in modules)
     )
 
@@ -196,7 +196,7 @@ def test_layers_up_to_the_captured_one_are_not_differentiated(resnet, name):
     backward(resnet, inputs(resnet, noise(0, 64)), [name])
     hook.remove()
     assert len(tracked) == 2
-    assert not any(one.requires_grad or one.grad_fn for one in tracked)
+    assert not any(each.requires_grad or each.grad_fn for each in tracked)
 
 
 def test_only_modules_after_the_layer_are_in_the_graph(resnet):
@@ -266,16 +266,16 @@ class Keeps(nn.Module):
 
 def overwrite_input(net, seen):
     """Change what an Identity returned through the name that it had before."""
-    found = net.layer(seen)
+    result = net.layer(seen)
     seen.mul_(2)
-    return found
+    return result
 
 
 def overwrite_kept(net, seen):
     """Change what a layer returned through the layer's own copy."""
-    found = net.layer(seen)
+    result = net.layer(seen)
     net.layer.kept.mul_(2)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("middle", "layer"), [(overwrite_input, None), (overwrite_kept, Keeps())])
@@ -319,10 +319,10 @@ class Wraps(nn.Module):
 
 
 STRUCTURES = {
-    "tuple": (lambda t: (None, t), lambda found: found[1]),
-    "list": (lambda t: [t, "words"], lambda found: found[0]),
-    "dict": (lambda t: {"mask": t > 0, "features": t}, lambda found: found["features"]),
-    "nested": (lambda t: {"a": [(None, {"b": t})]}, lambda found: found["a"][0][1]["b"]),
+    "tuple": (lambda t: (None, t), lambda each: each[1]),
+    "list": (lambda t: [t, "words"], lambda each: each[0]),
+    "dict": (lambda t: {"mask": t > 0, "features": t}, lambda each: each["features"]),
+    "nested": (lambda t: {"a": [(None, {"b": t})]}, lambda each: each["a"][0][1]["b"]),
 }
 
 
@@ -332,7 +332,7 @@ def test_first_floating_tensor_of_a_structure_is_captured(plant, kind):
     bare = plant(Toy)
     model = plant(lambda: Toy(lambda net, seen: unwrap(net.layer(seen)), Wraps(wrap)))
     model.module.load_state_dict(bare.module.state_dict())
-    ours, theirs = (maps(plain(one), noise(0, 16), "layer") for one in (model, bare))
+    ours, theirs = (maps(plain(each), noise(0, 16), "layer") for each in (model, bare))
     for name, heatmap in theirs.items():
         np.testing.assert_array_equal(ours[name], heatmap)
 

@@ -66,11 +66,11 @@ def test_models_copy_has_the_same_weights_and_shares_none_of_them():
     """Whatever the weights are: those of a factory need not be the same when it is called again."""
     model = models.load(models.parse(RESNET))
     copy = model.copy_to("cpu")
-    mine, its = ({one.data_ptr() for one in each.module.parameters()} for each in (model, copy))
+    mine, its = ({parameter.data_ptr() for parameter in each.module.parameters()} for each in (model, copy))
 
     assert models.digest(copy.module) == model.info.digest
     assert not mine & its
-    assert not mine & {one.data_ptr() for one in copy.accelerated.module.parameters()}
+    assert not mine & {parameter.data_ptr() for parameter in copy.accelerated.module.parameters()}
     assert (copy.info, copy.accelerated.folded_norms) == (model.info, model.accelerated.folded_norms)
 
 
@@ -85,8 +85,8 @@ def test_float32_is_exact_even_if_a_module_allows_tf32(plant):
     plant(careless)
     backends = torch.backends
 
-    assert {one.fp32_precision for one in (backends.cudnn.conv, backends.cuda.matmul)} == {"ieee"}
-    assert {one.fp32_precision for one in (backends.mkldnn.conv, backends.mkldnn.matmul)} == {"ieee"}
+    assert {each.fp32_precision for each in (backends.cudnn.conv, backends.cuda.matmul)} == {"ieee"}
+    assert {each.fp32_precision for each in (backends.mkldnn.conv, backends.mkldnn.matmul)} == {"ieee"}
     assert not backends.cudnn.allow_tf32  # and torch's compiler, which asks so, is not refused an answer
 
 
@@ -133,10 +133,10 @@ def test_second_derivatives_do_not_change_attention_in_other_threads(monkeypatch
 def test_uploaded_arrays_are_unchanged(device, dtype):
     arrays = [noise(seed, 8).astype(dtype) for seed in range(3)]
     arrays[1].flags.writeable = False  # as a decoded photo may be
-    found = upload(arrays, torch.device(device))
+    result = upload(arrays, torch.device(device))
 
-    assert str(found.device) == device
-    assert (found.cpu().numpy() == np.stack(arrays)).all()
+    assert str(result.device) == device
+    assert (result.cpu().numpy() == np.stack(arrays)).all()
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def test_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, device
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
-    assert 1 <= sum("synchronizing CUDA operation" in str(one.message) for one in recwarn) <= 3
+    assert 1 <= sum("synchronizing CUDA operation" in str(each.message) for each in recwarn) <= 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -183,15 +183,15 @@ def test_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, device
 )
 def test_device_gives_the_maps_of_the_cpu(resnets, device, name):
     asked = [call(name, **({"samples": 16} if name == "rise" else {}))]
-    found = [
+    results = [
         explained(model, noise(1, 64), job(model, asked, [RankTarget(0)])).explanations[0]
         for model in (resnets("cpu"), resnets(device))
     ]
 
-    assert found[1].target == found[0].target
-    assert correlation(found[1].heatmap, found[0].heatmap) >= 0.999
-    if found[0].layer:  # down to the pixels, rounding moves values across the zero of a ReLU
-        assert gap(found[1].heatmap, found[0].heatmap) <= 1e-3
+    assert results[1].target == results[0].target
+    assert correlation(results[1].heatmap, results[0].heatmap) >= 0.999
+    if results[0].layer:  # down to the pixels, rounding moves values across the zero of a ReLU
+        assert gap(results[1].heatmap, results[0].heatmap) <= 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -201,9 +201,9 @@ def test_convolution_in_float32_has_its_precision(device):
     models.load(models.parse(RESNET))
     layer, image = nn.Conv2d(64, 64, 3), torch.randn(4, 64, 32, 32)
     exact = layer.double()(image.double()).detach()
-    found = layer.float().to(device)(image.to(device)).detach().cpu()
+    result = layer.float().to(device)(image.to(device)).detach().cpu()
 
-    assert float((found - exact).norm() / exact.norm()) <= 1e-6
+    assert float((result - exact).norm() / exact.norm()) <= 1e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -212,23 +212,23 @@ def test_two_engines_on_one_device_do_not_disturb_each_other(resnets, device):
     pass_ = Pass("resnet18", "cam", (64, 64), ("layer4",))
     batches = [[Row(noise(10 * i + j, 64), ClassTarget(i), (MethodCall("gradcam"),)) for j in range(3)] for i in (1, 2)]
     alone = [both[0].run(pass_, rows) for rows in batches]
-    found = [[], []]
+    results = [[], []]
 
     def work(place):
-        found[place] += [both[place].run(pass_, batches[place]) for _ in range(10)]
+        results[place] += [both[place].run(pass_, batches[place]) for _ in range(10)]
 
     threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
     for place in (0, 1):
-        assert len(found[place]) == 10
+        assert len(results[place]) == 10
         assert all(
-            gap(one.maps[0][0], mine.maps[0][0]) <= 1e-5
-            for answer in found[place]
-            for one, mine in zip(answer, alone[place], strict=True)
+            gap(each.maps[0][0], mine.maps[0][0]) <= 1e-5
+            for answer in results[place]
+            for each, mine in zip(answer, alone[place], strict=True)
         )
 
 

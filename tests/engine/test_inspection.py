@@ -89,7 +89,7 @@ def same_side(model):
         (result,) = run(model, [Row(picture, ClassTarget(INDEX))], kind="inspect")
         expected = oracle(model.module, inputs(model, picture), INDEX)
         pairs = zip(model.info.layers, result.readings, strict=True)
-        if all(one.activation.zeros == described(expected[name][0])["zeros"] for name, one in pairs):
+        if all(each.activation.zeros == described(expected[name][0])["zeros"] for name, each in pairs):
             return picture, result, expected
     raise AssertionError
 
@@ -133,14 +133,14 @@ def test_inspection_does_not_change_the_model_or_its_prediction(zoo):
     assert error_ratio(result.logits, plain, truth) <= 1
     assert hook_count(zoo.module) == 0
     assert models.digest(zoo.module) == zoo.info.digest
-    assert not any(one.requires_grad or one.grad is not None for one in zoo.module.parameters())
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in zoo.module.parameters())
 
 
 def test_rows_of_one_batch_are_measured_independently(resnet):
     rows = [Row(noise(0, 64), ClassTarget(1)), Row(noise(1, 64), ContrastTarget(2, 3))]
     together = run(resnet, rows, kind="inspect")
 
-    assert [one.readings for one in together] == [run(resnet, [row], kind="inspect")[0].readings for row in rows]
+    assert [each.readings for each in together] == [run(resnet, [row], kind="inspect")[0].readings for row in rows]
     assert together[0].readings != together[1].readings
 
 
@@ -179,7 +179,7 @@ def living(monkeypatch):
     seen, counts, plain = [], [], inspection.measure
 
     def measure(values):
-        counts.append(sum(one() is not None for one in seen))
+        counts.append(sum(each() is not None for each in seen))
         seen.append(weakref.ref(values.untyped_storage()))
         return plain(values)
 
@@ -259,7 +259,7 @@ def test_non_finite_values_are_counted_and_excluded(plant):
 
     model = plant(lambda: Toy(lambda net, seen: (seen, net.layer(seen))[0], Odd(spoil)))
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], ["conv", "layer"], kind="inspect")
-    clean, spoilt = (one.activation for one in result.readings)
+    clean, spoilt = (reading.activation for reading in result.readings)
 
     assert (clean.non_finite, spoilt.non_finite) == (0, 3)
     assert spoilt.maximum <= clean.maximum
@@ -279,24 +279,24 @@ def test_non_finite_values_are_counted_and_excluded(plant):
 )
 def test_statistics_are_those_of_numpy_in_float64(values):
     tensor = torch.tensor(values)
-    found, expected = inspection.measure(tensor), described(tensor)
+    result, expected = inspection.measure(tensor), described(tensor)
 
     for name in FIELDS:
-        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-12 * abs(expected["norm"])), name
-    assert found.non_finite == len(values) - np.isfinite(values).sum()
+        assert getattr(result, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-12 * abs(expected["norm"])), name
+    assert result.non_finite == len(values) - np.isfinite(values).sum()
 
 
 def test_tensor_without_one_finite_value_has_no_mean_but_a_count():
-    found = inspection.measure(torch.tensor([math.nan, math.inf]))
+    result = inspection.measure(torch.tensor([math.nan, math.inf]))
 
-    assert (found.non_finite, found.zeros) == (2, 0.0)
-    assert all(math.isnan(getattr(found, name)) for name in ("mean", "std", "minimum", "maximum", "norm"))
+    assert (result.non_finite, result.zeros) == (2, 0.0)
+    assert all(math.isnan(getattr(result, name)) for name in ("mean", "std", "minimum", "maximum", "norm"))
 
 
 def test_half_precision_is_measured_in_float32():
-    found = inspection.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
+    result = inspection.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
 
-    assert found.norm == pytest.approx(300 * math.sqrt(1000), rel=1e-9)
+    assert result.norm == pytest.approx(300 * math.sqrt(1000), rel=1e-9)
 
 
 def test_error_in_the_forward_pass_leaves_no_hook(resnet):
@@ -314,7 +314,7 @@ def test_error_in_the_forward_pass_leaves_no_hook(resnet):
 
 @pytest.mark.parametrize("layer", ["layer1", "layer2.0.bn1", "layer4"])
 def test_features_are_the_layers_output_and_weights_its_mean_gradient(resnet, layer):
-    rows = [Row(noise(0, 64), ClassTarget(one)) for one in (1, 2)] + [Row(noise(1, 64), ClassTarget(1))]
+    rows = [Row(noise(0, 64), ClassTarget(each)) for each in (1, 2)] + [Row(noise(1, 64), ClassTarget(1))]
     results, in_float64 = run(resnet, rows, [layer], kind="features"), doubled(resnet.module)
 
     for row, result in zip(rows, results, strict=True):

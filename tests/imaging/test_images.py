@@ -439,11 +439,11 @@ def test_truncated_file_is_refused(kind, share):
 def photos():
     """Photographs upright and turned, and odd sizes of noise too faint to overshoot black and white."""
     rng = np.random.default_rng(0)
-    found = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
-    found |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
-    found |= {f"{name}, turned": np.rot90(photo) for name, photo in found.items()}
+    result = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
+    result |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
+    result |= {f"{name}, turned": np.rot90(photo) for name, photo in result.items()}
     sizes = ((1, 1), (333, 517), (50, 37), (224, 224), (225, 224), (256, 256), (257, 300), (299, 1000), (1500, 251))
-    return found | {f"{h}x{w}": rng.integers(90, 166, (h, w, 3), dtype=np.uint8) for h, w in sizes}
+    return result | {f"{h}x{w}": rng.integers(90, 166, (h, w, 3), dtype=np.uint8) for h, w in sizes}
 
 
 PHOTOS = photos()
@@ -564,8 +564,8 @@ def test_box_maps_positions_in_the_input_to_the_photo(shape):
     seen, box = images.fit(photo, preprocess())
     weight = seen[..., 0].astype(float)
     down, across = (weight.sum(axis) @ (np.arange(224) + 0.5) / weight.sum() / 224 for axis in (1, 0))
-    found = box.top + down * (box.bottom - box.top), box.left + across * (box.right - box.left)
-    assert found == pytest.approx((row + 0.5, column + 0.5), abs=0.1)
+    result = box.top + down * (box.bottom - box.top), box.left + across * (box.right - box.left)
+    assert result == pytest.approx((row + 0.5, column + 0.5), abs=0.1)
 
 
 def test_read_only_photo_is_not_written_to():

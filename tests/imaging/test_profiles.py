@@ -84,11 +84,11 @@ def test_captum_profile_equals_captum(raw, seen, trainable):
 @pytest.mark.parametrize("profile", ["grad-cam", "torchcam", "captum"])
 @pytest.mark.parametrize("value", [-1.0, 0.0, 1.0, 1e-11, float("nan")])
 def test_constant_map_is_accepted_by_every_profile(profile, value):
-    found = render.intensities(np.full((3, 3), value, np.float32), profile, (8, 8))
+    result = render.intensities(np.full((3, 3), value, np.float32), profile, (8, 8))
 
-    assert found.shape == (8, 8)
-    assert np.isfinite(found).all()
-    assert 0 <= found.min() <= found.max() <= 1
+    assert result.shape == (8, 8)
+    assert np.isfinite(result).all()
+    assert 0 <= result.min() <= result.max() <= 1
 
 
 def test_papers_profile_is_resized_bilinearly_between_the_cells_centres(raw):

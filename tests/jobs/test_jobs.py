@@ -59,27 +59,31 @@ def test_explanations_are_ordered_by_method_then_layer_then_target(resnet):
     outcome = explain(resnet, IMAGE, asked)
     fixed = [ClassTarget(int(outcome.logits.argmax())), *THREE[1:]]
     layers = {"layercam": ["layer4", "layer2"], "gradcam": ["layer4", "layer2"]}
-    expected = [(one, layer, target) for one in asked.calls for layer in layers.get(one.name, [""]) for target in fixed]
-    assert [(one.call, one.layer, one.target) for one in outcome.explanations] == expected
+    expected = [
+        (each, layer, target) for each in asked.calls for layer in layers.get(each.name, [""]) for target in fixed
+    ]
+    assert [
+        (explanation.call, explanation.layer, explanation.target) for explanation in outcome.explanations
+    ] == expected
 
 
 def test_explanations_computed_together_equal_each_computed_alone(smooth):
     calls = ["layercam", call("smoothgrad", samples=2), "gradcam", "saliency"]
     together = explain(smooth, noise(0, 16), job(smooth, calls, THREE_OF_FIVE, ["layer", "conv"]), chunk=4)
     in_float64 = exact(smooth)
-    for one in together.explanations:
-        alone = job(smooth, [one.call], [one.target], [one.layer or "layer"])
+    for explanation in together.explanations:
+        alone = job(smooth, [explanation.call], [explanation.target], [explanation.layer or "layer"])
         (finding,), (truth,) = (explain(model, noise(0, 16), alone).explanations for model in (smooth, in_float64))
-        assert error_ratio(one.heatmap, finding.heatmap, truth.heatmap) <= 1
-        assert one.score == pytest.approx(finding.score, rel=1e-5)
-        assert one.verdict is finding.verdict
+        assert error_ratio(explanation.heatmap, finding.heatmap, truth.heatmap) <= 1
+        assert explanation.score == pytest.approx(finding.score, rel=1e-5)
+        assert explanation.verdict is finding.verdict
 
 
 def test_score_is_that_of_the_unchanged_image(resnet):
     outcome = explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=2, noise=0.9)], THREE))
     logits = outcome.logits
     expected = [logits.max(), logits[5], logits[1] - logits[2]]
-    assert [one.score for one in outcome.explanations] == pytest.approx(expected, rel=1e-4)
+    assert [explanation.score for explanation in outcome.explanations] == pytest.approx(expected, rel=1e-4)
 
 
 class Scaled(Cam):
@@ -156,7 +160,7 @@ def test_copy_of_an_image_has_one_forward_pass_for_all_its_targets(resnet, monke
 
 def test_copies_with_different_noise_do_not_share_a_forward_pass(resnet, monkeypatch):
     calls = [call("smoothgrad", seed=1), call("smoothgrad", seed=2), call("smoothgrad", seed=1, noise=0.3)]
-    rows = [Row(IMAGE, THREE[1], (one,), copy) for one in calls for copy in (0, 1)]
+    rows = [Row(IMAGE, THREE[1], (each,), copy) for each in calls for copy in (0, 1)]
     counts, hook = counted(resnet, monkeypatch)
     try:
         run(resnet, rows, kind="saliency")
@@ -251,7 +255,7 @@ def test_zero_gradient_of_one_image_does_not_affect_its_batch_neighbours(plant):
     nn.init.zeros_(model.module.conv.bias)
     dark, bright = np.full((16, 16, 3), 124, np.uint8), noise(0, 16)
     rows = [Row(image, ClassTarget(1), (call("gradcam"),)) for image in (bright, dark, bright.copy())]
-    assert [one.zero_gradient for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
+    assert [each.zero_gradient for each in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
 
 
 def test_out_of_memory_error_keeps_no_tensors_alive(resnet, monkeypatch):
@@ -292,7 +296,9 @@ class FakeEngine:
 def evaluate(model, calls, metrics, engine):
     """Return an assessment of a job's maps, its readings, and its peak memory in bytes."""
     chosen = tuple(
-        jobs.MetricCall(name, {one.name: one.default for one in METRICS[name].parameters} | parameters)
+        jobs.MetricCall(
+            name, {parameter.name: parameter.default for parameter in METRICS[name].parameters} | parameters
+        )
         for name, parameters in metrics
     )
     asked = jobs.EvaluationJob(job(model, calls, [ClassTarget(1)]), chosen)

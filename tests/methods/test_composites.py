@@ -27,8 +27,8 @@ STAGES = ("layer2", "layer3", "layer4")
 
 def finding(model, image, asked, *layers, target=ClassTarget(1), fusion=None):  # noqa: B008 -- frozen
     """The one thing found for a call."""
-    (found,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).explanations
-    return found
+    (explanation,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).explanations
+    return explanation
 
 
 def scaled(heatmap, size):
@@ -47,15 +47,15 @@ def stages(resnet):
         explain(model, noise(0, 64), job(model, ["gradcam"], [ClassTarget(1)], STAGES)).explanations
         for model in (resnet, exact(resnet))
     ]
-    return [[scaled(one.heatmap, found[0].heatmap.shape) for one in found] for found in answers]
+    return [[scaled(item.heatmap, each[0].heatmap.shape) for item in each] for each in answers]
 
 
 @pytest.mark.parametrize(("fusion", "by_hand"), [("mean", np.mean), ("max", np.max), ("product", np.prod)])
 def test_layers_are_fused_value_by_value_on_the_finest_grid(resnet, stages, fusion, by_hand):
-    found = finding(resnet, noise(0, 64), "gradcam", *STAGES, fusion=fusion)
-    plain, truth = (by_hand(one, axis=0) for one in stages)
-    assert error_ratio(found.heatmap, plain, truth) <= 1
-    assert found.layer == JOINT.join(STAGES)
+    result = finding(resnet, noise(0, 64), "gradcam", *STAGES, fusion=fusion)
+    plain, truth = (by_hand(stage, axis=0) for stage in stages)
+    assert error_ratio(result.heatmap, plain, truth) <= 1
+    assert result.layer == JOINT.join(STAGES)
     turned = finding(resnet, noise(0, 64), "gradcam", *STAGES[::-1], fusion=fusion)
     assert error_ratio(turned.heatmap, plain, truth) <= 1
 
@@ -63,12 +63,12 @@ def test_layers_are_fused_value_by_value_on_the_finest_grid(resnet, stages, fusi
 def test_layers_are_fused_target_by_target(resnet):
     targets = [ClassTarget(1), ContrastTarget(3, 4)]
     together = explain(resnet, noise(0, 64), job(resnet, ["layercam"], targets, STAGES, fusion="mean")).explanations
-    for one in together:
+    for each in together:
         alone, truth = (
-            finding(model, noise(0, 64), "layercam", *STAGES, target=one.target, fusion="mean")
+            finding(model, noise(0, 64), "layercam", *STAGES, target=each.target, fusion="mean")
             for model in (resnet, exact(resnet))
         )
-        assert error_ratio(one.heatmap, alone.heatmap, truth.heatmap) <= 1
+        assert error_ratio(each.heatmap, alone.heatmap, truth.heatmap) <= 1
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3.0, [[0.0, 1.0]]), (0.0, [[0.0, 0.0]]), (-1.0, [[0.0, 0.0]])])
@@ -81,8 +81,8 @@ def test_constant_positive_layer_leaves_a_product_unchanged(value, expected):
 
 
 def test_refinecam_is_the_product_of_grad_cams_of_the_layers_named(resnet, stages):
-    found = finding(resnet, noise(0, 64), "refinecam", *STAGES)
-    assert error_ratio(found.heatmap, *(np.prod(one, 0) for one in stages)) <= 1
+    result = finding(resnet, noise(0, 64), "refinecam", *STAGES)
+    assert error_ratio(result.heatmap, *(np.prod(stage, 0) for stage in stages)) <= 1
 
 
 def test_refinecam_adds_the_last_layer_of_each_finer_grid(resnet):
@@ -90,9 +90,9 @@ def test_refinecam_adds_the_last_layer_of_each_finer_grid(resnet):
     assert joined[-1] == "layer4"
     grids = [resnet.info.layers[name].layout.height for name in joined]
     assert grids == sorted(set(grids), reverse=True)
-    found = finding(resnet, noise(0, 64), "refinecam", "layer4")
-    assert found.layer == JOINT.join(joined)
-    assert gap(found.heatmap, finding(resnet, noise(0, 64), "refinecam", *joined).heatmap) == 0
+    result = finding(resnet, noise(0, 64), "refinecam", "layer4")
+    assert result.layer == JOINT.join(joined)
+    assert gap(result.heatmap, finding(resnet, noise(0, 64), "refinecam", *joined).heatmap) == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- copies
@@ -101,7 +101,7 @@ def test_refinecam_adds_the_last_layer_of_each_finer_grid(resnet):
 def test_augmentation_averages_mirrored_and_brightened_copies(lite0, photos):
     asked = MethodCall("gradcam", augmented=True)
     layer = lite0.info.default_layer
-    found = finding(lite0, photos["coffee"], asked, layer, target=ClassTarget(504)).heatmap
+    result = finding(lite0, photos["coffee"], asked, layer, target=ClassTarget(504)).heatmap
 
     def mean(model):
         image = inputs(model, photos["coffee"])
@@ -114,7 +114,7 @@ def test_augmentation_averages_mirrored_and_brightened_copies(lite0, photos):
             axis=0,
         )
 
-    assert error_ratio(found, mean(lite0), mean(exact(lite0))) <= 1
+    assert error_ratio(result, mean(lite0), mean(exact(lite0))) <= 1
 
 
 def grad_cam(model, image, layer, index):
@@ -193,8 +193,8 @@ def test_window_with_an_unlikely_target_adds_little():
 def test_windows_with_zero_maps_or_probabilities_give_a_zero_map():
     views = windows(height=16, width=16, scales=1)
     for maps, chances in ((np.zeros((1, 2, 2)), [0.5]), (np.ones((1, 2, 2)), [0.5]), (np.eye(2)[None], [0.0])):
-        found = sess(maps.astype(np.float32), np.array(chances, np.float32), views, height=16, width=16)
-        assert not found.any()
+        result = sess(maps.astype(np.float32), np.array(chances, np.float32), views, height=16, width=16)
+        assert not result.any()
 
 
 def test_weight_of_a_window_is_a_probability(resnet):
@@ -222,8 +222,8 @@ def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
     said, biases = bias.run_with_biases(model, pictures)
     scores = said.values[:, 7]
     terms = bias.score_terms(scores, pictures, biases)
-    total = sum(one.sum((1, 2, 3)) for one in terms) + model.module.fc.bias[7]
-    assert len(biases) == sum(isinstance(one, nn.BatchNorm2d) for one in model.module.modules())
+    total = sum(each.sum((1, 2, 3)) for each in terms) + model.module.fc.bias[7]
+    assert len(biases) == sum(isinstance(module, nn.BatchNorm2d) for module in model.module.modules())
     assert gap(total.detach(), scores.detach()) <= 1e-6
 
 
@@ -231,20 +231,20 @@ def test_fullgrad_without_a_batch_norms_mean_is_incomplete(biased):
     """A planted fault: the parameter called bias is not all that a batch normalisation adds."""
     pictures = inputs(biased, noise(0, 64)).requires_grad_()
     said, biases = bias.run_with_biases(biased, pictures)
-    layers = [one for one in biased.module.modules() if isinstance(one, nn.BatchNorm2d)]
+    layers = [module for module in biased.module.modules() if isinstance(module, nn.BatchNorm2d)]
     terms = bias.score_terms(said.values[:, 7], pictures, biases)
-    named = [t * (b.bias / one.value)[:, None, None] for t, one, b in zip(terms[1:], biases, layers, strict=False)]
-    total = terms[0].sum() + sum(one.sum() for one in named) + biased.module.fc.bias[7]
+    named = [t * (b.bias / each.value)[:, None, None] for t, each, b in zip(terms[1:], biases, layers, strict=False)]
+    total = terms[0].sum() + sum(each.sum() for each in named) + biased.module.fc.bias[7]
     assert gap(total.detach(), said.values[0, 7].detach()) > 0.05
 
 
 def test_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):
-    found = finding(biased, noise(0, 64), "fullgrad")
-    assert found.heatmap.shape == (64, 64)
-    assert found.heatmap.dtype == np.float32
-    assert found.heatmap.min() >= 0
-    assert found.layer == ""
-    assert found.verdict is Verdict.OK
+    result = finding(biased, noise(0, 64), "fullgrad")
+    assert result.heatmap.shape == (64, 64)
+    assert result.heatmap.dtype == np.float32
+    assert result.heatmap.min() >= 0
+    assert result.layer == ""
+    assert result.verdict is Verdict.OK
 
 
 def test_fullgrad_rows_of_a_batch_equal_rows_computed_alone(biased):
@@ -261,7 +261,7 @@ def test_fullgrad_rows_of_a_batch_equal_rows_computed_alone(biased):
 def counted(model, size=16):
     """Return the shape of the sum with each bias that is found."""
     pictures = inputs(model, noise(0, size)).requires_grad_()
-    return [tuple(one.output.shape[1:]) for one in bias.run_with_biases(model, pictures)[1]]
+    return [tuple(each.output.shape[1:]) for each in bias.run_with_biases(model, pictures)[1]]
 
 
 class Adds(nn.Module):
@@ -317,6 +317,6 @@ def test_fullgrad_refuses_a_model_without_biases(plant):
 def test_score_without_a_gradient_gives_a_zero_map(plant):
     model = plant(Toy)
     model.module.middle = lambda net, seen: net.layer(seen).detach()
-    found = finding(model, noise(0, 16), "fullgrad")
-    assert found.verdict is Verdict.ZERO_GRADIENT
-    assert not found.heatmap.any()
+    result = finding(model, noise(0, 16), "fullgrad")
+    assert result.verdict is Verdict.ZERO_GRADIENT
+    assert not result.heatmap.any()

@@ -119,8 +119,8 @@ def share_in_red(heatmap):
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EXEMPT and name not in ATTENTIVE])
 def test_highest_tenth_of_a_map_is_at_the_decisive_region(plant, image, name):
     model = plant(Colours, size=SIDE)
-    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
-    assert share_in_red(found.heatmap) >= 0.5
+    (explanation,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
+    assert share_in_red(explanation.heatmap) >= 0.5
 
 
 @pytest.mark.parametrize("name", ATTENTIVE)
@@ -137,16 +137,16 @@ def test_highest_tenth_of_an_attention_map_is_at_the_decisive_region(plant, imag
 def test_exempt_methods_fail_the_known_truth_check(plant, image, name):
     """An exemption whose reason is gone is taken away."""
     model = plant(Colours, size=SIDE)
-    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
-    assert share_in_red(found.heatmap) < 0.5
+    (explanation,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
+    assert share_in_red(explanation.heatmap) < 0.5
 
 
 def test_map_of_the_wrong_class_is_detected(plant, image):
     """A planted fault: a map of what speaks for blue is not where the red is."""
     model = plant(Colours, size=SIDE)
     for name in ("gradcam", "saliency", "occlusion"):
-        (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(1)], ["second"])).explanations
-        assert share_in_red(found.heatmap) < 0.2
+        (explanation,) = explain(model, image, job(model, [call(name)], [ClassTarget(1)], ["second"])).explanations
+        assert share_in_red(explanation.heatmap) < 0.2
 
 
 def test_512_masks_of_rise_are_enough(plant, image):

@@ -25,7 +25,7 @@ TARGETS = (ClassTarget(INDEX),)
 
 PERTURBATIONS = [name for name in METHODS if isinstance(METHODS[name], Perturbation)]
 LAYERED = [name for name in PERTURBATIONS if METHODS[name].layered]
-SEEDED = [name for name in METHODS if any(one.name == "seed" for one in METHODS[name].parameters)]
+SEEDED = [name for name in METHODS if any(parameter.name == "seed" for parameter in METHODS[name].parameters)]
 
 
 class Net(nn.Module):
@@ -56,7 +56,10 @@ def coarse(plant):
 
 def heatmaps(model, method, targets=TARGETS, image=None, chunk=64):
     image = noise(0, SIDE) if image is None else image
-    return [one.heatmap for one in explain(model, image, job(model, [method], targets, ["layer"]), chunk).explanations]
+    return [
+        explanation.heatmap
+        for explanation in explain(model, image, job(model, [method], targets, ["layer"]), chunk).explanations
+    ]
 
 
 def error(model, method, oracle):
@@ -103,7 +106,7 @@ def test_method_yields_the_announced_number_of_edits_at_most_64_at_a_time(name, 
     edits, pieces, maps = next(exploring), [], None
     while maps is None:
         pieces.append(len(edits))
-        assert all(one.keep is None or one.keep.shape == (20, 28) for one in edits)
+        assert all(each.keep is None or each.keep.shape == (20, 28) for each in edits)
         try:
             edits = exploring.send(dice.standard_normal((len(edits), 2)).astype(np.float32))
         except StopIteration as stop:
@@ -197,7 +200,7 @@ def test_rise_masks_show_the_requested_share_of_the_image():
     exploring = METHODS["rise"].explore(SCENE, samples=400, cells=7, probability=0.3, seed=1, divisor="shown")
     masks, edits = [], next(exploring)
     for _ in range(6):
-        masks += [one.keep for one in edits]
+        masks += [each.keep for each in edits]
         edits = exploring.send(np.zeros((len(edits), 2), np.float32))
     assert np.mean(masks) == pytest.approx(0.3, abs=0.02)
     assert (np.min(masks), np.max(masks)) == (0, 1)
@@ -229,7 +232,7 @@ def scaled(channel):
 def test_scorecam_is_the_papers_formula(coarse):
     def theirs(model):
         image = inputs(model, noise(0, SIDE))
-        scores = np.array([score(model, image * scaled(one))[0] for one in enlarged(model, image)])
+        scores = np.array([score(model, image * scaled(each))[0] for each in enlarged(model, image)])
         change = scores - score(model, torch.zeros_like(image))[0]
         weights = np.exp(change) / np.exp(change).sum()
         return np.tensordot(weights, activations(model, image), 1)
@@ -250,7 +253,7 @@ def test_on_a_layer_of_the_inputs_own_grid_a_map_equals_torchcams(net, name, pee
     if name == "sscam":
         options, more = {"num_samples": 4, "std": 0.5}, {"samples": 4, "noise": 0.5, "seed": 2}
         drawn = [torch.Generator().manual_seed(2 * 100_003 + index) for index in range(7 * 4)]
-        noises = torch.stack([torch.randn(SIDE, SIDE, generator=one) for one in drawn]).reshape(7, 4, SIDE, SIDE)
+        noises = torch.stack([torch.randn(SIDE, SIDE, generator=each) for each in drawn]).reshape(7, 4, SIDE, SIDE)
         turns = cycle(range(4))
         monkeypatch.setattr(torch.distributions.normal.Normal, "sample", lambda *_: 0.5 * noises[:, next(turns)][None])
 
@@ -265,8 +268,8 @@ def test_iscam_is_the_papers_formula(coarse):
     def theirs(model):
         image = inputs(model, noise(0, SIDE))
         scores = [
-            np.mean([score(model, image * scaled(one) * (i / 3))[0] for i in (1, 2, 3)])
-            for one in enlarged(model, image)
+            np.mean([score(model, image * scaled(each) * (i / 3))[0] for i in (1, 2, 3)])
+            for each in enlarged(model, image)
         ]
         weights = np.exp(scores) / np.exp(scores).sum()
         return np.tensordot(weights, activations(model, image), 1)
@@ -398,8 +401,8 @@ def test_edges_equals_the_sobel_magnitude_of_scikit_image(net):
 
 
 def test_random_is_uniform_and_independent_of_the_image(net):
-    (one,), (other,) = (heatmaps(net, "random", image=noise(seed, SIDE)) for seed in (0, 1))
-    np.testing.assert_array_equal(one, other)
-    assert 0 <= one.min() < 0.05
-    assert 0.95 < one.max() <= 1
-    assert one.mean() == pytest.approx(0.5, abs=0.05)
+    (first,), (second,) = (heatmaps(net, "random", image=noise(seed, SIDE)) for seed in (0, 1))
+    np.testing.assert_array_equal(first, second)
+    assert 0 <= first.min() < 0.05
+    assert 0.95 < first.max() <= 1
+    assert first.mean() == pytest.approx(0.5, abs=0.05)

@@ -59,7 +59,7 @@ def evaluate(model, image, asked, metrics, box=None, count=None):
             for place, result in enumerate(run_pass(model, pass_, rows[start : start + 8])):
                 collect(start + place, result)
 
-    metrics = tuple(metric(one) if isinstance(one, str) else one for one in metrics)
+    metrics = tuple(metric(each) if isinstance(each, str) else each for each in metrics)
     height, width = image.shape[:2]
     seen = Box(0, 0, width, height)
     return asyncio.run(jobs.evaluate(jobs.EvaluationJob(asked, metrics, box), image, seen, submit))
@@ -84,9 +84,9 @@ def evaluated(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
     edits = next(judging)
     while True:
         answers = run(model, [Row(image, target, edit=edit) for edit in edits], kind="score")
-        found = np.array([metric_probability(model.info.task, one) for one in answers], np.float32)
+        result = np.array([metric_probability(model.info.task, each) for each in answers], np.float32)
         try:
-            edits = judging.send(found)
+            edits = judging.send(result)
         except StopIteration as stop:
             return stop.value
 
@@ -261,7 +261,7 @@ def test_map_is_better_than_chance_on_its_grid_and_its_opposite_is_worse(lite0, 
         sign = 1 if METRICS[name].higher_is_better else -1
         read = partial(evaluated, lite0, flower, name=name, target=target, steps=2 if name == "road" else 6)
         good, bad = sign * read(heatmap=heatmap).value, sign * read(heatmap=-heatmap).value
-        assert good > max(sign * read(heatmap=one).value for one in random), name
+        assert good > max(sign * read(heatmap=each).value for each in random), name
         assert good > bad, name
 
 
@@ -292,7 +292,7 @@ def test_true_map_of_a_known_model_has_the_best_reading(plant):
     assert max(deleted.y[1:]) == min(deleted.y[1:]) == pytest.approx(0.5, abs=1e-6)  # at once, and for good
     for name in ("deletion", "insertion", "road"):
         sign = 1 if METRICS[name].higher_is_better else -1
-        assert all(sign * read(true, name).value > sign * read(one, name).value for one in others), name
+        assert all(sign * read(true, name).value > sign * read(each, name).value for each in others), name
 
 
 def test_probability_of_a_contrast_is_that_between_its_two_classes(lite0, photos):
@@ -380,7 +380,7 @@ def test_randomised_pass_is_the_pass_of_a_model_with_those_weights(resnet, modul
 
     np.testing.assert_array_equal(ours.logits, theirs.logits)
     np.testing.assert_array_equal(ours.maps[0][0], theirs.maps[0][0])
-    changed = [name for name, one in replica.module.named_parameters() if not _same(one, resnet.module, name)]
+    changed = [name for name, each in replica.module.named_parameters() if not _same(each, resnet.module, name)]
     assert {name.rpartition(".")[0] for name in changed} <= set(stack(resnet.info)[:modules])
     # What is constant, as a batch norm that was never trained, stays so.
     assert {"fc.weight", "fc.bias"} <= set(changed)
@@ -430,7 +430,7 @@ def test_evaluation_runs_the_announced_rows_and_reads_every_map(resnet):
     assert max(rows for _, rows in count) <= 64
     assert len(readings) == len(outcome.explanations) == 2 * 2 + 2 + 2
     assert all(len(row) == len(metrics) for row in readings)
-    assert all(math.isfinite(one.value) for row in readings for one in row)
+    assert all(math.isfinite(each.value) for row in readings for each in row)
 
 
 def test_each_reading_belongs_to_its_own_map(resnet):
@@ -441,7 +441,7 @@ def test_each_reading_belongs_to_its_own_map(resnet):
     for finding, row in zip(outcome.explanations, together, strict=True):
         alone = job(resnet, [finding.call], [finding.target], [finding.layer or "layer4"])
         ((*again,),) = evaluate(resnet, image, alone, metrics, CENTRE)[1]
-        assert [one.value for one in row] == pytest.approx([one.value for one in again], abs=1e-3)
+        assert [each.value for each in row] == pytest.approx([each.value for each in again], abs=1e-3)
 
 
 def few(name):

@@ -133,17 +133,17 @@ def test_map_of_a_segment_equals_autograd(name, box):
 
 
 @pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize("method", METHODS, ids=lambda each: getattr(each, "name", each))
 def test_map_of_a_segment_is_highest_where_the_class_is(colours, colour, index, method):
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    (found,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).explanations
-    assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
+    (explanation,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).explanations
+    assert hottest_inside(explanation.heatmap, *squares[colour]) >= 0.9
 
 
 def test_copies_use_the_segment_of_the_clean_image(colours):
     image = painted(red=(8, 8, 24))
-    (found,) = explain(colours, image, job(colours, ["gradcam"], [SegmentTarget(1)])).explanations
-    fixed = found.target
+    (explanation,) = explain(colours, image, job(colours, ["gradcam"], [SegmentTarget(1)])).explanations
+    fixed = explanation.target
     other = painted(green=(8, 8, 24))
     (row,) = run(colours, [Row(other, fixed)], kind="score")
     logits = colours.module(inputs(colours, other))["out"][0, 1]
@@ -260,11 +260,11 @@ def _edges(box):
 
 
 @pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize("method", METHODS, ids=lambda each: getattr(each, "name", each))
 def test_map_of_a_detection_is_highest_where_the_object_is(finder, colour, index, method):
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    (found,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).explanations
-    assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
+    (explanation,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).explanations
+    assert hottest_inside(explanation.heatmap, *squares[colour]) >= 0.9
 
 
 def test_object_that_best_matches_the_box_is_explained(ssdlite):
@@ -274,10 +274,10 @@ def test_object_that_best_matches_the_box_is_explained(ssdlite):
     index = int(np.bincount(objects[:, 0].astype(int)).argmax())  # of one class there are many
     mine = objects[objects[:, 0] == index]
     assert len(mine) > 2
-    for one in mine[:3]:
-        box = Box(*(edge + off for edge, off in zip(one[2:].tolist(), (1, -1, 2, 1), strict=True)))
-        (found,) = run(ssdlite, [Row(image, DetectionTarget(index, box))], kind="score")
-        assert found.score == pytest.approx(one[1], rel=EXACT)
+    for each in mine[:3]:
+        box = Box(*(edge + off for edge, off in zip(each[2:].tolist(), (1, -1, 2, 1), strict=True)))
+        (result,) = run(ssdlite, [Row(image, DetectionTarget(index, box))], kind="score")
+        assert result.score == pytest.approx(each[1], rel=EXACT)
     (surest,) = run(ssdlite, [Row(image, DetectionTarget(index))], kind="score")
     assert surest.score == pytest.approx(mine[0, 1], rel=EXACT)
 
@@ -287,7 +287,7 @@ def test_copy_of_an_image_scores_the_same_object_or_none(finder):
     (row,) = run(finder, [Row(image, DetectionTarget(1))], kind="score")
     moved, gone = painted(red=(6, 34, 24)), painted(green=(4, 36, 24))
     elsewhere = painted(red=(40, 4, 24))
-    scores = [one.score for one in run(finder, [Row(i, row.target) for i in (moved, gone, elsewhere)], kind="score")]
+    scores = [each.score for each in run(finder, [Row(i, row.target) for i in (moved, gone, elsewhere)], kind="score")]
     assert scores[0] == pytest.approx(row.score, rel=0.05)
     assert scores[1:] == [0.0, 0.0]
 
@@ -419,16 +419,16 @@ def test_similarity_map_equals_autograd_of_the_penultimate_features(resnet):
 
 
 def test_similarity_of_an_image_to_itself_is_one(resnet):
-    found = compared(resnet, noise(8, 64), noise(8, 64))
-    assert found.score == pytest.approx(1, abs=1e-6)
+    result = compared(resnet, noise(8, 64), noise(8, 64))
+    assert result.score == pytest.approx(1, abs=1e-6)
 
 
 def test_similarity_map_is_highest_where_the_images_agree(plant):
     """The embedding is how red and how green an image is; the other image is red."""
     model = plant(Pooled, size=64, task="embed")
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    found = compared(model, painted(**squares), painted(red=(0, 0, 64)), layers=["smooth"])
-    assert hottest_inside(found.heatmap, *squares["red"]) >= 0.9
+    result = compared(model, painted(**squares), painted(red=(0, 0, 64)), layers=["smooth"])
+    assert hottest_inside(result.heatmap, *squares["red"]) >= 0.9
 
 
 def test_similarity_target_costs_one_more_row(resnet):
@@ -475,11 +475,11 @@ def test_undetectable_task_is_the_declared_one(plant, task):
 
 def test_probability_of_a_class_is_explained(plant):
     model = plant(Toy, task="multilabel")
-    found = explain(
+    result = explain(
         model, noise(9, 16), job(model, ["gradcam"], [ProbabilityTarget(2, apart=True)], ["conv"])
     ).explanations[0]
-    said = Outputs(model.info, model.module(normalise(torch.from_numpy(noise(9, 16))[None], model.info.preprocess)))
-    assert found.score == pytest.approx(float(said.values[0, 2].sigmoid()), rel=EXACT)
+    outputs = Outputs(model.info, model.module(normalise(torch.from_numpy(noise(9, 16))[None], model.info.preprocess)))
+    assert result.score == pytest.approx(float(outputs.values[0, 2].sigmoid()), rel=EXACT)
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

@@ -20,18 +20,18 @@ ROWS = 100
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(SMALL,), threads=1, max_request_rows=ROWS) as one:
-        yield one
+    with serving(models=(SMALL,), threads=1, max_request_rows=ROWS) as running:
+        yield running
 
 
 @pytest.fixture
 def client(served):
-    with camserve.Client(served.address, timeout=60) as one:
-        yield one
+    with camserve.Client(served.address, timeout=60) as connected:
+        yield connected
 
 
 def test_several_maps_are_evaluated_together(client):
-    found = client.evaluate(
+    result = client.evaluate(
         PHOTOS["chelsea"],
         methods=["gradcam", "saliency"],
         targets=[3, camserve.contrast(3, 4)],
@@ -39,21 +39,21 @@ def test_several_maps_are_evaluated_together(client):
     )
     explained = client.explain(PHOTOS["chelsea"], methods=["gradcam", "saliency"], targets=[3, camserve.contrast(3, 4)])
 
-    assert [each.method for each in found.explained.explanations] == ["gradcam"] * 2 + ["saliency"] * 2
-    assert [each.metric for each in found.rows[0]] == ["deletion", "road", "randomisation", "sparseness"]
-    assert [len(each.curves) for each in found.rows[0]] == [1, 2, 1, 0]
-    assert found.rows[0][0].parameters == {"steps": 3.0}
-    assert all(math.isfinite(each.value) for each in found.readings)
-    assert found.explained.request_id
-    for evaluated, alone in zip(found.explained.explanations, explained.explanations, strict=True):
+    assert [each.method for each in result.explained.explanations] == ["gradcam"] * 2 + ["saliency"] * 2
+    assert [each.metric for each in result.rows[0]] == ["deletion", "road", "randomisation", "sparseness"]
+    assert [len(each.curves) for each in result.rows[0]] == [1, 2, 1, 0]
+    assert result.rows[0][0].parameters == {"steps": 3.0}
+    assert all(math.isfinite(each.value) for each in result.readings)
+    assert result.explained.request_id
+    for evaluated, alone in zip(result.explained.explanations, explained.explanations, strict=True):
         check_same(evaluated.heatmap, alone.heatmap, SMALL, evaluated.method)
-    assert found.plot().width > 700
+    assert result.plot().width > 700
 
 
 def test_deletion_and_insertion_are_the_default(client):
-    found = client.evaluate(PHOTOS["chelsea"])
+    result = client.evaluate(PHOTOS["chelsea"])
 
-    assert [(each.metric, each.higher_is_better) for each in found.readings] == [
+    assert [(each.metric, each.higher_is_better) for each in result.readings] == [
         ("deletion", False),
         ("insertion", True),
     ]
@@ -126,8 +126,8 @@ def test_randomised_weights_do_not_affect_other_requests(served, client):
             for seed in range(2)
         ]
         asked = [pool.submit(client.explain, PHOTOS["chelsea"], targets=[3]) for _ in range(12)]
-        maps = [one.result().explanations[0].heatmap for one in asked]
-        readings = [one.result().readings[0] for one in judging]
+        maps = [each.result().explanations[0].heatmap for each in asked]
+        readings = [each.result().readings[0] for each in judging]
 
     for heatmap in maps:
         check_same(heatmap, alone, SMALL)

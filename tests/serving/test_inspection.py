@@ -24,8 +24,8 @@ GRID, DEEP, HEAD = "features.1", "features", "classifier.3"
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(SMALL, "efficientnet_lite0"), device="cpu", threads=1) as one:
-        yield one
+    with serving(models=(SMALL, "efficientnet_lite0"), device="cpu", threads=1) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +64,15 @@ def test_layers_are_inspected_in_the_order_in_which_they_run(served, inspect):
     reply = inspect()
 
     assert reply.model == "small"
-    assert [one.name for one in reply.layers] == [one.name for one in listed]
-    assert [list(one.output_shape) for one in reply.layers] == [list(one.output_shape) for one in listed]
-    assert [one.type for one in reply.layers] == [one.type for one in listed]
-    assert [one.elements for one in reply.layers] == [np.prod(one.output_shape) for one in reply.layers]
+    assert [layer.name for layer in reply.layers] == [each.name for each in listed]
+    assert [list(layer.output_shape) for layer in reply.layers] == [list(each.output_shape) for each in listed]
+    assert [layer.type for layer in reply.layers] == [each.type for each in listed]
+    assert [layer.elements for layer in reply.layers] == [np.prod(layer.output_shape) for layer in reply.layers]
     assert reply.timing.compute_ms > 0
 
 
 def test_containers_are_distinguished_from_their_layers(inspect):
-    kinds = {one.name: one.container for one in inspect(layers=["features.0.0", "features.0", DEEP, HEAD]).layers}
+    kinds = {layer.name: layer.container for layer in inspect(layers=["features.0.0", "features.0", DEEP, HEAD]).layers}
 
     assert kinds == {"features.0.0": False, "features.0": True, DEEP: True, HEAD: False}
 
@@ -80,7 +80,7 @@ def test_containers_are_distinguished_from_their_layers(inspect):
 def test_only_named_layers_are_inspected_in_the_order_of_the_request(inspect):
     reply = inspect(layers=[DEEP, HEAD, GRID])
 
-    assert [one.name for one in reply.layers] == [DEEP, HEAD, GRID]
+    assert [layer.name for layer in reply.layers] == [DEEP, HEAD, GRID]
 
 
 def test_predicted_class_is_differentiated_unless_another_target_is_named(inspect):
@@ -162,7 +162,7 @@ def test_inspections_share_a_batch_and_explanations_run_between_them(served, stu
 def test_channels_are_ranked_by_mean_activation_with_their_raw_maps(extract, layer):
     reply = extract(layer=layer, top=8)
     every = maps(extract(layer=layer, top=256)) if layer == GRID else None
-    means = [one.mean_activation for one in reply.channels]
+    means = [channel.mean_activation for channel in reply.channels]
 
     assert reply.layer == (layer or DEEP)
     assert len(reply.channels) == 8 < reply.channel_count
@@ -174,11 +174,11 @@ def test_channels_are_ranked_by_mean_activation_with_their_raw_maps(extract, lay
 
 def test_channels_are_ranked_by_the_magnitude_of_their_gradient_weight(extract):
     reply = extract(layer=DEEP, top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
-    weights = np.array([one.gradient_weight for one in reply.channels])
+    weights = np.array([channel.gradient_weight for channel in reply.channels])
 
     assert list(np.abs(weights)) == sorted(np.abs(weights), reverse=True)
     assert weights.min() < 0 < weights.max()
-    assert len({one.index for one in reply.channels}) == 256
+    assert len({channel.index for channel in reply.channels}) == 256
 
 
 def test_map_of_a_channel_is_the_same_in_either_rank(extract):
@@ -193,7 +193,7 @@ def test_map_of_a_channel_is_the_same_in_either_rank(extract):
 def test_weights_times_maps_add_up_to_gradcam(stub, extract):
     """Grad-CAM is the sum of the maps, each times its weight."""
     reply = extract(model="efficientnet_lite0", layer="blocks.2", top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
-    weights = np.array([one.gradient_weight for one in reply.channels])
+    weights = np.array([channel.gradient_weight for channel in reply.channels])
     explained = stub.Explain(
         explain_pb2.ExplainRequest(
             image=PHOTO,
@@ -210,19 +210,31 @@ def test_weights_times_maps_add_up_to_gradcam(stub, extract):
 
 
 def order(rank, top):
-    found = object.__new__(FeaturesRequest)
-    object.__setattr__(found, "rank", rank)
-    object.__setattr__(found, "top", top)
-    return found
+    result = object.__new__(FeaturesRequest)
+    object.__setattr__(result, "rank", rank)
+    object.__setattr__(result, "top", top)
+    return result
 
 
 def test_equal_channels_are_ordered_by_index_and_non_finite_ones_are_last():
     values = np.array([1, np.nan, 3, 3, -5], np.float32)
     ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
 
-    assert [one.index for one in inspection.rank_channels(ones, values, order("activation", 5))] == [2, 3, 0, 4, 1]
-    assert [one.index for one in inspection.rank_channels(ones, values, order("gradient", 5))] == [4, 2, 3, 0, 1]
-    assert [one.index for one in inspection.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
+    assert [channel.index for channel in inspection.rank_channels(ones, values, order("activation", 5))] == [
+        2,
+        3,
+        0,
+        4,
+        1,
+    ]
+    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 5))] == [
+        4,
+        2,
+        3,
+        0,
+        1,
+    ]
+    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])
@@ -242,7 +254,7 @@ def test_picture_has_the_stated_format_and_size(extract, kind, name):
 
 def drawn(*heatmaps, image=None, titles=("a",)):
     """The pixels of a picture of tiles."""
-    shown = [tiles.Tile(f"#{k}", 1.0, np.asarray(one, np.float32)) for k, one in enumerate(heatmaps)]
+    shown = [tiles.Tile(f"#{k}", 1.0, np.asarray(each, np.float32)) for k, each in enumerate(heatmaps)]
     image = np.full((8, 8, 3), (255, 0, 0), np.uint8) if image is None else image
     picture = tiles.draw(image, shown, titles, render.COLORMAPS["viridis"], "png")
     return np.asarray(Image.open(io.BytesIO(picture.data)))
@@ -305,7 +317,7 @@ def refusal(call, **fields):
         call(**fields)
     status = status_pb2.Status.FromString(dict(caught.value.trailing_metadata())["grpc-status-details-bin"])
     fault = error_details_pb2.BadRequest()
-    assert any(one.Unpack(fault) for one in status.details)
+    assert any(detail.Unpack(fault) for detail in status.details)
     return caught.value.code().name, fault.field_violations[0].field, caught.value.details()
 
 
@@ -329,10 +341,10 @@ COMMON = [
 )
 def test_invalid_inspection_is_refused_with_the_name_of_its_field(served, inspect, fields, code, field, words):
     rows = served.pipeline.batcher.stats.rows
-    found = refusal(inspect, **fields)
+    result = refusal(inspect, **fields)
 
-    assert found[:2] == (code, field)
-    assert words in found[2]
+    assert result[:2] == (code, field)
+    assert words in result[2]
     assert (served.pipeline.batcher.stats.rows, served.pipeline.batcher.admitted) == (rows, 0)
 
 
@@ -352,10 +364,10 @@ def test_invalid_inspection_is_refused_with_the_name_of_its_field(served, inspec
 )
 def test_invalid_extraction_is_refused_with_the_name_of_its_field(served, extract, fields, code, field, words):
     rows = served.pipeline.batcher.stats.rows
-    found = refusal(extract, **fields)
+    result = refusal(extract, **fields)
 
-    assert found[:2] == (code, field)
-    assert words in found[2]
+    assert result[:2] == (code, field)
+    assert words in result[2]
     assert (served.pipeline.batcher.stats.rows, served.pipeline.batcher.admitted) == (rows, 0)
 
 

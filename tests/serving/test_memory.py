@@ -26,8 +26,8 @@ REPLY = REPLY_COPIES * 3 * 300 * 200  # bytes of one with a PNG
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(NET,), device="cpu", threads=1, max_queue_rows=ROWS) as one:
-        yield one
+    with serving(models=(NET,), device="cpu", threads=1, max_queue_rows=ROWS) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_full_queue_refuses_a_request_whose_masks_do_not_fit(served, stub):
     masks = {"samples": explain_pb2.Parameter(number=30)}
     call = explaining(stub, methods=[explain_pb2.Method(name="rise", parameters=masks)])
     with held(served, *[call] * 4) as (calls, places):
-        assert [one.code() for one in calls if one.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+        assert [call.code() for call in calls if call.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
         assert places == 2 * 32
 
 
@@ -114,7 +114,7 @@ def test_photo_that_was_not_kept_is_decoded_again_with_the_same_result(served, s
     photo_budget.free = room
 
     assert second.explanations[0].overlay.data == first.explanations[0].overlay.data
-    assert {one.code() for one in calls} == {grpc.StatusCode.OK}
+    assert {call.code() for call in calls} == {grpc.StatusCode.OK}
 
 
 def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):

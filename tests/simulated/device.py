@@ -134,38 +134,38 @@ class Simulated(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
-        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        home = next(one.device for one in given if isinstance(one, Simulated))
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        home = next(each.device for each in given if isinstance(each, Simulated))
         device = torch.device(kwargs.pop("device", None) or home)
         _check_devices(func, given)
         if func is aten._fused_sdp_choice.default:
             return 0  # the plain way: the fused ones are other functions on every device
         RECORD.note(str(func), waits=_waits(func, given, device))
-        plain_args, plain_kwargs = pytree.tree_map_only(Simulated, lambda one: one.plain, (args, kwargs))
-        found = func(*plain_args, **plain_kwargs)
+        plain_args, plain_kwargs = pytree.tree_map_only(Simulated, lambda each: each.plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable and func._schema.name.endswith("_"):
             return args[0]
         if device.type == "cpu":
-            return found.clone() if func is aten._to_copy.default and found is plain_args[0] else found
-        return pytree.tree_map_only(torch.Tensor, lambda one: Simulated(one, device), found)
+            return result.clone() if func is aten._to_copy.default and result is plain_args[0] else result
+        return pytree.tree_map_only(torch.Tensor, lambda each: Simulated(each, device), result)
 
 
 def _check_devices(func, given):
     """Refuse operands of two devices, as a GPU does; scalars of the CPU, and some operations' indices, may differ."""
-    places = {one.device for one in given if isinstance(one, Simulated) or one.dim()}
+    places = {each.device for each in given if isinstance(each, Simulated) or each.dim()}
     if len(places) > 1 and func not in TAKES_HOST_INDICES | COPIES:
         raise RuntimeError(f"{func}: expected all tensors on one device, found {sorted(map(str, places))}")
 
 
 def _waits(func, given, device):
     """Tell whether the host waits for an operation."""
-    from_host = [one for one in given if not isinstance(one, Simulated) and one.dim()]
+    from_host = [each for each in given if not isinstance(each, Simulated) and each.dim()]
     if func in READS or (func in COPIES and device.type == "cpu"):
         return True
     if func in COPIES:
         to_host = func is aten.copy_.default and not isinstance(given[0], Simulated)
-        return to_host or any(_address(one) not in PINNED for one in from_host)
-    masks = func in TAKES_HOST_INDICES and any(one.dtype in (torch.bool, torch.uint8) for one in given[1:])
+        return to_host or any(_address(each) not in PINNED for each in from_host)
+    masks = func in TAKES_HOST_INDICES and any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
     return bool(from_host) or masks
 
 

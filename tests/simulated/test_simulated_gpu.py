@@ -68,7 +68,7 @@ def batches_of(model, image, name, target):
 def check_equal(found, answer, cpu):
     """Compare an answer with the CPU's, with and without the accelerated copy, by their distances from float64's."""
     truth = answer(exact(cpu))
-    assert min(error_ratio(found, answer(one), truth) for one in (plain(cpu), cpu)) <= 1
+    assert min(error_ratio(found, answer(each), truth) for each in (plain(cpu), cpu)) <= 1
 
 
 @contextmanager
@@ -92,23 +92,23 @@ def test_method_gives_the_maps_of_the_cpu(pair, name):
     def answer(model):
         return explain(model, noise(1, 64), job(model, [quick(name)], [ClassTarget(3)])).explanations[0].heatmap
 
-    found = answer(gpu)
+    result = answer(gpu)
     if isinstance(METHODS[name], Baseline):
-        assert np.array_equal(found, answer(cpu))
+        assert np.array_equal(result, answer(cpu))
     else:
-        check_equal(found, answer, cpu)
+        check_equal(result, answer, cpu)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, precision):
     cpu, gpu = pair(f"{RESNET}&precision={precision}")
-    found, expected, truth = (
+    result, expected, truth = (
         explain(model, noise(1, 64), job(model, ["gradcam"], [ClassTarget(3)])).explanations[0].heatmap
         for model in (gpu, cpu, exact(pair(RESNET)[0]))
     )
 
     assert gpu.accelerated is not None  # its weights are converted: the simulated GPU has no autocast
-    assert error_ratio(found, expected, truth) <= 1
+    assert error_ratio(result, expected, truth) <= 1
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_detection_gives_the_maps_of_the_cpu(pair):
     def finding(model):
         return explain(model, image, job(model, ["gradcam"], [target])).explanations[0]
 
-    found, expected = finding(gpu), finding(cpu)
+    result, expected = finding(gpu), finding(cpu)
 
-    assert found.target == expected.target
-    assert np.array_equal(found.heatmap, expected.heatmap)
+    assert result.target == expected.target
+    assert np.array_equal(result.heatmap, expected.heatmap)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_random_weights_give_the_maps_of_the_cpu(pair):
     cpu, gpu = pair(RESNET)
     (pass_, rows), *_ = batches_of(cpu, noise(7, 64), "gradcam", ClassTarget(3))
     pass_ = replace(pass_, randomised=Randomised(4, 1))
-    found, expected = (Engine({model.info.name: model}).run(pass_, rows)[0] for model in (gpu, plain(cpu)))
+    result, expected = (Engine({model.info.name: model}).run(pass_, rows)[0] for model in (gpu, plain(cpu)))
 
-    assert error_ratio(found.maps[0][0], expected.maps[0][0], expected.maps[0][0]) <= 1
+    assert error_ratio(result.maps[0][0], expected.maps[0][0], expected.maps[0][0]) <= 1
     assert explain(gpu, noise(7, 64), job(gpu, ["gradcam"], [ClassTarget(3)])).explanations[0].score == pytest.approx(
         explain(cpu, noise(7, 64), job(cpu, ["gradcam"], [ClassTarget(3)])).explanations[0].score, rel=1e-4
     )
@@ -227,15 +227,15 @@ def test_layer_inspection_equals_that_of_the_cpu(pair, kind):
     cpu, gpu = pair(RESNET)
     (pass_, _), *_ = batches_of(cpu, noise(8, 64), "gradcam", ClassTarget(3))
     rows = [Row(noise(8, 64), ClassTarget(3))]
-    found, expected = (
+    result, expected = (
         Engine({model.info.name: model}).run(replace(pass_, kind=kind), rows)[0] for model in (gpu, plain(cpu))
     )
 
-    for mine, its in zip(found.readings, expected.readings, strict=True):
+    for mine, its in zip(result.readings, expected.readings, strict=True):
         assert mine.shape == its.shape
         assert mine.activation.norm == pytest.approx(its.activation.norm, rel=1e-4)
         assert mine.gradient.norm == pytest.approx(its.gradient.norm, rel=1e-4)
-    for mine, its in zip(found.features, expected.features, strict=True):
+    for mine, its in zip(result.features, expected.features, strict=True):
         assert mine == pytest.approx(its, rel=1e-4, abs=1e-5)
 
 

@@ -37,8 +37,8 @@ PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +60,21 @@ def read(url):
     with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 -- ours
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
-    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 def total(samples, name, **labels):
     """Add up the samples of a name that have these labels."""
     wanted = labels.items()
-    return sum(value for (found, has), value in samples.items() if found == name and wanted <= set(has))
+    return sum(value for (sample, pairs), value in samples.items() if sample == name and wanted <= set(pairs))
 
 
 def labels_of(samples, name, label):
-    return {dict(has)[label] for found, has in samples if found == name}
+    return {dict(pairs)[label] for sample, pairs in samples if sample == name}
 
 
 def settled(scrape, name, count, **labels):
@@ -189,7 +193,7 @@ def test_shed_requests_are_counted_by_reason(start):
                 with pytest.raises(camserve.ResourceExhausted):
                     client.explain(PHOTO)
             served.do(batcher.resume)
-            assert all(one.result(10) for one in waiting)
+            assert all(each.result(10) for each in waiting)
         samples = settled(scrape, "camserve_requests_shed_total", 3, reason="queue_full")
         served.do(batcher.fail_pending, "none will come")
         with pytest.raises(camserve.Unavailable):
@@ -291,14 +295,16 @@ def test_metrics_page_lists_every_metric_with_its_type_and_labels():
     told.record_load("tiny", 1.0, succeeded=True)
     told.add_worker(0, "cpu")
     own = {"le"}
-    found = set()
+    results = set()
     for family in told.registry.collect():
         if family.name.startswith("camserve_"):
             name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-            labels = {label for one in family.samples if not one.name.endswith("_created") for label in one.labels}
-            found.add((name, family.type if family.type != "info" else "gauge", frozenset(labels - own)))
+            labels = {
+                label for sample in family.samples if not sample.name.endswith("_created") for label in sample.labels
+            }
+            results.add((name, family.type if family.type != "info" else "gauge", frozenset(labels - own)))
 
-    assert {(name, kind, frozenset(labels)) for name, kind, labels in documented()} == found
+    assert {(name, kind, frozenset(labels)) for name, kind, labels in documented()} == results
 
 
 def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
@@ -306,8 +312,8 @@ def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
         "import sys; from camserve_server.app import server; from camserve_server.cli import commands; "
         "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
     )
-    found = fork_server.run(code)
-    assert (found.returncode, found.stdout) == (0, "[]\n")
+    result = fork_server.run(code)
+    assert (result.returncode, result.stdout) == (0, "[]\n")
 
     with serving(models=(tiny,), device="cpu", threads=1) as served, camserve.Client(served.address) as client:
         seen = []

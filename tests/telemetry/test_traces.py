@@ -68,8 +68,8 @@ def named(spans, name):
 
 def children(spans, parent):
     """Return the spans below one, by when they began."""
-    found = [span for span in spans if span.parent and span.parent.span_id == parent.context.span_id]
-    return sorted(found, key=lambda span: (span.start_time, span.end_time))
+    results = [span for span in spans if span.parent and span.parent.span_id == parent.context.span_id]
+    return sorted(results, key=lambda span: (span.start_time, span.end_time))
 
 
 def key(context):
@@ -181,7 +181,7 @@ def test_sampler_is_configurable_and_batches_follow_their_requests(start, monkey
         asking = [threads.submit(explained, served.address, *more) for more in ([sampled], [], [])]
         wait_until(lambda: rows_waiting(served) == 3)
         served.do(served.pipeline.batcher.resume)
-        assert all(one.result(20) for one in asking)
+        assert all(each.result(20) for each in asking)
 
     assert len(named(spans, EXPLAIN)) == len(named(spans, "batch")) == 1
     assert len(named(spans, "batch")[0].links) == 3
@@ -229,8 +229,8 @@ def test_long_request_has_100_spans_and_counts_the_dropped_ones(start):
 
 
 def test_recorded_trace_is_an_exemplar_of_the_histogram(start):
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     with start(metrics_address=str(port)) as (served, spans):
         explained(served.address)
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
@@ -238,8 +238,8 @@ def test_recorded_trace_is_an_exemplar_of_the_histogram(start):
         with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- ours
             text = answer.read().decode()
 
-    (found,) = set(re.findall(r'# {trace_id="(\w+)"}', text))
-    assert found == f"{named(spans, EXPLAIN)[0].context.trace_id:032x}"
+    (result,) = set(re.findall(r'# {trace_id="(\w+)"}', text))
+    assert result == f"{named(spans, EXPLAIN)[0].context.trace_id:032x}"
 
 
 def test_traces_without_the_extra_name_what_to_install(monkeypatch):
@@ -300,7 +300,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request, _context):  # noqa: N802 -- the RPC's name
         for part in request.resource_spans:
-            attributes = {one.key: one.value.string_value for one in part.resource.attributes}
+            attributes = {attribute.key: attribute.value.string_value for attribute in part.resource.attributes}
             self.spans += [(attributes, span) for scope in part.scope_spans for span in scope.spans]
         self.came.set()
         return trace_service_pb2.ExportTraceServiceResponse()
@@ -308,12 +308,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @pytest.fixture
 def collector():
-    found = Collector()
+    result = Collector()
     listening = grpc.server(futures.ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, listening)
-    found.port = listening.add_insecure_port("127.0.0.1:0")
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(result, listening)
+    result.port = listening.add_insecure_port("127.0.0.1:0")
     listening.start()
-    yield found
+    yield result
     listening.stop(None).wait()
 
 
