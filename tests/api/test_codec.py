@@ -713,38 +713,37 @@ def test_multilabel_models_have_sigmoids_and_regressors_no_probabilities():
 
 def test_segmentation_predicts_classes_by_area_with_the_background_last():
     covered = [[0.5, 0.9, 4.0], [0.2, 0.8, 3.0], [0.0, 0.0, 0.0], [0.3, 0.7, 2.0]]
-    said = reply(net=MODELS["pixels"], logits=covered)
+    response = reply(net=MODELS["pixels"], logits=covered)
 
-    assert [prediction.label for prediction in said.predictions] == ["sky", "cat", "background"]
-    assert [prediction.area for prediction in said.predictions] == pytest.approx([0.3, 0.2, 0.5])
-    assert [prediction.probability for prediction in said.predictions] == pytest.approx([0.7, 0.8, 0.9])
-    assert [prediction.score for prediction in said.predictions] == pytest.approx([2, 3, 4])
-    assert explained(MODELS["pixels"], covered, SegmentTarget(1)).target == said.predictions[1]
+    assert [prediction.label for prediction in response.predictions] == ["sky", "cat", "background"]
+    assert [prediction.area for prediction in response.predictions] == pytest.approx([0.3, 0.2, 0.5])
+    assert [prediction.probability for prediction in response.predictions] == pytest.approx([0.7, 0.8, 0.9])
+    assert [prediction.score for prediction in response.predictions] == pytest.approx([2, 3, 4])
+    assert explained(MODELS["pixels"], covered, SegmentTarget(1)).target == response.predictions[1]
 
 
 def test_predicted_objects_have_boxes_in_pixels_of_the_photo():
     # The model's input of 192 x 224 pixels shows the photo from 80 to 560 across, and from 0 to 480 down.
     objects = [[2, 0.75, 0, 0, 192, 224], [1, 0.5, 48, 112, 96, 168], [-1, -1, -1, -1, -1, -1]]
-    said = reply(net=MODELS["boxes"], logits=objects)
-    whole, part = said.predictions
+    whole, part = reply(net=MODELS["boxes"], logits=objects).predictions
 
     assert (whole.label, whole.probability, whole.score) == ("dog", 0.75, 0.75)
     assert (part.label, part.probability, part.score) == ("cat", 0.5, 0.5)
     assert whole.box == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
     assert part.box == explain_pb2.Box(left=200, top=240, right=320, bottom=360)
-    one = explained(MODELS["boxes"], objects, DetectionTarget(1, Box(48, 112, 96, 168), found=True), 0.5)
-    assert one.target == part
+    explanation = explained(MODELS["boxes"], objects, DetectionTarget(1, Box(48, 112, 96, 168), found=True), 0.5)
+    assert explanation.target == part
 
 
 def test_embedding_has_no_predictions_and_a_similarity_target():
-    one = explained(MODELS["vectors"], [1, 2, 3], SimilarityTarget(), 0.25)
+    explanation = explained(MODELS["vectors"], [1, 2, 3], SimilarityTarget(), 0.25)
 
     assert reply(net=MODELS["vectors"], logits=[1, 2, 3]).predictions == []
-    assert (one.target.label, one.target.score) == ("similarity", 0.25)
+    assert (explanation.target.label, explanation.target.score) == ("similarity", 0.25)
 
 
 @pytest.mark.parametrize(
-    ("model_", "target", "said"),
+    ("model_", "target", "expected"),
     [
         ("resnet50", ClassTarget(1), index(1)),
         ("resnet50", ProbabilityTarget(1), explain_pb2.Target(class_index=1, softmax=True)),
@@ -764,11 +763,11 @@ def test_embedding_has_no_predictions_and_a_similarity_target():
         ),
     ],
 )
-def test_target_of_a_job_is_encoded_as_resolved_target(model_, target, said):
+def test_target_of_a_job_is_encoded_as_resolved_target(model_, target, expected):
     net = MODELS[model_]
     values = np.ones((4, 3)) if net.task == "segment" else np.ones((1, 6)) if net.task == "detect" else np.arange(4)
 
-    assert explained(net, values, target).resolved_target == said
+    assert explained(net, values, target).resolved_target == expected
 
 
 def test_times_are_in_milliseconds():

@@ -1,4 +1,4 @@
-"""A ModelInferRequest becomes the requests of our own API that it means, or is refused in its own words."""
+"""Requests of the Open Inference Protocol become camserve requests, or are refused with their own field names."""
 
 import asyncio
 import dataclasses
@@ -47,7 +47,7 @@ def line(served):
 
 
 def message(*, image=(), raw=None, datatype="BYTES", shape=(1,), **more):
-    """A message with one image; parameters are written as a client would."""
+    """Return a request with one image, and with parameters as a client writes them."""
     given = more.pop("parameters", {})
     made = inference_pb2.ModelInferRequest(**more)
     tensor = made.inputs.add(name="image", datatype=datatype, shape=shape)
@@ -587,10 +587,10 @@ def test_statistics_of_a_version_start_at_zero_and_count_failures(served):
     for _ in range(4):
         result.count_success(model, 0.5, [answer, answer])
     result.count_failure(model, 0.25)
-    told = result.of(model)
+    statistics = result.of(model)
 
-    assert (told.inference_count, told.execution_count) == (8, 2)
-    stats = told.inference_stats
+    assert (statistics.inference_count, statistics.execution_count) == (8, 2)
+    stats = statistics.inference_stats
     assert (stats.success.count, stats.success.ns, stats.fail.count, stats.fail.ns) == (4, 2e9, 1, 0.25e9)
     stages = (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
     assert [(stage.count, stage.ns) for stage in stages] == [(4, 8e6), (4, 4e6), (4, 12e6), (4, 16e6)]
@@ -619,7 +619,7 @@ def test_statistics_without_a_name_are_those_of_all_models(line):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "expected"),
     [
         ("loading", ("LOADING", "")),
         ("failed", ("UNAVAILABLE", "it could not be loaded; the server's log says why")),
@@ -627,10 +627,10 @@ def test_statistics_without_a_name_are_those_of_all_models(line):
         ("unloaded", ("UNAVAILABLE", "unloaded")),
     ],
 )
-def test_index_has_the_reason_why_a_model_is_unavailable(state, said):
+def test_index_has_the_reason_why_a_model_is_unavailable(state, expected):
     index = replies.index_of(UnavailableModel("net", "timm:net", state))
 
-    assert (index.name, index.version, index.state, index.reason) == ("net", "", *said)
+    assert (index.name, index.version, index.state, index.reason) == ("net", "", *expected)
 
 
 def test_server_is_live_but_not_ready_until_models_are_loaded():

@@ -96,11 +96,11 @@ def test_every_setting_can_be_in_the_environment_and_in_the_file(name, toml):
         "metrics_address": "127.0.0.1:7",
         "traces": True,
     }.get(name, 7)
-    said = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
+    from_environment = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
     written = config.load(toml(f"{name} = {json.dumps(value)}"), environment={})
 
-    assert getattr(said, name) == ((value,) if name == "models" else value)
-    assert written == said != config.Settings()
+    assert getattr(from_environment, name) == ((value,) if name == "models" else value)
+    assert written == from_environment != config.Settings()
 
 
 @pytest.mark.parametrize("written", ["timm:a torchvision:b", "timm:a,torchvision:b", " timm:a,\n torchvision:b , "])
@@ -120,9 +120,9 @@ def test_models_of_flags_replace_the_list_of_the_file(toml):
     [("max_queue_row", "max_queue_rows"), ("adress", "address"), ("Threads", "threads"), ("zzz", None)],
 )
 def test_unknown_setting_is_reported_with_a_suggestion(name, hint, toml):
-    told = complaint(path=toml(f"{name} = 1"))
+    message = complaint(path=toml(f"{name} = 1"))
 
-    assert told == f'unknown setting "{name}"' + (f' (did you mean "{hint}"?)' if hint else "")
+    assert message == f'unknown setting "{name}"' + (f' (did you mean "{hint}"?)' if hint else "")
 
 
 def test_table_in_the_file_is_an_unknown_setting_too(toml):
@@ -158,12 +158,12 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize(("name", "value", "words"), OUT_OF_RANGE)
 def test_invalid_value_is_reported_with_its_name_and_the_allowed_values(name, value, words):
-    told = complaint(flags={name: value})
+    message = complaint(flags={name: value})
 
-    assert told.startswith(f"{name} = {value!r}: ")
-    assert words in told
-    assert "\n" not in told
-    assert "pydantic" not in told
+    assert message.startswith(f"{name} = {value!r}: ")
+    assert words in message
+    assert "\n" not in message
+    assert "pydantic" not in message
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:http", ":50051x", ""])
@@ -179,9 +179,9 @@ def test_address_is_a_host_and_port_or_a_unix_socket(address):
 
 
 def test_all_invalid_settings_are_reported_at_once():
-    told = complaint(flags={"threads": -1, "log_level": "loud", "thread": 3})
+    message = complaint(flags={"threads": -1, "log_level": "loud", "thread": 3})
 
-    assert [part.split(" ")[0] for part in told.split("; ")] == ["threads", "log_level", "unknown"]
+    assert [part.split(" ")[0] for part in message.split("; ")] == ["threads", "log_level", "unknown"]
 
 
 def test_unreadable_file_is_reported_with_its_path(tmp_path, toml):
@@ -209,14 +209,14 @@ def test_settings_are_immutable():
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_setting_has_a_description_and_a_flag_in_the_help(name, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
-    told = " ".join(CliRunner().invoke(commands.program, ["serve", "--help"], terminal_width=1000).output.split())
+    help_text = " ".join(CliRunner().invoke(commands.program, ["serve", "--help"], terminal_width=1000).output.split())
     flag = "--model" if name == "models" else f"--{name.replace('_', '-')}"
     description = FIELDS[name].description
 
     assert description
     assert description.endswith(".")
     value = "" if FIELDS[name].annotation is bool else r"\S+ "
-    assert re.search(rf"{flag} {value}{re.escape(description)}", told)
+    assert re.search(rf"{flag} {value}{re.escape(description)}", help_text)
 
 
 def test_every_flag_sets_its_setting(monkeypatch):

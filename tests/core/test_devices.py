@@ -1,4 +1,4 @@
-"""A server with several devices: an engine for each, behind one queue. Two engines on a CPU stand in for two GPUs."""
+"""A server with several devices has a worker for each, and one queue. Two workers on a CPU stand for two GPUs."""
 
 import ast
 import os
@@ -36,21 +36,21 @@ def client(served):
 
 @pytest.fixture
 def engines(served, monkeypatch):
-    """The engines, each noting its batches; what is in `before` is called with each of them."""
-    noted, before = ([], []), []
+    """Record the batch sizes of each worker. The functions in `before` are called before each batch."""
+    sizes_of_batches, before = ([], []), []
 
-    def noting(run, mine):
-        def noted_run(pass_, rows):
+    def recording(run, sizes):
+        def recording_run(pass_, rows):
             for call in before:
-                call(mine, rows)
-            mine.append(len(rows))
+                call(sizes, rows)
+            sizes.append(len(rows))
             return run(pass_, rows)
 
-        return noted_run
+        return recording_run
 
-    for engine, mine in zip(served.pipeline.batcher._workers, noted, strict=True):
-        monkeypatch.setattr(engine, "run", noting(engine.run, mine))
-    return noted, before
+    for engine, sizes in zip(served.pipeline.batcher._workers, sizes_of_batches, strict=True):
+        monkeypatch.setattr(engine, "run", recording(engine.run, sizes))
+    return sizes_of_batches, before
 
 
 def ask(client, image, target="class 3", **options):
@@ -58,32 +58,32 @@ def ask(client, image, target="class 3", **options):
 
 
 def test_both_workers_are_used_and_return_equal_results(client, engines):
-    noted, before = engines
+    sizes_of_batches, before = engines
     alone = [ask(client, image).explanations[0].heatmap for image in IMAGES]
     meet = threading.Barrier(2)
 
-    def meeting(mine, _rows):
-        if not mine:
+    def meeting(sizes, _rows):
+        if not sizes:
             meet.wait(30)
 
-    for mine in noted:
-        mine.clear()
+    for sizes in sizes_of_batches:
+        sizes.clear()
     before.append(meeting)
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(lambda image: ask(client, image), IMAGES * 4))
 
-    assert sum(map(sum, noted)) == 24
-    assert all(noted)
+    assert sum(map(sum, sizes_of_batches)) == 24
+    assert all(sizes_of_batches)
     for result, expected in zip(results, alone * 4, strict=True):
         check_same(result.explanations[0].heatmap, expected, NET)
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_worker_that_cannot_run_a_row_fails_that_request_only(client, engines, faulty):
-    noted, before = engines
+    sizes_of_batches, before = engines
 
-    def refuse(mine, rows):
-        if mine is noted[faulty] and any(getattr(row.target, "index", None) == 7 for row in rows):
+    def refuse(sizes, rows):
+        if sizes is sizes_of_batches[faulty] and any(getattr(row.target, "index", None) == 7 for row in rows):
             raise RuntimeError("planted")
 
     before.append(refuse)
@@ -118,7 +118,7 @@ def test_model_description_names_every_device_once(client):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Have this machine be one with these files."""
+    """Make the machine look like one with these files."""
 
     def has(**files):
         for name, text in files.items():
@@ -141,7 +141,7 @@ def warnings(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "expected"),
     [
         ("cpu", ["cpu"]),
         ("cpu,cpu", ["cpu", "cpu"]),
@@ -152,10 +152,10 @@ def warnings(monkeypatch):
         ("cuda:0,cuda:0", ["cuda:0", "cuda:0"]),
     ],
 )
-def test_devices_are_named_one_by_one_or_all_at_once(gpus, names, found):
+def test_devices_are_named_one_by_one_or_all_at_once(gpus, names, expected):
     gpus((7, 5), (9, 0))
 
-    assert devices.parse_devices(names) == found
+    assert devices.parse_devices(names) == expected
 
 
 @pytest.mark.parametrize("names", ["cuda:2", "cpu,gpu", "cuda:0,", "", "cuda:00"])

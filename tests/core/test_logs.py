@@ -1,4 +1,4 @@
-"""A log is one line an event, for people or machines, and nobody but the server writes a line of it."""
+"""The log has one line for each event, as text or JSON, and callers cannot add lines to it."""
 
 import asyncio
 import io

@@ -42,7 +42,7 @@ def table():
 
 @pytest.fixture
 def brought(tmp_path, monkeypatch, table):  # noqa: ARG001 -- what is brought is taken away again
-    """Install a package with entry points and a module; it is found by both."""
+    """Install a package with entry points and a module."""
     places = iter(range(9))
 
     def install(entries, code="", name="planted"):
@@ -138,7 +138,7 @@ def test_package_that_is_found_twice_counts_once(brought, monkeypatch):
 
 
 def test_files_in_the_working_directory_are_not_plugins(brought, monkeypatch):
-    """Modules are found there, as `python -m` does; but nobody asked for what merely lies there."""
+    """Modules are imported from there, as with `python -m`, but nobody installed these files as plugins."""
     folder = brought("[camserve.methods]\nnew = planted:it\n", "raise SystemExit('it ran')")
     monkeypatch.chdir(folder)
 

@@ -43,7 +43,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def start(tiny):
-    """Start a server that is watched; yield it and what reads its metrics."""
+    """Start a server with metrics; yield it and a function that scrapes them."""
 
     @contextlib.contextmanager
     def begin(**settings):
@@ -57,7 +57,7 @@ def start(tiny):
 
 def read(url):
     """Return every sample of a scrape, by name and labels."""
-    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 -- ours
+    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 -- a test server
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
     return {
@@ -77,14 +77,14 @@ def labels_of(samples, name, label):
     return {dict(pairs)[label] for sample, pairs in samples if sample == name}
 
 
-def settled(scrape, name, count, **labels):
-    """Scrape until a sum has the expected value, because a call is counted just after it is answered."""
+def scrape_until(scrape, name, count, **labels):
+    """Scrape until a sum has the expected value: a call is counted just after its response is sent."""
 
-    def right():
+    def matching():
         samples = scrape()
         return total(samples, name, **labels) == count and samples
 
-    return wait_until(right)
+    return wait_until(matching)
 
 
 COUNT = "camserve_request_duration_seconds_count"
@@ -100,7 +100,7 @@ def test_requests_and_errors_are_counted(start):
                 client.explain(PHOTO, **given)
 
         list(threads.map(ask, asks))
-        samples = settled(scrape, COUNT, 100, rpc="Explain")
+        samples = scrape_until(scrape, COUNT, 100, rpc="Explain")
 
     assert total(samples, COUNT) - total(samples, COUNT, code="OK") == 7
     assert total(samples, COUNT, code="NOT_FOUND") == 6
@@ -116,7 +116,7 @@ def test_every_stage_is_timed_and_stages_are_no_longer_than_requests(start):
     with start() as (served, scrape), camserve.Client(served.address) as client:
         for _ in range(5):
             client.explain(PHOTO)
-        samples = settled(scrape, COUNT, 5, code="OK")
+        samples = scrape_until(scrape, COUNT, 5, code="OK")
 
     stages = "admission", "decode", "queue", "compute", "render"
     took = {stage: total(samples, "camserve_stage_duration_seconds_sum", stage=stage) for stage in stages}
@@ -130,29 +130,29 @@ def test_every_stage_is_timed_and_stages_are_no_longer_than_requests(start):
 def test_requests_of_a_stream_are_counted_but_not_the_stream(start):
     with start() as (served, scrape), camserve.Client(served.address) as client:
         assert len(list(client.explain_many([PHOTO] * 6))) == 6
-        samples = settled(scrape, "camserve_streams_total", 1, code="OK")
+        samples = scrape_until(scrape, "camserve_streams_total", 1, code="OK")
 
     assert total(samples, COUNT, rpc="ExplainStream", code="OK") == total(samples, COUNT) == 6
 
 
 def test_open_inference_requests_are_counted(start):
-    asked = inference_pb2.ModelInferRequest(model_name="tiny")
-    asked.inputs.add(name="image", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([jpeg(PHOTO)] * 2)
+    request = inference_pb2.ModelInferRequest(model_name="tiny")
+    request.inputs.add(name="image", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([jpeg(PHOTO)] * 2)
     unknown = inference_pb2.ModelInferRequest(model_name="made-up")
-    with start() as (served, scrape), grpc.insecure_channel(served.address) as line:
-        stub = line.unary_unary, line.stream_stream
-        one, many = (
-            call(f"/{oip.NAME}/{rpc}", type(asked).SerializeToString, answer.FromString)
-            for call, rpc, answer in zip(
-                stub,
+    with start() as (served, scrape), grpc.insecure_channel(served.address) as channel:
+        kinds = channel.unary_unary, channel.stream_stream
+        infer, stream = (
+            call(f"/{oip.NAME}/{rpc}", type(request).SerializeToString, response.FromString)
+            for call, rpc, response in zip(
+                kinds,
                 ("ModelInfer", "ModelStreamInfer"),
                 (inference_pb2.ModelInferResponse, inference_pb2.ModelStreamInferResponse),
                 strict=True,
             )
         )
-        one(asked, timeout=20)
-        assert len(list(many(iter([asked, unknown, asked]), timeout=20))) == 3
-        samples = settled(scrape, "camserve_streams_total", 1, rpc="ModelStreamInfer", code="OK")
+        infer(request, timeout=20)
+        assert len(list(stream(iter([request, unknown, request]), timeout=20))) == 3
+        samples = scrape_until(scrape, "camserve_streams_total", 1, rpc="ModelStreamInfer", code="OK")
 
     assert total(samples, COUNT, rpc="ModelInfer", method="gradcam", model="tiny", code="OK") == 1
     assert total(samples, COUNT, rpc="ModelStreamInfer", method="gradcam", model="tiny", code="OK") == 2
@@ -162,7 +162,7 @@ def test_open_inference_requests_are_counted(start):
 
 
 def test_callers_cannot_create_label_values(start):
-    """However many names are tried, there are no more series than words of ours."""
+    """The number of series is limited by the server's own names, not by those that callers send."""
     with start() as (served, scrape), camserve.Client(served.address) as client:
         client.explain(PHOTO, methods=["gradcam", "saliency"])
         for number in range(40):
@@ -188,17 +188,17 @@ def test_shed_requests_are_counted_by_reason(start):
         served.do(batcher.pause)
         with ThreadPoolExecutor(4) as threads:
             waiting = [threads.submit(client.explain, PHOTO) for _ in range(4)]
-            held = settled(scrape, "camserve_queue_rows", 4)
+            held = scrape_until(scrape, "camserve_queue_rows", 4)
             for _ in range(3):
                 with pytest.raises(camserve.ResourceExhausted):
                     client.explain(PHOTO)
             served.do(batcher.resume)
             assert all(each.result(10) for each in waiting)
-        samples = settled(scrape, "camserve_requests_shed_total", 3, reason="queue_full")
-        served.do(batcher.fail_pending, "none will come")
+        samples = scrape_until(scrape, "camserve_requests_shed_total", 3, reason="queue_full")
+        served.do(batcher.fail_pending, "no worker is left")
         with pytest.raises(camserve.Unavailable):
             client.explain(PHOTO)
-        after = settled(scrape, "camserve_requests_shed_total", 1, reason="no_engine")
+        after = scrape_until(scrape, "camserve_requests_shed_total", 1, reason="no_engine")
 
     assert total(held, "camserve_queue_limit_rows") == total(held, "camserve_calls_in_flight") == 4
     assert total(samples, "camserve_requests_shed_total") == total(samples, COUNT, code="RESOURCE_EXHAUSTED") == 3
@@ -222,7 +222,7 @@ def test_cancelled_requests_are_counted_by_reason(start):
                 await asyncio.wait([asking])
 
         asyncio.run(leave())
-        samples = settled(scrape, "camserve_requests_cancelled_total", 1, reason="caller")
+        samples = scrape_until(scrape, "camserve_requests_cancelled_total", 1, reason="caller")
         served.do(served.pipeline.batcher.resume)
 
     assert total(samples, "camserve_requests_cancelled_total", reason="deadline") == 1
@@ -250,13 +250,13 @@ def test_loaded_and_unloaded_models_are_counted(start, tmp_path):
         with pytest.raises(camserve.FailedPrecondition):
             client.load_model("tiny", weights="broken.pth")
         client.unload_model("tiny")
-        gone = scrape()
+        unloaded = scrape()
 
     loads = "camserve_model_load_duration_seconds_count"
     assert (total(loaded, "camserve_model_version"), total(loaded, "camserve_model_ready")) == (2, 1)
-    assert total(gone, loads, model="tiny", outcome="ok") == 2
-    assert total(gone, loads, model="tiny", outcome="failed") == 1
-    assert total(gone, "camserve_model_ready", model="tiny") == 0
+    assert total(unloaded, loads, model="tiny", outcome="ok") == 2
+    assert total(unloaded, loads, model="tiny", outcome="failed") == 1
+    assert total(unloaded, "camserve_model_ready", model="tiny") == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -285,18 +285,18 @@ def test_metrics_page_lists_every_metric_with_its_type_and_labels():
     now = telemetry.ServerSnapshot(
         ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.Engine("cuda:0", True, memory)]
     )
-    told = prometheus.PrometheusMetrics(lambda: now)
+    metrics = prometheus.PrometheusMetrics(lambda: now)
     record = telemetry.RequestTrace(
         "Explain", model="tiny", method="gradcam", seconds={"decode": 1.0}, explained=[("a", "OK")]
     )
-    told.record_request(record, "OK", 1.0)
-    told.record_request(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
-    told.record_batch(telemetry.BatchRun("tiny@1", "cam", 1, 0.0, 1.0, []))
-    told.record_load("tiny", 1.0, succeeded=True)
-    told.add_worker(0, "cpu")
+    metrics.record_request(record, "OK", 1.0)
+    metrics.record_request(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
+    metrics.record_batch(telemetry.BatchRun("tiny@1", "cam", 1, 0.0, 1.0, []))
+    metrics.record_load("tiny", 1.0, succeeded=True)
+    metrics.add_worker(0, "cpu")
     own = {"le"}
     results = set()
-    for family in told.registry.collect():
+    for family in metrics.registry.collect():
         if family.name.startswith("camserve_"):
             name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
             labels = {
@@ -328,10 +328,10 @@ def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
 
 
 def status(url, token=None, context=None):
-    """Return the code and the words of an answer."""
+    """Return the status code and the body of a response."""
     asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})  # noqa: S310
     try:
-        with urllib.request.urlopen(asked, timeout=10, context=context) as answer:  # noqa: S310 -- ours
+        with urllib.request.urlopen(asked, timeout=10, context=context) as answer:  # noqa: S310 -- a test server
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -344,11 +344,11 @@ def settings(**given):
 
 @contextlib.contextmanager
 def scraped(**given):
-    """Serve metrics, and nothing else; yield the address."""
+    """Serve only metrics; yield the address."""
     port = free_port()
     now = telemetry.ServerSnapshot(ready=True, in_flight=3)
-    with metrics_endpoint.open_telemetry(settings(metrics_address=str(port), **given), lambda: now) as told:
-        assert told.prometheus_metrics
+    with metrics_endpoint.open_telemetry(settings(metrics_address=str(port), **given), lambda: now) as opened:
+        assert opened.prometheus_metrics
         yield f"127.0.0.1:{port}"
 
 
@@ -371,34 +371,34 @@ def test_public_metrics_port_needs_tls_and_tokens():
 def test_metrics_need_a_token_with_the_role_observe(tmp_path):
     authority = Authority()
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    looker, known = tokens.new("prometheus", ["observe"])
-    asker, other = tokens.new("asker", ["explain"])
-    roll = tmp_path / "tokens"
-    roll.write_text(f"{known.line()}\n{other.line()}\n")
+    observer, known = tokens.new("prometheus", ["observe"])
+    explainer, other = tokens.new("explainer", ["explain"])
+    tokens_file = tmp_path / "tokens"
+    tokens_file.write_text(f"{known.line()}\n{other.line()}\n")
     trusting = ssl.create_default_context(cadata=authority.pem.decode())
-    with scraped(tls_cert=cert, tls_key=key, tokens_file=str(roll)) as address:
+    with scraped(tls_cert=cert, tls_key=key, tokens_file=str(tokens_file)) as address:
         url = f"https://{address}/metrics"
-        code, text = status(url, looker, trusting)
+        code, text = status(url, observer, trusting)
         assert (code, "camserve_calls_in_flight 3.0" in text) == (200, True)
         assert status(url, None, trusting)[0] == status(url, "wrong", trusting)[0] == 401
-        assert status(url, asker, trusting) == (403, "metrics need a token with the role observe\n")
+        assert status(url, explainer, trusting) == (403, "metrics need a token with the role observe\n")
         with pytest.raises((urllib.error.URLError, ConnectionError)):
-            status(f"http://{address}/metrics", looker)
+            status(f"http://{address}/metrics", observer)
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            status(url, looker, ssl.create_default_context())
-        assert status(url, looker, trusting)[0] == 200
+            status(url, observer, ssl.create_default_context())
+        assert status(url, observer, trusting)[0] == 200
 
 
 def test_metrics_need_a_certificate_with_mutual_tls(tmp_path):
     authority = Authority()
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    mine = authority.issue("prometheus").write(tmp_path, "prometheus")
+    client_cert = authority.issue("prometheus").write(tmp_path, "prometheus")
     (tmp_path / "ca.pem").write_bytes(authority.pem)
     with scraped(tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "ca.pem")) as address:
         trusting = ssl.create_default_context(cadata=authority.pem.decode())
         with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
             status(f"https://{address}/metrics", context=trusting)
-        trusting.load_cert_chain(*mine)
+        trusting.load_cert_chain(*client_cert)
         assert status(f"https://{address}/metrics", context=trusting)[0] == 200
 
 
@@ -435,7 +435,7 @@ def test_scrape_replaces_a_slow_connection(monkeypatch):
             status(f"http://{address}/metrics")
         now[0] += metrics_endpoint.SLOW_AFTER + 0.1
         for line in lines:
-            line.sendall(b"s")  # they are slow, and not silent
+            line.sendall(b"s")  # they are slow but still send
 
         assert status(f"http://{address}/metrics")[0] == 200
 
@@ -480,6 +480,6 @@ def test_prometheus_and_openmetrics_get_their_own_formats():
             ("text/plain", "text/plain"),
         ):
             asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
-            with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- ours
+            with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- a test server
                 assert answer.headers["Content-Type"].startswith(kind)
                 assert answer.read().decode().endswith("# EOF\n") == (kind != "text/plain")
