@@ -1,4 +1,4 @@
-"""The harness of `make bench` is alive: its smallest form runs, and what it finds is kept."""
+"""The harness of `make bench` runs in its smallest form, and its results are kept."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def server():
-    """One server for all, as starting it takes longer than measuring it."""
+    """One server for all tests, because its start takes longer than its measurement."""
     with serving.serving((TINY.spec("resnet18"),), "--threads", "1", program=stages.PROGRAM) as running:
         yield running
 
@@ -75,7 +75,7 @@ def test_every_stage_of_a_request_has_its_time():
 
 @pytest.mark.parametrize("where", stage_server.STAGES.values())
 def test_every_stage_exists_in_the_service(where):
-    """Else the harness measures on without it: give it the new name in `stage_server.STAGES`."""
+    """The harness would not measure a renamed stage: put the new name into `stage_server.STAGES`."""
     module, names = stage_server.found(where)
 
     assert callable(functools.reduce(getattr, names, module))

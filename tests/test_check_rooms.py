@@ -1,4 +1,4 @@
-"""The checks of the server's rooms find each fault that is planted."""
+"""The checks of the server's packages find each planted fault."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def write(package, files):
 
 @pytest.fixture
 def package(tmp_path):
-    """A package without a fault: the border imports the wire, and the command what is public in the client."""
+    """A package without a fault: the API imports the codec, and the command imports the client's public names."""
     files = {
         "__init__.py": "",
         "__main__.py": "from camserve_server.cli import main\n",
@@ -95,14 +95,14 @@ def test_import_that_only_type_checkers_see_is_found(package):
 
 @pytest.fixture
 def copied(tmp_path):
-    """Copy both packages and the contracts; return the server's, and what runs the contracts."""
+    """Copy both packages and the contracts; return the server's folder, and a function that runs the contracts."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("clients/python/camserve", "service/camserve_server"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
 
     def broken():
-        """Return what import-linter says, or nothing where every contract is kept."""
+        """Return import-linter's output, or an empty text if every contract is kept."""
         paths = {"PYTHONPATH": f"{tmp_path / 'service'}:{tmp_path / 'clients/python'}"}
         command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
         result = subprocess.run(
@@ -114,7 +114,7 @@ def copied(tmp_path):
 
 
 def place_of(package, layer):
-    """Return where a line can be added to a layer: its module, or that of its package."""
+    """Return the file to which a line of a layer can be added: its module, or the `__init__` of its package."""
     return package / layer / "__init__.py" if (package / layer).is_dir() else package / f"{layer}.py"
 
 

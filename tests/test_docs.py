@@ -45,7 +45,7 @@ def settings_table():
 
 
 def code(document, opening):
-    """The code block of a document that begins with these words, without its indentation."""
+    """Return the code block of a document that begins with these words, without its indentation."""
     for indent, block in re.findall(r"^( *)```python\n(.*?)^ *```", document, re.DOTALL | re.MULTILINE):
         text = "\n".join(line.removeprefix(indent) for line in block.splitlines())
         if text.startswith(opening):
@@ -100,7 +100,7 @@ def test_errors_page_lists_every_error_class():
 
 
 def links():
-    """Every link of the documents to a file of the project, with its heading if it names one."""
+    """Yield every link of the documents to a file of the project, with its heading if it names one."""
     for path in (
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
@@ -249,7 +249,7 @@ def test_receipts_page_example_runs_as_printed(paste, capsys):
 
 @pytest.fixture
 def table():
-    """The table of methods, which is as it was afterwards, its order too."""
+    """The table of methods. Its content and order are restored after the test."""
     kept = dict(methods.METHODS)
     yield methods.METHODS
     methods.METHODS.clear()
@@ -257,7 +257,7 @@ def table():
 
 
 def test_contributing_method_example_is_one_function_and_one_line(table):
-    """CONTRIBUTING's example, added while the server runs: every request, target, batch and picture takes it."""
+    """The example of CONTRIBUTING, added to a running server, works in requests, targets, batches and pictures."""
     names = {"Tensor": torch.Tensor}
     exec(code(CONTRIBUTING, "def gradcam_elementwise"), names)  # noqa: S102 -- that is the promise
     line = code(CONTRIBUTING, '"gradcam_elementwise"')
@@ -280,7 +280,7 @@ def test_contributing_method_example_is_one_function_and_one_line(table):
 
 
 def generator(name):
-    """A script that writes a page."""
+    """Return the module of a script that writes a page."""
     spec = importlib.util.spec_from_file_location(f"generate_{name}", ROOT / "docs" / "generate" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""The synchronous client is what the asynchronous one generates, and every drift is reported."""
+"""The synchronous client is generated from the asynchronous one, and every difference is reported."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from tools import generate_sync
 
 @pytest.fixture
 def client(tmp_path):
-    """A copy of both packages."""
+    """Copy of both packages."""
     for name in ("_async", "_sync"):
         shutil.copytree(generate_sync.CLIENT / name, tmp_path / name)
     return tmp_path

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` is alive: its smallest form runs without a GPU, and says in words what it could not do."""
+"""`python -m benchmarks.gpu` runs in its smallest form without a GPU, and reports the parts that it cannot measure."""
 
 import json
 import sys
@@ -121,7 +121,7 @@ def test_torch_decodes_fits_and_draws_photos(stand_in):
 
 
 def test_torch_draws_the_same_overlay_as_the_service(monkeypatch):
-    """Else their times would not be for the same work."""
+    """The times are comparable only if the work is the same."""
     drawn = []
     monkeypatch.setattr("torchvision.io.encode_jpeg", lambda each, **_: drawn.extend(each) or [])
     decoded = [images.decode(photo, Limits()) for photo in photos_of.photos()[:2]]

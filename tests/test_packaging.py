@@ -1,4 +1,4 @@
-"""The published wheels work with nothing but their own dependencies installed, and the sources are complete."""
+"""The published wheel works with only its own dependencies installed, and the source distribution is complete."""
 
 import os
 import subprocess
@@ -19,13 +19,13 @@ ELSEWHERE = {key: value for key, value in os.environ.items() if not key.startswi
 
 
 def run(*command, cwd):
-    """Run a command away from the sources, and return how it went."""
+    """Run a command outside of the sources; return its result."""
     return subprocess.run(command, cwd=cwd, env=ELSEWHERE, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Build the source distribution, and the wheel out of it."""
+    """Build the source distribution, and the wheel from it."""
     folder = tmp_path_factory.mktemp("dist")
     result = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -40,7 +40,7 @@ def wheel(built):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Install the wheel, without extras, where nothing else is."""
+    """Install the wheel without extras into an empty environment."""
     folder = tmp_path_factory.mktemp("empty")
     venv.create(folder / "venv")
     python = folder / "venv/bin/python"
@@ -51,7 +51,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def sources():
-    """Yield the path of every file of both packages, as the wheel names it."""
+    """Yield the path in the wheel of every file of both packages."""
     for name, folder in PACKAGES.items():
         for path in folder.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:

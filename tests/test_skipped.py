@@ -1,4 +1,4 @@
-"""A run ends with one line for each reason of skips, with the command that installs what was missing."""
+"""A test run ends with one line for each reason of skips, with the command that installs the missing tool."""
 
 import ast
 import os
@@ -85,7 +85,7 @@ def test_reason_names_the_missing_tool_and_the_command_to_get_it(reason):
 
 
 def literal_reasons():
-    """Return every text that a test of this project gives as the reason of a skip."""
+    """Yield the reason of every skip in this project's tests."""
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (

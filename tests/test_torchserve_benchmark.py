@@ -28,7 +28,7 @@ def test_rate_of_bursts_of_eight_is_independent_of_the_window(edge):
 
 
 def test_batch_slower_than_the_window_counts_as_a_whole():
-    """Eight callers are answered together, every ten seconds; they stop asking after five, or after fifteen."""
+    """Eight callers get their responses together, every ten seconds; they stop after five, or after fifteen."""
     batch = [10 + place / 1000 for place in range(8)]
     assert load.rate(batch, 0.0, 1.5, 5.0) == pytest.approx(0.8, rel=1e-3)
     assert load.rate([*batch, *(10 + at for at in batch)], 0.0, 11.5, 15.0) == pytest.approx(0.8, rel=1e-3)
@@ -91,7 +91,7 @@ def _members(leader):
 
 
 def test_ratios_are_medians_over_rounds_of_windows_next_to_each_other():
-    """A machine that is half as fast in one round than in the others changes no ratio."""
+    """A machine that is half as fast in one round changes no ratio."""
     windows = {
         ("camserve float32", 8): [load.Window(rate, 0.1, 0.02) for rate in (30, 15, 30)],
         ("TorchServe, hooks", 8): [load.Window(rate, 0.4, 0.06) for rate in (10, 5, 10)],

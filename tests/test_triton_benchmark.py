@@ -17,7 +17,7 @@ Server Compute Infer,Server Compute Output,Client Recv,p50 latency,p90 latency,p
 
 
 def program(text, code=0):
-    """A command that writes this where perf_analyzer would write its report."""
+    """Return a command that writes this text in place of perf_analyzer's report."""
     script = f"import sys; open(sys.argv[sys.argv.index('-f') + 1], 'w').write({text!r}); sys.exit({code})"
     return f'{sys.executable} -c "{script}"'
 

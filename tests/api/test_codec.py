@@ -552,7 +552,7 @@ def test_padded_ambiguous_label_is_truncated_in_the_error():
 
 
 def test_error_for_a_label_of_1000_classes_names_only_some_classes():
-    """A status travels in trailers, of which gRPC takes 8 KiB."""
+    """A status is sent in trailers, which gRPC limits to 8 KiB."""
     net = replace(NET, labels=("unused",) * 1000, classes=1000)
     with pytest.raises(InvalidArgument, match="0 and 1 and 2 ") as caught:
         codec.read_explanation(explain_pb2.ExplainRequest(targets=[label("unused")]), {"net": net}, Limits())
@@ -562,7 +562,7 @@ def test_error_for_a_label_of_1000_classes_names_only_some_classes():
 
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
 def test_huge_name_is_refused_without_a_search_for_similar_names(make, monkeypatch):
-    """Requests are checked on the event loop: what takes seconds there stops every call."""
+    """Requests are checked on the event loop, where seconds of work would block every call."""
     searched, search = [], errors.difflib.get_close_matches
 
     def searching(word, *among, **how):
@@ -893,7 +893,7 @@ def test_model_without_labels_gives_empty_labels():
 
 
 def unfilled(message, *, but=()):
-    """Return the fields that a message leaves at nothing."""
+    """Return the fields of a message that are not set."""
     filled = {field.name for field, _ in message.ListFields()}
     return sorted({field.name for field in message.DESCRIPTOR.fields} - filled - set(but))
 

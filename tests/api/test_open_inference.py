@@ -424,7 +424,7 @@ inputs {
 outputs { name: "label" parameters { key: "binary_data" value { bool_param: true } } }
 raw_input_contents: "\\000\\001\\002\\003\\004\\005\\006\\007\\010\\011\\012\\013"
 """
-"""What kserve 0.21 makes of an InferInput with set_data_from_numpy and a RequestedOutput with binary_data."""
+"""Request of kserve 0.21 from an InferInput with set_data_from_numpy and a RequestedOutput with binary_data."""
 
 
 def test_request_of_the_kserve_sdk_is_answered(line):

@@ -45,7 +45,7 @@ RAW = explain_pb2.Rendering(heatmap=True)
 
 @pytest.fixture
 def logged(monkeypatch):
-    """Read the log as it would be written in JSON."""
+    """Capture the log as JSON lines."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(logs.JsonFormatter())

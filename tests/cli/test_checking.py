@@ -54,13 +54,13 @@ FAULTS = (
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """Leave the log of whoever runs the tests as it is."""
+    """Keep the log configuration of the test run."""
     monkeypatch.setattr(commands.logs, "configure", lambda *_: None)
 
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Run the command in an empty folder on a file of that text; return its exit code and lines."""
+    """Run the command in an empty folder on a file with this text; return the exit code and the lines."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CAMSERVE_THREADS", "none of its business")

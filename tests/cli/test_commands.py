@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 
 
 class Sleepy(nn.Module):
-    """Falls asleep in the middle of its work, once it is told to."""
+    """Network that sleeps in its forward pass once it is switched to do so."""
 
     def forward(self, x):
         if (HERE / "sleep").exists():
@@ -76,7 +76,7 @@ def nothing():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Be in a folder with a module of models, and no settings from elsewhere."""
+    """Change to a folder with a module of models, and remove settings from the environment."""
     (tmp_path / "command_nets.py").write_text(NETS)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     for name in os.environ:
@@ -95,17 +95,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def installed(*arguments, **options):
-    """Start the command as a user does."""
+    """Start the command as users do."""
     return subprocess.Popen([PROGRAM, *arguments], **options)
 
 
 def forked(*arguments, **options):
-    """Start it in a process that has imported torch already."""
+    """Start the command in a process that has already imported torch."""
     return fork_server.start(fork_server.SERVER, *arguments, **options)
 
 
 class Served:
-    """`camserve-server serve` in a process of its own."""
+    """`camserve-server serve` in its own process."""
 
     def __init__(self, folder, *arguments, model="tiny", start=forked):
         self.log = folder / "log.txt"
@@ -125,7 +125,7 @@ class Served:
         self.process.send_signal(number)
 
     def end(self):
-        """Wait for the end; return the exit code and what was logged."""
+        """Wait for the end; return the exit code and the log."""
         code = self.process.wait()
         return code, self.log.read_text()
 
@@ -145,7 +145,7 @@ def connected(server):
 
 
 def explain(channel, folder):
-    """Ask for an explanation; return what will be the answer."""
+    """Request an explanation; return the future of its response."""
     request = explain_pb2.ExplainRequest(image=(folder / "photo.png").read_bytes())
     return explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(request, timeout=60)
 
@@ -195,7 +195,7 @@ def test_signal_while_the_models_load_exits_with_0(folder):
 
 
 def stopped_in(module, folder, monkeypatch):
-    """Stop a server that imports this text as torch; return the exit code and what was logged."""
+    """Stop a server that imports this text as torch; return the exit code and the log."""
     (folder / "torch.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     with served(folder, start=installed) as server:
@@ -205,7 +205,7 @@ def stopped_in(module, folder, monkeypatch):
 
 
 def test_signal_during_the_import_of_torch_stops_the_server_with_0(folder, monkeypatch):
-    """The first process of a container gets no signal for which it has no handler."""
+    """The first process of a container receives only signals for which it has a handler."""
     assert stopped_in(WAITS, folder, monkeypatch) == (0, "")
 
 
@@ -232,12 +232,12 @@ os.fork() or os._exit(0)
 
 
 def test_signal_in_a_callback_that_swallows_exceptions_stops_the_server(folder, monkeypatch):
-    """Python prints an exception that is raised in a callback after a fork, and goes on."""
+    """Python prints an exception that is raised in a callback after a fork, and continues."""
     assert stopped_in(FORKS, folder, monkeypatch) == (0, "")
 
 
 def test_usage_error_is_one_line(folder):
-    """Not even a line of gRPC's own, which writes to the terminal past Python."""
+    """gRPC must not add a line either; it writes to the terminal without Python."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         given = flags("--model", "command_nets:tiny?size=32", "--address", address)

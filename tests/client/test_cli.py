@@ -1,4 +1,4 @@
-"""The command: what it writes, what it prints, and how it exits."""
+"""The command line: files, output and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def photos(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Make a folder with two photos of one name, one below, and what is no photo."""
+    """Make a folder with two photos of the same name, a photo in a subfolder, and a file that is no photo."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     (folder / "cat.jpg").write_bytes(b"\xff\xd8\xff\x01")
@@ -560,7 +560,7 @@ def test_table_has_the_width_of_the_terminal(
 
 
 class Ready:
-    """A client that needs no server: it finds one class in each photo, the photo's last byte."""
+    """A client without a server. It predicts one class for a photo: the number of its last byte."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
@@ -597,7 +597,7 @@ def ready(index: int) -> camserve.Result:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command as another program does, with a client of its own."""
+    """Run a command from another program, with that program's client."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def invoke(command: click.Command, client: Any, **given: Any) -> Any:
@@ -658,7 +658,7 @@ def test_replay_runs_with_a_client_of_another_program(
 
 
 class Used(Exception):
-    """A command has asked for its client."""
+    """Raised when a command requests its client."""
 
 
 @pytest.mark.parametrize("name", cli.main.commands)

@@ -22,7 +22,7 @@ RED = (200, 30, 10)
 
 
 def asked(**options: Any) -> dict[str, Any]:
-    """Say a question as JSON, with the names of the fields in the proto."""
+    """Convert a request to JSON with the field names of the proto."""
     request = _codec.ExplainRequestBuilder(**options).request()
     return json_format.MessageToDict(request, preserving_proto_field_name=True)
 

@@ -1,4 +1,4 @@
-"""Metrics in the client: what is asked, what comes back, how it is shown."""
+"""Metrics in the client: requests, responses, tables and plots."""
 
 from __future__ import annotations
 

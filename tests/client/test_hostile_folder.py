@@ -1,4 +1,4 @@
-"""A prepared folder cannot harm a caller who explains its photos or writes pictures to it."""
+"""A malicious folder cannot harm a caller who explains its photos or writes pictures to it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ KINDS = [b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8 ", b"B
 
 @pytest.fixture
 def sent(server: Any) -> list[bytes]:
-    """Record which photos a server receives."""
+    """Record the photos that the server receives."""
     photos: list[bytes] = []
 
     def keep(stream: Any, _: Any) -> Any:

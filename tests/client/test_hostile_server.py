@@ -1,4 +1,4 @@
-"""A hostile server, or hostile labels of an honest one, cannot harm a client."""
+"""A hostile server, or hostile labels from a valid one, cannot harm a client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def photo(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def speak(server: hostile.Hostile, text: str) -> None:
-    """Put a text into every string of every answer."""
+    """Put a text into every string of every response."""
     for name, kind in hostile.ANSWERS.items():
         server.replies[name] = hostile.filled(kind(), text).SerializeToString()
     explained = hostile.explained(text)
@@ -153,7 +153,7 @@ def test_json_output_escapes_the_same_characters() -> None:
 
 
 def wrong(change: Callable[[Any], object]) -> bytes:
-    """Return an honest answer with one change."""
+    """Return a valid response with one change."""
     response = hostile.explained()
     change(response)
     return response.SerializeToString()

@@ -1,4 +1,4 @@
-"""The client is light: what it imports, and what it does not."""
+"""The client imports no heavy packages, and all its public names are documented."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE = "import sys, json; import {}; print(json.dumps(sorted(sys.modules)))"
 
 
 def modules(name: str) -> set[str]:
-    """Import a module in an interpreter of its own; return the top-level names that came along."""
+    """Import a module in a new interpreter; return the top-level names of all imported modules."""
     done = subprocess.run([sys.executable, "-c", PROBE.format(name)], check=True, capture_output=True, text=True)
     return {each.partition(".")[0] for each in json.loads(done.stdout)}
 

@@ -62,12 +62,12 @@ def address(both: list[Server]) -> str:
 
 
 def count_calls(client: camserve.Client, calls: int = 20) -> Counter[str]:
-    """Make calls; return the number that each server answered."""
+    """Make calls; return the number of responses from each server."""
     return Counter(client.explain(IMAGE).model for _ in range(calls))
 
 
 def wait_for_servers(client: camserve.Client, expected: set[str]) -> None:
-    """Wait until exactly these servers answer: connections and health updates take time."""
+    """Wait until exactly these servers respond: connections and health updates take time."""
     while set(count_calls(client, 4)) != expected:
         time.sleep(0.02)
 

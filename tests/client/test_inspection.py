@@ -1,4 +1,4 @@
-"""Looks inside a model: what is asked, what comes back, and how it is shown."""
+"""Layer inspection in the client: requests, responses, tables and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A raw map carried onto the photo: compared with sums done by hand, and with PIL."""
+"""Interpolation of a raw map to the photo equals values computed by hand and PIL's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receipts are written and read again whole; what is none is refused in words; replays say what differs."""
+"""Receipts are saved and loaded unchanged, invalid ones are refused, and replays report differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that a client returns can be built from plain values, as adapters and callers' tests do."""
+"""Values that a client returns can be built from plain values, as in adapters and callers' tests."""
 
 from __future__ import annotations
 

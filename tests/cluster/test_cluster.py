@@ -36,7 +36,7 @@ METHOD = explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb
 
 
 class Lost(Exception):
-    """Stands for Ray's error for an actor that dies."""
+    """Fake of Ray's error for an actor that dies."""
 
 
 class Handle:
@@ -575,7 +575,7 @@ def test_waiting_for_the_application_reports_errors_and_can_be_stopped(monkeypat
 
 
 class Controller:
-    """Ray with Ray Serve's controller, which has ended after a number of look-ups."""
+    """Fake of Ray in which Ray Serve's controller ends after a number of look-ups."""
 
     def __init__(self, looks):
         self.looks, self.asked = looks, []

@@ -19,7 +19,7 @@ FIELDS = config.Settings.model_fields
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
-    """Keep the settings of whoever runs the tests out of them."""
+    """Remove the caller's own settings from the environment."""
     for name in os.environ:
         if name.startswith(config.ENVIRONMENT):
             monkeypatch.delenv(name)

@@ -102,7 +102,7 @@ def test_worker_that_cannot_run_a_row_fails_that_request_only(client, engines, f
 
 
 def test_long_method_returns_the_same_on_any_workers(client):
-    """Its completeness error is that of rows in their places: the baseline's among them."""
+    """The completeness error is correct only if all rows are in order, with the baseline's row among them."""
     results = [ask(client, IMAGES[0], methods=camserve.Method("integrated_gradients", {"steps": 8})) for _ in range(2)]
     maps = [each.explanations[0].heatmap for each in results]
 
@@ -306,7 +306,7 @@ def test_memory_is_limited_by_every_control_group_around_a_process(monkeypatch, 
 
 
 def test_only_one_module_of_the_server_uses_cuda():
-    """Everything else asks a `devices.Device`; a string that a user or a file gives may have the word."""
+    """All other code calls a `devices.Device`. Strings of users and files may contain the word."""
     package = Path(devices.__file__).parents[1]
     naming = {
         path.relative_to(package).as_posix()

@@ -16,7 +16,7 @@ LOG = logging.getLogger("camserve_server.anything")
 
 @pytest.fixture(autouse=True)
 def house():
-    """Put the loggers back as they were."""
+    """Restore the loggers after a test."""
     logger = logging.getLogger("camserve_server")
     before = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -25,7 +25,7 @@ def house():
 
 @pytest.fixture
 def lines(monkeypatch):
-    """Log in a form, and read what came of it."""
+    """Configure the log in a format; return a function that reads its lines."""
     written = io.StringIO()
 
     def configure(form, level="info"):

@@ -1,4 +1,4 @@
-"""Methods and sources of models that other packages bring."""
+"""Methods and model sources that other packages provide."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The example, installed by pip into a folder of its own."""
+    """The example package, installed by pip into its own folder."""
     root = tmp_path_factory.mktemp("plugin")
     source = shutil.copytree(EXAMPLE, root / "source")  # pip leaves things there
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
@@ -33,7 +33,7 @@ def installed(tmp_path_factory):
 
 @pytest.fixture
 def table():
-    """The table of methods, as it was afterwards."""
+    """The table of methods, restored after the test."""
     kept = dict(methods.METHODS)
     yield methods.METHODS
     methods.METHODS.clear()
@@ -74,7 +74,7 @@ def test_method_and_source_of_an_installed_example_plugin_work(installed, monkey
 
 
 def test_worker_loads_the_methods_of_plugins(installed, monkeypatch, table):
-    """It may have a process of its own, which has none of what the server has put in its table."""
+    """A worker may run in its own process, whose table does not have the server's additions."""
     monkeypatch.syspath_prepend(str(installed))
     assert "signed_layercam" not in table
 

@@ -1,4 +1,4 @@
-"""The promises of the attention methods: the papers in float64, torchcam, torch's own attention, refusals in words."""
+"""Attention methods equal the papers' formulas in float64 and torchcam, and unsupported models are refused."""
 
 import copy
 import sys
@@ -59,13 +59,13 @@ FACTORIES = {
     "eva": (lambda: Eva(**SHAPE, use_rot_pos_emb=True, global_pool="token"), 1, CLASS_ROW),
     "torchvision": (torchvision_vit, 1, CLASS_ROW),
 }
-"""Of each model: what makes it, how many of its tokens are no patches, and which tokens its head reads."""
+"""For each model: its factory, the number of tokens that are no patches, and the tokens that its head reads."""
 
 ROLLING = ("attention_rollout", "gradient_rollout", "chefer")
 
 
 def vivid(model):
-    """Random weights with which attention is far from even, and yet each token shows its own patch most."""
+    """Set random weights with uneven attention, in which each token still depends most on its own patch."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -79,7 +79,7 @@ def vivid(model):
 
 @pytest.fixture(scope="module")
 def load():
-    """Load one of the models above, each once."""
+    """Return a function that loads the models above, each once."""
     kept = {}
 
     def make(name):
@@ -94,7 +94,7 @@ def load():
 
 
 def answer(model, method, image, target=None, **parameters):
-    """One image's map and logits."""
+    """Return the map and the logits of one image."""
     kind = "each" if METHODS[method].each else "attention"
     (result,) = run(model, [Row(image, target or ClassTarget(1), (call(method, **parameters),))], (), kind)
     return result.maps[0][0], result
@@ -117,7 +117,7 @@ def test_maps_are_those_of_the_papers_in_float64(load, name, method):
 
 
 def both(model, image):
-    """The inputs of the papers' formulas, in plain float32 and in float64."""
+    """Return the inputs of the papers' formulas, in plain float32 and in float64."""
     return [reference(model.module, inputs(model, image), dtype=each) for each in (torch.float32, torch.float64)]
 
 
@@ -293,7 +293,7 @@ MASKS = {
 
 
 def in_float64(options):
-    """The same options, where they hold numbers in float64."""
+    """Return the options with their floating tensors in float64."""
     return {
         name: each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
         for name, each in options.items()
@@ -399,7 +399,7 @@ def test_model_without_attention_between_all_patches_is_refused(plant, name):
 
 
 class Loose(VisionTransformer):
-    """A transformer whose blocks are no modules: what each adds to the tokens is added by the model."""
+    """A transformer whose blocks are not modules: the model itself adds their outputs to the tokens."""
 
     def forward_features(self, image, **_more):
         tokens = self._pos_embed(self.patch_embed(image))
@@ -426,7 +426,7 @@ def test_legrad_refuses_a_single_block_and_rollouts_do_not(plant):
 
 
 class Pair(VisionTransformer):
-    """A transformer whose head knows how many images came in."""
+    """A transformer whose head depends on the number of images."""
 
     def forward(self, image):
         return super().forward(image)[: len(image)]

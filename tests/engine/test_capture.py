@@ -1,4 +1,4 @@
-"""The capture: what a layer returned and the gradient that came back to it, and nothing left behind."""
+"""The capture of layers returns their outputs and gradients, and leaves no hooks or tensors."""
 
 import types
 
@@ -36,7 +36,7 @@ ZOO = {
 
 
 def oracle(arch, state, image, layers):
-    """Activations and gradients of torchvision's own model, with its in-place operations, in the image's precision.
+    """Return activations and gradients of torchvision's model, with its in-place operations, in the image's precision.
 
     Returns:
         By layer the activation and the gradient; and the gradient at the image.
@@ -91,7 +91,7 @@ def backward(model, image, layers):
 
 
 def graph(node):
-    """The names of all nodes of autograd's graph."""
+    """Return the names of all nodes of autograd's graph."""
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
@@ -143,7 +143,7 @@ def test_engines_elementwise_maps_are_as_exact_as_plain_float32(zoo):
 
 
 def elementwise(zoo, oracle, name):
-    """The elementwise maps by their formulas, and the terms of HiResCAM's sum."""
+    """Return the elementwise maps by their formulas, and the terms of HiResCAM's sum."""
     activation, gradient = (grid(each[0], zoo.model.info.layers[name].layout) for each in oracle)
     terms = gradient * activation
     return {"terms": terms, "hirescam": terms.sum(0), "layercam": (gradient.clamp(min=0) * activation).sum(0)}
@@ -158,14 +158,14 @@ def test_layers_captured_together_equal_each_alone_and_leave_the_model_unchanged
 
 @pytest.mark.parametrize("fault", [lambda seen: seen.flip(-1), lambda seen: seen * (1 + 1e-4)])
 def test_planted_fault_in_a_capture_is_detected(zoo, fault):
-    """A planted fault: mirrored, or scaled by a ten-thousandth."""
+    """The planted faults are a mirrored tensor and one scaled by 1.0001."""
     name = zoo.layers[0]
     capture = backward(zoo.model, zoo.image, [name])[name]
     assert error_ratio(fault(capture.activation), zoo.plain[name][0], zoo.truth[name][0]) > 1
 
 
 def untouched(model):
-    """Return True if a model is the same as when it was loaded."""
+    """Return True if a model is unchanged since it was loaded."""
     parameters, modules = list(model.module.parameters()), list(model.module.modules())
     return (
         hook_count(model.module) == 0
@@ -176,7 +176,7 @@ def untouched(model):
 
 
 def grid(output, layout):
-    """One image's [C,h,w], by hand."""
+    """Return the [C,h,w] of one image, computed by hand."""
     if layout.axes == "nchw":
         return output
     if layout.axes == "nhwc":
@@ -257,7 +257,7 @@ def test_second_backward_pass_does_not_change_the_first_gradient(resnet):
 
 
 class Keeps(nn.Module):
-    """Returns three times what it gets, and holds on to it."""
+    """Module that returns three times its input, and keeps the result."""
 
     def forward(self, seen):
         self.kept = seen * 3
@@ -265,14 +265,14 @@ class Keeps(nn.Module):
 
 
 def overwrite_input(net, seen):
-    """Change what an Identity returned through the name that it had before."""
+    """Change the output of an Identity in place, through its input's name."""
     result = net.layer(seen)
     seen.mul_(2)
     return result
 
 
 def overwrite_kept(net, seen):
-    """Change what a layer returned through the layer's own copy."""
+    """Change the output of a layer in place, through the reference that the layer keeps."""
     result = net.layer(seen)
     net.layer.kept.mul_(2)
     return result
@@ -308,7 +308,7 @@ def backward_toy(model):
 
 
 class Wraps(nn.Module):
-    """Returns its input in a structure."""
+    """Module that returns its input in a structure."""
 
     def __init__(self, wrap):
         super().__init__()

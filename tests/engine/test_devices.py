@@ -1,4 +1,4 @@
-"""The engine on a GPU, beside the same on a CPU; what of it can be shown without one is shown on a CPU."""
+"""The engine on a GPU compared with the CPU, and on a CPU where no GPU is needed."""
 
 import threading
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ DEVICES = ("cpu", GPU)
 
 @pytest.fixture(scope="module")
 def resnets():
-    """The same model on every device that is asked for."""
+    """Return a function that loads the same model on any device."""
     first = models.load(models.parse(RESNET))
     known = {"cpu": first}
     return lambda device: known.setdefault(device, first.copy_to(device))
@@ -63,7 +63,7 @@ def test_tensors_fetched_together_are_unchanged():
 
 
 def test_models_copy_has_the_same_weights_and_shares_none_of_them():
-    """Whatever the weights are: those of a factory need not be the same when it is called again."""
+    """The weights are copied because a factory may return others when it is called again."""
     model = models.load(models.parse(RESNET))
     copy = model.copy_to("cpu")
     mine, its = ({parameter.data_ptr() for parameter in each.module.parameters()} for each in (model, copy))
@@ -91,7 +91,7 @@ def test_float32_is_exact_even_if_a_module_allows_tf32(plant):
 
 
 def test_second_derivatives_do_not_change_attention_in_other_threads(monkeypatch):
-    """While one pass differentiates twice, others run in another thread: plainly, and twice too."""
+    """During a pass with second derivatives, another thread runs passes with and without them."""
     engines = [Engine({"vit": models.load(models.parse(f"vit={VIT}"))}) for _ in range(2)]
     rows = {
         "saliency": (Pass("vit", "saliency", (64, 64)), [Row(noise(0, 64), ClassTarget(1), (call("saliency"),))]),
@@ -196,7 +196,7 @@ def test_device_gives_the_maps_of_the_cpu(resnets, device, name):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_convolution_in_float32_has_its_precision(device):
-    """TF32 would be off by 3e-4 of the norm."""
+    """TF32 would have an error of 3e-4 of the norm."""
     torch.manual_seed(0)
     models.load(models.parse(RESNET))
     layer, image = nn.Conv2d(64, 64, 3), torch.randn(4, 64, 32, 32)

@@ -1,4 +1,4 @@
-"""The x-ray: every layer's statistics equal those of plain autograd, and nothing that was measured is kept."""
+"""Layer inspection: statistics of every layer equal those of plain autograd, and no measured tensor is kept."""
 
 import math
 import weakref
@@ -24,7 +24,7 @@ ZOO += ("timm:vit_tiny_patch16_224?weights=none&size=64",)
 
 
 def oracle(model, image, index):
-    """Each layer's output and gradient by plain autograd: what a layer returned is kept and its copy handed on."""
+    """Return each layer's output and gradient by plain autograd. Outputs are kept and their copies passed on."""
     kept = {}
 
     def keep(name):
@@ -61,7 +61,7 @@ def described(tensor):
 
 
 def apart(statistics, tensor):
-    """The largest difference of a field: of mean and deviation as a share of the root mean square."""
+    """Return the largest difference of a field. Mean and deviation count as shares of the root mean square."""
     expected = described(tensor)
     norm, greatest = expected["norm"] or 1.0, float(tensor.abs().max()) or 1.0
     scales = dict.fromkeys(("mean", "std"), norm / math.sqrt(tensor.numel()))
@@ -80,7 +80,7 @@ def zoo(request):
 
 
 def same_side(model):
-    """Readings and the oracle's tensors for an image where rounding has moved no value across a ReLU's zero.
+    """Readings and the oracle's tensors for an image in which rounding moves no value across zero in a ReLU.
 
     Where it has moved one, the gradients before it jump: by 5e-3 for one value in 8192, in a block of densenet121.
     """
@@ -158,7 +158,7 @@ def test_inspection_takes_one_forward_and_one_backward_pass(resnet, monkeypatch)
 
 
 class Chain(nn.Module):
-    """Forty layers that autograd keeps nothing of."""
+    """Forty layers of which autograd keeps no tensor."""
 
     class Step(nn.Module):
         def forward(self, seen):
@@ -175,7 +175,7 @@ class Chain(nn.Module):
 
 @pytest.fixture
 def living(monkeypatch):
-    """Count, at each measurement, the tensors measured before that are still alive."""
+    """Count, at each measurement, the earlier measured tensors that are still alive."""
     seen, counts, plain = [], [], inspection.measure
 
     def measure(values):
@@ -229,7 +229,7 @@ def test_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant):
 
 
 class Odd(nn.Module):
-    """Returns what its maker says, beside what the model goes on with."""
+    """Module that returns the output of a function together with the tensor for the next layer."""
 
     def __init__(self, make):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A profile gives a user of another library that library's final map: normalised, and on the pixels of the input."""
+"""A profile gives the final map of another library: normalised, in the size of the input."""
 
 import captum.attr
 import numpy as np
@@ -48,7 +48,7 @@ def raw(resnet, image):
 
 @pytest.fixture
 def trainable(resnet):
-    """The peers differentiate with respect to parameters too."""
+    """Enable gradients of parameters, which the other libraries need."""
     resnet.module.requires_grad_(requires_grad=True)
     yield resnet.module
     resnet.module.requires_grad_(requires_grad=False)

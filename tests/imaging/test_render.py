@@ -179,7 +179,7 @@ def test_whole_photo_is_interpolated_as_torch_does(shape):
 
 
 def test_fractional_box_is_interpolated_at_its_position():
-    """The oracle: torch's grid_sample at the centre of every pixel, in float64."""
+    """Return the reference: torch's grid_sample at the centre of every pixel, in float64."""
     x = (np.arange(94, 357) + 0.5 - SEEN.left) / (SEEN.right - SEEN.left)
     y = (np.arange(19, 281) + 0.5 - SEEN.top) / (SEEN.bottom - SEEN.top)
     grid = torch.from_numpy(np.stack(np.meshgrid(x, y), axis=-1) * 2 - 1)[None]

@@ -87,7 +87,7 @@ def test_score_is_that_of_the_unchanged_image(resnet):
 
 
 class Scaled(Cam):
-    """A kind of method derived by a plugin."""
+    """A kind of method derived in a plugin."""
 
 
 def test_method_of_a_derived_kind_runs_as_its_base_kind(resnet, monkeypatch):
@@ -273,7 +273,7 @@ def test_out_of_memory_error_keeps_no_tensors_alive(resnet, monkeypatch):
 
 
 class FakeEngine:
-    """Returns results for rows without a model, and counts the rows under way."""
+    """Fake that returns results for rows without a model, and counts the rows in flight."""
 
     def __init__(self, failing=None):
         self.rows = self.under_way = self.most = 0
@@ -311,7 +311,7 @@ def evaluate(model, calls, metrics, engine):
 
 
 MASKS = 64 * 64 * 64 * 4
-"""Bytes of the masks that a method tries at a time."""
+"""Bytes of the masks that a method uses at a time."""
 
 
 @pytest.mark.parametrize(

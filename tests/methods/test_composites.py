@@ -1,4 +1,4 @@
-"""Maps made of many: of several layers, of copies and windows of the image, of the input and every bias."""
+"""Maps composed of several layers, of copies and windows of the image, or of the input and all biases."""
 
 import cv2
 import numpy as np
@@ -26,13 +26,13 @@ STAGES = ("layer2", "layer3", "layer4")
 
 
 def finding(model, image, asked, *layers, target=ClassTarget(1), fusion=None):  # noqa: B008 -- frozen
-    """The one thing found for a call."""
+    """Return the only explanation of a call."""
     (explanation,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).explanations
     return explanation
 
 
 def scaled(heatmap, size):
-    """Cut at zero, from 0 to 1, at another size."""
+    """Return a map clipped at zero, scaled to 0 to 1 and resized."""
     cut = heatmap.clip(min=0)
     return cv2.resize((cut - cut.min()) / (cut.max() - cut.min()), size[::-1], interpolation=cv2.INTER_LINEAR)
 
@@ -42,7 +42,7 @@ def scaled(heatmap, size):
 
 @pytest.fixture(scope="module")
 def stages(resnet):
-    """The Grad-CAM maps of three stages, each scaled and at the finest one's size; and the same of float64."""
+    """Grad-CAM maps of three stages, scaled and resized to the finest one; in float32 and float64."""
     answers = [
         explain(model, noise(0, 64), job(model, ["gradcam"], [ClassTarget(1)], STAGES)).explanations
         for model in (resnet, exact(resnet))
@@ -118,7 +118,7 @@ def test_augmentation_averages_mirrored_and_brightened_copies(lite0, photos):
 
 
 def grad_cam(model, image, layer, index):
-    """Grad-CAM by autograd and nothing of ours."""
+    """Return Grad-CAM by plain autograd."""
     kept = []
 
     def keep(_module, _args, output):
@@ -216,7 +216,7 @@ def biased():
 
 
 def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
-    """Completeness, equation 3: of a network of ReLUs and linear layers. In float64, for the terms cancel."""
+    """Completeness (equation 3) of a network of ReLUs and linear layers, in float64 because the terms cancel."""
     model = exact(biased)
     pictures = inputs(model, noise(0, 64), noise(1, 64)).requires_grad_()
     said, biases = bias.run_with_biases(model, pictures)
@@ -228,7 +228,7 @@ def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
 
 
 def test_fullgrad_without_a_batch_norms_mean_is_incomplete(biased):
-    """A planted fault: the parameter called bias is not all that a batch normalisation adds."""
+    """A planted fault: a batch normalisation adds more than its bias parameter."""
     pictures = inputs(biased, noise(0, 64)).requires_grad_()
     said, biases = bias.run_with_biases(biased, pictures)
     layers = [module for module in biased.module.modules() if isinstance(module, nn.BatchNorm2d)]
@@ -259,13 +259,13 @@ def test_fullgrad_rows_of_a_batch_equal_rows_computed_alone(biased):
 
 
 def counted(model, size=16):
-    """Return the shape of the sum with each bias that is found."""
+    """Return the output shape at each bias that is recorded."""
     pictures = inputs(model, noise(0, size)).requires_grad_()
     return [tuple(each.output.shape[1:]) for each in bias.run_with_biases(model, pictures)[1]]
 
 
 class Adds(nn.Module):
-    """Adds biases in every way that has a grid, and in some that have none."""
+    """Network that adds biases in every way with a grid, and in some without."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Saliency: equal to captum, and the same whatever the batch."""
+"""Saliency methods equal captum, and do not depend on the batch."""
 
 import copy
 import itertools
@@ -35,14 +35,14 @@ def heatmap(model, image, method, target=ClassTarget(3), chunk=64):  # noqa: B00
 
 
 def both(oracle, model, *images):
-    """An oracle's results for a module and an input, in plain float32 and in float64."""
+    """Return the reference's results for a module and an input, in plain float32 and in float64."""
     image = inputs(model, *images)
     yield oracle(copy.deepcopy(model.module), image.clone().requires_grad_()).detach()
     yield oracle(doubled(model.module), image.double().requires_grad_()).detach()
 
 
 def documented_noise(image, seed, index):
-    """The noise of a copy: it depends on the seed and the copy's index alone."""
+    """Return the noise of a copy, which depends only on the seed and the index of the copy."""
     drawn = torch.randn(image.shape, generator=torch.Generator().manual_seed(seed * 100_003 + index))
     return drawn.to(image.dtype)
 
@@ -98,7 +98,7 @@ def test_smoothgrad_is_the_mean_gradient_over_the_documented_copies(smooth):
 
 
 def gradients_at(module, image, changes):
-    """The gradient of a class at each changed image, [N,3,H,W]."""
+    """Return the gradient of a class at each changed image, [N,3,H,W]."""
     results = []
     for change in changes:
         leaf = (image.detach() + change).requires_grad_()
@@ -163,12 +163,12 @@ def test_saliency_maps_are_float32_of_the_inputs_size_and_never_negative(smooth)
 
 
 def planned(image, share, seed, samples):
-    """The documented noise of all copies of a batch of one, ready to be added."""
+    """Return the documented noise of all copies of a single image."""
     return deviation(image, share) * torch.stack([documented_noise(image[0], seed, i) for i in range(samples)])
 
 
 def tunnel(kind):
-    """Captum's noise tunnel of a kind, on the documented noise."""
+    """Run captum's noise tunnel of a kind on the documented noise."""
 
     def attribute(module, image, method, patch):
         own = method.parameters
@@ -183,7 +183,7 @@ def tunnel(kind):
 
 
 def baselines(image):
-    """The documented baselines once more: zero, the mean colour, a Gaussian of a twentieth of the side."""
+    """Return the documented baselines: zero, the mean colour, a Gaussian blur of a twentieth of the side."""
     side = min(image.shape[2:])
     blurred = gaussian_filter(image[0].detach().double().numpy(), (0, side / 20, side / 20), mode="mirror", truncate=3)
     return {
@@ -200,7 +200,7 @@ def integrated(module, image, method, _patch):
 
 
 def shap(module, image, method, patch):
-    """Captum's GradientShap, whose chance is replaced by what is documented of ours."""
+    """Run captum's GradientShap with the documented random draws."""
     own = method.parameters
     ways, starts, noises = [], [], []
     for index in range(own["samples"]):
@@ -280,7 +280,7 @@ def test_more_steps_reduce_the_completeness_error(curved, quadrature, bound):
 
 
 def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(lite0, photos):
-    """Of the score of a photo 90 % come with the first tenth of the way from the mean colour."""
+    """A photo reaches 90 % of its score in the first tenth of the path from the mean colour."""
     calls = [call("integrated_gradients", steps=10, quadrature=each) for each in ("cubic", "gauss-legendre")]
     missed = [
         [
@@ -424,7 +424,7 @@ def test_guided_gradcam_is_captums_with_bilinear_upsampling(rectified):
 
 
 class ByHand(torch.autograd.Function):
-    """A ReLU whose backward step is written out: 1[x > 0] for the guided rule, max(g, 0) for both."""
+    """A ReLU with an explicit backward step: 1[x > 0] for the guided rule, max(g, 0) for both."""
 
     @staticmethod
     def forward(ctx, values, top, guided):
@@ -460,7 +460,7 @@ def test_model_without_relus_is_refused(curved, name):
 
 
 def test_chain_rule_passes_do_not_change_relus(rectified):
-    """A planted fault would be a rule that stays on after its pass."""
+    """The planted fault is a rule that stays active after its pass."""
     before = heatmap(rectified, noise(0, 64), "saliency")
     heatmap(rectified, noise(0, 64), "guided_backprop")
     np.testing.assert_array_equal(heatmap(rectified, noise(0, 64), "saliency"), before)

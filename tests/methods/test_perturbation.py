@@ -1,4 +1,4 @@
-"""The methods that edit images: equal to captum, torchcam or the paper, with as many edits as they announce."""
+"""Perturbation methods equal captum, torchcam or the paper, and yield the announced number of edits."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def heatmaps(model, method, targets=TARGETS, image=None, chunk=64):
 
 
 def error(model, method, oracle):
-    """The error ratio of our map, where plain float32 is the oracle."""
+    """Return the error ratio of our map, with the reference in float32 as plain."""
     return error_ratio(heatmaps(model, method)[0], oracle(model), oracle(exact(model)))
 
 
@@ -207,7 +207,7 @@ def test_rise_masks_show_the_requested_share_of_the_image():
 
 
 def test_constant_added_to_all_scores_does_not_change_rise():
-    """A planted fault: the paper's divisor makes a pattern of it."""
+    """A planted fault: with the paper's divisor the constant becomes a pattern."""
     constant = {}
     for divisor in ("shown", "expected"):
         exploring = METHODS["rise"].explore(SCENE, **call("rise", divisor=divisor).parameters)
@@ -241,7 +241,7 @@ def test_scorecam_is_the_papers_formula(coarse):
 
 
 def enlarged(model, image):
-    """The feature maps at the input's size."""
+    """Return the feature maps at the size of the input."""
     seen = torch.from_numpy(activations(model, image)).to(image)
     return functional.interpolate(seen[None], (SIDE, SIDE), mode="bilinear", align_corners=False)[0]
 
@@ -328,7 +328,7 @@ def grid(cells):
 
 
 def nearness(_original, _perturbed, cells, **_more):
-    """Captum's default, but between sets of cells, where Captum compares the pixels."""
+    """Captum's default kernel, but between sets of cells instead of pixels."""
     alike = functional.cosine_similarity(torch.ones_like(cells).float(), cells.float()).item()
     return float(np.exp(-((1 - alike) ** 2) / 2))
 
@@ -382,7 +382,7 @@ def test_surrogate_without_captum_names_the_package_to_install(net, name, missin
 
 
 def test_captum_is_imported_only_for_surrogates():
-    """It takes seconds, and is not installed with the server."""
+    """The import of captum takes seconds, and the server does not install it."""
     says = "import sys, camserve_server.methods; print('captum' in sys.modules, 'sklearn' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", says], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

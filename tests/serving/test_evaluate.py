@@ -1,4 +1,4 @@
-"""Explanations judged through a whole server: what is refused, what it costs, and what others notice of it."""
+"""Evaluation of explanations by a server: refusals, costs and effects on other requests."""
 
 import math
 import re
@@ -118,7 +118,7 @@ def test_every_metric_is_listed_with_its_paper_and_parameters(client):
 
 
 def test_randomised_weights_do_not_affect_other_requests(served, client):
-    """While some requests have their model's weights random, others have theirs."""
+    """Some requests use random weights while others use the model's own."""
     alone = client.explain(PHOTOS["chelsea"], targets=[3]).explanations[0].heatmap
     with ThreadPoolExecutor(4) as pool:
         judging = [

@@ -1,4 +1,4 @@
-"""The x-ray over a socket: what every layer gave, channels in rank, the picture of them, and what is refused."""
+"""Layer inspection by a server: statistics of layers, ranked channels, their picture, and refusals."""
 
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -191,7 +191,7 @@ def test_map_of_a_channel_is_the_same_in_either_rank(extract):
 
 
 def test_weights_times_maps_add_up_to_gradcam(stub, extract):
-    """Grad-CAM is the sum of the maps, each times its weight."""
+    """Grad-CAM is the weighted sum of the maps."""
     reply = extract(model="efficientnet_lite0", layer="blocks.2", top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
     weights = np.array([channel.gradient_weight for channel in reply.channels])
     explained = stub.Explain(
@@ -253,7 +253,7 @@ def test_picture_has_the_stated_format_and_size(extract, kind, name):
 
 
 def drawn(*heatmaps, image=None, titles=("a",)):
-    """The pixels of a picture of tiles."""
+    """Return the pixels of a picture of tiles."""
     shown = [tiles.Tile(f"#{k}", 1.0, np.asarray(each, np.float32)) for k, each in enumerate(heatmaps)]
     image = np.full((8, 8, 3), (255, 0, 0), np.uint8) if image is None else image
     picture = tiles.draw(image, shown, titles, render.COLORMAPS["viridis"], "png")
@@ -261,7 +261,7 @@ def drawn(*heatmaps, image=None, titles=("a",)):
 
 
 def cell(pixels, tile, row, column, cells=2):
-    """The middle of one cell of a tile in the first row, where no words are."""
+    """Return the middle of one cell of a tile in the first row, where there is no text."""
     left = tiles.GAP + tile * (tiles.SIDE + tiles.GAP)
     top = 2 * tiles.GAP + tiles.TITLE
     step = tiles.SIDE // cells

@@ -38,7 +38,7 @@ def stub(served):
 
 @contextlib.contextmanager
 def held(served, *calls):
-    """Begin calls while no batch is formed; yield what the queue then holds."""
+    """Start calls while no batch is formed; yield the calls and the number of slots in use."""
     batcher = served.pipeline.batcher
     served.do(batcher.pause)
     under_way = [call() for call in calls]
@@ -53,7 +53,7 @@ def held(served, *calls):
 
 
 def queued(served):
-    """Return how many requests have rows that wait."""
+    """Return the number of requests with waiting rows."""
     return served.do(lambda: len(list(served.pipeline.batcher._queue)))
 
 
@@ -164,7 +164,7 @@ def unread(served, count):
 
 
 def leave(served, connection):
-    """Close a connection; wait until nothing of it is counted."""
+    """Close a connection; wait until its replies are no longer counted."""
     connection.socket.shutdown(socket.SHUT_RDWR)
     connection.listener.join()
     connection.socket.close()

@@ -20,7 +20,7 @@ def _simulated(request):
 
 @pytest.fixture(scope="session")
 def pair():
-    """Load a model on the CPU and on the simulated GPU, each once."""
+    """Return a function that loads a model on the CPU and on the simulated GPU, each once."""
     known = {}
 
     def loaded(spec):

@@ -75,7 +75,7 @@ class OperationLog:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def clear(self):
-        """Forget the operations; from now on the calling thread is the host's."""
+        """Forget the operations; the calling thread becomes the host's."""
         self.events.clear()
         self.main = threading.get_ident()
 
@@ -86,7 +86,7 @@ class OperationLog:
 
     @property
     def waits(self):
-        """The operations for which the host waited, in their order."""
+        """Operations for which the host waited, in order."""
         return [event for event in self.events if event.waits]
 
     @property
@@ -97,7 +97,7 @@ class OperationLog:
 
 RECORD = OperationLog()
 PINNED = set()
-"""Addresses of the CPU's memory that counts as page-locked."""
+"""Addresses of CPU memory that counts as page-locked."""
 _NUMBERS = itertools.count()
 
 
@@ -158,7 +158,7 @@ def _check_devices(func, given):
 
 
 def _waits(func, given, device):
-    """Tell whether the host waits for an operation."""
+    """Return True if the host waits for an operation."""
     from_host = [each for each in given if not isinstance(each, Simulated) and each.dim()]
     if func in READS or (func in COPIES and device.type == "cpu"):
         return True
@@ -190,14 +190,14 @@ class _Backend(_DummyBackendModule):
 
 
 class Device(devices.Accelerator):
-    """The simulated device, as the server knows it."""
+    """The simulated device in the server's interface."""
 
     @classmethod
     def count(cls):
         return 1
 
     def make_current(self):
-        """Do nothing: there is one."""
+        """Do nothing: there is only one device."""
 
     def measure(self, _function):
         """Run nothing: both memory layouts of a model are equally fast."""

@@ -1,4 +1,4 @@
-"""Every pass, method, target, view and metric on a simulated GPU: the CPU's answers, few waits, and no graph kept."""
+"""Every pass, method, target, view and metric on a simulated GPU: the CPU's results, few waits, no kept graph."""
 
 import asyncio
 import gc
@@ -38,12 +38,12 @@ VIT = "timm:test_vit?weights=none&size=64"
 SEGMENTER = "torchvision:lraspp_mobilenet_v3_large?weights=none&size=96"
 DETECTOR = "torchvision:ssdlite320_mobilenet_v3_large?weights=none"
 FEW = {"samples": 4, "steps": 4, "scales": 2, "top_channels": 6, "window": 0.5, "stride": 0.5, "k": 0.5}
-"""Parameters with which a method takes few rows; and finds something in a grid of 2x2."""
+"""Parameters with which a method takes few rows and has a non-zero map on a grid of 2x2."""
 COMPUTED = [name for name, method in METHODS.items() if not isinstance(method, Baseline)]
 
 
 def quick(name):
-    """A method with few rows."""
+    """Return a call of a method with few rows."""
     known = {parameter.name for parameter in METHODS[name].parameters}
     return call(name, **{key: value for key, value in FEW.items() if key in known})
 
@@ -66,14 +66,14 @@ def batches_of(model, image, name, target):
 
 
 def check_equal(found, answer, cpu):
-    """Compare an answer with the CPU's, with and without the accelerated copy, by their distances from float64's."""
+    """Compare a result with the CPU's, with and without the accelerated copy, by the distances from float64."""
     truth = answer(exact(cpu))
     assert min(error_ratio(found, answer(each), truth) for each in (plain(cpu), cpu)) <= 1
 
 
 @contextmanager
 def without_collector():
-    """Let nothing be freed by the garbage collector inside the block."""
+    """Disable the garbage collector inside the block."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Targets: what is explained, a class, a place in the ranking, or one class against another."""
+"""Targets: classes, ranks, contrasts and probabilities."""
 
 from typing import get_args
 
@@ -46,7 +46,7 @@ LOGITS = torch.tensor([[0.5, 3.0, -1.0, 2.0], [9.0, -9.0, 4.0, 1.0], [0.0, 1.0, 
 
 @pytest.fixture
 def said(resnet):
-    """Logits that a classifier could have said."""
+    """Return random logits of a classifier."""
     return Outputs(resnet.info, LOGITS)
 
 

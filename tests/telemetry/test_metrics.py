@@ -415,7 +415,7 @@ def test_other_paths_return_only_the_path_of_the_metrics():
 
 @contextlib.contextmanager
 def slow_connections(address):
-    """Open as many connections as are served at a time, each with the beginning of a request."""
+    """Open the maximum number of connections, and send the start of a request on each."""
     with contextlib.ExitStack() as stack:
         lines = [
             stack.enter_context(socket.create_connection(address.split(":")))

@@ -134,7 +134,7 @@ def test_stages_have_their_real_times(start):
 
 @contextlib.contextmanager
 def logged():
-    """Read the log as it would be written in JSON."""
+    """Capture the log as JSON lines."""
     written, logger = io.StringIO(), logging.getLogger("camserve_server")
     handler = logging.StreamHandler(written)
     handler.setFormatter(logs.JsonFormatter())
@@ -276,7 +276,7 @@ def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
 
 
 def test_unresponsive_collector_does_not_block_the_stop(tiny, monkeypatch):
-    """The exporter would try for an hour, so the test passes if it ends at all."""
+    """The exporter's timeout is an hour, so the test passes if it ends at all."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts connections and never responds

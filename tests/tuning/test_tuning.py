@@ -55,7 +55,7 @@ def chosen(*found, latency=1.0, usual="float32", **options):
 
 
 def test_batches_grow_while_they_gain_more_than_5_percent():
-    """Up to 8 images a batch takes no longer than one; from there on an image takes its time."""
+    """A batch of up to 8 images takes as long as one image; each further image adds time."""
     machine = Machine(lambda _line, batch: max(1.0, batch / 8))
     result = machine.survey([ONE])
     assert [cell.batch for cell in result.measurements] == [1, 2, 4, 8, 16]
@@ -140,7 +140,7 @@ def test_batch_without_memory_is_not_chosen():
 
 
 def test_choice_is_fair_to_several_models():
-    """One thread is twice as fast for the small one, and a quarter for the large one."""
+    """One thread is twice as fast for the small model, and a quarter as fast for the large one."""
     small, large = Variant("small", "float32", 1), Variant("large", "float32", 1)
     result = (
         *(*cells(small, b1=0.1), *cells(Variant("small", "float32", 2), b1=0.2)),
@@ -228,7 +228,7 @@ def test_invalid_file_is_not_overwritten(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Be in an empty folder, with no settings from elsewhere, and leave torch's threads as they are."""
+    """Change to an empty folder, remove settings from the environment, and restore torch's threads."""
     for name in os.environ:
         if name.startswith("CAMSERVE_"):
             monkeypatch.delenv(name)
@@ -304,7 +304,7 @@ def test_models_default_to_those_of_the_file(folder):
 
 
 def test_another_precisions_maps_are_compared_for_the_same_class(monkeypatch):
-    """Float32 is like itself; a model with other weights, said to be another precision, is found out."""
+    """Float32 equals itself. A model with other weights that claims another precision is detected."""
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32", "bfloat16"))
     ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     kinds = ready.models["resnet18"]
@@ -348,7 +348,7 @@ def test_cpu_is_measured_in_its_native_precisions(can, monkeypatch):
     [("cuda:0", ("float32", "float16")), ("cuda:1", ("float32", "bfloat16", "float16"))],
 )
 def test_gpu_is_measured_in_its_native_precisions(monkeypatch, device, precisions):
-    """Below compute capability 8.0 bfloat16 is imitated."""
+    """GPUs below compute capability 8.0 emulate bfloat16."""
     capabilities = {torch.device("cuda:0"): (7, 5), torch.device("cuda:1"): (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
 
