@@ -128,12 +128,12 @@ def test_request_id_may_be_bytes() -> None:
 
 
 def test_faults_of_the_same_field_are_joined() -> None:
-    assert _errors.merged([("a", "x"), ("b", "y"), ("a", "z")]) == {"a": "x; z", "b": "y"}
+    assert _errors.join_faults([("a", "x"), ("b", "y"), ("a", "z")]) == {"a": "x; z", "b": "y"}
 
 
 def test_number_without_a_status_code_is_unknown() -> None:
-    assert _errors.code_of(3) is grpc.StatusCode.INVALID_ARGUMENT
-    assert _errors.code_of(99) is grpc.StatusCode.UNKNOWN
+    assert _errors.status_code(3) is grpc.StatusCode.INVALID_ARGUMENT
+    assert _errors.status_code(99) is grpc.StatusCode.UNKNOWN
 
 
 def test_messages_of_grpc_are_rephrased() -> None:

@@ -307,10 +307,10 @@ def test_gpu_that_ray_does_not_reserve_is_refused(device):
 def test_engine_starts_a_worker_for_each_visible_gpu_and_fails_without_one(gpus):
     for visible, expected in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
         gpus(*[(9, 0)] * visible)
-        assert devices.parse_devices(application.device_for("auto", visible)) == expected
+        assert devices.parse_devices(application.device_of("auto", visible)) == expected
     gpus()
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
-        devices.parse_devices(application.device_for("auto", 1))
+        devices.parse_devices(application.device_of("auto", 1))
 
 
 @pytest.mark.parametrize(

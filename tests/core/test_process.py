@@ -22,7 +22,7 @@ import numpy as np
 from camserve_server.core import process
 
 if sys.argv[1] == "kept":
-    process.keep_memory()
+    process.configure_allocator()
 faults = []
 
 def work():
@@ -45,7 +45,7 @@ from camserve_server.core import process
 def resident():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmRSS")) // 1024
 
-process.keep_memory()
+process.configure_allocator()
 before = resident()
 batch = [np.ones(25 * 2**20, np.float32) for _ in range(9)]
 most = resident()
@@ -58,7 +58,7 @@ import sys
 import numpy as np
 from camserve_server.core import process
 
-process.keep_memory()
+process.configure_allocator()
 process.TRIM_INTERVAL = 0
 heap = process.Heap(int(sys.argv[1]) * 2**20)
 before = process.resident()
@@ -76,7 +76,7 @@ class Ring:
     def __init__(self):
         self.me = self
 
-process.keep_objects()
+process.freeze_objects()
 before = len(gc.get_objects())
 ring = weakref.ref(Ring())
 gc.collect()

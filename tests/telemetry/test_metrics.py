@@ -231,7 +231,7 @@ def test_cancelled_requests_are_counted_by_reason(start):
 
 def test_every_reason_in_the_code_is_counted():
     code = "".join(path.read_text() for path in (ROOT / "service/camserve_server").rglob("*.py"))
-    given = set(re.findall(r'\bshed ?= ?"(\w+)"', code))
+    given = set(re.findall(r'\bshed_reason ?= ?"(\w+)"', code))
 
     assert given == set(prometheus.SHED_REASONS)
     assert errors.WorkerLost("x").shed_reason == "engine_lost"
@@ -283,7 +283,7 @@ def documented():
 def test_metrics_page_lists_every_metric_with_its_type_and_labels():
     memory = telemetry.Memory(1, 2, 3, 4)
     now = telemetry.ServerSnapshot(
-        ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.Engine("cuda:0", True, memory)]
+        ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.WorkerSnapshot("cuda:0", True, memory)]
     )
     metrics = prometheus.PrometheusMetrics(lambda: now)
     record = telemetry.RequestTrace(
