@@ -137,8 +137,8 @@ def test_package_missing_from_the_layers_breaks_their_contract(copied):
 def test_import_cycle_inside_a_package_breaks_a_contract(copied):
     package, broken = copied
     names = [path.stem for path in sorted((package / "jobs").glob("*.py")) if path.stem != "__init__"]
-    for one, other in (names[:2], names[1::-1]):
-        with (package / f"jobs/{one}.py").open("a") as file:
-            file.write(f"\nfrom camserve_server.jobs import {other}\n")
+    for name, other_name in (names[:2], names[1::-1]):
+        with (package / f"jobs/{name}.py").open("a") as file:
+            file.write(f"\nfrom camserve_server.jobs import {other_name}\n")
 
     assert "no circles BROKEN" in broken()

@@ -63,8 +63,8 @@ class Scope:
     def learn(self, target, value):
         """Record what a target holds after an assignment."""
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for one, its in zip(target.elts, value.elts, strict=True):
-                self.learn(one, its)
+            for element, element_value in zip(target.elts, value.elts, strict=True):
+                self.learn(element, element_value)
             return
         words = {word for word in map(word_of, target.elts if isinstance(target, ast.Tuple) else [target]) if word}
         if self.is_duration(value):

@@ -132,12 +132,12 @@ class Served:
 
 @contextmanager
 def served(*arguments, **options):
-    one = Served(*arguments, **options)
+    server_process = Served(*arguments, **options)
     try:
-        yield one
+        yield server_process
     finally:
-        one.process.kill()
-        one.process.wait()
+        server_process.process.kill()
+        server_process.process.wait()
 
 
 def connected(server):

@@ -165,10 +165,10 @@ def test_models_of_timm_are_explained_by_their_names(name):
     model = models.load(models.parse(f"{name}?weights=none&size=64"))
 
     for method in (*ROLLING, "legrad"):
-        found, result = answer(model, method, noise(4, 64))
-        assert found.shape == (4, 4)
-        assert found.min() >= 0
-        assert found.max() > found.min()
+        heatmap, result = answer(model, method, noise(4, 64))
+        assert heatmap.shape == (4, 4)
+        assert heatmap.min() >= 0
+        assert heatmap.max() > heatmap.min()
         assert not result.zero_gradient[0]
 
 

@@ -119,8 +119,8 @@ def zoo(request):
 def error_ratios(zoo, captures):
     """Yield the error ratios of the captured activation and gradient of each layer."""
     for name, capture in captures.items():
-        for place, found in enumerate((capture.activation, capture.gradient)):
-            yield error_ratio(found, zoo.plain[name][place], zoo.truth[name][place]), name
+        for place, tensor in enumerate((capture.activation, capture.gradient)):
+            yield error_ratio(tensor, zoo.plain[name][place], zoo.truth[name][place]), name
 
 
 def test_captured_activations_and_gradients_are_as_exact_as_plain_float32(zoo):

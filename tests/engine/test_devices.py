@@ -47,8 +47,8 @@ def _precision_as_before():
     torch.set_float32_matmul_precision(before[1])
 
 
-def correlation(one, other):
-    return np.corrcoef(one.ravel(), other.ravel())[0, 1]
+def correlation(first, second):
+    return np.corrcoef(first.ravel(), second.ravel())[0, 1]
 
 
 # -------------------------------------------------------------------------------------------- what needs no GPU to show
@@ -57,9 +57,9 @@ def correlation(one, other):
 def test_tensors_fetched_together_are_unchanged():
     tensors = [torch.randn(3, 4), torch.randn(2, 3, 4).requires_grad_(), torch.randn(1).bfloat16(), torch.zeros(0, 2)]
 
-    for found, one in zip(fetch_arrays(tensors), tensors, strict=True):
-        assert (found.dtype, found.shape) == (np.float32, tuple(one.shape))
-        assert (found == one.detach().float().numpy()).all()
+    for array, tensor in zip(fetch_arrays(tensors), tensors, strict=True):
+        assert (array.dtype, array.shape) == (np.float32, tuple(tensor.shape))
+        assert (array == tensor.detach().float().numpy()).all()
 
 
 def test_models_copy_has_the_same_weights_and_shares_none_of_them():
@@ -119,9 +119,9 @@ def test_second_derivatives_do_not_change_attention_in_other_threads(monkeypatch
 
     assert torch.backends.cuda.flash_sdp_enabled()
     assert beside["fused"]
-    for kind, one in alone.items():
-        assert beside[kind].score == one.score
-        assert np.array_equal(beside[kind].maps[0][0], one.maps[0][0])
+    for kind, expected in alone.items():
+        assert beside[kind].score == expected.score
+        assert np.array_equal(beside[kind].maps[0][0], expected.maps[0][0])
     assert np.array_equal(mine.maps[0][0], alone["curvature"].maps[0][0])
 
 

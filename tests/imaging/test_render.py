@@ -34,8 +34,8 @@ def alone(photo=PHOTO, heatmap=MAP, seen=SEEN, **options):
     return pixels(render.draw(photo, render.intensity(heatmap), seen, Rendering(heatmap_image="png", **options))[1])
 
 
-def differ(one, other):
-    return np.abs(one.astype(int) - other).max()
+def differ(first, second):
+    return np.abs(first.astype(int) - second).max()
 
 
 def hot_cell(row, column, shape=(7, 7)):

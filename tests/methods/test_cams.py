@@ -269,16 +269,16 @@ OPPOSITES = (ContrastTarget(281, 282), ContrastTarget(282, 281))
 def test_sign_of_eigencam_is_that_of_the_scores_slope_along_the_component():
     """The docstring states the sign: v · Σg ≥ 0."""
     activations, gradients = drawn(6, 8, 3, 4)
-    for a, g, found in zip(activations, gradients, weigh("eigencam", activations, gradients), strict=True):
+    for a, g, heatmap in zip(activations, gradients, weigh("eigencam", activations, gradients), strict=True):
         rows = a.flatten(1).T - a.flatten(1).mean(1)
-        v = rows.T @ found.flatten()  # the map is (A - mean) v, and v an eigenvector of the covariance
+        v = rows.T @ heatmap.flatten()  # the map is (A - mean) v, and v an eigenvector of the covariance
         assert float(v @ g.sum((1, 2))) >= 0
 
 
 def test_principal_component_equals_numpys():
     terms, _ = drawn(3, 8, 3, 4)
-    for one, found in zip(terms.double().numpy(), principal(terms).numpy(), strict=True):
-        assert error_ratio(found, numpys(one.astype(np.float32)), numpys(one)) <= 1
+    for term, heatmap in zip(terms.double().numpy(), principal(terms).numpy(), strict=True):
+        assert error_ratio(heatmap, numpys(term.astype(np.float32)), numpys(term)) <= 1
 
 
 def numpys(terms):
@@ -301,8 +301,8 @@ def test_kpcacam_refuses_a_grid_that_is_too_fine():
 
 
 def test_fem_ignores_the_target_and_is_zero_if_nothing_stands_out(resnet):
-    one, other = (maps(resnet, noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2))
-    np.testing.assert_array_equal(one, other)
+    first, second = (maps(resnet, noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2))
+    np.testing.assert_array_equal(first, second)
     assert not weigh("fem", *drawn(1, 8, 3, 4), k=10.0).any()
 
 
@@ -368,12 +368,12 @@ def test_smooth_grad_cam_plus_plus_without_noise_is_grad_cam_plus_plus(smooth):
 
 
 def test_smooth_grad_cam_plus_plus_depends_on_its_seed_alone(smooth):
-    one, again, other = (
+    first, repeated, other_seed = (
         found_on(smooth, noise(0, 16), call("smoothgradcam_plus_plus", samples=3, seed=seed), "conv")
         for seed in (4, 4, 5)
     )
-    np.testing.assert_array_equal(one, again)
-    assert gap(one, other) > 0.01
+    np.testing.assert_array_equal(first, repeated)
+    assert gap(first, other_seed) > 0.01
 
 
 def test_smooth_grad_cam_plus_plus_weights_the_images_own_feature_maps(smooth):

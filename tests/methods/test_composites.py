@@ -199,9 +199,9 @@ def test_windows_with_zero_maps_or_probabilities_give_a_zero_map():
 
 def test_weight_of_a_window_is_a_probability(resnet):
     rows = [Row(noise(0, 64), target) for target in (ClassTarget(3), ContrastTarget(3, 4), ProbabilityTarget(3))]
-    one, contrast, probability = run(resnet, rows, kind="score")
-    shares = np.exp(one.logits - one.logits.max()) / np.exp(one.logits - one.logits.max()).sum()
-    assert weight_probability(resnet.info.task, one) == pytest.approx(shares[3], rel=1e-4)
+    rank, contrast, probability = run(resnet, rows, kind="score")
+    shares = np.exp(rank.logits - rank.logits.max()) / np.exp(rank.logits - rank.logits.max()).sum()
+    assert weight_probability(resnet.info.task, rank) == pytest.approx(shares[3], rel=1e-4)
     assert weight_probability(resnet.info.task, contrast) == pytest.approx(1 / (1 + np.exp(-contrast.score)), rel=1e-4)
     assert weight_probability(resnet.info.task, probability) == pytest.approx(shares[3], rel=1e-4)
 
@@ -219,8 +219,8 @@ def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
     """Completeness (equation 3) of a network of ReLUs and linear layers, in float64 because the terms cancel."""
     model = exact(biased)
     pictures = inputs(model, noise(0, 64), noise(1, 64)).requires_grad_()
-    said, biases = bias.run_with_biases(model, pictures)
-    scores = said.values[:, 7]
+    outputs, biases = bias.run_with_biases(model, pictures)
+    scores = outputs.values[:, 7]
     terms = bias.score_terms(scores, pictures, biases)
     total = sum(each.sum((1, 2, 3)) for each in terms) + model.module.fc.bias[7]
     assert len(biases) == sum(isinstance(module, nn.BatchNorm2d) for module in model.module.modules())
@@ -230,12 +230,12 @@ def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
 def test_fullgrad_without_a_batch_norms_mean_is_incomplete(biased):
     """A planted fault: a batch normalisation adds more than its bias parameter."""
     pictures = inputs(biased, noise(0, 64)).requires_grad_()
-    said, biases = bias.run_with_biases(biased, pictures)
+    outputs, biases = bias.run_with_biases(biased, pictures)
     layers = [module for module in biased.module.modules() if isinstance(module, nn.BatchNorm2d)]
-    terms = bias.score_terms(said.values[:, 7], pictures, biases)
+    terms = bias.score_terms(outputs.values[:, 7], pictures, biases)
     named = [t * (b.bias / each.value)[:, None, None] for t, each, b in zip(terms[1:], biases, layers, strict=False)]
     total = terms[0].sum() + sum(each.sum() for each in named) + biased.module.fc.bias[7]
-    assert gap(total.detach(), said.values[0, 7].detach()) > 0.05
+    assert gap(total.detach(), outputs.values[0, 7].detach()) > 0.05
 
 
 def test_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):

@@ -128,9 +128,11 @@ def test_smoothgrads_copies_share_a_batch_with_other_requests_unchanged(smooth):
 
 
 def test_same_seed_gives_the_same_map_and_another_seed_another(smooth):
-    one, again, other = (heatmap(smooth, noise(3, 16), call("smoothgrad", samples=2, seed=seed)) for seed in (4, 4, 5))
-    np.testing.assert_array_equal(one, again)
-    assert gap(one, other) > 0.01
+    first, repeated, other_seed = (
+        heatmap(smooth, noise(3, 16), call("smoothgrad", samples=2, seed=seed)) for seed in (4, 4, 5)
+    )
+    np.testing.assert_array_equal(first, repeated)
+    assert gap(first, other_seed) > 0.01
 
 
 def test_no_two_copies_have_the_same_noise():
@@ -382,9 +384,9 @@ def test_vargrad_is_squaregrad_less_the_square_of_smoothgrad(curved):
 @pytest.mark.parametrize("name", ["smoothgrad", "squaregrad", "vargrad", "gradient_shap"])
 def test_same_seed_gives_the_same_bytes(curved, name):
     method = {"samples": 3, "noise": 0.2}
-    one, again, other = (heatmap(curved, noise(3, 24), call(name, seed=seed, **method)) for seed in (4, 4, 5))
-    assert one.tobytes() == again.tobytes()
-    assert gap(one, other) > 0.01
+    first, repeated, other_seed = (heatmap(curved, noise(3, 24), call(name, seed=seed, **method)) for seed in (4, 4, 5))
+    assert first.tobytes() == repeated.tobytes()
+    assert gap(first, other_seed) > 0.01
 
 
 def with_relus(theirs):

@@ -130,17 +130,17 @@ def test_request_runs_the_announced_number_of_rows(net, name):
 def test_maps_of_several_targets_equal_those_of_each_alone(net, name):
     method = call(name, **({"samples": 20} if "samples" in call(name).parameters else {}))
     targets = [ClassTarget(1), ContrastTarget(2, 3)]
-    for one, target in zip(heatmaps(net, method, targets), targets, strict=True):
+    for heatmap_of_target, target in zip(heatmaps(net, method, targets), targets, strict=True):
         expected = (heatmaps(model, method, [target], chunk=7)[0] for model in (net, exact(net)))
-        assert error_ratio(one, *expected) <= 1
+        assert error_ratio(heatmap_of_target, *expected) <= 1
 
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, name):
     few = {"samples": 20} if "samples" in call(name).parameters else {}
-    one, again, other = (heatmaps(net, call(name, seed=seed, **few))[0] for seed in (4, 4, 5))
-    assert one.tobytes() == again.tobytes()
-    assert gap(one, other) > 1e-3
+    first, repeated, other_seed = (heatmaps(net, call(name, seed=seed, **few))[0] for seed in (4, 4, 5))
+    assert first.tobytes() == repeated.tobytes()
+    assert gap(first, other_seed) > 1e-3
 
 
 # ----------------------------------------------------------------------------------------------------------- pixels

@@ -225,9 +225,9 @@ def test_max_sensitivity_equals_captum_with_the_same_noise(resnet):
 
 def test_similarity_of_maps_is_spearmans_rank_correlation():
     random = np.random.default_rng(0)
-    for one, other in (random.standard_normal((2, 7, 7)), random.integers(0, 4, (2, 7, 7))):
-        expected = stats.spearmanr(one, other, axis=None).statistic
-        assert repetition.rank_correlation(one, other) == pytest.approx(expected, abs=1e-12)
+    for first, second in (random.standard_normal((2, 7, 7)), random.integers(0, 4, (2, 7, 7))):
+        expected = stats.spearmanr(first, second, axis=None).statistic
+        assert repetition.rank_correlation(first, second) == pytest.approx(expected, abs=1e-12)
 
 
 def test_sparseness_is_the_gini_index_and_complexity_the_entropy(lite0, photos):
@@ -274,8 +274,8 @@ class Patch(nn.Module):
         nn.init.constant_(self.scale.weight, 0.5)
 
     def forward(self, image):
-        said = self.scale(image)[:, 0, 4:8, 8:12].mean((1, 2))
-        return torch.stack([torch.zeros_like(said), said], 1)
+        score = self.scale(image)[:, 0, 4:8, 8:12].mean((1, 2))
+        return torch.stack([torch.zeros_like(score), score], 1)
 
 
 def test_true_map_of_a_known_model_has_the_best_reading(plant):
@@ -483,12 +483,12 @@ def test_constant_map_has_no_reading_and_a_reason(plant):
 
 
 def test_every_metric_is_documented_and_yields_its_announced_edits(lite0, photos, gradcam):
-    for name, one in METRICS.items():
-        assert one.paper
-        assert one.about.__doc__.split("\n")[0].endswith(".")
-        if isinstance(one, PerturbationMetric):
+    for name, metric_ in METRICS.items():
+        assert metric_.paper
+        assert metric_.about.__doc__.split("\n")[0].endswith(".")
+        if isinstance(metric_, PerturbationMetric):
             parameters = metric(name, **few(name)).parameters
-            judging, edits = one.judge(shown_to(lite0, photos["chelsea"], gradcam), **parameters), 0
+            judging, edits = metric_.judge(shown_to(lite0, photos["chelsea"], gradcam), **parameters), 0
             edited = next(judging)
             while edited is not None:
                 edits += len(edited)
@@ -496,7 +496,7 @@ def test_every_metric_is_documented_and_yields_its_announced_edits(lite0, photos
                     edited = judging.send(np.full(len(edited), 0.5, np.float32))
                 except StopIteration:
                     edited = None
-            assert edits == one.count(**parameters)
+            assert edits == metric_.count(**parameters)
 
 
 def test_missing_boxes_and_empty_maps_are_handled():

@@ -107,14 +107,18 @@ def test_every_metric_is_listed_with_its_paper_and_parameters(client):
     listed = {each.name: each for each in client.metrics()}
 
     assert list(listed) == list(METRICS)
-    for name, one in METRICS.items():
-        told = listed[name]
-        assert (told.paper, told.higher_is_better, told.needs_box) == (one.paper, one.higher_is_better, one.boxed)
-        assert [each.name for each in told.parameters] == [each.name for each in one.parameters]
-        assert told.summary
-        assert told.formula
+    for name, metric in METRICS.items():
+        described = listed[name]
+        assert (described.paper, described.higher_is_better, described.needs_box) == (
+            metric.paper,
+            metric.higher_is_better,
+            metric.boxed,
+        )
+        assert [each.name for each in described.parameters] == [each.name for each in metric.parameters]
+        assert described.summary
+        assert described.formula
     assert (listed["deletion"].rows, listed["road"].rows, listed["sparseness"].rows) == (20, 18, 0)
-    assert [name for name, told in listed.items() if told.repeats] == ["max_sensitivity", "randomisation"]
+    assert [name for name, described in listed.items() if described.repeats] == ["max_sensitivity", "randomisation"]
 
 
 def test_randomised_weights_do_not_affect_other_requests(served, client):

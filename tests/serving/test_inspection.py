@@ -183,11 +183,13 @@ def test_channels_are_ranked_by_the_magnitude_of_their_gradient_weight(extract):
 
 def test_map_of_a_channel_is_the_same_in_either_rank(extract):
     by_activation, by_gradient = (extract(layer=GRID, top=256, rank=rank) for rank in (1, 2))
-    one, other = ({c.index: m for c, m in zip(r.channels, maps(r), strict=True)} for r in (by_activation, by_gradient))
+    activation_maps, gradient_maps = (
+        {c.index: m for c, m in zip(r.channels, maps(r), strict=True)} for r in (by_activation, by_gradient)
+    )
 
-    assert by_activation.channel_count == len(one) == len(other)  # fewer than were asked for
+    assert by_activation.channel_count == len(activation_maps) == len(gradient_maps)  # fewer than were asked for
     assert [c.index for c in by_activation.channels] != [c.index for c in by_gradient.channels]
-    assert all(np.allclose(one[index], other[index], atol=1e-6) for index in one)
+    assert all(np.allclose(activation_maps[index], gradient_maps[index], atol=1e-6) for index in activation_maps)
 
 
 def test_weights_times_maps_add_up_to_gradcam(stub, extract):
@@ -289,9 +291,9 @@ def test_constant_tile_has_the_lowest_colour_and_non_finite_cells_are_grey():
 @pytest.mark.parametrize("grid", [(1, 1), (7, 7), (3, 50), (50, 3), (112, 112), (300, 200)])
 @pytest.mark.parametrize("count", [1, 2, 3, 9, 256])
 def test_tiles_of_any_grid_and_number_fit_the_picture(grid, count):
-    one = np.arange(grid[0] * grid[1], dtype=np.float32).reshape(grid)
-    height, width = tiles._tile_size(one)
-    picture = drawn(*[one] * count)
+    heatmap = np.arange(grid[0] * grid[1], dtype=np.float32).reshape(grid)
+    height, width = tiles._tile_size(heatmap)
+    picture = drawn(*[heatmap] * count)
 
     assert max(height, width) <= tiles.SIDE
     assert (height % grid[0], width % grid[1]) == (0, 0) or max(grid) > tiles.SIDE
@@ -373,12 +375,12 @@ def test_invalid_extraction_is_refused_with_the_name_of_its_field(served, extrac
 
 def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract, monkeypatch):
     whole = extract(layer=GRID, top=16)
-    one = 4 * whole.grid_height * whole.grid_width
+    bytes_per_map = 4 * whole.grid_height * whole.grid_width
     read = codec.read_extraction
-    monkeypatch.setattr(codec, "read_extraction", lambda *given: read(*given[:2], Limits(raw_bytes=7 * one)))
+    monkeypatch.setattr(codec, "read_extraction", lambda *given: read(*given[:2], Limits(raw_bytes=7 * bytes_per_map)))
     code, field, words = refusal(extract, layer=GRID, top=8)
 
     assert (code, field) == ("INVALID_ARGUMENT", "top")
     assert words.endswith("request at most 7")
-    assert len(extract(layer=GRID, top=7).maps) == 7 * one
+    assert len(extract(layer=GRID, top=7).maps) == 7 * bytes_per_map
     assert len(extract(layer=GRID, top=8, raw=False, picture=1).picture.data) > 0

@@ -65,10 +65,10 @@ def batches_of(model, image, name, target):
     return batches
 
 
-def check_equal(found, answer, cpu):
+def check_equal(result, answer, cpu):
     """Compare a result with the CPU's, with and without the accelerated copy, by the distances from float64."""
     truth = answer(exact(cpu))
-    assert min(error_ratio(found, answer(each), truth) for each in (plain(cpu), cpu)) <= 1
+    assert min(error_ratio(result, answer(each), truth) for each in (plain(cpu), cpu)) <= 1
 
 
 @contextmanager
@@ -339,9 +339,9 @@ def test_read_before_the_backward_pass_is_detected(pair, monkeypatch, record):
     engine = Engine({gpu.info.name: gpu})
     engine.run(pass_, rows)
 
-    def reading(said):
-        said.values.tolist()
-        return list(said.values.detach())
+    def reading(outputs):
+        outputs.values.tolist()
+        return list(outputs.values.detach())
 
     monkeypatch.setattr("camserve_server.targets.summary", reading)
     record.clear()

@@ -45,20 +45,20 @@ LOGITS = torch.tensor([[0.5, 3.0, -1.0, 2.0], [9.0, -9.0, 4.0, 1.0], [0.0, 1.0, 
 
 
 @pytest.fixture
-def said(resnet):
+def outputs(resnet):
     """Return random logits of a classifier."""
     return Outputs(resnet.info, LOGITS)
 
 
-def test_rank_resolves_to_the_class_at_that_rank(said):
+def test_rank_resolves_to_the_class_at_that_rank(outputs):
     asked = [RankTarget(0), RankTarget(1), RankTarget(3)]
-    assert targets.resolve(said, asked) == [ClassTarget(1), ClassTarget(2), ClassTarget(0)]
+    assert targets.resolve(outputs, asked) == [ClassTarget(1), ClassTarget(2), ClassTarget(0)]
 
 
-def test_targets_that_do_not_depend_on_the_prediction_stay_as_they_are(said):
+def test_targets_that_do_not_depend_on_the_prediction_stay_as_they_are(outputs):
     fixed = [ClassTarget(2), ContrastTarget(3, 0)]
-    assert targets.resolve(said[:2], fixed) == fixed
-    assert targets.resolve(said, [*fixed, RankTarget(0)]) == [*fixed, ClassTarget(3)]
+    assert targets.resolve(outputs[:2], fixed) == fixed
+    assert targets.resolve(outputs, [*fixed, RankTarget(0)]) == [*fixed, ClassTarget(3)]
 
 
 def test_every_kind_of_target_has_its_own_name():
@@ -66,15 +66,15 @@ def test_every_kind_of_target_has_its_own_name():
     assert len(set(names)) == len(names) == 8
 
 
-def test_scores_of_mixed_kinds_are_those_of_each_target_alone(said):
+def test_scores_of_mixed_kinds_are_those_of_each_target_alone(outputs):
     mixed = [ContrastTarget(1, 3), FinerTarget(0, (1, 2)), ProbabilityTarget(2)]
-    alone = [targets.scores(said[slice(i, i + 1)], [each])[0] for i, each in enumerate(mixed)]
-    assert targets.scores(said, mixed).tolist() == torch.stack(alone).tolist()
+    alone = [targets.scores(outputs[slice(i, i + 1)], [each])[0] for i, each in enumerate(mixed)]
+    assert targets.scores(outputs, mixed).tolist() == torch.stack(alone).tolist()
 
 
-def test_scoring_a_rank_that_was_not_resolved_is_an_error(said):
+def test_scoring_a_rank_that_was_not_resolved_is_an_error(outputs):
     with pytest.raises(TypeError, match="rank 1 is not resolved"):
-        targets.scores(said[:1], [RankTarget(1)])
+        targets.scores(outputs[:1], [RankTarget(1)])
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_score_that_is_a_probability_is_its_own_weight(target):
     assert targets.weight_probability("detect", RowResult(np.zeros(2, np.float32), target, 0.3)) == 0.3
 
 
-def test_score_is_a_logit_or_the_difference_of_two(said):
+def test_score_is_a_logit_or_the_difference_of_two(outputs):
     asked = [ClassTarget(3), ContrastTarget(0, 2), ClassTarget(0)]
-    assert targets.scores(said, asked).tolist() == [2.0, 5.0, 0.0]
-    assert targets.scores(said, [ClassTarget(0)] * 3).tolist() == [0.5, 9.0, 0.0]
+    assert targets.scores(outputs, asked).tolist() == [2.0, 5.0, 0.0]
+    assert targets.scores(outputs, [ClassTarget(0)] * 3).tolist() == [0.5, 9.0, 0.0]
 
 
 def test_score_is_never_a_softmax(lite0, photos):
@@ -217,8 +217,8 @@ def test_probability_and_gradient_are_those_of_softmax_or_sigmoid(resnet, apart)
         logits = model.module(image)
         score = targets.scores(Outputs(model.info, logits), [ProbabilityTarget(7, apart=apart)])[0]
         theirs = (logits.sigmoid() if apart else logits.softmax(1))[0, 7]
-        for place, one in ((result, score), (expected, theirs)):
-            place.append((one.detach(), torch.autograd.grad(one, image, retain_graph=True)[0]))
+        for place, value in ((result, score), (expected, theirs)):
+            place.append((value.detach(), torch.autograd.grad(value, image, retain_graph=True)[0]))
     for ours, plain, truth in zip(result[0], *expected, strict=True):
         assert error_ratio(ours, plain, truth) <= 1
 
@@ -301,8 +301,8 @@ def test_kinds_of_target_mix_in_a_batch(resnet):
         run(resnet, [Row(image, each, (call("gradcam"),)) for each in asked], ["layer4"]),
         exact(resnet),
     )
-    for one, row in zip(asked, together, strict=True):
-        asked_alone = [Row(image, one, (call("gradcam"),))]
+    for target, row in zip(asked, together, strict=True):
+        asked_alone = [Row(image, target, (call("gradcam"),))]
         (alone,), (truth,) = (run(model, asked_alone, ["layer4"]) for model in (resnet, in_float64))
         assert alone.target == row.target
         assert error_ratio(row.maps[0][0], alone.maps[0][0], truth.maps[0][0]) <= 1

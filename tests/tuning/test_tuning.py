@@ -47,8 +47,8 @@ def cells(line, **seconds):
     return tuple(Measurement(line, int(name[1:]), took) for name, took in seconds.items())
 
 
-def chosen(*found, latency=1.0, usual="float32", **options):
-    return choice.choose(Survey(found, ()), {"net": usual}, latency, **options)
+def chosen(*measured_cells, latency=1.0, usual="float32", **options):
+    return choice.choose(Survey(measured_cells, ()), {"net": usual}, latency, **options)
 
 
 # Measurements
@@ -86,9 +86,9 @@ def test_time_limit_is_kept_and_skipped_batches_are_reported(seconds):
     result = machine.survey([ONE, TWO, HALF], seconds)
     assert machine.now <= seconds + 0.9
     assert result.left_out
-    told = {(cell.variant, cell.batch) for cell in result.measurements} | set(result.left_out)
+    attempted_cells = {(cell.variant, cell.batch) for cell in result.measurements} | set(result.left_out)
     for line in (ONE, TWO, HALF):
-        batches = [batch for its, batch in told if its == line]
+        batches = [batch for its, batch in attempted_cells if its == line]
         assert sorted(batches) == list(survey.BATCHES[: len(batches)])
 
 
@@ -156,9 +156,12 @@ def test_choice_is_fair_to_several_models():
 # Report
 
 
-def tuned(*found, left=(), **options):
+def tuned(*measured_cells, left=(), **options):
     return report.TuningResult(
-        Survey(found, left), chosen(*found, **options), {("net", "bfloat16"): 0.99987}, {"net": "net=timm:resnet18"}
+        Survey(measured_cells, left),
+        chosen(*measured_cells, **options),
+        {("net", "bfloat16"): 0.99987},
+        {"net": "net=timm:resnet18"},
     )
 
 
@@ -327,12 +330,12 @@ def test_failure_in_a_precision_names_the_model(monkeypatch):
         ready.run(Variant("resnet18", "float32", torch.get_num_threads()), 1)
 
 
-@pytest.mark.parametrize(("load", "told"), [((9.0, 0, 0), True), ((0.1, 0, 0), False)])
-def test_busy_machine_is_reported(load, told, monkeypatch, capsys):
+@pytest.mark.parametrize(("load", "reported"), [((9.0, 0, 0), True), ((0.1, 0, 0), False)])
+def test_busy_machine_is_reported(load, reported, monkeypatch, capsys):
     monkeypatch.setattr(os, "getloadavg", lambda: load)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     commands._announce(["net"], 60)
-    assert ("busy (load 9.0)" in capsys.readouterr().err) is told
+    assert ("busy (load 9.0)" in capsys.readouterr().err) is reported
 
 
 @pytest.mark.parametrize("can", ["amx_bf16", "avx512_bf16", ""])
