@@ -76,7 +76,7 @@ def call(line, rpc, request, timeout=30):
     return line.unary_unary(f"/{oip.NAME}/{rpc}", type(request).SerializeToString, answer)(request, timeout=timeout)
 
 
-# -------------------------------------------------------------------------------------------------- what it means
+# ------------------------------------------------------------------------------------------------------- requests
 
 
 def test_default_inference_is_gradcam_of_the_predicted_class(served):
@@ -333,7 +333,7 @@ def test_nine_images_of_pixels_are_refused():
     assert error.message == "9 images, and 8 is the limit"
 
 
-# --------------------------------------------------------------------------------------- what is wrong with the rest
+# -------------------------------------------------------------------------------------------------- invalid requests
 
 REFUSED = {
     "grdcam": ({"method": "grdcam"}, 'parameters["method"]', '(did you mean "gradcam"?)'),
@@ -509,7 +509,7 @@ def raise_within(error):
         raise error
 
 
-# --------------------------------------------------------------------------------------------------- what comes back
+# --------------------------------------------------------------------------------------------------------- responses
 
 
 def test_response_equals_that_of_the_camserve_api(served, line):
@@ -674,7 +674,7 @@ def test_reflection_lists_the_service_by_its_wire_name():
         pool.FindMessageTypeByName("open_inference.v2.ModelInferRequest")
 
 
-# ------------------------------------------------------------------------------------------------------ the document
+# ----------------------------------------------------------------------------------------------------- documentation
 
 
 def table(name):

@@ -228,7 +228,7 @@ def test_unprintable_request_id_is_replaced(sent):
     assert len(replaced) == 32
 
 
-# ---------------------------------------------------------------------------------------------------- room and waiting
+# ----------------------------------------------------------------------------------- queue, deadlines, cancelled calls
 
 
 def brightest(activations, _gradients, _scores, *, power):
@@ -382,7 +382,7 @@ async def test_request_larger_than_the_limit_is_refused_unread(serving):
     assert "larger than" in error.message
 
 
-# ------------------------------------------------------------------------------------------------------------- stream
+# ------------------------------------------------------------------------------------------------------------ streams
 
 
 @pytest.mark.parametrize("kind", [*KINDS, RuntimeError])
@@ -674,7 +674,7 @@ async def test_deadline_of_a_stream_ends_it_and_frees_the_queue(server):
     assert server.batcher.stats.rows == 0
 
 
-# -------------------------------------------------------------------------------------------------- starting, stopping
+# ------------------------------------------------------------------------------------------------------ start and stop
 
 
 async def test_draining_stream_answers_accepted_requests_then_ends_unavailable(server):

@@ -300,8 +300,8 @@ def test_receipt_is_replayed(run: Any, photos: Any, receipt: Any) -> None:
 
 
 def test_replay_with_equal_numbers_and_another_version_succeeds(run: Any, photos: Any, receipt: Any) -> None:
-    said = {**json.loads(receipt.read_text()), "versions": {"camserve": "0.9"}}
-    receipt.write_text(json.dumps(said))
+    changed = {**json.loads(receipt.read_text()), "versions": {"camserve": "0.9"}}
+    receipt.write_text(json.dumps(changed))
 
     done = run("replay", receipt, photos / "cat.jpg")
 

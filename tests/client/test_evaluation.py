@@ -44,9 +44,9 @@ async def test_every_argument_of_evaluate_is_sent(client: Any, server: Any) -> N
     assert (asked.box.left, asked.box.top, asked.box.right, asked.box.bottom) == BOX
 
 
-@pytest.mark.parametrize("one", ["deletion", ("deletion", {"steps": 2}), camserve.Metric("deletion")])
-def test_one_metric_needs_no_list(one: Any) -> None:
-    asked = _metrics.request(explain_pb2.ExplainRequest(), one, camserve.Box(1, 2, 3, 4))
+@pytest.mark.parametrize("metric", ["deletion", ("deletion", {"steps": 2}), camserve.Metric("deletion")])
+def test_one_metric_needs_no_list(metric: Any) -> None:
+    asked = _metrics.request(explain_pb2.ExplainRequest(), metric, camserve.Box(1, 2, 3, 4))
 
     assert [each.name for each in asked.metrics] == ["deletion"]
     assert asked.box.bottom == 4

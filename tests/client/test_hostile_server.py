@@ -146,10 +146,10 @@ def test_valid_picture_is_decoded(kind: str) -> None:
 
 
 def test_json_output_escapes_the_same_characters() -> None:
-    said = _tables.as_json({"label": EVIL})
+    text = _tables.as_json({"label": EVIL})
 
-    assert json.loads(said) == {"label": EVIL}
-    assert not OBEYED.search(said)
+    assert json.loads(text) == {"label": EVIL}
+    assert not OBEYED.search(text)
 
 
 def wrong(change: Callable[[Any], object]) -> bytes:

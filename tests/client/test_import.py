@@ -52,15 +52,15 @@ def test_names_defined_in_public_modules_are_documented(module: str) -> None:
 
 def private_names(source: str) -> set[str]:
     """Return the private modules and names of the client that a program uses."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{each.name}" for each in node.names}
+            names |= {f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
+            names |= {each.name for each in node.names}
         elif isinstance(node, ast.Attribute):
-            found.add(ast.unparse(node))
-    return {name for name in found if name.startswith("camserve.") and "._" in name}
+            names.add(ast.unparse(node))
+    return {name for name in names if name.startswith("camserve.") and "._" in name}
 
 
 def test_server_uses_only_public_modules_of_the_client() -> None:

@@ -130,9 +130,9 @@ def test_real_servers_share_calls_and_return_the_same_scores() -> None:
     net = "torchvision:squeezenet1_1?weights=none&size=64"
     photo = np.random.default_rng(0).integers(0, 256, (80, 80, 3), np.uint8)
     with (
-        camserve_server.running(f"one={net}") as one,
-        camserve_server.running(f"two={net}") as two,
-        camserve.Client(f"ipv4:{one},{two}") as client,
+        camserve_server.running(f"one={net}") as first,
+        camserve_server.running(f"two={net}") as second,
+        camserve.Client(f"ipv4:{first},{second}") as client,
     ):
         wait_for_servers(client, {"one", "two"})
         results = [client.explain(photo) for _ in range(8)]

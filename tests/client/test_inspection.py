@@ -242,10 +242,10 @@ def test_inspect_command_prints_and_draws_readings(run: Any, server: Any, photo:
 
 
 def test_inspect_command_prints_readings_as_json(run: Any, photo: Any) -> None:
-    said = json.loads(run("inspect", photo, "--json").stdout)
+    readings = json.loads(run("inspect", photo, "--json").stdout)
 
-    assert [each["name"] for each in said] == ["stem", "body", "dead", "wild", "cut", "words"]
-    assert said[0]["gradient"]["norm"] == 0.02
+    assert [each["name"] for each in readings] == ["stem", "body", "dead", "wild", "cut", "words"]
+    assert readings[0]["gradient"]["norm"] == 0.02
 
 
 def test_features_command_writes_tiles_or_raw_maps(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:

@@ -92,12 +92,12 @@ def test_json_of_a_receipt_has_the_map_in_base64(receipt: camserve.Receipt) -> N
     import base64  # noqa: PLC0415 -- as another program would
     import hashlib  # noqa: PLC0415 -- the same
 
-    said = json.loads(receipt.to_json())["heatmap"]
-    data = base64.b64decode(said["data"])
+    stored = json.loads(receipt.to_json())["heatmap"]
+    data = base64.b64decode(stored["data"])
 
-    assert (said["height"], said["width"]) == (2, 3)
+    assert (stored["height"], stored["width"]) == (2, 3)
     np.testing.assert_array_equal(np.frombuffer(data, "<f4"), receipt.heatmap.ravel())
-    assert said["sha256"] == hashlib.sha256(data).hexdigest() == receipt.heatmap_sha256
+    assert stored["sha256"] == hashlib.sha256(data).hexdigest() == receipt.heatmap_sha256
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 0.1, -3e38])
@@ -169,10 +169,10 @@ def test_invalid_receipt_is_refused_with_a_reason(text: Any, words: str) -> None
     ],
 )
 def test_field_of_a_wrong_type_is_named(receipt: camserve.Receipt, name: str, value: Any, words: str) -> None:
-    said = {**json.loads(receipt.to_json()), name: value}
+    changed = {**json.loads(receipt.to_json()), name: value}
 
     with pytest.raises(camserve.InvalidArgument) as caught:
-        camserve.Receipt.from_json(json.dumps(said))
+        camserve.Receipt.from_json(json.dumps(changed))
 
     assert str(caught.value).startswith(f'"{name}" of the receipt ')
     assert words in str(caught.value)
@@ -181,11 +181,11 @@ def test_field_of_a_wrong_type_is_named(receipt: camserve.Receipt, name: str, va
 
 @pytest.mark.parametrize("name", ["heatmap", "fusion", "score", "method"])
 def test_field_that_is_missing_is_named(receipt: camserve.Receipt, name: str) -> None:
-    said = json.loads(receipt.to_json())
-    del said[name]
+    changed = json.loads(receipt.to_json())
+    del changed[name]
 
     with pytest.raises(camserve.InvalidArgument, match=f'the receipt has no "{name}"'):
-        camserve.Receipt.from_json(json.dumps(said))
+        camserve.Receipt.from_json(json.dumps(changed))
 
 
 @pytest.mark.parametrize("path", ["no/such.json", "a\0b", "."])
@@ -209,7 +209,7 @@ def test_replay_requests_everything_in_the_receipt(receipt: camserve.Receipt) ->
 
 
 def test_receipt_has_the_values_of_the_response() -> None:
-    said = explain_pb2.Explanation(
+    explanation = explain_pb2.Explanation(
         method="m",
         layer="a.b + c",
         fusion=explain_pb2.FUSION_MEAN,
@@ -219,7 +219,7 @@ def test_receipt_has_the_values_of_the_response() -> None:
         parameters={"n": explain_pb2.Parameter(number=3)},
     )
     response = explain_pb2.ExplainResponse(
-        model="tiny", explanations=[said], receipt=explain_pb2.Receipt(source="s", versions={"torch": "2"})
+        model="tiny", explanations=[explanation], receipt=explain_pb2.Receipt(source="s", versions={"torch": "2"})
     )
 
     receipt = _codec.result(response).explanations[0].receipt
@@ -239,10 +239,10 @@ def test_old_server_gives_no_receipt() -> None:
 
 async def test_receipt_of_a_similarity_has_the_reference_image(client: Any, server: Any) -> None:
     def likeness(_request: Any, request_id: str = "") -> Any:
-        said = explain_pb2.Explanation(resolved_target=explain_pb2.Target(similarity=explain_pb2.Similarity()))
+        similar = explain_pb2.Explanation(resolved_target=explain_pb2.Target(similarity=explain_pb2.Similarity()))
         plain = explain_pb2.Explanation(resolved_target=explain_pb2.Target(class_index=3))
         return explain_pb2.ExplainResponse(
-            request_id=request_id, explanations=[plain, said] * 2, receipt=explain_pb2.Receipt(source="s")
+            request_id=request_id, explanations=[plain, similar] * 2, receipt=explain_pb2.Receipt(source="s")
         )
 
     def stream(requests: Any, _: Any) -> Any:

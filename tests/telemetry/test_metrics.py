@@ -324,7 +324,7 @@ def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
         assert served.pipeline.batcher.telemetry is None
 
 
-# ------------------------------------------------------------------------------------------------------------ the port
+# ------------------------------------------------------------------------------------------------ the metrics endpoint
 
 
 def status(url, token=None, context=None):
