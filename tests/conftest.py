@@ -1,4 +1,4 @@
-"""Fixtures that tests of several rooms share, and hooks for every test run."""
+"""Fixtures that several test folders share, and hooks for every test run."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ __all__ = ["pytest_terminal_summary"]
 
 
 def pytest_collection_finish():
-    """Take the libraries and pytest's own objects out of the garbage collector's rounds.
+    """Exclude the objects of the libraries and of pytest from garbage collection.
 
     Tests and the code under test run the collector themselves: it took 0.3 s each time with all of them.
     """
@@ -37,7 +37,7 @@ def fork_server_process():
 
 @pytest.fixture(scope="module")
 def forked(fork_server_process):
-    """Worker processes of the tests start at once; otherwise each imports torch itself, which takes seconds."""
+    """Start worker processes from the fork server: otherwise each imports torch, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "_fork_servers", [fork_server_process])
         yield
@@ -45,7 +45,7 @@ def forked(fork_server_process):
 
 @pytest.fixture(autouse=True)
 def _logger_as_before():
-    """Undo `logs.configure` of commands: pytest's `caplog` gets what the server's logger hands on to the root."""
+    """Undo `logs.configure` of commands: pytest's `caplog` needs the server's logger to propagate to the root."""
     logger = logging.getLogger("camserve_server")
     before = list(logger.handlers), logger.level, logger.propagate
     yield
@@ -55,7 +55,7 @@ def _logger_as_before():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A model that is there at once."""
+    """A small model that loads immediately."""
     folder = tmp_path_factory.mktemp("nets")
     (folder / "server_nets.py").write_text(TINY)
     sys.path.insert(0, str(folder))
@@ -65,7 +65,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Have torch see GPUs, by their compute capabilities."""
+    """Make torch report GPUs with these compute capabilities."""
 
     def see(*capabilities):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
@@ -96,7 +96,7 @@ def photos():
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Load a model from a factory, as from a user's own module."""
+    """Return a function that loads a model from a factory, as from a user's own module."""
 
     def load(factory, size=16, **options):
         module = ModuleType("planted")

@@ -1,4 +1,4 @@
-"""Fixture for the rooms whose tests compute: torch has one thread, unless OMP_NUM_THREADS says otherwise."""
+"""Fixture for tests that compute: torch has one thread, unless OMP_NUM_THREADS sets another number."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A summary of skipped tests: each reason once, at the end, with how many tests it skipped.
+"""Summary of skipped tests at the end of a run: each reason once, with its number of tests.
 
 `tests/conftest.py` has pytest load the hook below. A run that is one of several writes its summary to the file that
 SKIPPED_FILE names, and `python tests/skipped.py FILE...` prints the summaries of all of them as one, and removes them.
@@ -38,7 +38,7 @@ def lines(found: Counter[str]) -> Iterable[str]:
 
 
 def main(paths: Iterable[str]) -> None:
-    """Print what several runs wrote as one summary."""
+    """Print the files of several runs as one summary."""
     found = Counter[str]()
     for path in map(Path, paths):
         if path.exists():

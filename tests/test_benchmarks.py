@@ -1,4 +1,4 @@
-"""The harness of `make bench` is alive: its smallest form runs, and what it finds is kept."""
+"""The harness of `make bench` runs in its smallest form, and its results are kept."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def server():
-    """One server for all, as starting it takes longer than measuring it."""
+    """One server for all tests, because its start takes longer than its measurement."""
     with serving.serving((TINY.spec("resnet18"),), "--threads", "1", program=stages.PROGRAM) as running:
         yield running
 
@@ -46,7 +46,7 @@ def rows_of(part):
     return {row[0]: row for table in part.tables for row in table.rows}
 
 
-def test_the_engine_is_timed_beside_a_plain_forward_pass():
+def test_engine_is_timed_together_with_a_plain_forward_pass():
     part = engine.measure(TINY, say=quietly)
 
     speeds = dict(zip(part.tables[0].columns, part.tables[0].rows[0], strict=True))
@@ -54,7 +54,7 @@ def test_the_engine_is_timed_beside_a_plain_forward_pass():
 
 
 @pytest.mark.slow
-def test_a_server_is_loaded_below_and_beyond_its_capacity():
+def test_server_is_measured_below_and_beyond_its_capacity():
     part = served.measure(TINY, say=quietly)
 
     closed, opened = part.tables
@@ -74,8 +74,8 @@ def test_every_stage_of_a_request_has_its_time():
 
 
 @pytest.mark.parametrize("where", stage_server.STAGES.values())
-def test_every_stage_is_found_in_the_service(where):
-    """Else the harness measures on without it: give it the new name in `stage_server.STAGES`."""
+def test_every_stage_exists_in_the_service(where):
+    """The harness would not measure a renamed stage: put the new name into `stage_server.STAGES`."""
     module, names = stage_server.found(where)
 
     assert callable(functools.reduce(getattr, names, module))
@@ -101,7 +101,7 @@ def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsy
     assert {"resnet18", "resnet18 float32"} == set(rows_of(part))
 
 
-def test_what_is_found_is_kept_beside_what_was_found_before(monkeypatch, tmp_path, capsys):
+def test_results_are_kept_together_with_earlier_ones(monkeypatch, tmp_path, capsys):
     results.write(results.Part("cost", [results.Table("Replaced", ("a",), [("1",)])]), "a command", 0.0, tmp_path)
     results.write(results.Part("long_requests", [results.Table("Kept", ("a",), [("1",)])]), "a command", 0.0, tmp_path)
     words = ["benchmarks", "cost", "--scale", "tiny", "--write", "--folder", str(tmp_path)]
@@ -118,7 +118,7 @@ def test_what_is_found_is_kept_beside_what_was_found_before(monkeypatch, tmp_pat
     assert "10 targets by 5 CAM methods" in capsys.readouterr().out
 
 
-def test_a_bar_says_whether_it_is_met():
+def test_bar_reports_if_it_is_met():
     part = results.Part("engine")
     part.at_least("speed", 1.0, 0.99)
     part.at_most("lateness", 6.0, 5.0, " ms")

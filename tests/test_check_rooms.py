@@ -1,4 +1,4 @@
-"""The checks of the server's rooms find each fault that is planted."""
+"""The checks of the server's packages find each planted fault."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def write(package, files):
 
 @pytest.fixture
 def package(tmp_path):
-    """A package without a fault: the border imports the wire, and the command what is public in the client."""
+    """A package without a fault: the API imports the codec, and the command imports the client's public names."""
     files = {
         "__init__.py": "",
         "__main__.py": "from camserve_server.cli import main\n",
@@ -40,7 +40,7 @@ def package(tmp_path):
     return tmp_path
 
 
-def test_sound_rooms_have_no_faults(package):
+def test_valid_packages_have_no_faults(package):
     assert list(check_rooms.faults(package)) == []
 
 
@@ -87,7 +87,7 @@ def test_each_planted_fault_is_found(package, name, text, fault):
     assert list(check_rooms.faults(package)) == [fault]
 
 
-def test_an_import_that_only_type_checkers_see_is_found(package):
+def test_import_that_only_type_checkers_see_is_found(package):
     write(package, {"core/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import grpc\n"})
 
     assert list(check_rooms.faults(package)) == ["core/a.py:3: imports grpc, which only api and cluster do"]
@@ -95,30 +95,30 @@ def test_an_import_that_only_type_checkers_see_is_found(package):
 
 @pytest.fixture
 def copied(tmp_path):
-    """Copy both packages and the contracts; return the server's, and what runs the contracts."""
+    """Copy both packages and the contracts; return the server's folder, and a function that runs the contracts."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("clients/python/camserve", "service/camserve_server"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
 
     def broken():
-        """Return what import-linter says, or nothing where every contract is kept."""
+        """Return import-linter's output, or an empty text if every contract is kept."""
         paths = {"PYTHONPATH": f"{tmp_path / 'service'}:{tmp_path / 'clients/python'}"}
         command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-        found = subprocess.run(
+        result = subprocess.run(
             command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=100, check=False
         )
-        return found.stdout if found.returncode else ""
+        return result.stdout if result.returncode else ""
 
     return tmp_path / "service/camserve_server", broken
 
 
 def place_of(package, layer):
-    """Return where a line can be added to a layer: its module, or that of its package."""
+    """Return the file to which a line of a layer can be added: its module, or the `__init__` of its package."""
     return package / layer / "__init__.py" if (package / layer).is_dir() else package / f"{layer}.py"
 
 
-def test_an_import_upward_breaks_the_contract_of_the_layers(copied):
+def test_import_upward_breaks_the_contract_of_the_layers(copied):
     package, broken = copied
     assert broken() == ""
     with place_of(package, BOTTOM).open("a") as file:
@@ -127,18 +127,18 @@ def test_an_import_upward_breaks_the_contract_of_the_layers(copied):
     assert f"camserve_server.{BOTTOM} is not allowed to import camserve_server.{TOP}" in broken()
 
 
-def test_a_room_without_a_place_breaks_the_contract_of_the_layers(copied):
+def test_package_missing_from_the_layers_breaks_their_contract(copied):
     package, broken = copied
     write(package, {"attic/__init__.py": ""})
 
     assert "camserve_server.attic" in broken()
 
 
-def test_a_circle_inside_of_a_room_breaks_a_contract(copied):
+def test_import_cycle_inside_a_package_breaks_a_contract(copied):
     package, broken = copied
     names = [path.stem for path in sorted((package / "jobs").glob("*.py")) if path.stem != "__init__"]
-    for one, other in (names[:2], names[1::-1]):
-        with (package / f"jobs/{one}.py").open("a") as file:
-            file.write(f"\nfrom camserve_server.jobs import {other}\n")
+    for name, other_name in (names[:2], names[1::-1]):
+        with (package / f"jobs/{name}.py").open("a") as file:
+            file.write(f"\nfrom camserve_server.jobs import {other_name}\n")
 
     assert "no circles BROKEN" in broken()

@@ -1,4 +1,4 @@
-"""The checks of sizes, names and texts find each fault that is planted, and nothing in text without one."""
+"""The checks of sizes, names and texts find each planted fault, and nothing in text without one."""
 
 import pytest
 from tools import check_style

@@ -1,4 +1,4 @@
-"""What the documents say is so."""
+"""The documents agree with the code."""
 
 import importlib.util
 import re
@@ -45,7 +45,7 @@ def settings_table():
 
 
 def code(document, opening):
-    """The code block of a document that begins with these words, without its indentation."""
+    """Return the code block of a document that begins with these words, without its indentation."""
     for indent, block in re.findall(r"^( *)```python\n(.*?)^ *```", document, re.DOTALL | re.MULTILINE):
         text = "\n".join(line.removeprefix(indent) for line in block.splitlines())
         if text.startswith(opening):
@@ -79,7 +79,7 @@ def test_readme_counts_methods_metrics_and_colour_maps():
 def test_evaluation_page_lists_every_metric_and_which_way_is_better():
     listed = re.findall(r"^\| `(\w+)` \| (lower|higher) ", page("evaluation"), re.MULTILINE)
 
-    assert listed == [(name, "higher" if one.higher_is_better else "lower") for name, one in metrics.METRICS.items()]
+    assert listed == [(name, "higher" if each.higher_is_better else "lower") for name, each in metrics.METRICS.items()]
 
 
 def test_client_page_lists_every_colour_map():
@@ -100,7 +100,7 @@ def test_errors_page_lists_every_error_class():
 
 
 def links():
-    """Every link of the documents to a file of the project, with its heading if it names one."""
+    """Yield every link of the documents to a file of the project, with its heading if it names one."""
     for path in (
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
@@ -146,7 +146,7 @@ def test_readme_client_example_runs_as_printed(embedded, tmp_path, monkeypatch, 
     assert (tmp_path / "why.jpg").stat().st_size > 10_000
 
 
-def test_readme_three_lines_explain_a_network_of_this_process(tmp_path, monkeypatch):
+def test_readme_explainer_example_runs_as_printed(tmp_path, monkeypatch):
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     names = {"network": resnet18(num_classes=5), "labels": list("abcde")}
@@ -249,15 +249,15 @@ def test_receipts_page_example_runs_as_printed(paste, capsys):
 
 @pytest.fixture
 def table():
-    """The table of methods, which is as it was afterwards, its order too."""
+    """The table of methods. Its content and order are restored after the test."""
     kept = dict(methods.METHODS)
     yield methods.METHODS
     methods.METHODS.clear()
     methods.METHODS.update(kept)
 
 
-def test_a_method_is_one_function_and_one_line(table):
-    """CONTRIBUTING's example, added while the server runs: every request, target, batch and picture takes it."""
+def test_contributing_method_example_is_one_function_and_one_line(table):
+    """The example of CONTRIBUTING, added to a running server, works in requests, targets, batches and pictures."""
     names = {"Tensor": torch.Tensor}
     exec(code(CONTRIBUTING, "def gradcam_elementwise"), names)  # noqa: S102 -- that is the promise
     line = code(CONTRIBUTING, '"gradcam_elementwise"')
@@ -280,14 +280,14 @@ def test_a_method_is_one_function_and_one_line(table):
 
 
 def generator(name):
-    """A script that writes a page."""
+    """Return the module of a script that writes a page."""
     spec = importlib.util.spec_from_file_location(f"generate_{name}", ROOT / "docs" / "generate" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_page_of_methods_is_what_the_servers_own_table_says():
+def test_methods_page_agrees_with_the_servers_table():
     script = generator("methods_page")
 
     assert script.PAGE.read_text(encoding="utf-8") == script.text(), "run 'make gallery'"
@@ -302,7 +302,7 @@ def test_every_method_has_a_gallery_picture_or_a_reason():
         assert (ROOT / "docs" / pictured[1]).exists() if pictured else "needs" in cell
 
 
-def test_every_method_of_attention_is_pictured_and_judged_on_a_transformer():
+def test_every_attention_method_is_shown_and_evaluated_on_a_transformer():
     section = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").partition("## On a transformer\n")[2]
     assert (ROOT / "docs" / "images" / "gallery" / "collage.jpg").exists()
     for name in (
@@ -317,7 +317,7 @@ def test_every_method_of_attention_is_pictured_and_judged_on_a_transformer():
             assert value == 0.25 if name == "attention_rollout" else value > 0.25
 
 
-def test_a_photo_of_the_gallerys_collages_is_in_the_quarter_that_is_said_to_be_its():
+def test_photos_of_the_gallery_collages_are_in_the_stated_quarters():
     script = generator("transformer")
     photos = {name: np.full((40 + 9 * i, 80 - 9 * i, 3), 60 * i, np.uint8) for i, name in enumerate(script.SHOWN)}
     whole = np.asarray(script.collage(script.SHOWN, photos))
@@ -329,13 +329,13 @@ def test_a_photo_of_the_gallerys_collages_is_in_the_quarter_that_is_said_to_be_i
     assert taught.tolist() == [[[[0, 1], [2, 3]]] * 3, [[[4, 5], [6, 7]]] * 3]
 
 
-def test_every_case_of_parity_is_in_its_table():
+def test_parity_table_has_every_case():
     table = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     for case in CASES:
         assert f"| `{case.method}` | {case.oracle} |" in table, "run 'make parity'"
 
 
-def test_the_licences_are_those_of_all_that_is_pinned():
+def test_licence_list_has_every_pinned_package():
     listed = re.findall(
         r"^\| ([\w.-]+) \| ([\w.]+) \| (?:client, server|server|development) \| [^|]+ \|$",
         page("supply-chain"),
@@ -352,10 +352,10 @@ DRIVERS = {"13": "580"}
 
 @pytest.mark.skipif(not torch.version.cuda, reason=needs.CUDA_BUILD)
 @pytest.mark.parametrize("name", ["docs/container.md", "docs/kubernetes.md"])
-def test_a_page_says_which_driver_and_gpu_the_image_needs(name):
+def test_page_states_the_driver_and_gpu_that_the_image_needs(name):
     text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     pinned = re.search(r"^cuda-toolkit==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    oldest = min(int(one.removeprefix("sm_")) for one in torch.cuda.get_arch_list())
+    oldest = min(int(each.removeprefix("sm_")) for each in torch.cuda.get_arch_list())
 
     assert pinned.groups() == tuple(torch.version.cuda.split(".")[:2])
     assert f"CUDA {torch.version.cuda}" in text

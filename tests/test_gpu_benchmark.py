@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` is alive: its smallest form runs without a GPU, and says in words what it could not do."""
+"""`python -m benchmarks.gpu` runs in its smallest form without a GPU, and reports the parts that it cannot measure."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def run(monkeypatch, *words):
 
 
 @pytest.mark.slow
-def test_every_part_runs_and_is_written_as_it_is_found(monkeypatch, tmp_path, capsys):
+def test_every_part_runs_and_is_written_to_the_report(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Clock, "allows", lambda *_: True)  # a busy machine measures all the same
     run(monkeypatch, "--device", "cpu", "--quick", "--out", str(tmp_path / "found.md"))
     kept = json.loads((tmp_path / "found.json").read_text())
@@ -55,27 +55,27 @@ def test_every_part_runs_and_is_written_as_it_is_found(monkeypatch, tmp_path, ca
     assert kept["memory"]["tables"][0]["notes"] == ["Measured on a GPU only."]
 
 
-def test_what_there_is_no_time_for_is_left_out_in_words():
+def test_measurements_without_time_are_reported_as_left_out():
     part = model.engine(scale_of("cpu", quick=True), Clock.start(0.5))
 
     assert part.tables[0].rows == []
     assert part.tables[0].notes[0] == "Left out for want of time: resnet18 at 2."
 
 
-def test_a_part_that_fails_says_how_and_the_others_are_measured(monkeypatch, capsys):
+def test_failed_part_is_reported_and_the_others_are_measured(monkeypatch, capsys):
     def fail(_scale, _clock):
         raise ValueError("planted")
 
     monkeypatch.setattr(program, "PARTS", {"engine": fail, "memory": model.memory})
     run(monkeypatch, "--device", "cpu", "--quick")
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
 
-    assert "Failed: ValueError: planted" in said.out
-    assert "## memory" in said.out
-    assert "Traceback" in said.err
+    assert "Failed: ValueError: planted" in captured.out
+    assert "## memory" in captured.out
+    assert "Traceback" in captured.err
 
 
-def test_without_a_gpu_the_whole_is_refused_in_words(monkeypatch, capsys):
+def test_missing_gpu_is_an_error_with_a_message(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         run(monkeypatch)
@@ -94,13 +94,13 @@ def test_without_a_gpu_the_whole_is_refused_in_words(monkeypatch, capsys):
         ({"cores": 0.99, "image threads": 0.8}, "cores"),
     ],
 )
-def test_the_bottleneck_is_what_is_busiest(changed, named):
+def test_bottleneck_is_the_busiest_part(changed, named):
     assert served.bottleneck(SHARES | changed) == named
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """A CPU that is taken for a GPU: what only a GPU does is done there, or fails in words."""
+    """Treat the CPU as a GPU: calls that need a real GPU are replaced."""
     monkeypatch.setattr(type(scale_of("cpu", quick=True)), "gpu", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
@@ -111,7 +111,7 @@ def stand_in(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
-def test_photos_are_decoded_fitted_and_drawn_by_torch_too(stand_in):
+def test_torch_decodes_fits_and_draws_photos(stand_in):
     part = photos.measure(stand_in, Clock.start(100))
     both = {row[0]: row[1:] for row in part.tables[0].rows}
 
@@ -120,14 +120,14 @@ def test_photos_are_decoded_fitted_and_drawn_by_torch_too(stand_in):
     )
 
 
-def test_what_torch_draws_is_what_the_service_draws(monkeypatch):
-    """Else their times would not be for the same work."""
+def test_torch_draws_the_same_overlay_as_the_service(monkeypatch):
+    """The times are comparable only if the work is the same."""
     drawn = []
-    monkeypatch.setattr("torchvision.io.encode_jpeg", lambda found, **_: drawn.extend(found) or [])
-    decoded = [images.decode(one, Limits()) for one in photos_of.photos()[:2]]
+    monkeypatch.setattr("torchvision.io.encode_jpeg", lambda each, **_: drawn.extend(each) or [])
+    decoded = [images.decode(photo, Limits()) for photo in photos_of.photos()[:2]]
     heat = render.intensity(np.random.default_rng(0).random((7, 7), np.float32))
     heats = torch.from_numpy(heat).expand(2, 1, 7, 7)
-    photos.drawn_there([torch.from_numpy(one).permute(2, 0, 1) for one in decoded], heats)
+    photos.drawn_there([torch.from_numpy(each).permute(2, 0, 1) for each in decoded], heats)
     height, width = decoded[0].shape[:2]
     for one, there in zip(decoded, drawn, strict=True):
         (ours, _) = render.draw(one.copy(), heat, Box(0, 0, width, height), Rendering(overlay="png"))
@@ -135,13 +135,13 @@ def test_what_torch_draws_is_what_the_service_draws(monkeypatch):
         assert np.abs(there.permute(1, 2, 0).numpy().astype(int) - expected.astype(int)).mean() < 2
 
 
-def test_memory_is_that_of_a_batch_at_its_peak(stand_in):
+def test_memory_is_the_peak_of_a_batch(stand_in):
     rows = model.memory(stand_in, Clock.start(100)).tables[0].rows
 
     assert rows == [("resnet18", precision, "2", "2", "2", "1.00") for precision in ("float32", "bfloat16")]
 
 
-def test_a_way_of_launching_that_fails_is_left_out_in_words(stand_in, monkeypatch):
+def test_failed_launch_mode_is_reported_as_left_out(stand_in, monkeypatch):
     def fail(_module, _images):
         raise RuntimeError("cannot capture")
 
@@ -154,7 +154,7 @@ def test_a_way_of_launching_that_fails_is_left_out_in_words(stand_in, monkeypatc
     assert table.notes == ("resnet18 at 2, CUDA graph: RuntimeError: cannot capture",)
 
 
-def test_where_nothing_counts_a_gpus_time_it_is_not_known_and_the_rest_goes_on(stand_in, monkeypatch, capsys):
+def test_missing_gpu_timer_is_reported_and_other_parts_are_measured(stand_in, monkeypatch, capsys):
     def fail(_run, _scale):
         raise RuntimeError("no profiler")
 

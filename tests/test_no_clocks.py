@@ -13,23 +13,21 @@ import pytest
 TESTS = Path(__file__).parent
 CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}
-EXCEPTIONS = {
-    "api/test_servicer.py::test_the_deadline_of_a_call_is_that_of_its_rows": "an instant, the same however late"
-}
+EXCEPTIONS = {"api/test_servicer.py::test_rows_have_the_deadline_of_their_call": "an instant, the same however late"}
 """Exceptions, by file and function: why the assertion may be about time. There should be hardly any."""
 
 ADDS = {"append", "extend", "add", "insert", "put", "update"}
 
 
 def is_reading(node):
-    """Return whether this reads a clock: `time.monotonic()`, `loop.time()`, `perf_counter()`."""
+    """Return True if this reads a clock: `time.monotonic()`, `loop.time()`, `perf_counter()`."""
     if not isinstance(node, ast.Call) or node.args:
         return False
     return getattr(node.func, "attr", getattr(node.func, "id", "")) in CLOCKS
 
 
 def word_of(node):
-    """Return what a value is called: a name, an attribute, or a key that is a constant."""
+    """Return the name of a value: a variable, an attribute, or a key that is a constant."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -47,26 +45,26 @@ def parts(node):
 
 
 class Scope:
-    """The names of a function for readings and durations; attributes and keys are shared by the whole module."""
+    """Names of a function for readings and durations. The module shares its attributes and keys."""
 
     def __init__(self, module):
         self.module, self.readings, self.durations = module, set(), set()
 
     def has(self, node, names):
-        """Return whether a value is, or is made of, a reading of a clock, or what `names` has."""
+        """Return True if a value is, or contains, a reading of a clock or a name in `names`."""
         return any(word_of(part) in names or (names is self.readings and is_reading(part)) for part in parts(node))
 
     def is_duration(self, node):
-        """Return whether something is computed from a reading of a clock."""
+        """Return True if a value is computed from a reading of a clock."""
         if self.has(node, self.durations | self.module):
             return True
         return any(isinstance(part, ast.BinOp) and self.has(part, self.readings) for part in parts(node))
 
     def learn(self, target, value):
-        """Note what a target holds after it was given a value."""
+        """Record what a target holds after an assignment."""
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            for one, its in zip(target.elts, value.elts, strict=True):
-                self.learn(one, its)
+            for element, element_value in zip(target.elts, value.elts, strict=True):
+                self.learn(element, element_value)
             return
         words = {word for word in map(word_of, target.elts if isinstance(target, ast.Tuple) else [target]) if word}
         if self.is_duration(value):
@@ -76,7 +74,7 @@ class Scope:
             self.readings |= words
 
     def read(self, node):
-        """Learn from one statement or expression."""
+        """Record the names in one statement or expression."""
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 self.learn(target, node.value)
@@ -91,11 +89,11 @@ class Scope:
             self.module |= {f"[{key.value}]" for key, value in held if is_constant(key) and self.is_duration(value)}
 
     def call(self, node):
-        """Learn from a call: from values that are added to a list, and from keyword arguments."""
+        """Record the names in a call: values that are added to a list, and keyword arguments."""
         if isinstance(node.func, ast.Attribute) and node.func.attr in ADDS:
             for value in node.args:
                 self.learn(node.func.value, value)
-        self.module |= {f".{one.arg}" for one in node.keywords if one.arg and self.is_duration(one.value)}
+        self.module |= {f".{each.arg}" for each in node.keywords if each.arg and self.is_duration(each.value)}
 
 
 def is_constant(node, kind=str):
@@ -109,7 +107,7 @@ def functions(tree):
 
 
 def until_settled(scope, node):
-    """Learn until nothing new is found; return what the function returns."""
+    """Record names until nothing new is found; return the function's result."""
     before = None
     while before != (before := (len(scope.readings), len(scope.durations), len(scope.module))):
         for part in ast.walk(node):
@@ -119,8 +117,8 @@ def until_settled(scope, node):
 
 
 def asserted(source, name="example.py"):
-    """Return the places where something is asserted of time."""
-    tree, module, found = ast.parse(source), set(), []
+    """Return the places of assertions about time."""
+    tree, module, result = ast.parse(source), set(), []
     for _ in range(3):  # what one function returns, another one asserts
         for node in functions(tree):
             until_settled(Scope(module), node)
@@ -128,17 +126,17 @@ def asserted(source, name="example.py"):
         until_settled(scope := Scope(module), node)
         for part in ast.walk(node):
             if isinstance(part, ast.Assert) and scope.is_duration(part.test):
-                found.append(f"{name}::{getattr(node, 'name', part.lineno)}")
+                result.append(f"{name}::{getattr(node, 'name', part.lineno)}")
             if isinstance(part, ast.keyword) and part.arg == "deadline" and is_constant(part.value, int):
-                found.append(f"{name}::a limit of Hypothesis")
-    return found
+                result.append(f"{name}::a limit of Hypothesis")
+    return result
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_test_asserts_a_duration(path):
-    found = asserted(path.read_text(), str(path.relative_to(TESTS)))
+    result = asserted(path.read_text(), str(path.relative_to(TESTS)))
 
-    assert set(found) - EXCEPTIONS.keys() == set()
+    assert set(result) - EXCEPTIONS.keys() == set()
 
 
 PLANTED = {

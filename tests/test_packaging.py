@@ -1,4 +1,4 @@
-"""What is published: a wheel that works where nothing but its own dependencies is installed, and its sources."""
+"""The published wheel works with only its own dependencies installed, and the source distribution is complete."""
 
 import os
 import subprocess
@@ -19,16 +19,16 @@ ELSEWHERE = {key: value for key, value in os.environ.items() if not key.startswi
 
 
 def run(*command, cwd):
-    """Run a command away from the sources, and return how it went."""
+    """Run a command outside of the sources; return its result."""
     return subprocess.run(command, cwd=cwd, env=ELSEWHERE, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Build the source distribution, and the wheel out of it."""
+    """Build the source distribution, and the wheel from it."""
     folder = tmp_path_factory.mktemp("dist")
-    found = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
@@ -40,25 +40,25 @@ def wheel(built):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Install the wheel, without extras, where nothing else is."""
+    """Install the wheel without extras into an empty environment."""
     folder = tmp_path_factory.mktemp("empty")
     venv.create(folder / "venv")
     python = folder / "venv/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check"]
-    found = run(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=folder)
-    assert found.returncode == 0, found.stderr
+    result = run(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    assert result.returncode == 0, result.stderr
     return folder / "venv/bin"
 
 
 def sources():
-    """Yield the path of every file of both packages, as the wheel names it."""
+    """Yield the path in the wheel of every file of both packages."""
     for name, folder in PACKAGES.items():
         for path in folder.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield f"{name}/{path.relative_to(folder).as_posix()}"
 
 
-def test_the_wheel_holds_both_packages_whole_and_nothing_else(wheel):
+def test_wheel_contains_exactly_both_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
 
@@ -68,11 +68,11 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(wheel):
     assert {f"camserve/v1/{name}_pb2_grpc.{end}" for name in ("explain", "models") for end in ("py", "pyi")} <= names
 
 
-def test_the_wheel_says_what_it_is_and_needs_torch_only_for_the_server(wheel):
+def test_wheel_metadata_requires_torch_only_for_the_server(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         about = Parser().parsestr(archive.read(name).decode())
-        assert any(one.endswith("licenses/LICENSE") for one in archive.namelist())
+        assert any(each.endswith("licenses/LICENSE") for each in archive.namelist())
     light = [need for need in about.get_all("Requires-Dist") if "extra ==" not in need]
     server = [need for need in about.get_all("Requires-Dist") if "extra == 'server'" in need.replace('"', "'")]
 
@@ -84,7 +84,7 @@ def test_the_wheel_says_what_it_is_and_needs_torch_only_for_the_server(wheel):
     assert any(need.startswith("torch>=") for need in server)
 
 
-def test_the_source_distribution_holds_what_it_takes_to_build_test_and_try_it(built):
+def test_source_distribution_can_be_built_tested_and_tried(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
@@ -107,7 +107,7 @@ def test_the_source_distribution_holds_what_it_takes_to_build_test_and_try_it(bu
 
 
 @pytest.mark.slow
-def test_without_extras_the_client_imports_and_torch_is_not_even_installed(installed):
+def test_client_without_extras_can_be_imported_without_torch(installed):
     code = """
 import sys, importlib.util as find, camserve
 assert not {"torch", "camserve_server"} & set(sys.modules), sorted(sys.modules)
@@ -119,13 +119,13 @@ for name in camserve.__all__:
 with camserve.Client("localhost:1"):
     print("works")
 """
-    found = run(installed / "python", "-W", "error", "-c", code, cwd=installed)
+    result = run(installed / "python", "-W", "error", "-c", code, cwd=installed)
 
-    assert (found.returncode, found.stdout, found.stderr) == (0, "works\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "works\n", "")
 
 
 @pytest.mark.slow
-def test_without_extras_the_clients_command_line_works(installed):
+def test_client_command_works_without_extras(installed):
     helped = run(installed / "camserve", "--help", cwd=installed)
     version = run(installed / "camserve", "--version", cwd=installed)
     alone = run(installed / "camserve", "health", "--server", "127.0.0.1:1", cwd=installed)
@@ -140,10 +140,10 @@ def test_without_extras_the_clients_command_line_works(installed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["serve"], ["--help"], []])
-def test_without_extras_the_server_says_which_one_is_missing(installed, arguments):
-    found = run(installed / "camserve-server", *arguments, cwd=installed)
+def test_server_without_extras_names_the_missing_one(installed, arguments):
+    result = run(installed / "camserve-server", *arguments, cwd=installed)
 
-    assert found.returncode == 2
-    assert found.stderr.startswith("error: no module ")
-    assert found.stderr.endswith('the server needs `pip install "camserve[server]"`\n')
-    assert found.stderr.count("\n") == 1
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: no module ")
+    assert result.stderr.endswith('the server needs `pip install "camserve[server]"`\n')
+    assert result.stderr.count("\n") == 1

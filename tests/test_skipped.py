@@ -1,4 +1,4 @@
-"""A run ends with one line for each reason of skips, with the command that installs what was missing."""
+"""A test run ends with one line for each reason of skips, with the command that installs the missing tool."""
 
 import ast
 import os
@@ -60,7 +60,7 @@ def test_each_reason_is_printed_once_with_its_count(folder, run):
     assert "    1  a module is not installed: pip install it\n" in shown
 
 
-def test_a_run_that_skips_nothing_prints_no_summary(tmp_path, run):
+def test_run_without_skipped_tests_prints_no_summary(tmp_path, run):
     (tmp_path / "test_passing.py").write_text("def test_passed(): pass")
 
     assert skipped.TITLE not in run(tmp_path)
@@ -80,12 +80,12 @@ def test_two_runs_get_one_summary_and_their_files_are_removed(folder, run, monke
 
 
 @pytest.mark.parametrize("reason", REASONS.values(), ids=REASONS)
-def test_a_reason_names_what_is_missing_and_the_command_that_gets_it(reason):
+def test_reason_names_the_missing_tool_and_the_command_to_get_it(reason):
     assert FORM.fullmatch(reason)
 
 
 def literal_reasons():
-    """Return every text that a test of this project gives as the reason of a skip."""
+    """Yield the reason of every skip in this project's tests."""
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
@@ -93,12 +93,12 @@ def literal_reasons():
                 "skipif",
                 "importorskip",
             ):
-                words = [one.value for one in node.keywords if one.arg == "reason"]
+                words = [each.value for each in node.keywords if each.arg == "reason"]
                 words += node.args[:1] if ast.unparse(node.func).endswith(".skip") else []
                 yield from ((path.name, word.value) for word in words if isinstance(word, ast.Constant))
 
 
 def test_every_reason_for_a_missing_tool_names_its_command():
-    found = [(name, text) for name, text in literal_reasons() if re.search(r"installed|missing|there is no", text)]
+    results = [(name, text) for name, text in literal_reasons() if re.search(r"installed|missing|there is no", text)]
 
-    assert [(name, text) for name, text in found if not FORM.fullmatch(text)] == []
+    assert [(name, text) for name, text in results if not FORM.fullmatch(text)] == []

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.telemetry` makes of what it finds; it starts three servers only there."""
+"""`python -m benchmarks.telemetry` reports its measurements. These tests start none of its three servers."""
 
 import pytest
 from benchmarks import perf_analyzer, telemetry
@@ -9,13 +9,13 @@ SERVED = {telemetry.ALONE: 2.0, telemetry.COUNTED: 2.031, telemetry.TRACED: 2.5}
 
 
 def test_counting_costs_less_than_tracing_what_is_kept():
-    found = telemetry.by_itself(rounds=3, times=50)
+    result = telemetry.by_itself(rounds=3, times=50)
 
-    assert 0 < found[telemetry.COUNTED] < found[telemetry.TRACED]
-    assert 0 < found[telemetry.UNKEPT] < found[telemetry.TRACED]
+    assert 0 < result[telemetry.COUNTED] < result[telemetry.TRACED]
+    assert 0 < result[telemetry.UNKEPT] < result[telemetry.TRACED]
 
 
-def test_what_is_found_becomes_a_table_from_nothing_to_all():
+def test_measurements_become_a_table_in_increasing_order_of_telemetry():
     assert telemetry.table(ALONE, SERVED).splitlines()[2:] == [
         "| neither |  | 2.00 ms |",
         "| metrics | 20 µs | 2.03 ms |",
@@ -25,7 +25,7 @@ def test_what_is_found_becomes_a_table_from_nothing_to_all():
 
 
 @pytest.mark.parametrize(("mark", "page"), [("telemetry", telemetry.PAGE), ("perf_analyzer", perf_analyzer.PAGE)])
-def test_a_page_is_written_between_its_marks_again_and_again(mark, page):
+def test_page_can_be_rewritten_between_its_marks(mark, page):
     before = page.read_text(encoding="utf-8")
     once = page_with(before, mark, "| 1 |")
     head, _, tail = once.partition("| 1 |")

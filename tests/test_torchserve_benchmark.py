@@ -1,4 +1,4 @@
-"""What `make bench-torchserve` counts is what happened; the servers themselves run only there."""
+"""`make bench-torchserve` counts calls correctly. These tests do not start its servers."""
 
 import io
 import os
@@ -27,14 +27,14 @@ def test_rate_of_bursts_of_eight_is_independent_of_the_window(edge):
     assert load.rate(times, -1.0, edge, edge + 8.3) == pytest.approx(8, rel=1e-12)
 
 
-def test_a_batch_slower_than_the_window_counts_as_a_whole():
-    """Eight callers are answered together, every ten seconds; they stop asking after five, or after fifteen."""
+def test_batch_slower_than_the_window_counts_as_a_whole():
+    """Eight callers get their responses together, every ten seconds; they stop after five, or after fifteen."""
     batch = [10 + place / 1000 for place in range(8)]
     assert load.rate(batch, 0.0, 1.5, 5.0) == pytest.approx(0.8, rel=1e-3)
     assert load.rate([*batch, *(10 + at for at in batch)], 0.0, 11.5, 15.0) == pytest.approx(0.8, rel=1e-3)
 
 
-def test_so_many_callers_ask_at_once_and_each_waits_for_its_answer(monkeypatch):
+def test_given_number_of_callers_send_requests_concurrently(monkeypatch):
     monkeypatch.setattr(load, "LEAD_SECONDS", 0.1)
     together, most, lock = 0, 0, threading.Condition()
 
@@ -52,14 +52,14 @@ def test_so_many_callers_ask_at_once_and_each_waits_for_its_answer(monkeypatch):
     assert most == 5
 
 
-def test_the_request_is_what_torchserves_inference_proto_says():
+def test_request_matches_torchserves_inference_proto():
     request, response = load._messages()
     packed = request(model_name="hooks", input={"data": b"photo"}).SerializeToString()
     assert packed == b"\x0a\x05hooks" + b"\x1a\x0d" + b"\x0a\x04data" + b"\x12\x05photo"
     assert response.FromString(b"\x0a\x03cat").prediction == b"cat"
 
 
-def test_a_server_that_draws_something_else_is_found_out():
+def test_server_that_draws_a_different_overlay_is_detected():
     def inverted(request):
         out = io.BytesIO()
         Image.fromarray(255 - np.asarray(Image.open(io.BytesIO(request)))).save(out, "JPEG", quality=90)
@@ -71,7 +71,7 @@ def test_a_server_that_draws_something_else_is_found_out():
         likeness.differences([side(bytes), side(inverted, "negative")])
 
 
-def test_a_server_with_children_is_counted_and_ended_as_a_whole(tmp_path):
+def test_server_and_its_children_are_measured_and_stopped_together(tmp_path):
     busy = "while True: pass"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
     with servers.running((sys.executable, "-c", child), tmp_path, {}) as group:
@@ -81,17 +81,17 @@ def test_a_server_with_children_is_counted_and_ended_as_a_whole(tmp_path):
 
 
 def _members(leader):
-    found = 0
+    result = 0
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            found += os.getpgid(int(path.name)) == leader
+            result += os.getpgid(int(path.name)) == leader
         except ProcessLookupError:
             continue
-    return found
+    return result
 
 
 def test_ratios_are_medians_over_rounds_of_windows_next_to_each_other():
-    """A machine that is half as fast in one round than in the others changes no ratio."""
+    """A machine that is half as fast in one round changes no ratio."""
     windows = {
         ("camserve float32", 8): [load.Window(rate, 0.1, 0.02) for rate in (30, 15, 30)],
         ("TorchServe, hooks", 8): [load.Window(rate, 0.4, 0.06) for rate in (10, 5, 10)],
@@ -100,7 +100,7 @@ def test_ratios_are_medians_over_rounds_of_windows_next_to_each_other():
     assert report.ratios(seen).splitlines()[-1] == "| camserve float32 / TorchServe, hooks | 3.00 (3.00) |"
 
 
-def test_a_bar_is_held_to_the_worst_of_eight_callers_and_more():
+def test_bar_applies_to_the_worst_result_of_eight_or_more_callers():
     rates = {"camserve float32": (9, 30, 28), "camserve bfloat16": (9, 70, 69)}
     rates |= {"TorchServe, captum": (9, 10, 11), "TorchServe, hooks": (9, 10, 10)}
     windows = {
@@ -109,5 +109,5 @@ def test_a_bar_is_held_to_the_worst_of_eight_callers_and_more():
         for callers, rate in zip((1, 8, 16), some, strict=True)
     }
     seen = report.Observation(windows, {}, {}, 2, (0.0, 0.0), "by hand")
-    found = [line.split("|")[3:5] for line in report.bars(seen).splitlines()[2:]]
-    assert found == [[" 2.55 ", " yes "], [" 2.80 ", " yes "], [" 6.27 ", " **no** "], [" 6.90 ", " **no** "]]
+    results = [line.split("|")[3:5] for line in report.bars(seen).splitlines()[2:]]
+    assert results == [[" 2.55 ", " yes "], [" 2.80 ", " yes "], [" 6.27 ", " **no** "], [" 6.90 ", " **no** "]]

@@ -1,4 +1,4 @@
-"""What `make bench-triton` asks perf_analyzer for, and what it makes of its report; the program runs only there."""
+"""`make bench-triton` calls perf_analyzer and reads its report. These tests do not start that program."""
 
 import base64
 import json
@@ -17,12 +17,12 @@ Server Compute Infer,Server Compute Output,Client Recv,p50 latency,p90 latency,p
 
 
 def program(text, code=0):
-    """A command that writes this where perf_analyzer would write its report."""
+    """Return a command that writes this text in place of perf_analyzer's report."""
     script = f"import sys; open(sys.argv[sys.argv.index('-f') + 1], 'w').write({text!r}); sys.exit({code})"
     return f'{sys.executable} -c "{script}"'
 
 
-def test_the_photos_are_elements_of_a_tensor_of_bytes(tmp_path):
+def test_photos_are_elements_of_a_bytes_tensor(tmp_path):
     data = json.loads(perf_analyzer.question(tmp_path).read_text())["data"]
     first = base64.b64decode(data[0]["image"]["b64"])
 
@@ -30,7 +30,7 @@ def test_the_photos_are_elements_of_a_tensor_of_bytes(tmp_path):
     assert (int.from_bytes(first[:4], "little"), first[4:]) == (len(photos()[0]), photos()[0])
 
 
-def test_the_report_becomes_a_table_in_milliseconds_fewest_callers_first():
+def test_report_becomes_a_table_in_milliseconds_sorted_by_callers():
     rows = perf_analyzer.measured(program(REPORT), "127.0.0.1:1", (1, 16, 15), streaming=False)
     lines = perf_analyzer.table(rows).splitlines()
 
@@ -41,12 +41,12 @@ def test_the_report_becomes_a_table_in_milliseconds_fewest_callers_first():
     ]
 
 
-def test_streams_are_asked_for_where_they_are_meant(tmp_path):
+def test_streaming_flag_is_passed_only_if_requested(tmp_path):
     asked = [perf_analyzer.command("tool", "host:1", tmp_path, (4, 4, 1), streaming=way) for way in (False, True)]
 
     assert asked[1] == [*asked[0], "--streaming"]
 
 
-def test_a_program_that_fails_is_told_of():
+def test_failed_program_is_reported():
     with pytest.raises(click.ClickException, match="exited with 3"):
         perf_analyzer.measured(program(REPORT, 3), "127.0.0.1:1", (1, 1, 1), streaming=False)

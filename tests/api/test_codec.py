@@ -1,4 +1,4 @@
-"""What the border promises: a request is checked to its last field before it costs anything; a reply says it all."""
+"""The codec checks every field of a request before any work starts, and writes complete responses."""
 
 import math
 from dataclasses import asdict, replace
@@ -59,7 +59,7 @@ def model(name, labels=(), classes=4):
         classes=classes,
         parameters=1234,
         preprocess=Preprocess((224, 192), 256, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
-        layers={one.name: one for one in layers},
+        layers={each.name: each for each in layers},
         default_layer="features",
         precision="float32",
         device="cpu",
@@ -109,7 +109,7 @@ def contrast(why, why_not):
 
 
 def finer(why, *against, **more):
-    against = [explain_pb2.ClassName(class_index=one) for one in against]
+    against = [explain_pb2.ClassName(class_index=each) for each in against]
     return explain_pb2.Target(
         finer=explain_pb2.Finer(why=explain_pb2.ClassName(class_index=why), against=against, **more)
     )
@@ -138,7 +138,7 @@ def rendering(**fields):
 # ----------------------------------------------------------------------------------------------------------- requests
 
 
-def test_what_a_request_leaves_out_has_the_defaults_that_explain_proto_states():
+def test_absent_fields_have_the_defaults_that_explain_proto_states():
     order = ask(image=b"photo")
 
     assert order.image == b"photo"
@@ -158,14 +158,14 @@ def test_what_a_request_leaves_out_has_the_defaults_that_explain_proto_states():
     )
 
 
-def test_zero_is_a_value_of_its_own_where_a_field_can_be_absent():
+def test_zero_differs_from_an_absent_field():
     order = ask(max_predictions=0, **rendering(alpha=0.0))
 
     assert order.predictions == 0
     assert order.rendering.alpha == 0.0
 
 
-def test_what_a_request_says_is_what_is_done():
+def test_every_field_of_a_request_is_decoded():
     order = ask(
         model="large",
         methods=[method("gradcam"), method("smoothgrad", samples=4, seed=7)],
@@ -195,16 +195,16 @@ def test_what_a_request_says_is_what_is_done():
     assert order.rendering == Rendering("jpeg", "webp", True, "viridis", 1.0, 16, 100)
 
 
-def test_top_k_asks_for_the_classes_that_the_model_ranks_first():
+def test_top_k_becomes_rank_targets():
     assert ask(model="large", top_k=16).job.targets == tuple(RankTarget(rank) for rank in range(16))
 
 
 @pytest.mark.parametrize("written", ["Egyptian cat", "egyptian_cat", " EGYPTIAN CAT ", "Egyptian_Cat"])
-def test_a_label_is_found_whatever_its_case_and_with_an_underscore_for_a_space(written):
+def test_label_matches_in_any_case_and_with_underscores_for_spaces(written):
     assert ask(targets=[label(written)]).job.targets == (ClassTarget(1),)
 
 
-def test_a_label_that_two_classes_share_can_still_be_named_by_index():
+def test_classes_that_share_a_label_can_be_named_by_index():
     assert ask(targets=[index(3)]).job.targets == (ClassTarget(3),)
 
 
@@ -228,11 +228,11 @@ BOX = Box(1.0, 2.0, 20.0, 30.0)
         ({"model": "pixels"}, RankTarget(0)),
     ],
 )
-def test_a_target_is_what_the_request_says(fields, target):
+def test_every_kind_of_target_is_decoded(fields, target):
     assert ask(**fields).job.targets == (target,)
 
 
-def test_a_segment_and_a_likeness_are_what_the_request_says():
+def test_segment_and_similarity_targets_are_decoded():
     (everywhere,), (there,) = (ask(**fields).job.targets for fields in (segment(3), segment(3, left=1)))
     (alike,), (embedded,) = (ask(**likeness(name)).job.targets for name in ("rich", "vectors"))
 
@@ -487,7 +487,7 @@ WRONG |= {
 
 
 @pytest.mark.parametrize(("request_", "error", "field", "words"), WRONG.values(), ids=WRONG)
-def test_a_wrong_field_is_refused_with_its_name_and_what_would_be_right(request_, error, field, words):
+def test_invalid_field_is_refused_with_its_name_and_the_valid_values(request_, error, field, words):
     with pytest.raises(ServiceError) as caught:
         ask(image=b"photo", **request_)
 
@@ -496,7 +496,7 @@ def test_a_wrong_field_is_refused_with_its_name_and_what_would_be_right(request_
     assert [word for word in words if word not in caught.value.message] == []
 
 
-def test_an_operator_can_lower_every_limit_on_what_a_request_may_ask_for():
+def test_every_limit_on_requests_can_be_lowered_by_the_operator():
     low = Limits(rows=8, methods=1, targets=2, layers=1)
     for fields, field in (
         ({"methods": [method("gradcam")] * 2}, "methods"),
@@ -530,7 +530,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
-def test_a_long_name_is_repeated_to_64_characters_at_most(make):
+def test_errors_repeat_at_most_64_characters_of_a_name(make):
     with pytest.raises(ServiceError) as caught:
         ask(**make("Ж" * Limits().text))
 
@@ -539,20 +539,20 @@ def test_a_long_name_is_repeated_to_64_characters_at_most(make):
     assert len(caught.value.message) < 500
 
 
-def test_a_name_of_64_characters_is_repeated_whole():
+def test_errors_repeat_a_name_of_64_characters_unchanged():
     with pytest.raises(NotFound, match=f'"{"z" * 64}"'):
         ask(model="z" * 64)
 
 
-def test_an_ambiguous_label_is_cut_as_well_however_it_is_padded():
+def test_padded_ambiguous_label_is_truncated_in_the_error():
     with pytest.raises(InvalidArgument) as caught:
         ask(targets=[label("_" * 10_000 + "crane")])
 
     assert len(caught.value.message) < 500
 
 
-def test_a_label_that_a_thousand_classes_share_names_a_few_of_them():
-    """A status travels in trailers, of which gRPC takes 8 KiB."""
+def test_error_for_a_label_of_1000_classes_names_only_some_classes():
+    """A status is sent in trailers, which gRPC limits to 8 KiB."""
     net = replace(NET, labels=("unused",) * 1000, classes=1000)
     with pytest.raises(InvalidArgument, match="0 and 1 and 2 ") as caught:
         codec.read_explanation(explain_pb2.ExplainRequest(targets=[label("unused")]), {"net": net}, Limits())
@@ -562,7 +562,7 @@ def test_a_label_that_a_thousand_classes_share_names_a_few_of_them():
 
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
 def test_huge_name_is_refused_without_a_search_for_similar_names(make, monkeypatch):
-    """Requests are checked on the event loop: what takes seconds there stops every call."""
+    """Requests are checked on the event loop, where seconds of work would block every call."""
     searched, search = [], errors.difflib.get_close_matches
 
     def searching(word, *among, **how):
@@ -576,7 +576,7 @@ def test_huge_name_is_refused_without_a_search_for_similar_names(make, monkeypat
     assert max(searched, default=0) <= errors.LONGEST_NAME
 
 
-def test_a_model_with_many_layers_names_a_dozen_and_counts_the_rest():
+def test_error_names_twelve_layers_and_counts_the_others():
     layers = {f"block{i}": layer(f"block{i}", Layout("nchw", 7, 7)) for i in range(50)}
     net = replace(NET, layers=layers)
     with pytest.raises(NotFound) as caught:
@@ -652,7 +652,7 @@ def allowed(path, value):
 
 
 @pytest.mark.parametrize(("path", "value"), list(tries()))
-def test_a_number_is_taken_within_its_range_and_refused_outside_whatever_it_is(path, value):
+def test_number_is_accepted_only_within_its_range(path, value):
     request = NUMBERS[path][2](value)
     if allowed(path, value):
         ask(**request)
@@ -664,7 +664,7 @@ def test_a_number_is_taken_within_its_range_and_refused_outside_whatever_it_is(p
 
 @pytest.mark.parametrize("parameter", RANGES, ids=lambda p: p.name)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 2.0**63, -0.0])
-def test_no_number_breaks_a_parameter(parameter, value):
+def test_any_number_is_accepted_or_refused_by_a_parameter(parameter, value):
     name = next(name for name in METHODS if parameter in METHODS[name].parameters)
     request = {"methods": [method(name, **{parameter.name: value})]}
     whole = not parameter.integer or (math.isfinite(value) and value == int(value))
@@ -696,53 +696,54 @@ def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, he
 
 
 def explained(net, values, target, score=1.5):
-    (one,) = reply(values, answers=[finding(target=target, score=score)], net=net).explanations
-    return one
+    (explanation,) = reply(values, answers=[finding(target=target, score=score)], net=net).explanations
+    return explanation
 
 
-def test_a_multilabel_models_probabilities_are_sigmoids_and_a_regressors_none():
+def test_multilabel_models_have_sigmoids_and_regressors_no_probabilities():
     ticks, numbers = (reply(net=MODELS[name], logits=[0, 3, -1, -1000]) for name in ("ticks", "numbers"))
 
-    assert [one.class_index for one in ticks.predictions] == [1, 0, 2, 3]
-    assert [one.probability for one in ticks.predictions] == pytest.approx([0.95257413, 0.5, 0.26894143, 0.0])
-    assert [one.score for one in numbers.predictions] == [3, 0, -1, -1000]
-    assert [one.probability for one in numbers.predictions] == [0] * 4
+    assert [prediction.class_index for prediction in ticks.predictions] == [1, 0, 2, 3]
+    assert [prediction.probability for prediction in ticks.predictions] == pytest.approx(
+        [0.95257413, 0.5, 0.26894143, 0.0]
+    )
+    assert [prediction.score for prediction in numbers.predictions] == [3, 0, -1, -1000]
+    assert [prediction.probability for prediction in numbers.predictions] == [0] * 4
 
 
 def test_segmentation_predicts_classes_by_area_with_the_background_last():
     covered = [[0.5, 0.9, 4.0], [0.2, 0.8, 3.0], [0.0, 0.0, 0.0], [0.3, 0.7, 2.0]]
-    said = reply(net=MODELS["pixels"], logits=covered)
+    response = reply(net=MODELS["pixels"], logits=covered)
 
-    assert [one.label for one in said.predictions] == ["sky", "cat", "background"]
-    assert [one.area for one in said.predictions] == pytest.approx([0.3, 0.2, 0.5])
-    assert [one.probability for one in said.predictions] == pytest.approx([0.7, 0.8, 0.9])
-    assert [one.score for one in said.predictions] == pytest.approx([2, 3, 4])
-    assert explained(MODELS["pixels"], covered, SegmentTarget(1)).target == said.predictions[1]
+    assert [prediction.label for prediction in response.predictions] == ["sky", "cat", "background"]
+    assert [prediction.area for prediction in response.predictions] == pytest.approx([0.3, 0.2, 0.5])
+    assert [prediction.probability for prediction in response.predictions] == pytest.approx([0.7, 0.8, 0.9])
+    assert [prediction.score for prediction in response.predictions] == pytest.approx([2, 3, 4])
+    assert explained(MODELS["pixels"], covered, SegmentTarget(1)).target == response.predictions[1]
 
 
-def test_objects_are_predicted_with_their_boxes_in_the_photos_pixels():
+def test_predicted_objects_have_boxes_in_pixels_of_the_photo():
     # The model's input of 192 x 224 pixels shows the photo from 80 to 560 across, and from 0 to 480 down.
     objects = [[2, 0.75, 0, 0, 192, 224], [1, 0.5, 48, 112, 96, 168], [-1, -1, -1, -1, -1, -1]]
-    said = reply(net=MODELS["boxes"], logits=objects)
-    whole, part = said.predictions
+    whole, part = reply(net=MODELS["boxes"], logits=objects).predictions
 
     assert (whole.label, whole.probability, whole.score) == ("dog", 0.75, 0.75)
     assert (part.label, part.probability, part.score) == ("cat", 0.5, 0.5)
     assert whole.box == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
     assert part.box == explain_pb2.Box(left=200, top=240, right=320, bottom=360)
-    one = explained(MODELS["boxes"], objects, DetectionTarget(1, Box(48, 112, 96, 168), found=True), 0.5)
-    assert one.target == part
+    explanation = explained(MODELS["boxes"], objects, DetectionTarget(1, Box(48, 112, 96, 168), found=True), 0.5)
+    assert explanation.target == part
 
 
-def test_an_embedding_predicts_nothing_and_a_likeness_is_named_so():
-    one = explained(MODELS["vectors"], [1, 2, 3], SimilarityTarget(), 0.25)
+def test_embedding_has_no_predictions_and_a_similarity_target():
+    explanation = explained(MODELS["vectors"], [1, 2, 3], SimilarityTarget(), 0.25)
 
     assert reply(net=MODELS["vectors"], logits=[1, 2, 3]).predictions == []
-    assert (one.target.label, one.target.score) == ("similarity", 0.25)
+    assert (explanation.target.label, explanation.target.score) == ("similarity", 0.25)
 
 
 @pytest.mark.parametrize(
-    ("model_", "target", "said"),
+    ("model_", "target", "expected"),
     [
         ("resnet50", ClassTarget(1), index(1)),
         ("resnet50", ProbabilityTarget(1), explain_pb2.Target(class_index=1, softmax=True)),
@@ -762,30 +763,30 @@ def test_an_embedding_predicts_nothing_and_a_likeness_is_named_so():
         ),
     ],
 )
-def test_the_target_that_is_answered_asks_for_the_same_again(model_, target, said):
+def test_target_of_a_job_is_encoded_as_resolved_target(model_, target, expected):
     net = MODELS[model_]
     values = np.ones((4, 3)) if net.task == "segment" else np.ones((1, 6)) if net.task == "detect" else np.arange(4)
 
-    assert explained(net, values, target).resolved_target == said
+    assert explained(net, values, target).resolved_target == expected
 
 
-def test_times_go_out_in_milliseconds():
+def test_times_are_in_milliseconds():
     timing = reply().timing
 
     assert [timing.decode_ms, timing.queue_ms, timing.compute_ms, timing.render_ms] == pytest.approx([1, 2, 3, 4])
     assert timing.batch_rows == 5
 
 
-def test_predictions_come_most_probable_first_and_equals_by_index():
-    found = reply([1.0, 3.0, 3.0, -2.0]).predictions
+def test_predictions_are_sorted_by_probability_then_by_index():
+    predictions = reply([1.0, 3.0, 3.0, -2.0]).predictions
 
-    assert [one.class_index for one in found] == [1, 2, 0, 3]
-    assert [one.label for one in found] == ["Egyptian cat", "crane", "tabby cat", "crane"]
-    assert [one.score for one in found] == [3.0, 3.0, 1.0, -2.0]
+    assert [each.class_index for each in predictions] == [1, 2, 0, 3]
+    assert [each.label for each in predictions] == ["Egyptian cat", "crane", "tabby cat", "crane"]
+    assert [each.score for each in predictions] == [3.0, 3.0, 1.0, -2.0]
 
 
 @pytest.mark.parametrize(("wanted", "got"), [(0, 0), (1, 1), (4, 4), (1000, 4)])
-def test_as_many_predictions_come_as_were_asked_for_or_as_there_are(wanted, got):
+def test_number_of_predictions_is_the_requested_one_or_that_of_the_classes(wanted, got):
     assert len(reply(predictions=wanted).predictions) == got
 
 
@@ -802,21 +803,21 @@ LARGEST = float(np.finfo(np.float32).max)
         ([-1e5, -1e5 - 1, -np.inf, -1e6], [1 / (1 + math.exp(-1)), 1 / (1 + math.e), 0, 0]),
     ],
 )
-def test_probabilities_are_a_softmax_that_no_logit_overflows(logits, probabilities):
-    found = {one.class_index: one.probability for one in reply(logits).predictions}
+def test_softmax_of_large_logits_does_not_overflow(logits, probabilities):
+    result = {prediction.class_index: prediction.probability for prediction in reply(logits).predictions}
 
-    np.testing.assert_allclose([found[i] for i in range(4)], probabilities, rtol=1e-6, atol=0)
+    np.testing.assert_allclose([result[i] for i in range(4)], probabilities, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_are_answered_all_the_same(broken):
-    found = reply([0.0, broken, 1.0, 2.0]).predictions
+def test_nan_logits_still_give_a_response(broken):
+    predictions = reply([0.0, broken, 1.0, 2.0]).predictions
 
-    assert sorted(one.class_index for one in found) == [0, 1, 2, 3]
+    assert sorted(each.class_index for each in predictions) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("order", ["<f4", ">f4"])
-def test_a_heatmap_goes_out_as_little_endian_floats_row_by_row_whatever_the_machine(order):
+def test_heatmap_is_encoded_as_little_endian_floats_in_row_order(order):
     values = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
     sent = reply(answers=[finding(values.astype(order))]).explanations[0].heatmap
 
@@ -825,7 +826,7 @@ def test_a_heatmap_goes_out_as_little_endian_floats_row_by_row_whatever_the_mach
     np.testing.assert_array_equal(np.frombuffer(sent.data, "<f4").reshape(2, 3), values)
 
 
-def test_a_heatmap_that_is_a_view_goes_out_as_it_reads():
+def test_heatmap_that_is_a_view_is_encoded_in_its_own_order():
     values = np.arange(6, dtype=np.float32).reshape(3, 2).T
     sent = reply(answers=[finding(values)]).explanations[0].heatmap
 
@@ -833,21 +834,21 @@ def test_a_heatmap_that_is_a_view_goes_out_as_it_reads():
 
 
 @pytest.mark.parametrize("verdict", Verdict)
-def test_every_verdict_has_its_own_value_on_the_wire_and_says_itself_in_words(verdict):
+def test_every_verdict_has_its_own_wire_value_and_message(verdict):
     sent = reply(answers=[finding(verdict=verdict)]).explanations[0]
 
     assert explain_pb2.Verdict.Name(sent.verdict) == f"VERDICT_{verdict.name}"
     assert sent.verdict_message == ("" if verdict is Verdict.OK else verdict.value)
 
 
-def test_every_verdict_of_the_proto_can_happen_but_the_unspecified():
+def test_every_specified_verdict_of_the_proto_is_used():
     assert {value.name for value in explain_pb2.Verdict.DESCRIPTOR.values} == {
         "VERDICT_UNSPECIFIED",
         *(f"VERDICT_{verdict.name}" for verdict in Verdict),
     }
 
 
-def test_an_explanation_says_what_it_explains_and_how():
+def test_explanation_has_its_target_method_and_layer():
     pictures = {"overlay": Picture("jpeg", b"over", 640, 480), "heatmap_image": Picture("png", b"heat", 320, 240)}
     sent = reply(
         answers=[replace(finding(target=ContrastTarget(1, 0), layer="features", score=1.0), **pictures)]
@@ -863,13 +864,13 @@ def test_an_explanation_says_what_it_explains_and_how():
     assert (sent.heatmap_image.width, sent.heatmap_image.height) == (320, 240)
 
 
-def test_what_was_not_asked_for_is_absent():
+def test_parts_that_were_not_requested_are_absent():
     sent = reply(answers=[finding()], heatmap=False).explanations[0]
 
     assert [name for name in ("contrast", "heatmap", "overlay", "heatmap_image") if sent.HasField(name)] == []
 
 
-def test_a_reply_says_which_model_answered_and_what_it_saw_of_the_photo():
+def test_response_has_the_model_and_the_visible_box_of_the_photo():
     sent = reply()
 
     assert sent.model == "resnet50"
@@ -877,27 +878,27 @@ def test_a_reply_says_which_model_answered_and_what_it_saw_of_the_photo():
     assert sent.photo.seen == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
 
 
-def test_a_reply_has_the_whole_receipt():
+def test_response_has_the_complete_receipt():
     sent = reply().receipt
 
     assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == asdict(RECEIPT)
     assert {field.name for field in sent.DESCRIPTOR.fields} == set(asdict(RECEIPT))
 
 
-def test_a_model_without_labels_answers_with_empty_ones():
-    assert [one.label for one in reply(net=MODELS["wordless"]).predictions] == [""] * 4
+def test_model_without_labels_gives_empty_labels():
+    assert [prediction.label for prediction in reply(net=MODELS["wordless"]).predictions] == [""] * 4
 
 
 # ------------------------------------------------------------------------------------------------------- descriptions
 
 
 def unfilled(message, *, but=()):
-    """Return the fields that a message leaves at nothing."""
+    """Return the fields of a message that are not set."""
     filled = {field.name for field, _ in message.ListFields()}
     return sorted({field.name for field in message.DESCRIPTOR.fields} - filled - set(but))
 
 
-def test_the_description_of_a_model_leaves_nothing_out():
+def test_model_description_is_complete():
     described = codec.describe_model(replace(NET, version=2))
 
     assert unfilled(described) == []
@@ -908,7 +909,7 @@ def test_the_description_of_a_model_leaves_nothing_out():
     assert (described.digest, described.precision, described.device) == ("ab" * 32, "float32", "cpu")
 
 
-def test_the_description_of_a_layer_says_where_its_grid_is_or_why_it_has_none():
+def test_layer_description_has_its_grid_or_the_reason_for_none():
     with_grid, without = (codec.describe_layer(NET.layers[name]) for name in ("features", "head"))
 
     assert unfilled(with_grid, but=["reason"]) == []
@@ -921,14 +922,14 @@ def test_the_description_of_a_layer_says_where_its_grid_is_or_why_it_has_none():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_description_of_a_method_leaves_nothing_out(name):
+def test_method_description_is_complete(name):
     described = codec.describe_method(name)
 
     assert unfilled(described, but=["parameters", "layered", "eigen_smoothing", "needs", "formula"]) == []
     assert described.name == name
     assert described.kind == codec.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")
-    assert [one.name for one in described.parameters] == [one.name for one in METHODS[name].parameters]
+    assert [each.name for each in described.parameters] == [each.name for each in METHODS[name].parameters]
     job = ask(methods=[method(name)], top_k=1).job
     job = replace(job, model=replace(job.model, preprocess=replace(job.model.preprocess, size=(224, 224))))
     if not needs_channels(METHODS[name]):  # that pass is not counted which says what the model predicts
@@ -940,13 +941,13 @@ def needs_channels(method):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if needs_channels(METHODS[name])])
-def test_the_rows_of_a_method_that_tries_every_channel_are_told_for_512(name):
-    defaults = {one.name: one.default for one in METHODS[name].parameters}
+def test_rows_of_a_method_that_tries_every_channel_are_those_for_512(name):
+    defaults = {each.name: each.default for each in METHODS[name].parameters}
     assert codec.describe_method(name).rows == METHODS[name].count(channels=512, **defaults)
 
 
 @pytest.mark.parametrize("parameter", WORDS, ids=lambda p: p.name)
-def test_the_description_of_a_word_says_which_there_are(parameter):
+def test_text_parameter_description_lists_its_choices(parameter):
     described = replies.parameter_info(parameter)
 
     assert (described.name, described.default_value.text) == (parameter.name, parameter.default)
@@ -956,7 +957,7 @@ def test_the_description_of_a_word_says_which_there_are(parameter):
 
 
 @pytest.mark.parametrize("parameter", WORDS, ids=lambda p: p.name)
-def test_a_word_that_is_not_among_a_parameters_choices_is_refused(parameter):
+def test_text_outside_a_parameters_choices_is_refused(parameter):
     name = next(name for name in METHODS if parameter in METHODS[name].parameters)
     for value in (parameter.choices[0] + "?", "", 1.0):
         with pytest.raises(InvalidArgument, match=f"{parameter.name} is one of {parameter.choices[0]}"):
@@ -976,7 +977,7 @@ def test_parameter_description_gives_its_range_and_default(parameter):
     assert list(described.choices) == []
 
 
-def test_the_default_of_a_parameter_can_be_a_word_on_the_wire():
+def test_default_of_a_parameter_can_be_text():
     described = replies.parameter_info(Parameter("finish", "How.", "max", 0, 0))
 
     assert described.default_value.text == "max"

@@ -1,4 +1,4 @@
-"""A ModelInferRequest becomes the requests of our own API that it means, or is refused in its own words."""
+"""Requests of the Open Inference Protocol become camserve requests, or are refused with their own field names."""
 
 import asyncio
 import dataclasses
@@ -36,8 +36,8 @@ def served(tmp_path_factory):
     labels = tmp_path_factory.mktemp("labels") / "labels.txt"
     labels.write_text("cat\ndog\nowl\n3\nelk")
     models = (f"{nets.TINY}&labels={labels}", "parts=coloured:Colours?size=32", "finder=coloured:Finder?size=32")
-    with serving(models=models, device="cpu", threads=1, max_queue_delay_ms=0.25) as one:
-        yield one
+    with serving(models=models, device="cpu", threads=1, max_queue_delay_ms=0.25) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def line(served):
 
 
 def message(*, image=(), raw=None, datatype="BYTES", shape=(1,), **more):
-    """A message with one image; parameters are written as a client would."""
+    """Return a request with one image, and with parameters as a client writes them."""
     given = more.pop("parameters", {})
     made = inference_pb2.ModelInferRequest(**more)
     tensor = made.inputs.add(name="image", datatype=datatype, shape=shape)
@@ -76,23 +76,23 @@ def call(line, rpc, request, timeout=30):
     return line.unary_unary(f"/{oip.NAME}/{rpc}", type(request).SerializeToString, answer)(request, timeout=timeout)
 
 
-# -------------------------------------------------------------------------------------------------- what it means
+# ------------------------------------------------------------------------------------------------------- requests
 
 
 def test_default_inference_is_gradcam_of_the_predicted_class(served):
-    found = asked(served)
+    result = asked(served)
 
-    assert found.template == explain_pb2.ExplainRequest(
+    assert result.template == explain_pb2.ExplainRequest(
         model="tiny",
         methods=[explain_pb2.Method(name="gradcam")],
         rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG, heatmap=True),
         max_predictions=0,
     )
-    assert found.outputs == tuple(replies.OUTPUTS)
-    assert found.for_image(b"photo").image == b"photo"
+    assert result.outputs == tuple(replies.OUTPUTS)
+    assert result.for_image(b"photo").image == b"photo"
 
 
-def test_every_parameter_has_its_place_in_the_request(served):
+def test_every_parameter_is_decoded_into_its_field(served):
     given = {
         "method": "smoothgrad",
         "samples": 3,
@@ -111,10 +111,10 @@ def test_every_parameter_has_its_place_in_the_request(served):
         "priority": 3,
         "triton_whatever": "ignored",
     }
-    found = asked(served, parameters=given, outputs=[{"name": "overlay"}])
+    result = asked(served, parameters=given, outputs=[{"name": "overlay"}])
 
-    assert found.timeout == 1.5
-    assert found.template == explain_pb2.ExplainRequest(
+    assert result.timeout == 1.5
+    assert result.template == explain_pb2.ExplainRequest(
         model="tiny",
         methods=[
             explain_pb2.Method(
@@ -137,7 +137,7 @@ def test_every_parameter_has_its_place_in_the_request(served):
     )
 
 
-def test_numbers_and_flags_may_be_written_as_texts(served):
+def test_numbers_and_flags_may_be_strings(served):
     texts = {"alpha": "0.25", "max_side": "64", "eigen_smoothing": "true", "target": "2", "timeout": "10"}
     values = {"alpha": 0.25, "max_side": 64, "eigen_smoothing": True, "target": 2, "timeout": 10}
 
@@ -159,19 +159,19 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("text", TARGETS)
-def test_a_target_is_written_as_on_the_command_line(served, text):
+def test_target_has_the_syntax_of_the_command_line(served, text):
     assert list(asked(served, parameters={"target": text}).template.targets) == [TARGETS[text]]
 
 
 def test_class_of_a_segmentation_or_detector_becomes_its_kind_of_target(served):
     segment = asked(served, model_name="parts", parameters={"target": 1}).template.targets
-    found = asked(served, model_name="finder", parameters={"target": "1"}).template.targets
+    targets = asked(served, model_name="finder", parameters={"target": "1"}).template.targets
 
     assert list(segment) == [explain_pb2.Target(segment={"class_name": {"class_index": 1}})]
-    assert list(found) == [explain_pb2.Target(detection={"class_name": {"class_index": 1}})]
+    assert list(targets) == [explain_pb2.Target(detection={"class_name": {"class_index": 1}})]
 
 
-def test_what_is_not_wanted_is_not_made(served):
+def test_outputs_that_were_not_requested_are_not_computed(served):
     question = asked(served, outputs=[{"name": "label"}, {"name": "score"}, {"name": "label"}])
 
     assert question.outputs == ("label", "score")
@@ -185,7 +185,7 @@ def files_of(**how):
     return tensors.read_images(message(**how), LIMITS)
 
 
-def test_files_come_raw_after_their_lengths_or_as_contents():
+def test_files_may_be_raw_with_length_prefixes_or_in_contents():
     raw = tensors.element(b"one") + tensors.element(b"") + tensors.element(b"three")
 
     assert files_of(raw=raw, shape=(3, 1)) == [b"one", b"", b"three"]
@@ -198,14 +198,14 @@ def decoded(file):
 
 @pytest.mark.parametrize("planes", [False, True])
 @pytest.mark.parametrize("count", [None, 1, 2])
-def test_pixels_arrive_as_they_were_whatever_their_layout(planes, count):
+def test_pixels_are_decoded_from_any_layout(planes, count):
     array = PIXELS if count is None else np.stack([PIXELS + np.uint8(place) for place in range(count)])
     sent = np.ascontiguousarray(np.moveaxis(array, -1, -3)) if planes else array
     for datatype, values in (("UINT8", sent), ("FP32", (sent / np.float32(255)).astype("<f4"))):
-        found = files_of(raw=values.tobytes(), datatype=datatype, shape=sent.shape)
+        result = files_of(raw=values.tobytes(), datatype=datatype, shape=sent.shape)
 
-        assert len(found) == (count or 1)
-        for file, image in zip(found, array.reshape(-1, *PIXELS.shape), strict=True):
+        assert len(result) == (count or 1)
+        for file, image in zip(result, array.reshape(-1, *PIXELS.shape), strict=True):
             np.testing.assert_array_equal(decoded(file), image)
 
 
@@ -224,7 +224,7 @@ def test_pixels_may_be_sent_one_by_one():
         np.testing.assert_array_equal(decoded(file), PIXELS)
 
 
-def test_many_values_are_read_a_part_at_a_time(monkeypatch):
+def test_many_values_are_read_in_parts(monkeypatch):
     monkeypatch.setattr(tensors, "_CHUNK", 10)
     (file,) = tensors.read_images(typed("UINT8", "uint_contents", PIXELS.ravel().tolist()), LIMITS)
 
@@ -319,7 +319,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_tensor_that_is_none_is_refused_by_what_is_wrong_with_it(what):
+def test_invalid_tensor_is_refused_with_a_reason(what):
     make, field, words = WRONG[what]
     error = refusal(lambda: tensors.read_images(make(), LIMITS), InvalidArgument)
 
@@ -327,13 +327,13 @@ def test_a_tensor_that_is_none_is_refused_by_what_is_wrong_with_it(what):
     assert words in error.message
 
 
-def test_nine_images_of_pixels_are_too_many_too():
+def test_nine_images_of_pixels_are_refused():
     error = refusal(lambda: files_of(raw=bytes(9 * 12), datatype="UINT8", shape=(9, 2, 2, 3)), InvalidArgument)
 
     assert error.message == "9 images, and 8 is the limit"
 
 
-# --------------------------------------------------------------------------------------- what is wrong with the rest
+# -------------------------------------------------------------------------------------------------- invalid requests
 
 REFUSED = {
     "grdcam": ({"method": "grdcam"}, 'parameters["method"]', '(did you mean "gradcam"?)'),
@@ -376,7 +376,7 @@ def field_of(error):
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_wrong_parameter_is_refused_by_its_own_name(line, what):
+def test_invalid_parameter_is_refused_by_its_name(line, what):
     given, field, words = REFUSED[what]
     with pytest.raises(grpc.RpcError) as caught:
         call(line, "ModelInfer", message(parameters=given))
@@ -386,7 +386,7 @@ def test_a_wrong_parameter_is_refused_by_its_own_name(line, what):
     assert caught.value.code().name in ("INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION")
 
 
-def test_a_parameter_without_a_value_is_refused(served):
+def test_parameter_without_a_value_is_refused(served):
     made = message()
     made.parameters["alpha"].SetInParent()
 
@@ -394,7 +394,7 @@ def test_a_parameter_without_a_value_is_refused(served):
     assert (error.field, error.message) == ('parameters["alpha"]', "alpha is a number")
 
 
-def test_an_output_that_there_is_not_and_one_in_shared_memory_are_refused(served):
+def test_unknown_output_and_output_in_shared_memory_are_refused(served):
     unknown = refusal(lambda: asked(served, outputs=[{"name": "label"}, {"name": "overlai"}]), NotFound)
     kept = message(outputs=[{"name": "overlay"}])
     kept.outputs[0].parameters["shared_memory_region"].string_param = "region"
@@ -405,7 +405,7 @@ def test_an_output_that_there_is_not_and_one_in_shared_memory_are_refused(served
     assert "shared memory is not supported" in error.message
 
 
-def test_an_output_that_is_to_be_a_classification_is_refused_in_words(served):
+def test_output_as_a_classification_is_refused_with_a_message(served):
     made = message(outputs=[{"name": "score"}])
     made.outputs[0].parameters["classification"].int64_param = 3
 
@@ -424,18 +424,18 @@ inputs {
 outputs { name: "label" parameters { key: "binary_data" value { bool_param: true } } }
 raw_input_contents: "\\000\\001\\002\\003\\004\\005\\006\\007\\010\\011\\012\\013"
 """
-"""What kserve 0.21 makes of an InferInput with set_data_from_numpy and a RequestedOutput with binary_data."""
+"""Request of kserve 0.21 from an InferInput with set_data_from_numpy and a RequestedOutput with binary_data."""
 
 
-def test_the_message_of_kserves_own_sdk_is_answered(line):
-    found = call(line, "ModelInfer", text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()))
+def test_request_of_the_kserve_sdk_is_answered(line):
+    result = call(line, "ModelInfer", text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()))
 
-    assert [one.name for one in found.outputs] == ["label"]
+    assert [output.name for output in result.outputs] == ["label"]
     (file,) = tensors.read_images(text_format.Parse(BY_KSERVE, inference_pb2.ModelInferRequest()), LIMITS)
     np.testing.assert_array_equal(decoded(file), np.arange(12).reshape(2, 2, 3))
 
 
-def test_the_score_of_a_probability_is_the_probability(line):
+def test_score_of_a_probability_is_the_probability(line):
     def score(target):
         made = message(parameters={"target": target}, outputs=[{"name": "score"}])
         return struct.unpack("<f", call(line, "ModelInfer", made).raw_output_contents[0])[0]
@@ -446,7 +446,7 @@ def test_the_score_of_a_probability_is_the_probability(line):
     assert abs(score("dog vs cat") - (logits[1] - logits[0])) < 1e-6
 
 
-def test_one_bad_image_of_several_is_said_which(line):
+def test_error_names_the_index_of_the_invalid_image(line):
     with pytest.raises(grpc.RpcError) as caught:
         call(line, "ModelInfer", message(image=[PHOTO, b"no image", PHOTO], shape=(3,)))
 
@@ -454,7 +454,7 @@ def test_one_bad_image_of_several_is_said_which(line):
     assert field_of(caught.value) == "inputs[0]"
 
 
-def test_a_version_that_does_not_answer_and_a_model_that_is_unknown_are_not_found(line):
+def test_unavailable_version_and_unknown_model_are_not_found(line):
     for request, field in (
         (message(model_name="tiny", model_version="2"), "model_version"),
         (message(model_name="tny"), "model_name"),
@@ -468,7 +468,7 @@ def test_a_version_that_does_not_answer_and_a_model_that_is_unknown_are_not_foun
     assert field_of(caught.value) == "version"
 
 
-def test_loading_is_refused_where_it_is_off_and_what_it_does_not_know_is_named(line):
+def test_load_is_refused_if_disabled_and_unknown_parameters_are_named(line):
     def load(**given):
         request = inference_pb2.RepositoryModelLoadRequest(model_name="tiny")
         for name, value in given.items():
@@ -496,11 +496,11 @@ def test_loading_is_refused_where_it_is_off_and_what_it_does_not_know_is_named(l
     assert caught.value.details() == "name the model"
 
 
-def test_error_that_begins_with_a_field_names_the_protocols_own_field():
-    found = refusal(lambda: raise_within(InvalidArgument.of_field("rendering.alpha", "is 0 to 1, not 2")))
+def test_error_that_begins_with_a_field_names_the_field_of_the_protocol():
+    result = refusal(lambda: raise_within(InvalidArgument.of_field("rendering.alpha", "is 0 to 1, not 2")))
     other = refusal(lambda: raise_within(InvalidArgument("name the model", field="name")))
 
-    assert (found.field, found.message) == ('parameters["alpha"]', 'parameters["alpha"] is 0 to 1, not 2')
+    assert (result.field, result.message) == ('parameters["alpha"]', 'parameters["alpha"] is 0 to 1, not 2')
     assert (other.field, other.message) == ("model_name", "name the model")
 
 
@@ -509,26 +509,26 @@ def raise_within(error):
         raise error
 
 
-# --------------------------------------------------------------------------------------------------- what comes back
+# --------------------------------------------------------------------------------------------------------- responses
 
 
-def test_the_answer_is_our_own_apis(served, line):
+def test_response_equals_that_of_the_camserve_api(served, line):
     given = {"method": "hirescam", "target": "owl", "overlay": "png", "colormap": "turbo"}
-    found = call(line, "ModelInfer", message(id="mine", parameters=given))
+    result = call(line, "ModelInfer", message(id="mine", parameters=given))
     with camserve.Client(served.address) as client:
         ours = client.explain(
             PHOTO, methods="hirescam", targets="owl", overlay="png", colormap="turbo", heatmap=True
         ).explanations[0]
-    values = dict(zip([one.name for one in found.outputs], found.raw_output_contents, strict=True))
+    values = dict(zip([output.name for output in result.outputs], result.raw_output_contents, strict=True))
 
-    assert (found.id, found.model_name, found.model_version) == ("mine", "tiny", "1")
+    assert (result.id, result.model_name, result.model_version) == ("mine", "tiny", "1")
     assert values["overlay"] == tensors.element(ours.overlay)
     assert values["heatmap"] == ours.heatmap.astype("<f4").tobytes()
     assert values["label"] == tensors.element(b"owl")
     assert struct.unpack("<q", values["class_id"]) == (2,)
     assert struct.unpack("<f", values["score"]) == (pytest.approx(ours.score, rel=1e-7),)
     assert values["verdict"] == tensors.element(ours.verdict.encode())
-    assert [list(one.shape) for one in found.outputs] == [
+    assert [list(output.shape) for output in result.outputs] == [
         [1, 1],
         [1, *ours.heatmap.shape],
         [1, 1],
@@ -539,30 +539,30 @@ def test_the_answer_is_our_own_apis(served, line):
 
 
 @pytest.mark.parametrize("model", ["parts", "finder"])
-def test_a_segmentation_and_a_detector_are_explained(line, model):
+def test_segmentation_and_a_detector_are_explained(line, model):
     image = np.zeros((64, 64, 3), np.uint8)
     image[16:40, 16:40] = (255, 0, 0)
-    found = call(line, "ModelInfer", message(image=[jpeg(image)], model_name=model, parameters={"target": 1}))
+    result = call(line, "ModelInfer", message(image=[jpeg(image)], model_name=model, parameters={"target": 1}))
 
-    assert struct.unpack("<q", found.raw_output_contents[2]) == (1,)
+    assert struct.unpack("<q", result.raw_output_contents[2]) == (1,)
 
 
 @pytest.mark.parametrize(("given", "seconds"), [({"timeout": 1000}, 30), ({}, 0.05)])
-def test_a_message_that_takes_too_long_is_late_by_its_own_timeout_and_by_the_calls(line, given, seconds):
+def test_deadline_is_the_timeout_of_the_message_or_of_the_call(line, given, seconds):
     with pytest.raises(grpc.RpcError) as caught:
         call(line, "ModelInfer", message(parameters={"method": "rise", "samples": 4000, **given}), timeout=seconds)
 
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_the_configuration_tells_how_long_rows_are_held_back(line):
+def test_model_config_has_the_maximum_queue_delay(line):
     config = call(line, "ModelConfig", inference_pb2.ModelConfigRequest(name="tiny")).config
 
     assert config.dynamic_batching.max_queue_delay_microseconds == 250
     assert (config.max_batch_size, config.model_transaction_policy.decoupled) == (LIMITS.images, False)
 
 
-def test_a_fault_of_ours_in_a_stream_is_answered_without_its_words(line, monkeypatch):
+def test_internal_error_in_a_stream_does_not_expose_its_message(line, monkeypatch):
     def broken(*_):
         raise RuntimeError("secret")
 
@@ -579,47 +579,47 @@ def test_a_fault_of_ours_in_a_stream_is_answered_without_its_words(line, monkeyp
     assert answer.infer_response.id == "x"
 
 
-def test_the_statistics_of_a_version_begin_with_it_and_failures_are_counted(served):
+def test_statistics_of_a_version_start_at_zero_and_count_failures(served):
     model = served.pipeline.models["tiny"]
-    found = Statistics()
+    result = Statistics()
     timing = explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=4)
     answer = explain_pb2.ExplainResponse(timing=timing)
     for _ in range(4):
-        found.count_success(model, 0.5, [answer, answer])
-    found.count_failure(model, 0.25)
-    told = found.of(model)
+        result.count_success(model, 0.5, [answer, answer])
+    result.count_failure(model, 0.25)
+    statistics = result.of(model)
 
-    assert (told.inference_count, told.execution_count) == (8, 2)
-    stats = told.inference_stats
+    assert (statistics.inference_count, statistics.execution_count) == (8, 2)
+    stats = statistics.inference_stats
     assert (stats.success.count, stats.success.ns, stats.fail.count, stats.fail.ns) == (4, 2e9, 1, 0.25e9)
     stages = (stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output)
-    assert [(one.count, one.ns) for one in stages] == [(4, 8e6), (4, 4e6), (4, 12e6), (4, 16e6)]
-    assert found.of(dataclasses.replace(model, version=2)).inference_count == 0
+    assert [(stage.count, stage.ns) for stage in stages] == [(4, 8e6), (4, 4e6), (4, 12e6), (4, 16e6)]
+    assert result.of(dataclasses.replace(model, version=2)).inference_count == 0
 
 
-def test_what_an_old_version_still_answers_does_not_reset_the_statistics_of_the_new(served):
+def test_responses_of_an_old_version_do_not_reset_new_statistics(served):
     old = dataclasses.replace(served.pipeline.models["tiny"], version=1)
     new = dataclasses.replace(old, version=2)
-    found, answer = Statistics(), explain_pb2.ExplainResponse(timing=explain_pb2.Timing(batch_rows=1))
-    found.count_success(old, 0.5, [answer])
+    result, answer = Statistics(), explain_pb2.ExplainResponse(timing=explain_pb2.Timing(batch_rows=1))
+    result.count_success(old, 0.5, [answer])
     for _ in range(3):  # a reload: the two end in turn
-        found.count_success(new, 0.5, [answer])
-        found.count_success(old, 0.5, [answer])
-        found.count_failure(old, 0.5)
+        result.count_success(new, 0.5, [answer])
+        result.count_success(old, 0.5, [answer])
+        result.count_failure(old, 0.5)
 
-    assert (found.of(new).version, found.of(new).inference_count) == ("2", 3)
-    assert found.of(new).inference_stats.fail.count == 0
-    assert (found.of(old).version, found.of(old).inference_count) == ("1", 0)
+    assert (result.of(new).version, result.of(new).inference_count) == ("2", 3)
+    assert result.of(new).inference_stats.fail.count == 0
+    assert (result.of(old).version, result.of(old).inference_count) == ("1", 0)
 
 
-def test_statistics_without_a_name_are_of_all_models(line):
-    found = call(line, "ModelStatistics", inference_pb2.ModelStatisticsRequest()).model_stats
+def test_statistics_without_a_name_are_those_of_all_models(line):
+    model_stats = call(line, "ModelStatistics", inference_pb2.ModelStatisticsRequest()).model_stats
 
-    assert [one.name for one in found] == ["tiny", "parts", "finder"]
+    assert [each.name for each in model_stats] == ["tiny", "parts", "finder"]
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "expected"),
     [
         ("loading", ("LOADING", "")),
         ("failed", ("UNAVAILABLE", "it could not be loaded; the server's log says why")),
@@ -627,13 +627,13 @@ def test_statistics_without_a_name_are_of_all_models(line):
         ("unloaded", ("UNAVAILABLE", "unloaded")),
     ],
 )
-def test_the_index_says_of_a_model_that_does_not_answer_why(state, said):
+def test_index_has_the_reason_why_a_model_is_unavailable(state, expected):
     index = replies.index_of(UnavailableModel("net", "timm:net", state))
 
-    assert (index.name, index.version, index.state, index.reason) == ("net", "", *said)
+    assert (index.name, index.version, index.state, index.reason) == ("net", "", *expected)
 
 
-def test_a_server_that_is_not_warm_is_live_and_not_ready():
+def test_server_is_live_but_not_ready_until_models_are_loaded():
     class Context:
         def time_remaining(self):
             return None
@@ -660,21 +660,21 @@ def test_a_server_that_is_not_warm_is_live_and_not_ready():
     assert asyncio.run(ask()) == (True, False, False)
 
 
-def test_reflection_tells_of_the_service_by_its_name_on_the_wire():
+def test_reflection_lists_the_service_by_its_wire_name():
     pool = oip.pool_of(["grpc.health.v1.Health"])
     service = pool.FindServiceByName("inference.GRPCInferenceService")
 
     assert {rpc.name for rpc in service.methods} == {rpc.name for rpc in oip.SERVICE.methods}
     assert service.methods_by_name["ModelInfer"].input_type.full_name == "inference.ModelInferRequest"
     fields = pool.FindMessageTypeByName("inference.ModelInferRequest").fields
-    assert [(one.name, one.number) for one in fields] == [
-        (one.name, one.number) for one in inference_pb2.ModelInferRequest.DESCRIPTOR.fields
+    assert [(field.name, field.number) for field in fields] == [
+        (field.name, field.number) for field in inference_pb2.ModelInferRequest.DESCRIPTOR.fields
     ]
     with pytest.raises(KeyError):
         pool.FindMessageTypeByName("open_inference.v2.ModelInferRequest")
 
 
-# ------------------------------------------------------------------------------------------------------ the document
+# ----------------------------------------------------------------------------------------------------- documentation
 
 
 def table(name):
@@ -682,14 +682,14 @@ def table(name):
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()[2:]]
 
 
-def test_the_page_lists_every_parameter():
+def test_documentation_page_lists_every_parameter():
     assert [row[0].strip("`") for row in table("parameters")] == list(requests._WRITERS)
 
 
-def test_the_page_lists_every_output_with_its_kind_and_shape():
-    found = [[cell.strip("`") for cell in row[:3]] for row in table("outputs")]
+def test_documentation_page_lists_every_output_with_type_and_shape():
+    results = [[cell.strip("`") for cell in row[:3]] for row in table("outputs")]
 
-    assert found == [
-        [name, one.datatype, str(["N", *one.dims]).replace("'", "").replace(" ", "")]
-        for name, one in replies.OUTPUTS.items()
+    assert results == [
+        [name, each.datatype, str(["N", *each.dims]).replace("'", "").replace(" ", "")]
+        for name, each in replies.OUTPUTS.items()
     ]

@@ -1,9 +1,6 @@
-"""A real server at the other end of a socket: every error with its status and details, and nothing lost on the way."""
+"""A server over a socket: errors, logs, the queue, streams, deadlines, start and stop."""
 
 import asyncio
-import base64
-import contextlib
-import hashlib
 import importlib
 import importlib.metadata
 import io
@@ -11,139 +8,44 @@ import json
 import logging
 import math
 import socket
-import sys
 import threading
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.rpc import code_pb2, error_details_pb2
+from grpc_health.v1 import health_pb2
 from PIL import Image
 
-from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from api.running_server import (
+    NOT_SERVING,
+    PHOTO,
+    SERVING,
+    SETTINGS,
+    RunningServer,
+    item,
+    refusal_of,
+    request,
+    smoothgrad,
+)
+from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2
 from camserve_server.api import deserialization, grpc_server, rpc, statuses, streams
-from camserve_server.app import server
+from camserve_server.app.server import serve
 from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError, ServiceError, WorkerLost
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images, render
+from camserve_server.imaging import render
 from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.serving import drawing, explain
 from camserve_server.serving.explain import Pipeline
 from support import StoppedClock, wait_in_loop_until
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-FLAGS = {"isolation": "thread", "address": "127.0.0.1:0", "device": "cpu", "threads": 1, "drain_seconds": 10}
-BUF = Path(sys.executable).with_name("buf")
-
-NETS = """
-import threading
-from collections import OrderedDict
-
-import torch
-from torch import nn
-
-GATE = threading.Event()
-
-
-def tiny():
-    torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(
-        stem=nn.Conv2d(3, 4, 3, 2, 1), act=nn.ReLU(), features=nn.Conv2d(4, 4, 3, 2, 1), pool=nn.AdaptiveAvgPool2d(1),
-        flat=nn.Flatten(), head=nn.Linear(4, 5),
-    ))
-
-
-def gated():
-    assert GATE.wait(30)
-    return tiny()
-"""
-
-
-def picture(color="red"):
-    out = io.BytesIO()
-    Image.new("RGB", (40, 30), color).save(out, "PNG")
-    return out.getvalue()
-
-
-PHOTO = picture()
-
-
 RAW = explain_pb2.Rendering(heatmap=True)
-
-
-def request(**fields):
-    return explain_pb2.ExplainRequest(**{"image": PHOTO, **fields})
-
-
-@dataclass
-class Running:
-    """A server, and stubs of it."""
-
-    port: int
-    pipeline: Pipeline
-    stop: grpc_server.Stop
-    task: asyncio.Task
-    channel: grpc.aio.Channel
-
-    def __post_init__(self):
-        self.batcher = self.pipeline.batcher
-        self.explain = explain_pb2_grpc.ExplainServiceStub(self.channel).Explain
-        self.stream = explain_pb2_grpc.ExplainServiceStub(self.channel).ExplainStream
-        self.models = models_pb2_grpc.ModelServiceStub(self.channel)
-        self.health = health_pb2_grpc.HealthStub(self.channel)
-
-    async def status(self, service=""):
-        return (await self.health.Check(health_pb2.HealthCheckRequest(service=service))).status
-
-
-@pytest.fixture
-def nets(tmp_path, monkeypatch):
-    (tmp_path / "camserve_nets.py").write_text(NETS)
-    (tmp_path / "words.txt").write_text("ant\nbee\ncat\ndog\nelk\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "camserve_nets", raising=False)
-    yield f"tiny=camserve_nets:tiny?size=32&labels={tmp_path / 'words.txt'}"
-    sys.modules.pop("camserve_nets", None)
-
-
-@pytest.fixture
-def serving(nets):
-    """Start a server, and stop it at the end of the block."""
-
-    @contextlib.asynccontextmanager
-    async def start(**settings):
-        ready, stop = asyncio.get_running_loop().create_future(), grpc_server.Stop()
-        chosen = config.load(flags={**FLAGS, "models": (nets,), **settings}, environment={})
-        task = asyncio.create_task(server.serve(chosen, stop, lambda *what: ready.set_result(what)))
-        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await task
-        port, pipeline = ready.result()
-        try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                yield Running(port, pipeline, stop, task, channel)
-        finally:
-            pipeline.batcher.resume()
-            stop.requested.set()
-            await task
-
-    return start
-
-
-@pytest.fixture
-async def running(serving):
-    async with serving() as one:
-        yield one
 
 
 @pytest.fixture
 def logged(monkeypatch):
-    """Read the log as it would be written in JSON."""
+    """Capture the log as JSON lines."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(logs.JsonFormatter())
@@ -156,56 +58,28 @@ def logged(monkeypatch):
     logger.setLevel(level)
 
 
-@dataclass
-class Refused:
-    """An error as a caller sees it, its details unpacked."""
-
-    code: grpc.StatusCode
-    message: str
-    trailers: dict[str, Any]
-    ids: int
-
-    def detail(self, kind):
-        """Return the one detail of this kind, or None."""
-        status = status_pb2.Status.FromString(self.trailers["grpc-status-details-bin"])
-        assert code_pb2.Code.Name(status.code) == self.code.name
-        assert status.message == self.message
-        found = [one for one in status.details if one.Is(kind.DESCRIPTOR)]
-        assert len(found) <= 1
-        message = kind()
-        return message if found and found[0].Unpack(message) else None
-
-
-async def refused(call):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    trailers = caught.value.trailing_metadata()
-    ids = sum(key == "x-request-id" for key, _ in trailers)
-    return Refused(caught.value.code(), caught.value.details(), dict(trailers), ids)
-
-
 def subclasses(kind):
     return {kind}.union(*map(subclasses, kind.__subclasses__()))
 
 
-# WorkerLost is the batcher's to answer: it runs the rows again, or names the cause. See test_batcher.py.
+# No caller receives WorkerLost: the batcher runs the rows again, or names the cause. See test_batcher.py.
 KINDS = sorted(subclasses(ServiceError) - {ServiceError, WorkerLost}, key=lambda kind: kind.__name__)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_every_error_of_ours_has_a_status():
+def test_every_error_class_has_a_status():
     assert set(statuses.STATUS) == {*KINDS, WorkerLost}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_error_becomes_a_status_with_id_field_and_retry_delay(kind, running):
+async def test_error_status_has_the_request_id_the_field_and_the_retry_delay(kind, server):
     def fail(_pass, _rows):
         raise kind("words for the caller", field="targets[0].label", retry_after=0.0415)
 
-    running.batcher._workers[0].run = fail
-    error = await refused(running.explain(request(), metadata=[("x-request-id", "call-7")]))
+    server.batcher._workers[0].run = fail
+    error = await refusal_of(server.explain(request(), metadata=[("x-request-id", "call-7")]))
 
     assert error.code == statuses.STATUS[kind]
     assert error.message == "words for the caller"
@@ -218,12 +92,12 @@ async def test_error_becomes_a_status_with_id_field_and_retry_delay(kind, runnin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_error_without_field_and_retry_says_nothing_of_them(kind, running):
+async def test_error_without_field_and_retry_delay_has_neither_in_its_status(kind, server):
     def fail(_pass, _rows):
         raise kind("words for the caller")
 
-    running.batcher._workers[0].run = fail
-    error = await refused(running.explain(request()))
+    server.batcher._workers[0].run = fail
+    error = await refusal_of(server.explain(request()))
 
     assert error.code == statuses.STATUS[kind]
     assert "grpc-retry-pushback-ms" not in error.trailers
@@ -248,33 +122,33 @@ async def test_an_error_without_field_and_retry_says_nothing_of_them(kind, runni
         ({"model": "模型\n" + "ж" * 200}, "NOT_FOUND", "model", "模型"),
     ],
 )
-async def test_a_wrong_request_is_told_which_field_is_at_fault(fields, code, field, hint, running):
-    error = await refused(running.explain(request(**fields)))
+async def test_invalid_request_is_refused_with_the_name_of_its_field(fields, code, field, hint, server):
+    error = await refusal_of(server.explain(request(**fields)))
     (violation,) = error.detail(error_details_pb2.BadRequest).field_violations
 
     assert error.code.name == code
     assert violation.field == field
     assert hint in error.message
-    assert running.batcher.stats.rows == running.batcher.admitted == 0
+    assert server.batcher.stats.rows == server.batcher.admitted == 0
 
 
-async def test_more_explanations_than_the_limit_are_refused_before_they_cost_anything(running):
+async def test_too_many_explanations_are_refused_before_a_row_is_computed(server):
     many = request(methods=[explain_pb2.Method(name="gradcam")] * 14, top_k=5)
-    error = await refused(running.explain(many))
+    error = await refusal_of(server.explain(many))
 
     assert error.code == grpc.StatusCode.INVALID_ARGUMENT
     assert "70 explanations, and 64 is the limit" in error.message
-    assert running.batcher.stats.rows == 0
+    assert server.batcher.stats.rows == 0
 
 
-async def test_more_pixels_to_draw_than_the_limit_are_refused_before_they_cost_a_row(running):
+async def test_too_many_pixels_to_draw_are_refused_before_a_row_is_computed(server):
     packed = io.BytesIO()
     Image.new("L", (4000, 4000)).save(packed, "PNG")
-    both = {"overlay": explain_pb2.IMAGE_FORMAT_PNG, "heatmap_image": explain_pb2.IMAGE_FORMAT_PNG}
-    asks = {"image": packed.getvalue(), "top_k": 5, "methods": [explain_pb2.Method(name="gradcam")] * 2}
-    error = await refused(running.explain(request(rendering=explain_pb2.Rendering(**both), **asks)))
-    rows = running.batcher.stats.rows
-    small = await running.explain(request(rendering=explain_pb2.Rendering(**both, max_side=500), **asks))
+    formats = {"overlay": explain_pb2.IMAGE_FORMAT_PNG, "heatmap_image": explain_pb2.IMAGE_FORMAT_PNG}
+    fields = {"image": packed.getvalue(), "top_k": 5, "methods": [explain_pb2.Method(name="gradcam")] * 2}
+    error = await refusal_of(server.explain(request(rendering=explain_pb2.Rendering(**formats), **fields)))
+    rows = server.batcher.stats.rows
+    small = await server.explain(request(rendering=explain_pb2.Rendering(**formats, max_side=500), **fields))
 
     assert error.code == grpc.StatusCode.INVALID_ARGUMENT
     assert "320 million pixels, and 200 is the limit: set max_side" in error.message
@@ -282,7 +156,7 @@ async def test_more_pixels_to_draw_than_the_limit_are_refused_before_they_cost_a
     assert (small.explanations[9].overlay.width, small.explanations[9].overlay.height) == (500, 500)
 
 
-def explode(*_args, **_options):
+def raise_internal(*_args, **_options):
     raise RuntimeError("/home/operator/secret.py: no such thing")
 
 
@@ -295,23 +169,21 @@ def explode(*_args, **_options):
         "api.servicers.explain.codec.read_explanation",
     ],
 )
-async def test_a_fault_of_ours_says_its_request_id_and_nothing_else_and_the_log_has_it(
-    where, running, logged, monkeypatch
-):
-    monkeypatch.setattr(f"camserve_server.{where}", explode)
-    await internal_but_logged(running, logged)
+async def test_internal_error_is_logged_and_the_caller_gets_only_its_request_id(where, server, logged, monkeypatch):
+    monkeypatch.setattr(f"camserve_server.{where}", raise_internal)
+    await check_internal_and_logged(server, logged)
 
 
-async def test_a_fault_in_the_engine_says_its_request_id_and_no_more_and_the_log_has_it(running, logged):
-    running.batcher._workers[0].run = explode
-    await internal_but_logged(running, logged)
+async def test_engine_error_is_logged_and_the_caller_gets_only_its_request_id(server, logged):
+    server.batcher._workers[0].run = raise_internal
+    await check_internal_and_logged(server, logged)
 
 
-async def internal_but_logged(running, logged):
+async def check_internal_and_logged(server, logged):
     drawn = request(rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_PNG))
-    error = await refused(running.explain(drawn, metadata=[("x-request-id", "call-7")]))
+    error = await refusal_of(server.explain(drawn, metadata=[("x-request-id", "call-7")]))
     await wait_in_loop_until(lambda: len(logged()) == 2)
-    fault, line = logged()
+    exception, line = logged()
 
     assert error.code == grpc.StatusCode.INTERNAL
     assert "call-7" in error.message
@@ -319,15 +191,15 @@ async def internal_but_logged(running, logged):
     assert "RuntimeError" not in str(error)
     assert "Traceback" not in str(error)
     assert "camserve_server" not in str(error)
-    assert "RuntimeError: /home/operator/secret.py: no such thing" in fault["exception"]
-    assert fault["request_id"] == line["request_id"] == "call-7"
+    assert "RuntimeError: /home/operator/secret.py: no such thing" in exception["exception"]
+    assert exception["request_id"] == line["request_id"] == "call-7"
     assert (line["level"], line["code"]) == ("info", "INTERNAL")
 
 
-async def test_every_call_has_a_line_in_the_log_that_says_how_it_went(running, logged):
-    await running.explain(request(top_k=2), metadata=[("x-request-id", "good")])
-    await refused(running.explain(request(model="none"), metadata=[("x-request-id", "bad")]))
-    await running.models.ListModels(models_pb2.ListModelsRequest(), metadata=[("x-request-id", "list")])
+async def test_every_call_is_logged_with_its_outcome(server, logged):
+    await server.explain(request(top_k=2), metadata=[("x-request-id", "good")])
+    await refusal_of(server.explain(request(model="none"), metadata=[("x-request-id", "bad")]))
+    await server.models.ListModels(models_pb2.ListModelsRequest(), metadata=[("x-request-id", "list")])
     await wait_in_loop_until(lambda: len(logged()) == 3)
     good, bad, listed = logged()
 
@@ -342,92 +214,24 @@ async def test_every_call_has_a_line_in_the_log_that_says_how_it_went(running, l
 # -------------------------------------------------------------------------------------------------------- request ids
 
 
-@pytest.mark.parametrize("theirs", ["call-7", "x" * 128, "with spaces: and = signs"])
-async def test_the_callers_request_id_comes_back_in_the_reply_and_in_the_trailer(theirs, running):
-    call = running.explain(request(), metadata=[("x-request-id", theirs)])
-
-    assert (await call).request_id == theirs
-    assert dict(await call.trailing_metadata())["x-request-id"] == theirs
-
-
-@pytest.mark.parametrize("theirs", [None, "", "x" * 129])
-async def test_a_request_id_that_is_missing_or_too_long_is_replaced(theirs, running):
-    call = running.explain(request(), metadata=[] if theirs is None else [("x-request-id", theirs)])
-    ours = (await call).request_id
-
-    assert len(ours) == 32
-    assert int(ours, 16)
-    assert dict(await call.trailing_metadata())["x-request-id"] == ours
-
-
-@pytest.mark.parametrize("theirs", ["a\nb", "a\x1b[2J", "a\0", "a\u2028b"])
-def test_a_request_id_that_cannot_be_printed_is_replaced(theirs):
-    """No client library sends one, but whoever speaks HTTP/2 by hand can try."""
+@pytest.mark.parametrize("sent", ["a\nb", "a\x1b[2J", "a\0", "a\u2028b"])
+def test_unprintable_request_id_is_replaced(sent):
+    """No client library sends such an id, but a caller can write HTTP/2 by hand."""
 
     class Context:
         def invocation_metadata(self):
-            return (("x-request-id", theirs),)
+            return (("x-request-id", sent),)
 
-    ours = rpc._request_id(Context())
+    replaced = rpc._request_id(Context())
 
-    assert ours != theirs
-    assert len(ours) == 32
-
-
-# ---------------------------------------------------------------------------------------------------- room and waiting
+    assert replaced != sent
+    assert len(replaced) == 32
 
 
-async def test_an_answer_over_the_wire_is_whole(running):
-    both = [explain_pb2.Method(name="gradcam"), explain_pb2.Method(name="saliency")]
-    rendering = explain_pb2.Rendering(heatmap=True, overlay=explain_pb2.IMAGE_FORMAT_PNG)
-    reply = await running.explain(request(methods=both, top_k=2, rendering=rendering))
-    sizes = [(one.method, one.layer, one.heatmap.height, one.heatmap.width) for one in reply.explanations]
-
-    assert reply.model == "tiny"
-    assert len(reply.predictions) == 5
-    assert {one.label for one in reply.predictions} == {"ant", "bee", "cat", "dog", "elk"}
-    assert sum(one.probability for one in reply.predictions) == pytest.approx(1, abs=1e-6)
-    assert sizes == [("gradcam", "features", 8, 8)] * 2 + [("saliency", "", 32, 32)] * 2
-    assert all(Image.open(io.BytesIO(one.overlay.data)).size == (40, 30) for one in reply.explanations)
-    assert reply.timing.batch_rows >= 2
-    assert min(reply.timing.decode_ms, reply.timing.compute_ms, reply.timing.render_ms) > 0
+# ----------------------------------------------------------------------------------- queue, deadlines, cancelled calls
 
 
-async def test_an_answer_has_a_receipt_with_all_that_is_needed_to_compute_it_again(running):
-    receipt = (await running.explain(request())).receipt
-    info = running.pipeline.models["tiny"]
-    image, _ = images.fit(images.decode(PHOTO, Limits()), info.preprocess)
-
-    assert (receipt.digest, receipt.weights, receipt.source) == (info.digest, info.weights, info.source)
-    assert (receipt.precision, receipt.device) == ("float32", "cpu")
-    assert receipt.image_sha256 == hashlib.sha256(PHOTO).hexdigest()
-    assert receipt.input_sha256 == hashlib.sha256(image.tobytes()).hexdigest()
-    assert receipt.versions["torch"] == importlib.metadata.version("torch")
-    assert set(receipt.versions) >= {"camserve", "torch", "torchvision", "timm", "numpy"}
-
-
-async def test_a_resolved_target_asks_for_the_same_again(running):
-    first = (await running.explain(request(top_k=3, rendering=RAW))).explanations
-    targets = [one.resolved_target for one in first]
-    second = (await running.explain(request(targets=targets, rendering=RAW))).explanations
-
-    assert [one.heatmap.data for one in first] == [one.heatmap.data for one in second]
-
-
-@pytest.mark.parametrize("profile", [2, 3, 4])
-async def test_the_intensities_of_a_profile_come_on_the_pixels_of_the_input(profile, running):
-    rendering = explain_pb2.Rendering(heatmap=True, intensity=True, profile=profile)
-    (one,) = (await running.explain(request(rendering=rendering))).explanations
-    raw = np.frombuffer(one.heatmap.data, "<f4").reshape(one.heatmap.height, one.heatmap.width)
-    names = {2: "grad-cam", 3: "torchcam", 4: "captum"}
-
-    assert (one.intensity.height, one.intensity.width) == (32, 32)
-    np.testing.assert_array_equal(
-        np.frombuffer(one.intensity.data, "<f4").reshape(32, 32), render.intensities(raw, names[profile], (32, 32))
-    )
-
-
-def lightest(activations, _gradients, _scores, *, power):
+def brightest(activations, _gradients, _scores, *, power):
     """Take the brightest channel.
 
     L = max_k A_k^p.
@@ -435,177 +239,164 @@ def lightest(activations, _gradients, _scores, *, power):
     return activations.amax(1) ** power
 
 
-async def test_method_added_by_one_line_works_through_the_whole_server(running, monkeypatch):
+async def test_registered_method_is_listed_computed_and_drawn(server, monkeypatch):
     power = Parameter("power", "Exponent.", 1.0, 0.5, 4.0)
-    monkeypatch.setitem(METHODS, "lightest", Cam(lightest, "a test", (power,)))
+    monkeypatch.setitem(METHODS, "brightest", Cam(brightest, "a test", (power,)))
 
-    listed = {one.name: one for one in (await running.models.ListMethods(models_pb2.ListMethodsRequest())).methods}
-    squared = explain_pb2.Method(name="lightest", parameters={"power": explain_pb2.Parameter(number=2)})
+    listed = {
+        method.name: method for method in (await server.models.ListMethods(models_pb2.ListMethodsRequest())).methods
+    }
+    squared = explain_pb2.Method(name="brightest", parameters={"power": explain_pb2.Parameter(number=2)})
     rendering = explain_pb2.Rendering(heatmap=True, overlay=explain_pb2.IMAGE_FORMAT_PNG)
-    reply = await running.explain(
-        request(methods=[explain_pb2.Method(name="lightest"), squared], layers=["act"], rendering=rendering)
+    reply = await server.explain(
+        request(methods=[explain_pb2.Method(name="brightest"), squared], layers=["act"], rendering=rendering)
     )
-    plain, twice = (np.frombuffer(one.heatmap.data, "<f4") for one in reply.explanations)
+    plain, power_two = (np.frombuffer(each.heatmap.data, "<f4") for each in reply.explanations)
 
-    assert listed["lightest"].summary == "Take the brightest channel"
-    assert listed["lightest"].formula == "L = max_k A_k^p."
-    assert listed["lightest"].parameters[0].name == "power"
+    assert listed["brightest"].summary == "Take the brightest channel"
+    assert listed["brightest"].formula == "L = max_k A_k^p."
+    assert listed["brightest"].parameters[0].name == "power"
     assert plain.max() > 0
-    np.testing.assert_allclose(plain**2, twice, rtol=1e-6)
-    assert all(Image.open(io.BytesIO(one.overlay.data)).size == (40, 30) for one in reply.explanations)
+    np.testing.assert_allclose(plain**2, power_two, rtol=1e-6)
+    assert all(Image.open(io.BytesIO(each.overlay.data)).size == (40, 30) for each in reply.explanations)
 
 
 @pytest.mark.parametrize("extra", [1, 2, 50])
-async def test_a_full_queue_refuses_exactly_what_does_not_fit_and_says_when_to_come_again(extra, serving):
-    async with serving(max_queue_rows=8) as running:
-        running.batcher.pause()
-        calls = [asyncio.ensure_future(running.explain(request())) for _ in range(8 + extra)]
+async def test_full_queue_refuses_only_the_excess_with_a_retry_delay(extra, serving):
+    async with serving(max_queue_rows=8) as server:
+        server.batcher.pause()
+        calls = [asyncio.ensure_future(server.explain(request())) for _ in range(8 + extra)]
         await wait_in_loop_until(lambda: sum(call.done() for call in calls) == extra)
 
-        assert running.batcher.admitted == 8
-        running.batcher.resume()
+        assert server.batcher.admitted == 8
+        server.batcher.resume()
         await asyncio.gather(*calls, return_exceptions=True)
-        lost = [await refused(call) for call in calls if call.exception()]
+        errors = [await refusal_of(call) for call in calls if call.exception()]
 
-    assert [error.code for error in lost] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * extra
-    assert {error.message for error in lost} == {"the queue is full: 8 rows are under way, and 8 is the limit"}
-    assert all(50 <= int(error.trailers["grpc-retry-pushback-ms"]) <= 5000 for error in lost)
+    assert [error.code for error in errors] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * extra
+    assert {error.message for error in errors} == {"the queue is full: 8 rows are under way, and 8 is the limit"}
+    assert all(50 <= int(error.trailers["grpc-retry-pushback-ms"]) <= 5000 for error in errors)
     assert sum(call.exception() is None for call in calls) == 8
-    assert running.batcher.stats.refused == extra
-    assert running.batcher.admitted == 0
+    assert server.batcher.stats.refused == extra
+    assert server.batcher.admitted == 0
 
 
-async def test_a_hundred_calls_whose_deadline_passes_in_the_queue_are_never_executed(running):
-    running.batcher.pause()
-    calls = [running.explain(request(), timeout=0.5) for _ in range(100)]
-    codes = {(await refused(call)).code for call in calls}
-    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
-    running.batcher.resume()
-    await running.explain(request())
+async def test_calls_whose_deadline_passes_in_the_queue_are_never_computed(server):
+    server.batcher.pause()
+    calls = [server.explain(request(), timeout=0.5) for _ in range(100)]
+    codes = {(await refusal_of(call)).code for call in calls}
+    await wait_in_loop_until(lambda: server.batcher.admitted == 0)
+    server.batcher.resume()
+    await server.explain(request())
 
     assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
-    assert (running.batcher.stats.batches, running.batcher.stats.rows) == (1, 1)  # the last one alone
+    assert (server.batcher.stats.batches, server.batcher.stats.rows) == (1, 1)  # only the last call
 
 
 @pytest.mark.parametrize("rpc", ["explain", "stream"])
 @pytest.mark.parametrize("seconds", [20, None])
-async def test_the_deadline_of_a_call_is_that_of_its_rows(rpc, seconds, running):
-    running.batcher.pause()
-    asked = request() if rpc == "explain" else [item("r0")]
+async def test_rows_have_the_deadline_of_their_call(rpc, seconds, server):
+    server.batcher.pause()
+    requests = request() if rpc == "explain" else [item("r0")]
     clock = asyncio.get_running_loop().time
-    before, call = clock(), getattr(running, rpc)(asked, timeout=seconds)
-    await wait_in_loop_until(lambda: running.batcher.waiting)
+    before, call = clock(), getattr(server, rpc)(requests, timeout=seconds)
+    await wait_in_loop_until(lambda: server.batcher.waiting)
     after = clock()
-    (ticket,) = running.batcher._queue
+    (pending,) = server.batcher._queue
     call.cancel()
 
     # gRPC writes a call's timeout with three digits and rounds it up: from 10 to 100 s to a whole tenth of a second.
-    # However late it is read, it ends when it ends: an instant, and no duration.
-    assert ticket.deadline == math.inf if seconds is None else before + 19 < ticket.deadline <= after + 20.1
+    # The deadline is an instant, so it does not depend on how late it is read.
+    assert pending.deadline == math.inf if seconds is None else before + 19 < pending.deadline <= after + 20.1
 
 
-async def test_a_caller_who_hangs_up_frees_the_queue(running):
-    running.batcher.pause()
-    calls = [running.explain(request()) for _ in range(20)]
-    await wait_in_loop_until(lambda: running.batcher.admitted == 20)
+async def test_cancelled_calls_free_the_queue(server):
+    server.batcher.pause()
+    calls = [server.explain(request()) for _ in range(20)]
+    await wait_in_loop_until(lambda: server.batcher.admitted == 20)
     for call in calls:
         call.cancel()
-    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
-    running.batcher.resume()
-    await running.explain(request())
+    await wait_in_loop_until(lambda: server.batcher.admitted == 0)
+    server.batcher.resume()
+    await server.explain(request())
 
-    assert running.batcher.stats.rows == 1
+    assert server.batcher.stats.rows == 1
 
 
-EIGHT = {
+EIGHT_OVERLAYS = {
     "methods": [explain_pb2.Method(name="gradcam")] * 8,
     "rendering": explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG),
 }
 
 
 @pytest.mark.parametrize(("pixels", "steps"), [(10**6, 1), (2 * 40 * 30, 4), (1, 8)])
-async def test_pictures_are_drawn_in_as_few_steps_as_leave_others_a_turn(pixels, steps, running, monkeypatch):
+async def test_number_of_drawing_steps_follows_the_pixels_per_step(pixels, steps, server, monkeypatch):
     run_step, generators = explain._run_step, []
     monkeypatch.setattr(drawing, "PIXELS_PER_STEP", pixels)
     monkeypatch.setattr(explain, "_run_step", lambda steps: generators.append(steps) or run_step(steps))
-    response = await running.explain(request(**EIGHT))
+    response = await server.explain(request(**EIGHT_OVERLAYS))
 
     assert [each.__name__ for each in generators].count("draw_and_reply") == steps
-    assert len({one.overlay.data for one in response.explanations}) == 1
+    assert len({each.overlay.data for each in response.explanations}) == 1
     assert len(response.explanations) == 8
 
 
-async def test_a_caller_who_hangs_up_while_pictures_are_drawn_stops_the_rest(running, monkeypatch):
+async def test_cancelled_call_stops_the_drawing_of_its_other_pictures(server, monkeypatch):
     draw, drawn, go = render.draw, [], threading.Event()
 
-    def slowly(*args):
+    def draw_and_wait(*args):
         drawn.append(args)
         go.wait(20)
         return draw(*args)
 
     monkeypatch.setattr(drawing, "PIXELS_PER_STEP", 1)
-    monkeypatch.setattr(render, "draw", slowly)
-    call = running.explain(request(**EIGHT))
+    monkeypatch.setattr(render, "draw", draw_and_wait)
+    call = server.explain(request(**EIGHT_OVERLAYS))
     await wait_in_loop_until(lambda: drawn)
     call.cancel()
-    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
+    await wait_in_loop_until(lambda: server.batcher.admitted == 0)
     go.set()
-    await running.pipeline.in_thread(int)  # after whatever was to come
+    await server.pipeline.in_thread(int)  # runs after all drawing that was submitted
 
     assert len(drawn) == 1
 
 
-async def test_a_caller_who_loses_the_connection_frees_the_queue(running):
-    running.batcher.pause()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+async def test_calls_of_a_lost_connection_free_the_queue(server):
+    server.batcher.pause()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         calls = [explain_pb2_grpc.ExplainServiceStub(channel).Explain(request()) for _ in range(20)]
-        await wait_in_loop_until(lambda: running.batcher.admitted == 20)
-    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
+        await wait_in_loop_until(lambda: server.batcher.admitted == 20)
+    await wait_in_loop_until(lambda: server.batcher.admitted == 0)
 
     assert all([await call.code() == grpc.StatusCode.CANCELLED for call in calls])
 
 
-async def test_a_request_larger_than_the_limit_is_refused_before_it_is_read(serving):
-    async with serving(max_message_mib=1) as running:
-        await refused(running.explain(request(image=bytes(2**20 - 1000))))  # read, and found to be no picture
-        error = await refused(running.explain(request(image=bytes(2**20 + 1))))
+async def test_request_larger_than_the_limit_is_refused_unread(serving):
+    async with serving(max_message_mib=1) as server:
+        await refusal_of(
+            server.explain(request(image=bytes(2**20 - 1000)))
+        )  # read, and refused because it is no picture
+        error = await refusal_of(server.explain(request(image=bytes(2**20 + 1))))
 
     assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than" in error.message
 
 
-# ------------------------------------------------------------------------------------------------------------- stream
-
-
-def item(name, **fields):
-    return explain_pb2.ExplainStreamRequest(request_id=name, request=request(**fields))
-
-
-def smooth(samples):
-    return explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb2.Parameter(number=samples)})
-
-
-async def test_replies_of_a_stream_say_which_request_they_answer_and_its_end_is_ok(running):
-    call = running.stream(item(f"r{k}", top_k=k) for k in (1, 2, 3, 4, 5))
-    replies = {reply.request_id: reply.response async for reply in call}
-
-    assert {name: len(one.explanations) for name, one in replies.items()} == {f"r{k}": k for k in (1, 2, 3, 4, 5)}
-    assert all(one.request_id == name for name, one in replies.items())
-    assert await call.code() == grpc.StatusCode.OK
+# ------------------------------------------------------------------------------------------------------------ streams
 
 
 @pytest.mark.parametrize("kind", [*KINDS, RuntimeError])
-async def test_a_request_that_fails_is_answered_by_an_error_and_the_stream_goes_on(kind, running):
+async def test_failed_request_of_a_stream_has_an_error_and_the_stream_continues(kind, server):
     def fail(_pass, _rows):
         if kind is RuntimeError:
-            explode()
+            raise_internal()
         raise kind("words for the caller", field="layers[0]", retry_after=0.0415)
 
-    call = running.stream()
-    work, running.batcher._workers[0].run = running.batcher._workers[0].run, fail
+    call = server.stream()
+    work, server.batcher._workers[0].run = server.batcher._workers[0].run, fail
     await call.write(item("bad"))
     bad = await call.read()
-    running.batcher._workers[0].run = work
+    server.batcher._workers[0].run = work
     await call.write(item("good"))
     good = await call.read()
     await call.done_writing()
@@ -621,88 +412,73 @@ async def test_a_request_that_fails_is_answered_by_an_error_and_the_stream_goes_
     else:
         assert code_pb2.Code.Name(bad.error.code) == statuses.STATUS[kind].name
         assert bad.error.message == "words for the caller"
-        assert [(one.field, one.description) for one in bad.error.fields] == [("layers[0]", "words for the caller")]
+        assert [(violation.field, violation.description) for violation in bad.error.fields] == [
+            ("layers[0]", "words for the caller")
+        ]
         assert bad.error.retry_after_ms == 42
 
 
-@pytest.mark.parametrize("name", ["", "x" * 129, "a\n2026-01-01 00:00:00,000 INFO forged"])
-async def test_a_stream_request_needs_an_id_that_can_be_logged(name, running):
-    (reply,) = [reply async for reply in running.stream([item(name)])]
-
-    assert reply.request_id == name
-    assert reply.error.code == code_pb2.Code.INVALID_ARGUMENT
-    assert reply.error.fields[0].field == "request_id"
-
-
-async def test_item_that_is_no_request_fails_alone(running):
-    empty = explain_pb2.ExplainStreamRequest(request_id="empty")
-    replies = {reply.request_id: reply async for reply in running.stream([empty, item("good")])}
-
-    assert replies["empty"].error.fields[0].field == "image"
-    assert replies["good"].HasField("response")
-
-
-@pytest.mark.usefixtures("running")
-async def test_the_event_loop_waits_for_a_call_of_any_method_and_not_of_each():
+@pytest.mark.usefixtures("server")
+async def test_event_loop_has_one_task_that_accepts_calls_of_all_methods():
     tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
 
     assert [name for name in tasks if "_request" in name] == ["AioServer._request_call"]
 
 
-async def test_the_log_of_a_stream_has_the_fault_with_the_id_of_its_request(running, logged):
-    running.batcher._workers[0].run = explode
-    _ = [reply async for reply in running.stream([item("one"), item("two")])]
+async def test_internal_errors_of_a_stream_are_logged_with_their_request_ids(server, logged):
+    server.batcher._workers[0].run = raise_internal
+    _ = [reply async for reply in server.stream([item("r1"), item("r2")])]
     faults = [entry for entry in logged() if "exception" in entry]
 
-    assert sorted(entry["request_id"] for entry in faults) == ["one", "two"]
+    assert sorted(entry["request_id"] for entry in faults) == ["r1", "r2"]
 
 
-async def test_a_stream_is_read_only_as_far_as_there_is_room(serving, monkeypatch):
-    taken = []
-    read = streams._next
+async def test_stream_is_read_only_up_to_its_limit_of_requests_in_flight(serving, monkeypatch):
+    items = []
+    read_next = streams._next
 
-    async def count(house, requests, pulse):
-        taken.append(await read(house, requests, pulse))
-        return taken[-1]
+    async def record_next(state, requests, timer):
+        items.append(await read_next(state, requests, timer))
+        return items[-1]
 
-    monkeypatch.setattr(streams, "_next", count)
-    async with serving(stream_in_flight=4) as running:
-        running.batcher.pause()
-        call = running.stream(item(f"r{k}") for k in range(20))
-        await wait_in_loop_until(lambda: running.batcher.admitted == 4)
-        for _ in range(20):  # time enough for the server to read more, if it would
-            await running.status()
+    monkeypatch.setattr(streams, "_next", record_next)
+    async with serving(stream_in_flight=4) as server:
+        server.batcher.pause()
+        call = server.stream(item(f"r{k}") for k in range(20))
+        await wait_in_loop_until(lambda: server.batcher.admitted == 4)
+        for _ in range(20):  # gives the server time to read more, if it did not stop
+            await server.status()
 
-        assert (len(taken), running.batcher.admitted) == (4, 4)
-        running.batcher.resume()
+        assert (len(items), server.batcher.admitted) == (4, 4)
+        server.batcher.resume()
         assert len([reply async for reply in call]) == 20
 
 
-async def test_a_stream_waits_for_room_in_the_queue_rather_than_be_refused(serving):
-    async with serving(max_queue_rows=2, stream_in_flight=16) as running:
-        replies = [reply async for reply in running.stream(item(f"r{k}") for k in range(50))]
+async def test_stream_waits_for_room_in_the_queue_and_no_request_is_refused(serving):
+    async with serving(max_queue_rows=2, stream_in_flight=16) as server:
+        replies = [reply async for reply in server.stream(item(f"r{k}") for k in range(50))]
 
     assert {reply.request_id for reply in replies} == {f"r{k}" for k in range(50)}
     assert {reply.WhichOneof("outcome") for reply in replies} == {"response"}
-    assert running.batcher.stats.refused == 0
+    assert server.batcher.stats.refused == 0
 
 
-async def test_a_stream_that_is_cancelled_frees_the_queue(serving):
-    async with serving(max_queue_rows=2) as running:
-        running.batcher.pause()
-        call = running.stream(item(f"r{k}") for k in range(50))
-        await wait_in_loop_until(lambda: running.batcher.admitted == 2)
+async def test_cancelled_stream_frees_the_queue(serving):
+    async with serving(max_queue_rows=2) as server:
+        server.batcher.pause()
+        call = server.stream(item(f"r{k}") for k in range(50))
+        await wait_in_loop_until(lambda: server.batcher.admitted == 2)
         call.cancel()
-        await wait_in_loop_until(lambda: running.batcher.admitted == 0)
-        running.batcher.resume()
-        await running.explain(request())
+        await wait_in_loop_until(lambda: server.batcher.admitted == 0)
+        server.batcher.resume()
+        await server.explain(request())
 
-    assert running.batcher.stats.rows == 1
+    assert server.batcher.stats.rows == 1
 
 
-async def test_who_leaves_a_stream_that_is_being_answered_is_no_fault_of_ours(running, logged):
+async def test_cancelled_streams_are_logged_as_cancelled_without_an_exception(server, logged):
     for _ in range(20):
-        call = running.stream(item(f"r{k}") for k in range(200))
+        call = server.stream(item(f"r{k}") for k in range(200))
         await call.read()
         call.cancel()
 
@@ -715,89 +491,70 @@ async def test_who_leaves_a_stream_that_is_being_answered_is_no_fault_of_ours(ru
     assert set(codes()) == {"CANCELLED"}
 
 
-async def test_a_stream_ends_as_cancelled_once_an_answer_finds_nobody():
-    """However late gRPC tells that the call is over."""
+async def test_stream_is_cancelled_if_a_response_cannot_be_written():
+    """The stream does not depend on when gRPC reports the end of the call."""
 
-    class Gone:
+    class ClosedContext:
         async def write(self, _):
             raise grpc.aio.InternalError("the stream is closed")
 
     async def requests():
-        yield streams.Received("one")
+        yield streams.Received("r0")
         await asyncio.Event().wait()
 
-    async def answer(asked, write):
-        await write(asked)
+    async def respond(received, write):
+        await write(received)
 
-    house = rpc.ServerState(stream_in_flight=4, pipeline=object())
+    state = rpc.ServerState(stream_in_flight=4, pipeline=object())
     with pytest.raises(asyncio.CancelledError):
         async with asyncio.timeout(10):
-            await streams.serve_stream(house, Gone(), requests(), answer)
+            await streams.serve_stream(state, ClosedContext(), requests(), respond)
 
 
-async def test_long_method_reports_progress_on_a_stream_before_its_answer(running):
-    call = running.stream([item("r", methods=[smooth(400)], progress=True)])
-    replies = [reply async for reply in call]
-    told = [reply.progress for reply in replies[:-1]]
-
-    assert replies[-1].WhichOneof("outcome") == "response"
-    assert {reply.request_id for reply in replies} == {"r"}
-    assert len(told) >= 3
-    assert [one.rows_done for one in told] == sorted({one.rows_done for one in told})
-    assert {one.rows_total for one in told} == {401}
-    assert 1 <= told[0].rows_done < told[-1].rows_done <= 401
-
-
-async def test_who_does_not_ask_for_progress_is_told_none(running):
-    call = running.stream([item("r", methods=[smooth(200)])])
-
-    assert [reply.WhichOneof("outcome") async for reply in call] == ["response"]
-
-
-async def test_a_long_method_that_is_cancelled_stops_within_a_chunk(serving):
-    async with serving(max_batch_rows=1) as running:
-        call = running.stream([item("r", methods=[smooth(512)] * 8, progress=True)])
+async def test_cancelled_long_method_stops_within_three_chunks(serving):
+    async with serving(max_batch_rows=1) as server:
+        call = server.stream([item("r", methods=[smoothgrad(512)] * 8, progress=True)])
         await call.read()
         call.cancel()
-        await wait_in_loop_until(lambda: running.batcher.admitted == 0)
-        rows = running.batcher.stats.rows
-        await running.explain(request())
+        await wait_in_loop_until(lambda: server.batcher.admitted == 0)
+        rows = server.batcher.stats.rows
+        await server.explain(request())
 
     assert rows <= 3 * Limits().chunk
-    assert running.batcher.stats.rows == rows + 1
+    assert server.batcher.stats.rows == rows + 1
 
 
-async def test_a_long_method_takes_no_more_of_the_queue_than_a_chunk(serving):
-    async with serving(max_queue_rows=Limits().chunk + 1) as running:
-        running.batcher.pause()
-        long = asyncio.ensure_future(running.explain(request(methods=[smooth(512)])))
-        await wait_in_loop_until(lambda: running.batcher.admitted == Limits().chunk)
-        short = asyncio.ensure_future(running.explain(request()))
-        await wait_in_loop_until(lambda: running.batcher.admitted == Limits().chunk + 1)
-        running.batcher.resume()
+async def test_long_method_has_at_most_one_chunk_of_rows_in_the_queue(serving):
+    async with serving(max_queue_rows=Limits().chunk + 1) as server:
+        server.batcher.pause()
+        long = asyncio.ensure_future(server.explain(request(methods=[smoothgrad(512)])))
+        await wait_in_loop_until(lambda: server.batcher.admitted == Limits().chunk)
+        short = asyncio.ensure_future(server.explain(request()))
+        await wait_in_loop_until(lambda: server.batcher.admitted == Limits().chunk + 1)
+        server.batcher.resume()
         await short
         assert not long.done()
         await long
 
 
-async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and_no_other(serving):
-    async with serving(idle_seconds=60) as running:
+async def test_idle_stream_is_ended_after_a_timeout_and_a_busy_one_continues(serving):
+    async with serving(idle_seconds=60) as server:
         with StoppedClock() as clock:
-            idle, busy = running.stream(), running.stream()
+            idle, busy = server.stream(), server.stream()
             await idle.write(item("r0"))
             assert (await idle.read()).request_id == "r0"
-            running.batcher.pause()
+            server.batcher.pause()
             await busy.write(item("r1"))
-            await wait_in_loop_until(lambda: running.batcher.admitted == 1)
+            await wait_in_loop_until(lambda: server.batcher.admitted == 1)
             clock.advance(60)
-            error = await refused(idle.read())
+            error = await refusal_of(idle.read())
             clock.advance(60)
-            running.batcher.resume()
-            answer = await busy.read()
+            server.batcher.resume()
+            response = await busy.read()
         busy.cancel()
 
-    assert answer.request_id == "r1"
-    assert error.code == grpc.StatusCode.UNAVAILABLE  # so that a client opens another when it has more to ask
+    assert response.request_id == "r1"
+    assert error.code == grpc.StatusCode.UNAVAILABLE  # so that a client opens another stream for its next request
     assert error.message == "the stream was idle for 60 s"
 
 
@@ -810,18 +567,18 @@ async def test_a_stream_of_which_nothing_is_under_way_is_ended_after_a_while_and
     ],
 )
 async def test_call_without_a_message_is_ended_after_a_timeout(rpc, serving, monkeypatch):
-    async with serving(idle_seconds=60) as running:
-        receive_first, begun = deserialization.receive_first, []
+    async with serving(idle_seconds=60) as server:
+        receive_first, calls = deserialization.receive_first, []
 
-        async def noted(requests, seconds):
-            begun.append(requests)
+        async def record_call(requests, seconds):
+            calls.append(requests)
             return await receive_first(requests, seconds)
 
-        monkeypatch.setattr(deserialization, "receive_first", noted)
+        monkeypatch.setattr(deserialization, "receive_first", record_call)
         with StoppedClock() as clock:
-            call = running.channel.stream_stream(f"/{rpc}")()
-            ended = asyncio.ensure_future(refused(call.read()))
-            await wait_in_loop_until(lambda: begun)
+            call = server.channel.stream_stream(f"/{rpc}")()
+            ended = asyncio.ensure_future(refusal_of(call.read()))
+            await wait_in_loop_until(lambda: calls)
             clock.advance(59)
             await asyncio.sleep(0)
             before = ended.done()
@@ -835,112 +592,104 @@ async def test_call_without_a_message_is_ended_after_a_timeout(rpc, serving, mon
 
 
 async def test_connection_beyond_the_limit_is_closed_and_open_ones_continue(serving):
-    async with serving(max_connections=2) as running:
-        await running.status()
-        first, second = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(2)]
+    async with serving(max_connections=2) as server:
+        await server.status()
+        first, second = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
 
         assert await second[0].read() == b""
         assert await first[0].read(1)  # the server's half of HTTP/2
-        assert await running.status() == SERVING
+        assert await server.status() == SERVING
         for _, writer in (first, second):
             writer.close()
 
 
 async def test_aged_connection_is_replaced_and_only_calls_beyond_grace_are_cut(serving):
-    async with serving(connection_age_seconds=0.5, connection_grace_seconds=0.5) as running:
-        watch = running.health.Watch(health_pb2.HealthCheckRequest())
+    async with serving(connection_age_seconds=0.5, connection_grace_seconds=0.5) as server:
+        watch = server.health.Watch(health_pb2.HealthCheckRequest())
         await watch.read()
-        ended = asyncio.ensure_future(refused(watch.read()))
+        ended = asyncio.ensure_future(refusal_of(watch.read()))
         while not ended.done():
-            await running.explain(request())  # on one connection after the other, and none of them fails
+            await server.explain(request())  # the connection is replaced several times, and no call fails
         error = await ended
 
     assert error.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_call_cancelled_before_its_message_is_not_logged(running, logged, monkeypatch):
+async def test_call_cancelled_before_its_message_is_not_logged(server, logged, monkeypatch):
     receive_first, ends = deserialization.receive_first, []
 
-    async def noted(requests, seconds):
+    async def record_end(requests, seconds):
         try:
             return await receive_first(requests, seconds)
         except BaseException as error:
             ends.append(type(error))
             raise
 
-    monkeypatch.setattr(deserialization, "receive_first", noted)
-    with StoppedClock():  # in which CANCEL_TIMEOUT never ends
-        call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
+    monkeypatch.setattr(deserialization, "receive_first", record_end)
+    with StoppedClock():  # CANCEL_TIMEOUT never passes
+        call = server.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
         await call.wait_for_connection()
         call.cancel()
-        await running.status()
+        await server.status()
         await wait_in_loop_until(lambda: ends)
 
     assert ends == [asyncio.CancelledError]
     assert "Explain" not in {entry["message"] for entry in logged()}
 
 
-async def test_a_call_without_a_message_is_refused(running):
-    error = await refused(running.channel.stream_unary("/camserve.v1.ExplainService/Explain")(iter(())))
-
-    assert error.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert error.message == "the call ended without a message"
-
-
-async def test_a_call_whose_message_came_is_waited_for_as_long_as_it_takes(serving):
-    async with serving(idle_seconds=60) as running:
+async def test_idle_timeout_does_not_end_a_call_whose_message_has_arrived(serving):
+    async with serving(idle_seconds=60) as server:
         with StoppedClock() as clock:
-            watch = running.health.Watch(health_pb2.HealthCheckRequest())
+            watch = server.health.Watch(health_pb2.HealthCheckRequest())
             await watch.read()
-            running.batcher.pause()
-            call = asyncio.ensure_future(running.explain(request()))
-            await wait_in_loop_until(lambda: running.batcher.admitted == 1)
+            server.batcher.pause()
+            call = asyncio.ensure_future(server.explain(request()))
+            await wait_in_loop_until(lambda: server.batcher.admitted == 1)
             clock.advance(61)
-            await running.status()
+            await server.status()
             assert not call.done()
-            running.batcher.resume()
+            server.batcher.resume()
 
             assert len((await call).explanations) == 1
             assert not watch.done()
 
 
-async def test_a_call_whose_message_does_not_come_does_not_hold_up_a_stop(serving):
-    async with serving(drain_seconds=3600) as running:
-        call = running.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
+async def test_call_without_its_message_does_not_delay_a_stop(serving):
+    async with serving(drain_seconds=3600) as server:
+        call = server.channel.stream_unary("/camserve.v1.ExplainService/Explain")()
         await call.wait_for_connection()
-        running.stop.requested.set()
+        server.stop.requested.set()
 
-        await running.task
+        await server.task
 
 
-async def test_the_deadline_of_a_stream_ends_it_and_frees_the_queue(running):
-    running.batcher.pause()
-    call = running.stream((item(f"r{k}") for k in range(3)), timeout=0.3)
+async def test_deadline_of_a_stream_ends_it_and_frees_the_queue(server):
+    server.batcher.pause()
+    call = server.stream((item(f"r{k}") for k in range(3)), timeout=0.3)
     with pytest.raises(grpc.aio.AioRpcError):
         _ = [reply async for reply in call]
-    await wait_in_loop_until(lambda: running.batcher.admitted == 0)
+    await wait_in_loop_until(lambda: server.batcher.admitted == 0)
 
     assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert running.batcher.stats.rows == 0
+    assert server.batcher.stats.rows == 0
 
 
-# -------------------------------------------------------------------------------------------------- starting, stopping
+# ------------------------------------------------------------------------------------------------------ start and stop
 
 
-async def test_draining_stream_answers_accepted_requests_then_ends_unavailable(serving):
-    async with serving() as running:
-        watch = running.health.Watch(health_pb2.HealthCheckRequest())
-        assert (await watch.read()).status == SERVING
-        running.batcher.pause()
-        call = running.stream()
-        for k in range(3):
-            await call.write(item(f"r{k}"))
-        await wait_in_loop_until(lambda: running.batcher.admitted == 3)
-        running.stop.requested.set()
-        assert (await watch.read()).status == NOT_SERVING
-        running.batcher.resume()
-        replies = [await call.read() for _ in range(3)]
-        error = await refused(call.read())
+async def test_draining_stream_answers_accepted_requests_then_ends_unavailable(server):
+    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == SERVING
+    server.batcher.pause()
+    call = server.stream()
+    for k in range(3):
+        await call.write(item(f"r{k}"))
+    await wait_in_loop_until(lambda: server.batcher.admitted == 3)
+    server.stop.requested.set()
+    assert (await watch.read()).status == NOT_SERVING
+    server.batcher.resume()
+    replies = [await call.read() for _ in range(3)]
+    error = await refusal_of(call.read())
 
     assert {reply.request_id for reply in replies} == {"r0", "r1", "r2"}
     assert {reply.WhichOneof("outcome") for reply in replies} == {"response"}
@@ -949,70 +698,70 @@ async def test_draining_stream_answers_accepted_requests_then_ends_unavailable(s
     assert int(error.trailers["grpc-retry-pushback-ms"]) > 0
 
 
-async def test_a_draining_server_answers_what_it_accepted_and_refuses_what_is_new(running):
-    running.batcher.pause()
-    accepted = [asyncio.ensure_future(running.explain(request())) for _ in range(5)]
-    await wait_in_loop_until(lambda: running.batcher.admitted == 5)
-    running.stop.requested.set()
-    late = await refused(running.explain(request()))
-    running.batcher.resume()
+async def test_draining_server_answers_accepted_calls_and_refuses_new_ones(server):
+    server.batcher.pause()
+    accepted = [asyncio.ensure_future(server.explain(request())) for _ in range(5)]
+    await wait_in_loop_until(lambda: server.batcher.admitted == 5)
+    server.stop.requested.set()
+    late = await refusal_of(server.explain(request()))
+    server.batcher.resume()
 
     assert late.code == grpc.StatusCode.UNAVAILABLE
     assert [len((await call).explanations) for call in accepted] == [1] * 5
-    await running.task
+    await server.task
 
 
-async def test_an_idle_stream_and_a_watch_of_the_health_do_not_hold_up_a_stop(serving):
-    async with serving(drain_seconds=3600) as running:
-        stream, watch = running.stream(), running.health.Watch(health_pb2.HealthCheckRequest())
+async def test_idle_stream_and_health_watch_do_not_delay_a_stop(serving):
+    async with serving(drain_seconds=3600) as server:
+        stream, watch = server.stream(), server.health.Watch(health_pb2.HealthCheckRequest())
         await watch.read()
         await stream.write(item("r0"))
         await stream.read()
-        running.stop.requested.set()
+        server.stop.requested.set()
 
-        await running.task
+        await server.task
 
 
-async def test_work_that_outlasts_the_drain_is_cut_off(serving):
-    async with serving(drain_seconds=0.1) as running:
-        running.batcher.pause()
-        call = running.explain(request())
-        await wait_in_loop_until(lambda: running.batcher.admitted == 1)
-        running.stop.requested.set()
+async def test_calls_that_outlast_the_drain_timeout_are_cancelled(serving):
+    async with serving(drain_seconds=0.1) as server:
+        server.batcher.pause()
+        call = server.explain(request())
+        await wait_in_loop_until(lambda: server.batcher.admitted == 1)
+        server.stop.requested.set()
 
-        assert (await refused(call)).code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-        await running.task
+        assert (await refusal_of(call)).code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+        await server.task
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-async def test_the_port_is_open_before_the_models_are_warm_but_serves_nothing_yet(nets):
+async def test_port_is_open_before_the_models_are_loaded_but_calls_are_refused(nets):
     address, stop = f"127.0.0.1:{free_port()}", grpc_server.Stop()
-    flags = {**FLAGS, "address": address, "models": (nets.replace(":tiny", ":gated"),)}
+    flags = {**SETTINGS, "address": address, "models": (nets.replace(":tiny", ":gated"),)}
     chosen = config.load(flags=flags, environment={})
-    task = asyncio.create_task(server.serve(chosen, stop))
+    task = asyncio.create_task(serve(chosen, stop))
     async with grpc.aio.insecure_channel(address) as channel:
-        running = Running(0, Pipeline({}, None, None, None), stop, task, channel)
+        server = RunningServer(0, Pipeline({}, None, None, None), channel, stop, task)
         await channel.channel_ready()
         services = ("", "camserve.v1.ExplainService", "camserve.v1.ModelService")
-        before = [await running.status(service) for service in services]
+        before = [await server.status(service) for service in services]
         early = [
-            await refused(running.explain(request())),
-            await refused(running.models.ListModels(models_pb2.ListModelsRequest())),
-            await refused(running.stream([item("r0")]).read()),
+            await refusal_of(server.explain(request())),
+            await refusal_of(server.models.ListModels(models_pb2.ListModelsRequest())),
+            await refusal_of(server.stream([item("r0")]).read()),
         ]
-        watch = running.health.Watch(health_pb2.HealthCheckRequest())
-        seen = [(await watch.read()).status]
+        watch = server.health.Watch(health_pb2.HealthCheckRequest())
+        statuses_seen = [(await watch.read()).status]
         importlib.import_module("camserve_nets").GATE.set()
-        seen.append((await watch.read()).status)
-        after = [await running.status(service) for service in services]
-        await running.explain(request())
+        statuses_seen.append((await watch.read()).status)
+        after = [await server.status(service) for service in services]
+        await server.explain(request())
         stop.requested.set()
-        seen.append((await watch.read()).status)
+        statuses_seen.append((await watch.read()).status)
     await task
 
     assert before == [NOT_SERVING] * 3
@@ -1021,94 +770,19 @@ async def test_the_port_is_open_before_the_models_are_warm_but_serves_nothing_ye
     }
     assert all("starting" in error.message for error in early)
     assert after == [SERVING] * 3
-    assert seen == [NOT_SERVING, SERVING, NOT_SERVING]
+    assert statuses_seen == [NOT_SERVING, SERVING, NOT_SERVING]
 
 
-async def test_a_service_that_is_not_there_has_no_health(running):
-    error = await refused(running.status("camserve.v1.Nothing"))
-
-    assert error.code == grpc.StatusCode.NOT_FOUND
-
-
-async def test_a_second_server_on_the_same_port_is_told_that_it_is_taken(running, serving):
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{running.port}: is the port taken"):
-        async with serving(address=f"127.0.0.1:{running.port}"):
-            pass
-
-
-async def test_two_models_of_one_name_are_refused_with_how_to_tell_them_apart(nets, serving):
+async def test_two_models_of_one_name_are_refused_with_a_hint(nets, serving):
     with pytest.raises(ConfigError, match='two models are called "tiny": name one as NAME=camserve_nets:tiny'):
         async with serving(models=(nets, nets)):
             pass
 
 
 async def test_two_names_for_one_model_are_two_models(nets, serving):
-    async with serving(models=(nets, nets.replace("tiny=", "other="))) as running:
-        listed = await running.models.ListModels(models_pb2.ListModelsRequest())
-        replies = [await running.explain(request(model=name)) for name in ("", "tiny", "other")]
+    async with serving(models=(nets, nets.replace("tiny=", "other="))) as server:
+        listed = await server.models.ListModels(models_pb2.ListModelsRequest())
+        replies = [await server.explain(request(model=name)) for name in ("", "tiny", "other")]
 
-    assert [one.name for one in listed.models] == ["tiny", "other"]
+    assert [model.name for model in listed.models] == ["tiny", "other"]
     assert [reply.model for reply in replies] == ["tiny", "tiny", "other"]
-
-
-async def test_models_layers_and_methods_are_described(running):
-    got = await running.models.GetModel(models_pb2.GetModelRequest(name="tiny"))
-    default = await running.models.GetModel(models_pb2.GetModelRequest())
-    layers = (await running.models.ListLayers(models_pb2.ListLayersRequest(model="tiny"))).layers
-    methods = (await running.models.ListMethods(models_pb2.ListMethodsRequest())).methods
-
-    assert got == default
-    assert (got.model.classes, got.model.default_layer, got.model.weights) == (5, "features", "default")
-    assert list(got.labels) == ["ant", "bee", "cat", "dog", "elk"]
-    assert [one.name for one in layers] == ["stem", "act", "features", "pool", "flat", "head"]
-    assert [one.name for one in layers if one.explainable] == ["stem", "act", "features"]
-    assert {one.name for one in methods} >= {"gradcam", "hirescam", "layercam", "saliency", "smoothgrad"}
-    assert [one.kind for one in methods] == sorted(one.kind for one in methods)  # CAMs first
-
-
-@pytest.mark.parametrize("rpc", ["GetModel", "ListLayers"])
-async def test_an_unknown_model_is_told_with_the_field_of_that_very_request(rpc, running):
-    field = {"GetModel": "name", "ListLayers": "model"}[rpc]
-    kind = getattr(models_pb2, f"{rpc}Request")
-    error = await refused(getattr(running.models, rpc)(kind(**{field: "tinny"})))
-
-    assert error.code == grpc.StatusCode.NOT_FOUND
-    assert error.detail(error_details_pb2.BadRequest).field_violations[0].field == field
-    assert 'did you mean "tiny"' in error.message
-
-
-async def buf(port, *arguments, say=None):
-    command = [BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge", *arguments[:-1]]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        f"http://127.0.0.1:{port}{arguments[-1]}",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate(None if say is None else json.dumps(say).encode())
-    return process.returncode, out.decode(), err.decode()
-
-
-async def test_reflection_allows_calls_without_the_proto_files(running):
-    code, out, err = await buf(running.port, "--list-methods", "")
-
-    assert (code, err) == (0, "")
-    assert set(out.split()) >= {
-        *(
-            f"camserve.v1.ExplainService/{name}"
-            for name in ("Explain", "ExplainStream", "InspectLayers", "ExtractFeatures")
-        ),
-        *(f"camserve.v1.ModelService/{name}" for name in ("ListModels", "GetModel", "ListLayers", "ListMethods")),
-        "grpc.health.v1.Health/Check",
-    }
-
-    image = base64.b64encode(PHOTO).decode()
-    code, out, err = await buf(
-        running.port, "-d", "@-", "/camserve.v1.ExplainService/Explain", say={"image": image, "topK": 2}
-    )
-    reply = json.loads(out)
-
-    assert (code, err) == (0, "")
-    assert reply["model"] == "tiny"
-    assert [one["method"] for one in reply["explanations"]] == ["gradcam", "gradcam"]

@@ -54,21 +54,21 @@ FAULTS = (
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """Leave the log of whoever runs the tests as it is."""
+    """Keep the log configuration of the test run."""
     monkeypatch.setattr(commands.logs, "configure", lambda *_: None)
 
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Run the command in an empty folder on a file of that text; return its exit code and lines."""
+    """Run the command in an empty folder on a file with this text; return the exit code and the lines."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CAMSERVE_THREADS", "none of its business")
 
     def run(text, *options):
         Path("camserve.toml").write_bytes(text.encode() if isinstance(text, str) else text)
-        found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml", *options])
-        return found.exit_code, found.output.splitlines()
+        result = CliRunner().invoke(commands.program, ["check-config", "camserve.toml", *options])
+        return result.exit_code, result.output.splitlines()
 
     return run
 
@@ -150,9 +150,9 @@ def test_file_that_is_not_toml_is_reported_in_one_line(check, text, words):
 def test_missing_file_is_reported(check, tmp_path):
     check("")
     (tmp_path / "camserve.toml").unlink()
-    found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
+    result = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
 
-    assert (found.exit_code, found.output.splitlines()[0]) == (
+    assert (result.exit_code, result.output.splitlines()[0]) == (
         1, "camserve.toml: cannot read camserve.toml: No such file or directory",
     )  # fmt: skip
     assert "missing FILE" in CliRunner().invoke(commands.program, ["check-config"]).output
@@ -160,9 +160,9 @@ def test_missing_file_is_reported(check, tmp_path):
 
 @pytest.fixture
 def schema():
-    found = json.loads(CliRunner().invoke(commands.program, ["check-config", "--schema"]).output)
-    jsonschema.Draft7Validator.check_schema(found)
-    return jsonschema.Draft7Validator(found)
+    result = json.loads(CliRunner().invoke(commands.program, ["check-config", "--schema"]).output)
+    jsonschema.Draft7Validator.check_schema(result)
+    return jsonschema.Draft7Validator(result)
 
 
 def test_schema_has_every_setting_with_description_and_default(schema):
@@ -188,8 +188,8 @@ def test_example_is_valid_and_names_its_schema(schema, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(EXAMPLES)
     text = Path("camserve.toml").read_text(encoding="utf-8")
-    found = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
+    result = CliRunner().invoke(commands.program, ["check-config", "camserve.toml"])
 
-    assert (found.exit_code, found.output) == (0, "camserve.toml: valid\n")
+    assert (result.exit_code, result.output) == (0, "camserve.toml: valid\n")
     assert text.startswith("#:schema ./camserve.schema.json\n")
     assert schema.is_valid(tomllib.loads(text))

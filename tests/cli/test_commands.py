@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 
 
 class Sleepy(nn.Module):
-    """Falls asleep in the middle of its work, once it is told to."""
+    """Network that sleeps in its forward pass once it is switched to do so."""
 
     def forward(self, x):
         if (HERE / "sleep").exists():
@@ -76,7 +76,7 @@ def nothing():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Be in a folder with a module of models, and no settings from elsewhere."""
+    """Change to a folder with a module of models, and remove settings from the environment."""
     (tmp_path / "command_nets.py").write_text(NETS)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
     for name in os.environ:
@@ -95,17 +95,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def installed(*arguments, **options):
-    """Start the command as a user does."""
+    """Start the command as users do."""
     return subprocess.Popen([PROGRAM, *arguments], **options)
 
 
 def forked(*arguments, **options):
-    """Start it in a process that has imported torch already."""
+    """Start the command in a process that has already imported torch."""
     return fork_server.start(fork_server.SERVER, *arguments, **options)
 
 
 class Served:
-    """`camserve-server serve` in a process of its own."""
+    """`camserve-server serve` in its own process."""
 
     def __init__(self, folder, *arguments, model="tiny", start=forked):
         self.log = folder / "log.txt"
@@ -125,19 +125,19 @@ class Served:
         self.process.send_signal(number)
 
     def end(self):
-        """Wait for the end; return the exit code and what was logged."""
+        """Wait for the end; return the exit code and the log."""
         code = self.process.wait()
         return code, self.log.read_text()
 
 
 @contextmanager
 def served(*arguments, **options):
-    one = Served(*arguments, **options)
+    server_process = Served(*arguments, **options)
     try:
-        yield one
+        yield server_process
     finally:
-        one.process.kill()
-        one.process.wait()
+        server_process.process.kill()
+        server_process.process.wait()
 
 
 def connected(server):
@@ -145,7 +145,7 @@ def connected(server):
 
 
 def explain(channel, folder):
-    """Ask for an explanation; return what will be the answer."""
+    """Request an explanation; return the future of its response."""
     request = explain_pb2.ExplainRequest(image=(folder / "photo.png").read_bytes())
     return explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(request, timeout=60)
 
@@ -195,7 +195,7 @@ def test_signal_while_the_models_load_exits_with_0(folder):
 
 
 def stopped_in(module, folder, monkeypatch):
-    """Stop a server that imports this text as torch; return the exit code and what was logged."""
+    """Stop a server that imports this text as torch; return the exit code and the log."""
     (folder / "torch.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     with served(folder, start=installed) as server:
@@ -205,7 +205,7 @@ def stopped_in(module, folder, monkeypatch):
 
 
 def test_signal_during_the_import_of_torch_stops_the_server_with_0(folder, monkeypatch):
-    """The first process of a container gets no signal for which it has no handler."""
+    """The first process of a container receives only signals for which it has a handler."""
     assert stopped_in(WAITS, folder, monkeypatch) == (0, "")
 
 
@@ -232,20 +232,20 @@ os.fork() or os._exit(0)
 
 
 def test_signal_in_a_callback_that_swallows_exceptions_stops_the_server(folder, monkeypatch):
-    """Python prints an exception that is raised in a callback after a fork, and goes on."""
+    """Python prints an exception that is raised in a callback after a fork, and continues."""
     assert stopped_in(FORKS, folder, monkeypatch) == (0, "")
 
 
 def test_usage_error_is_one_line(folder):
-    """Not even a line of gRPC's own, which writes to the terminal past Python."""
+    """gRPC must not add a line either; it writes to the terminal without Python."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         given = flags("--model", "command_nets:tiny?size=32", "--address", address)
-        found = fork_server.run(fork_server.SERVER, "serve", *given, cwd=folder)
+        result = fork_server.run(fork_server.SERVER, "serve", *given, cwd=folder)
 
-    assert found.returncode == 2
-    assert found.stderr == f"error: cannot listen on {address}: is the port taken, or the host unknown?\n"
-    assert found.stdout == ""
+    assert result.returncode == 2
+    assert result.stderr == f"error: cannot listen on {address}: is the port taken, or the host unknown?\n"
+    assert result.stdout == ""
 
 
 WRONG = {
@@ -269,26 +269,26 @@ WRONG = {
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
 def test_invalid_setting_exits_with_2_and_one_line(arguments, words):
-    found = CliRunner().invoke(commands.program, ["serve", *flags("--log-level", "error", *arguments)])
+    result = CliRunner().invoke(commands.program, ["serve", *flags("--log-level", "error", *arguments)])
 
-    assert found.exit_code == 2, found.exception
-    assert found.stderr.startswith("error: ")
-    assert found.stderr.count("\n") == 1
-    assert words in found.stderr
-    assert found.stdout == ""
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+    assert result.stdout == ""
 
 
 def test_photos_are_explained_without_a_server(folder):
     arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
-    found = CliRunner().invoke(commands.program, arguments)
+    result = CliRunner().invoke(commands.program, arguments)
 
-    assert found.exit_code == 0, found.stderr
+    assert result.exit_code == 0, result.stderr
     (written,) = (folder / "out").iterdir()
     with Image.open(written) as overlay:
         assert overlay.size == (40, 30)
 
 
-def test_a_receipt_is_replayed_without_a_server(folder):
+def test_receipt_is_replayed_without_a_server(folder):
     model = ["--model", "command_nets:tiny?size=32"]
     written = CliRunner().invoke(commands.program, ["explain", "photo.png", *model, "-o", "out", "--receipts"])
     assert written.exit_code == 0, written.stderr
@@ -304,10 +304,10 @@ def test_a_receipt_is_replayed_without_a_server(folder):
 
 
 def test_model_that_cannot_be_loaded_without_a_server_is_one_line(folder):
-    found = CliRunner().invoke(commands.program, ["explain", "photo.png", "--model", "timm:nothing", "-o", "out"])
+    result = CliRunner().invoke(commands.program, ["explain", "photo.png", "--model", "timm:nothing", "-o", "out"])
 
-    assert found.exit_code == 2
-    assert re.fullmatch(r'error: timm has no model "nothing".*\n', found.stderr)
+    assert result.exit_code == 2
+    assert re.fullmatch(r'error: timm has no model "nothing".*\n', result.stderr)
     assert not (folder / "out").exists()
 
 
@@ -315,28 +315,28 @@ def test_model_that_cannot_be_loaded_without_a_server_is_one_line(folder):
 def test_missing_dependency_names_the_extra_to_install(missing, folder, monkeypatch):
     (folder / "sitecustomize.py").write_text(f'import sys; sys.modules["{missing}"] = None')
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    found = subprocess.run([PROGRAM, "serve"], cwd=folder, capture_output=True, text=True, check=False)
+    result = subprocess.run([PROGRAM, "serve"], cwd=folder, capture_output=True, text=True, check=False)
 
-    assert found.returncode == 2
-    assert found.stderr == f'error: no module {missing}: the server needs `pip install "camserve[server]"`\n'
+    assert result.returncode == 2
+    assert result.stderr == f'error: no module {missing}: the server needs `pip install "camserve[server]"`\n'
 
 
 def test_help_does_not_import_torch():
     code = "import sys; sys.argv[1:] = ['serve', '--help']; from camserve_server.cli import main\n"
     code += "try: main()\nfinally: assert 'torch' not in sys.modules"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
-    assert (found.returncode, found.stderr) == (0, "")
-    assert "--max-queue-rows" in found.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--max-queue-rows" in result.stdout
 
 
 def test_server_without_access_control_is_not_started(folder):
     given = flags("--model", "command_nets:forever", "--address", "0.0.0.0:0", "--log-level", "error")
-    found = CliRunner().invoke(commands.program, ["serve", *given])
+    result = CliRunner().invoke(commands.program, ["serve", *given])
 
-    assert found.exit_code == 2
-    assert found.stderr.startswith("error: 0.0.0.0:0 can be reached from other machines: set tls_cert")
-    assert found.stderr.count("\n") == 1
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: 0.0.0.0:0 can be reached from other machines: set tls_cert")
+    assert result.stderr.count("\n") == 1
     assert not (folder / "loading").exists()
 
 
@@ -344,7 +344,7 @@ def test_explain_without_a_server_ignores_access_settings(folder, monkeypatch):
     for name in ("TLS_CERT", "TLS_KEY", "TOKENS_FILE", "TOKEN", "CA"):
         monkeypatch.setenv(f"CAMSERVE_{name}", "gone")
     arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
-    found = CliRunner().invoke(commands.program, arguments)
+    result = CliRunner().invoke(commands.program, arguments)
 
-    assert found.exit_code == 0, found.stderr
+    assert result.exit_code == 0, result.stderr
     assert (folder / "out").exists()

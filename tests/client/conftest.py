@@ -1,4 +1,4 @@
-"""A server that says what a test tells it to, and both clients behind one face."""
+"""A fake server with responses that tests set, and both clients with the same interface."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def picture(kind: str = "PNG", size: tuple[int, int] = (6, 4), color: str = "red
 
 @dataclass
 class Refusal:
-    """An error that the fake server answers with."""
+    """An error that the fake server returns."""
 
     code: grpc.StatusCode
     message: str = "no"
@@ -76,7 +76,7 @@ class Refusal:
 
 
 def answer(request: explain_pb2.ExplainRequest, request_id: str = "id") -> Any:
-    """Answer like a server that finds one class in each image: the image's last byte."""
+    """Return the response of a server that predicts one class for an image: the number of its last byte."""
     index = request.image[-1]
     target = explain_pb2.Prediction(class_index=index, label=f"class {index}", probability=0.75, score=2.5)
     explanations = [
@@ -167,8 +167,8 @@ def timing() -> explain_pb2.Timing:
     return explain_pb2.Timing(decode_ms=1, queue_ms=2, compute_ms=3, render_ms=4, batch_rows=5)
 
 
-def judge(request: evaluate_pb2.EvaluateRequest, explained: Any) -> Any:
-    """Judge as a server does to whom the first map is the best, and the last cannot be judged."""
+def evaluation(request: evaluate_pb2.EvaluateRequest, explained: Any) -> Any:
+    """Return readings of which the first map has the best ones, and the last map has none."""
     return evaluate_pb2.EvaluateResponse(
         request_id="id",
         explained=explained,
@@ -201,7 +201,7 @@ def overlay(kind: int) -> explain_pb2.Picture | None:
 
 @dataclass
 class Call:
-    """What the server saw of a call."""
+    """A call as the server received it."""
 
     rpc: str
     request: Any
@@ -209,12 +209,12 @@ class Call:
     time_remaining: float | None
 
 
-class Fake(
+class FakeServer(
     evaluate_pb2_grpc.EvaluateServiceServicer,
     explain_pb2_grpc.ExplainServiceServicer,
     models_pb2_grpc.ModelServiceServicer,
 ):
-    """Answers the next of ``refusals`` while there are any, and sensibly after that."""
+    """Fake server. It returns the errors in `refusals` first, then valid responses."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -243,7 +243,7 @@ class Fake(
     def error(each: Any, code: grpc.StatusCode, **rest: Any) -> Any:
         return error_reply(each, code, **rest)
 
-    def _note(self, rpc: str, request: Any, context: grpc.ServicerContext) -> None:
+    def _record(self, rpc: str, request: Any, context: grpc.ServicerContext) -> None:
         metadata = dict(context.invocation_metadata())
         self.calls.append(Call(rpc, request, metadata, context.time_remaining()))
         self.called.set()
@@ -252,29 +252,29 @@ class Fake(
         self.hold.wait(10)
 
     def Explain(self, request: Any, context: Any) -> Any:  # noqa: N802 -- gRPC's name
-        self._note("Explain", request, context)
+        self._record("Explain", request, context)
         return self.answer(request, dict(context.invocation_metadata())["x-request-id"])
 
     def ExplainStream(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802 -- the same
         context.add_callback(self.stream_ended.set)
-        self._note("ExplainStream", None, context)
+        self._record("ExplainStream", None, context)
         serve = self.streams.pop(0) if self.streams else in_order
         yield from serve(request_iterator, context)
 
     def InspectLayers(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("InspectLayers", request, context)
+        self._record("InspectLayers", request, context)
         return self.inspection(request)
 
     def ExtractFeatures(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("ExtractFeatures", request, context)
+        self._record("ExtractFeatures", request, context)
         return self.extraction(request)
 
     def Evaluate(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("Evaluate", request, context)
-        return judge(request, self.answer(request.explain))
+        self._record("Evaluate", request, context)
+        return evaluation(request, self.answer(request.explain))
 
     def ListMetrics(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("ListMetrics", request, context)
+        self._record("ListMetrics", request, context)
         steps = models_pb2.ParameterInfo(name="steps", default_value=explain_pb2.Parameter(number=20), integer=True)
         return evaluate_pb2.ListMetricsResponse(
             metrics=[
@@ -284,15 +284,15 @@ class Fake(
         )
 
     def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("ListModels", request, context)
+        self._record("ListModels", request, context)
         return models_pb2.ListModelsResponse(models=[model("tiny"), model("large")])
 
     def GetModel(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("GetModel", request, context)
+        self._record("GetModel", request, context)
         return models_pb2.GetModelResponse(model=model(request.name or "tiny"), labels=["cat", "dog"])
 
     def ListLayers(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("ListLayers", request, context)
+        self._record("ListLayers", request, context)
         return models_pb2.ListLayersResponse(
             layers=[
                 models_pb2.Layer(
@@ -311,7 +311,7 @@ class Fake(
         )
 
     def ListMethods(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
-        self._note("ListMethods", request, context)
+        self._record("ListMethods", request, context)
         return models_pb2.ListMethodsResponse(methods=[gradcam(), smoothgrad()])
 
 
@@ -370,8 +370,8 @@ def smoothgrad() -> models_pb2.MethodInfo:
 
 
 def in_order(requests: Iterator[Any], _context: Any) -> Iterator[Any]:
-    for each in requests:
-        yield reply(each)
+    for item in requests:
+        yield reply(item)
 
 
 def reply(each: Any) -> Any:
@@ -384,8 +384,8 @@ def error_reply(each: Any, code: grpc.StatusCode, **rest: Any) -> Any:
 
 
 @pytest.fixture
-def server() -> Iterator[Fake]:
-    fake = Fake()
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
     pool = ThreadPoolExecutor(16)
     running = grpc.server(pool, options=(("grpc.so_reuseport", 0),))
     evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(fake, running)
@@ -403,8 +403,8 @@ def server() -> Iterator[Fake]:
     pool.shutdown()
 
 
-class Awaited:
-    """The sync client, called from threads: the same tests run for both clients."""
+class AsyncAdapter:
+    """The sync client with async methods, which call it in threads. So the same tests run for both clients."""
 
     def __init__(self, client: camserve.Client) -> None:
         self.client = client
@@ -432,23 +432,23 @@ def run(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 @pytest.fixture(params=["sync", "async"])
 async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Any]]:
-    """Make clients that are closed at the end of the test."""
+    """Return a function that makes clients. They are closed at the end of the test."""
     clients: list[Any] = []
 
     def make(address: str, **options: Any) -> Any:
         options.setdefault("retries", QUICK)
         kind = camserve.Client if request.param == "sync" else camserve.AsyncClient
-        made = kind(address, **options)
-        clients.append(Awaited(made) if request.param == "sync" else made)
+        client = kind(address, **options)
+        clients.append(AsyncAdapter(client) if request.param == "sync" else client)
         return clients[-1]
 
     yield make
-    for each in clients:
-        await each.close()
+    for client in clients:
+        await client.close()
 
 
 @pytest.fixture
-def client(connect: Callable[..., Any], server: Fake) -> Any:
+def client(connect: Callable[..., Any], server: FakeServer) -> Any:
     return connect(server.address)
 
 
@@ -459,5 +459,5 @@ def refusal() -> type[Refusal]:
 
 @pytest.fixture
 def replies() -> Any:
-    """What a scripted stream answers with."""
+    """Functions that build the replies of a scripted stream."""
     return SimpleNamespace(reply=reply, error=error_reply, in_order=in_order)

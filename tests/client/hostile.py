@@ -1,4 +1,4 @@
-"""A server that answers every RPC with the bytes that a test chooses."""
+"""A server that returns bytes chosen by the test from every RPC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANSWERS = {
 
 
 class Hostile(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
-    """Answers each RPC by its name in ``replies``: bytes, or a function of the request and its context."""
+    """Handler of all RPCs. ``replies`` has bytes, or a function of the request and its context, for each RPC name."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -97,15 +97,15 @@ def _fill_map(entries: Any, value: Any, text: str) -> None:
 
 
 def explained(text: str = "x", **fields: Any) -> explain_pb2.ExplainResponse:
-    """Answer like an honest server, except for its texts and for the given fields of the explanation."""
+    """Return a valid response, except for its texts and the given fields of the explanation."""
     response = filled(explain_pb2.ExplainResponse(), text)
     response.photo.CopyFrom(explain_pb2.Photo(width=6, height=4))
-    (one,) = response.explanations
-    one.target.ClearField("box")
+    (explanation,) = response.explanations
+    explanation.target.ClearField("box")
     for name, data in {"heatmap": heatmap(), "intensity": heatmap(), "overlay": overlay(), **fields}.items():
-        getattr(one, name).CopyFrom(data)
-    one.ClearField("heatmap_image")
-    one.resolved_target.CopyFrom(explain_pb2.Target(class_index=7))
+        getattr(explanation, name).CopyFrom(data)
+    explanation.ClearField("heatmap_image")
+    explanation.resolved_target.CopyFrom(explain_pb2.Target(class_index=7))
     return response
 
 

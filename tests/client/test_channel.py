@@ -45,7 +45,7 @@ class Context:
         raise FakeRpcError(code, details, self.trailers)
 
     def add_callback(self, callback: Callable[[], None]) -> None:
-        """Ignore it: other tests use it."""
+        """Do nothing. Other tests use this method."""
 
 
 def check_health(packed: bytes, _context: Context) -> bytes:

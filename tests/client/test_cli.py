@@ -1,4 +1,4 @@
-"""The command: what it writes, what it prints, and how it exits."""
+"""The command line: files, output and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def photos(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Make a folder with two photos of one name, one below, and what is no photo."""
+    """Make a folder with two photos of the same name, a photo in a subfolder, and a file that is no photo."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     (folder / "cat.jpg").write_bytes(b"\xff\xd8\xff\x01")
@@ -41,7 +41,7 @@ def names(folder: pathlib.Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
 
-def test_a_photo_becomes_an_overlay(run: Any, photos: Any, tmp_path: Any) -> None:
+def test_explain_writes_the_overlay_of_a_photo(run: Any, photos: Any, tmp_path: Any) -> None:
     out = tmp_path / "new" / "out"
 
     done = run("explain", photos / "cat.jpg", "-o", out)
@@ -54,7 +54,7 @@ def test_a_photo_becomes_an_overlay(run: Any, photos: Any, tmp_path: Any) -> Non
     assert {"75.0%", "gradcam", "OK", "cat.gradcam.class_1.jpg"} <= set(words)
 
 
-def test_a_folder_becomes_many_and_no_name_is_given_twice(run: Any, photos: Any, tmp_path: Any) -> None:
+def test_explain_writes_a_folder_under_unique_names(run: Any, photos: Any, tmp_path: Any) -> None:
     (photos / "cat.PNG").write_bytes(b"\xff\xd8\xff\x01")  # the same class too
     out = tmp_path / "out"
 
@@ -68,7 +68,7 @@ def test_a_folder_becomes_many_and_no_name_is_given_twice(run: Any, photos: Any,
     ]
 
 
-def test_a_second_run_overwrites_and_does_not_explain_the_first(run: Any, photos: Any) -> None:
+def test_second_run_overwrites_overlays_and_does_not_explain_them(run: Any, photos: Any) -> None:
     for _ in range(2):
         done = run("explain", photos, "-o", photos / "out")
         assert done.exit_code == 0, done.output
@@ -76,7 +76,7 @@ def test_a_second_run_overwrites_and_does_not_explain_the_first(run: Any, photos
     assert len(names(photos / "out")) == 3
 
 
-def test_the_photos_own_folder_may_take_the_overlays(run: Any, photos: Any) -> None:
+def test_overlays_may_be_written_to_the_folder_of_the_photos(run: Any, photos: Any) -> None:
     done = run("explain", photos, "-o", photos)
 
     assert done.exit_code == 0, done.output
@@ -137,14 +137,14 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     assert requests == [expected]
 
 
-def test_heatmaps_are_not_asked_for_where_they_are_not_written(run: Any, photos: Any, tmp_path: Any) -> None:
+def test_heatmaps_are_requested_only_if_they_are_written(run: Any, photos: Any, tmp_path: Any) -> None:
     done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--format", "webp")
 
     assert done.exit_code == 0, done.output
     assert names(tmp_path / "out") == ["cat.gradcam.class_1.webp"]
 
 
-def test_a_photo_that_fails_does_not_stop_the_others(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+def test_photo_that_fails_does_not_stop_the_others(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
     def second_is_bad(stream: Any, _: Any) -> Any:
         for each in stream:
             bad = each.request.image[-1] == 2
@@ -163,7 +163,7 @@ def test_a_photo_that_fails_does_not_stop_the_others(run: Any, server: Any, phot
     assert "dog.gradcam.class_3.jpg" in done.stdout
 
 
-def test_what_fails_everywhere_prints_no_table(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+def test_no_table_is_printed_if_every_photo_fails(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
     server.refusals = [server.refusal(grpc.StatusCode.PERMISSION_DENIED, "not for you")] * 9
 
     done = run("explain", photos, "-o", tmp_path / "out")
@@ -174,7 +174,7 @@ def test_what_fails_everywhere_prints_no_table(run: Any, server: Any, photos: An
 
 
 @pytest.mark.parametrize("command", ["models", "layers", "methods", "health"])
-def test_without_a_server_there_is_one_line(command: str) -> None:
+def test_missing_server_is_a_one_line_error(command: str) -> None:
     done = CliRunner().invoke(cli.main, [command, "--server", "127.0.0.1:1", "--timeout", "0.3"])
 
     assert done.exit_code == 1
@@ -226,12 +226,12 @@ def test_one_method_is_described(run: Any) -> None:
     assert ["finish", "max", "max,", "mean"] in [x.split() for x in rich.stdout.splitlines()]
 
 
-def test_one_method_is_there_as_json(run: Any) -> None:
+def test_one_method_is_printed_as_json(run: Any) -> None:
     assert json.loads(run("methods", "gradcam", "--json").stdout)["formula"] == "L = ReLU(Σ_k α_k A_k)"
 
 
 @pytest.mark.parametrize(("name", "hint"), [("gradcan", ' (did you mean "gradcam"?)'), ("x", "")])
-def test_a_method_that_there_is_not_is_one_line(run: Any, name: str, hint: str) -> None:
+def test_unknown_method_is_a_one_line_error(run: Any, name: str, hint: str) -> None:
     done = run("methods", name)
 
     assert done.exit_code == 1
@@ -239,15 +239,15 @@ def test_a_method_that_there_is_not_is_one_line(run: Any, name: str, hint: str) 
     assert done.stdout == ""
 
 
-def test_smoothed_and_plain_maps_have_names_of_their_own(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
-    def told(stream: Any, _: Any) -> Any:
-        for each in stream:
-            answer = server.reply(each)
-            for explanation, asked in zip(answer.response.explanations, each.request.methods, strict=True):
-                explanation.augmentation_smoothing = asked.augmentation_smoothing
-            yield answer
+def test_smoothed_and_plain_maps_have_different_names(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+    def reply_with_smoothing(stream: Any, _: Any) -> Any:
+        for item in stream:
+            reply = server.reply(item)
+            for explanation, method in zip(reply.response.explanations, item.request.methods, strict=True):
+                explanation.augmentation_smoothing = method.augmentation_smoothing
+            yield reply
 
-    server.streams = [told]
+    server.streams = [reply_with_smoothing]
 
     done = run(
         *("explain", photos / "cat.jpg", "-o", tmp_path / "out"),
@@ -258,14 +258,14 @@ def test_smoothed_and_plain_maps_have_names_of_their_own(run: Any, server: Any, 
     assert "gradcam, augmentation smoothing" in done.stdout
 
 
-def test_fused_layers_are_no_part_of_a_name(run: Any, photos: Any, tmp_path: Any) -> None:
+def test_fused_layers_are_not_in_the_file_name(run: Any, photos: Any, tmp_path: Any) -> None:
     done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--layer", "a", "--layer", "b", "--fusion", "max")
 
     assert done.exit_code == 0, done.output
     assert names(tmp_path / "out") == ["cat.gradcam.class_1.jpg"]
 
 
-def test_what_is_coloured_is_written_on_request(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+def test_colored_heatmap_is_written_on_request(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
     def coloured(stream: Any, _: Any) -> Any:
         for each in stream:
             answer = server.reply(each)
@@ -290,7 +290,7 @@ def receipt(run: Any, photos: Any, tmp_path: Any) -> pathlib.Path:
     return tmp_path / "out" / "cat.gradcam.class_1.receipt.json"
 
 
-def test_a_receipt_is_replayed(run: Any, photos: Any, receipt: Any) -> None:
+def test_receipt_is_replayed(run: Any, photos: Any, receipt: Any) -> None:
     same, other = run("replay", receipt, photos / "cat.jpg"), run("replay", receipt, photos / "cat.PNG")
 
     assert (same.exit_code, same.stderr) == (0, "")
@@ -299,9 +299,9 @@ def test_a_receipt_is_replayed(run: Any, photos: Any, receipt: Any) -> None:
     assert "the photo differs (SHA-256 " in other.stdout
 
 
-def test_another_version_with_the_same_numbers_is_shown_and_is_no_failure(run: Any, photos: Any, receipt: Any) -> None:
-    said = {**json.loads(receipt.read_text()), "versions": {"camserve": "0.9"}}
-    receipt.write_text(json.dumps(said))
+def test_replay_with_equal_numbers_and_another_version_succeeds(run: Any, photos: Any, receipt: Any) -> None:
+    changed = {**json.loads(receipt.read_text()), "versions": {"camserve": "0.9"}}
+    receipt.write_text(json.dumps(changed))
 
     done = run("replay", receipt, photos / "cat.jpg")
 
@@ -310,7 +310,7 @@ def test_another_version_with_the_same_numbers_is_shown_and_is_no_failure(run: A
     assert "differs, but the numbers agree" in done.stdout
 
 
-def test_what_is_no_receipt_is_one_line(run: Any, photos: Any) -> None:
+def test_invalid_receipt_is_a_one_line_error(run: Any, photos: Any) -> None:
     done = run("replay", photos / "notes.txt", photos / "cat.jpg")
 
     assert done.exit_code == 1
@@ -320,12 +320,12 @@ def test_what_is_no_receipt_is_one_line(run: Any, photos: Any) -> None:
 
 
 @pytest.mark.parametrize("command", ["models", "layers", "methods"])
-def test_lists_are_there_as_json(run: Any, command: str) -> None:
+def test_lists_are_printed_as_json(run: Any, command: str) -> None:
     done = run(command, "--json")
 
-    found = json.loads(done.stdout)
-    assert len(found) == 2
-    assert found[0]["name"] in {"tiny", "features", "gradcam"}
+    result = json.loads(done.stdout)
+    assert len(result) == 2
+    assert result[0]["name"] in {"tiny", "features", "gradcam"}
 
 
 def test_health_is_the_exit_code(run: Any) -> None:
@@ -356,7 +356,7 @@ def test_health_is_the_exit_code(run: Any) -> None:
         (("nothing",), "nothing"),
     ],
 )
-def test_a_mistake_in_the_command_is_one_line(run: Any, photos: Any, tmp_path: Any, args: Any, words: str) -> None:
+def test_usage_error_is_one_line(run: Any, photos: Any, tmp_path: Any, args: Any, words: str) -> None:
     (tmp_path / "empty").mkdir()
     places = {"photos": photos, "empty": tmp_path / "empty"}
 
@@ -369,7 +369,7 @@ def test_a_mistake_in_the_command_is_one_line(run: Any, photos: Any, tmp_path: A
     assert done.stdout == ""
 
 
-def test_without_a_command_there_is_help() -> None:
+def test_help_is_printed_without_a_command() -> None:
     done = CliRunner().invoke(cli.main, [])
 
     assert done.exit_code == 2
@@ -381,7 +381,7 @@ def test_help_and_version_succeed() -> None:
         assert CliRunner().invoke(cli.main, [option]).exit_code == 0
 
 
-def test_control_c_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_after_control_c_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -393,7 +393,7 @@ def test_control_c_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stderr.strip() == "error: interrupted"
 
 
-def test_a_full_disk_is_one_line(run: Any, photos: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_one_line_error(run: Any, photos: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -405,7 +405,7 @@ def test_a_full_disk_is_one_line(run: Any, photos: Any, tmp_path: Any, monkeypat
     assert "error: [Errno 28] No space left on device" in done.stderr
 
 
-def test_brackets_in_a_label_are_no_markup(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
+def test_brackets_in_a_label_are_not_markup(run: Any, server: Any, photos: Any, tmp_path: Any) -> None:
     def labelled(stream: Any, _: Any) -> Any:
         for each in stream:
             answer = server.reply(each)
@@ -435,13 +435,13 @@ def test_brackets_in_a_label_are_no_markup(run: Any, server: Any, photos: Any, t
         ("", "class_7"),
     ],
 )
-def test_labels_become_parts_of_names(tmp_path: Any, label: str, part: str) -> None:
+def test_labels_are_parts_of_file_names(tmp_path: Any, label: str, part: str) -> None:
     explanation = answered(label)
 
     assert _files.stem_of(tmp_path / "cat.jpg", explanation, with_layer=False) == f"cat.m.{part}"
 
 
-def test_the_longest_names_of_a_photo_and_its_parts_are_still_a_files_name(tmp_path: Any) -> None:
+def test_longest_photo_name_and_parts_give_a_valid_file_name(tmp_path: Any) -> None:
     photo = tmp_path / f"{'猫' * 83}.jpg"
     photo.touch()
 
@@ -467,11 +467,11 @@ def test_the_longest_names_of_a_photo_and_its_parts_are_still_a_files_name(tmp_p
         ("detection:dog @ 1,2,3,4", camserve.detection("dog", (1, 2, 3, 4))),
     ],
 )
-def test_a_target_is_spelled_by_its_kind(text: str, target: Any) -> None:
+def test_target_option_is_parsed_by_its_kind(text: str, target: Any) -> None:
     assert cli._parse_target(text) == target
 
 
-def test_a_likeness_is_spelled_by_the_other_photo() -> None:
+def test_similarity_target_is_the_path_of_the_other_photo() -> None:
     asked = cli._parse_target("similarity:other.jpg")
 
     assert isinstance(asked, camserve.Similarity)
@@ -479,12 +479,12 @@ def test_a_likeness_is_spelled_by_the_other_photo() -> None:
 
 
 @pytest.mark.parametrize("text", ["segment:cat@1,2,3", "detection:dog@a,b,c,d"])
-def test_a_box_that_is_none_is_named(text: str) -> None:
+def test_invalid_box_is_reported(text: str) -> None:
     with pytest.raises(click.BadParameter, match="LEFT,TOP,RIGHT,BOTTOM"):
         cli._parse_target(text)
 
 
-def test_a_contrast_is_in_the_name(tmp_path: Any) -> None:
+def test_contrast_is_in_the_file_name(tmp_path: Any) -> None:
     explanation = answered("tabby", against="tiger cat")
 
     stem = _files.stem_of(tmp_path / "a.b.jpg", explanation, with_layer=True)
@@ -509,15 +509,15 @@ def answered(label: str, against: str = "") -> camserve.Explanation:
     )
 
 
-def test_names_that_differ_in_case_only_are_the_same(tmp_path: Any) -> None:
+def test_file_names_that_differ_only_in_case_are_the_same(tmp_path: Any) -> None:
     given = _files.UniqueNames(tmp_path)
 
-    found = [given.unique(stem, ".jpg").name for stem in ("Cat", "cat", "CAT", "cat-2")]
+    results = [given.unique(stem, ".jpg").name for stem in ("Cat", "cat", "CAT", "cat-2")]
 
-    assert found == ["Cat.jpg", "cat-2.jpg", "CAT-3.jpg", "cat-2-2.jpg"]
+    assert results == ["Cat.jpg", "cat-2.jpg", "CAT-3.jpg", "cat-2-2.jpg"]
 
 
-def test_only_values_have_json() -> None:
+def test_as_json_accepts_only_values() -> None:
     with pytest.raises(TypeError):
         cli._tables.as_json(object())
 
@@ -531,7 +531,7 @@ def test_small_and_large_counts_are_short() -> None:
     ]
 
 
-def test_the_installed_command_interrupts_cleanly(server: Any) -> None:
+def test_installed_command_interrupts_cleanly(server: Any) -> None:
     server.hold.clear()
     # A shell lets what it starts in the background ignore the signal, these tests and all that they start too.
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
@@ -546,7 +546,7 @@ def test_the_installed_command_interrupts_cleanly(server: Any) -> None:
     assert errors.decode().strip() == "error: interrupted"
 
 
-def test_on_a_terminal_a_table_is_as_wide_as_that(
+def test_table_has_the_width_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -560,7 +560,7 @@ def test_on_a_terminal_a_table_is_as_wide_as_that(
 
 
 class Ready:
-    """A client that needs no server: it finds one class in each photo, the photo's last byte."""
+    """A client without a server. It predicts one class for a photo: the number of its last byte."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
@@ -597,7 +597,7 @@ def ready(index: int) -> camserve.Result:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command as another program does, with a client of its own."""
+    """Run a command from another program, with that program's client."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def invoke(command: click.Command, client: Any, **given: Any) -> Any:
@@ -628,7 +628,7 @@ def test_explain_runs_with_a_client_of_another_program(ask: Any, photos: Any, tm
     assert client.closed
 
 
-def test_a_job_runs_with_a_client_of_another_program(ask: Any, photos: Any, tmp_path: Any) -> None:
+def test_job_runs_with_a_client_of_another_program(ask: Any, photos: Any, tmp_path: Any) -> None:
     client = Ready()
     done = ask(cli.explain, client, paths=(str(photos),), output=tmp_path / "out", resume=True)
 
@@ -658,7 +658,7 @@ def test_replay_runs_with_a_client_of_another_program(
 
 
 class Used(Exception):
-    """A command has asked for its client."""
+    """Raised when a command requests its client."""
 
 
 @pytest.mark.parametrize("name", cli.main.commands)
@@ -674,7 +674,7 @@ def test_every_command_takes_a_client_of_another_program(name: str, photos: Any,
         context.invoke(command, connect=connect, **{key: value for key, value in given.items() if key in known})
 
 
-def test_a_client_that_cannot_be_made_is_an_error_of_usage(photos: Any, tmp_path: Any) -> None:
+def test_invalid_client_options_are_a_usage_error(photos: Any, tmp_path: Any) -> None:
     def connect() -> Any:
         raise camserve.InvalidArgument("no such model")
 

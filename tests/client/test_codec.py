@@ -1,4 +1,4 @@
-"""What is asked for becomes a request, and a response becomes values."""
+"""The client's codec builds requests from arguments and values from responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RED = (200, 30, 10)
 
 
 def asked(**options: Any) -> dict[str, Any]:
-    """Say a question as JSON, with the names of the fields in the proto."""
+    """Convert a request to JSON with the field names of the proto."""
     request = _codec.ExplainRequestBuilder(**options).request()
     return json_format.MessageToDict(request, preserving_proto_field_name=True)
 
@@ -85,7 +85,7 @@ def test_every_option_reaches_the_request() -> None:
     }
 
 
-def test_the_typed_options_are_those_there_are() -> None:
+def test_typed_options_are_complete() -> None:
     typed = camserve.ExplainOptions.__annotations__
 
     assert list(typed) == list(_codec.ExplainRequestBuilder.__dataclass_fields__)
@@ -189,7 +189,7 @@ def test_one_layer_needs_no_list() -> None:
         ({"methods": ("a", {"n": [1]})}, "methods.n"),
     ],
 )
-def test_what_is_out_of_range_is_named(options: Any, field: str) -> None:
+def test_value_out_of_range_is_named(options: Any, field: str) -> None:
     with pytest.raises(camserve.InvalidArgument) as caught:
         asked(**options)
 
@@ -197,7 +197,7 @@ def test_what_is_out_of_range_is_named(options: Any, field: str) -> None:
     assert str(caught.value) == f"{field}: {caught.value.fields[field]}"
 
 
-def test_an_unknown_option_is_a_type_error() -> None:
+def test_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="'method'"):
         asked(method="gradcam")
 
@@ -211,7 +211,7 @@ def test_files_and_bytes_are_sent_untouched(tmp_path: pathlib.Path) -> None:
         assert _codec.image_bytes(image) == data
 
 
-def test_an_array_is_sent_as_it_is() -> None:
+def test_array_is_sent_losslessly() -> None:
     array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
 
     for view in (array, array[:, ::-1]):
@@ -239,7 +239,7 @@ def test_pil_images_that_png_cannot_hold_become_rgb(mode: str) -> None:
     np.testing.assert_allclose(np.asarray(sent)[0, 0], RED, atol=4)
 
 
-def test_a_pil_image_is_turned_upright() -> None:
+def test_pil_image_is_rotated_by_its_exif_orientation() -> None:
     image = Image.new("RGB", (4, 2))
     image.getexif()[0x0112] = 6  # the camera was held on its side
     turned = io.BytesIO()
@@ -267,7 +267,7 @@ def test_a_pil_image_is_turned_upright() -> None:
         (Image.new("F", (2, 2)), "mode F"),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, words: str) -> None:
+def test_value_that_is_not_an_image_is_refused(image: Any, words: str) -> None:
     with pytest.raises(camserve.InvalidArgument, match=words) as caught:
         _codec.image_bytes(image)
 
@@ -279,7 +279,7 @@ def explanation(**fields: Any) -> camserve.Explanation:
     return _codec.result(response).explanations[0]
 
 
-def test_a_heatmap_is_read_row_by_row() -> None:
+def test_heatmap_is_decoded_in_row_order() -> None:
     data = np.arange(6, dtype="<f4").tobytes()
 
     heatmap = explanation(heatmap=explain_pb2.Heatmap(height=2, width=3, data=data)).heatmap
@@ -289,12 +289,12 @@ def test_a_heatmap_is_read_row_by_row() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5, 20, 28])
-def test_a_heatmap_of_another_size_is_the_servers_fault(size: int) -> None:
+def test_heatmap_of_a_wrong_size_raises_internal(size: int) -> None:
     with pytest.raises(camserve.Internal):
         explanation(heatmap=explain_pb2.Heatmap(height=2, width=3, data=bytes(size)))
 
 
-def test_parts_that_were_not_asked_for_are_absent() -> None:
+def test_parts_that_were_not_requested_are_absent() -> None:
     bare = explanation(method="gradcam")
 
     assert bare.heatmap is None
@@ -303,7 +303,7 @@ def test_parts_that_were_not_asked_for_are_absent() -> None:
     assert bare.contrast is None
 
 
-def test_a_contrast_and_the_parameters_are_read() -> None:
+def test_contrast_and_parameters_are_decoded() -> None:
     full = explanation(
         target=explain_pb2.Prediction(label="tabby"),
         contrast=explain_pb2.Prediction(class_index=282),
@@ -317,11 +317,11 @@ def test_a_contrast_and_the_parameters_are_read() -> None:
     assert full.parameters == {"n": 3.0, "how": "max"}
 
 
-def test_where_a_prediction_is_is_read() -> None:
+def test_box_of_a_prediction_is_decoded() -> None:
     box = explain_pb2.Box(left=1, top=2, right=3, bottom=4)
-    found = explanation(target=explain_pb2.Prediction(label="dog", box=box, area=0.5)).target
+    result = explanation(target=explain_pb2.Prediction(label="dog", box=box, area=0.5)).target
 
-    assert (found.box, found.area) == (camserve.Box(1, 2, 3, 4), 0.5)
+    assert (result.box, result.area) == (camserve.Box(1, 2, 3, 4), 0.5)
     assert explanation(target=explain_pb2.Prediction(label="dog")).target.box is None
 
 
@@ -337,13 +337,13 @@ def test_where_a_prediction_is_is_read() -> None:
         camserve.detection(7, camserve.Box(1, 2, 3, 4)),
     ],
 )
-def test_the_target_that_is_answered_can_be_asked_for_again(target: Any) -> None:
+def test_resolved_target_can_be_requested_again(target: Any) -> None:
     (sent,) = _codec.ExplainRequestBuilder(targets=target).request().targets
 
     assert explanation(resolved_target=sent).resolved == target
 
 
-def test_neither_an_old_servers_answer_nor_a_likeness_names_a_target() -> None:
+def test_old_server_and_similarity_give_no_resolved_target() -> None:
     (sent,) = _codec.ExplainRequestBuilder(targets=camserve.similarity(b"photo")).request().targets
 
     assert explanation().resolved is None
@@ -361,7 +361,7 @@ def test_every_fusion_and_profile_of_the_proto_has_a_name(option: str) -> None:
     assert names == {f"{option}-{name or 'unspecified'}" for name in known}
 
 
-def test_how_a_map_was_made_is_read() -> None:
+def test_smoothing_and_fusion_of_a_map_are_decoded() -> None:
     plain = explanation(method="m")
     full = explanation(
         method="m",
@@ -385,17 +385,17 @@ def test_verdicts_have_the_names_of_the_proto(verdict: int) -> None:
     assert f"VERDICT_{explanation(verdict=verdict).verdict}" == name
 
 
-def test_a_verdict_of_a_newer_server_is_unspecified() -> None:
+def test_verdict_of_a_newer_server_is_unspecified() -> None:
     assert explanation(verdict=99).verdict is camserve.Verdict.UNSPECIFIED
 
 
-def test_a_kind_of_method_of_a_newer_server_is_its_number() -> None:
+def test_kind_of_method_of_a_newer_server_is_its_number() -> None:
     from camserve.v1 import models_pb2  # noqa: PLC0415 -- used here only
 
     assert _codec.method(models_pb2.MethodInfo(kind=99)).kind == "99"
 
 
-def test_without_a_box_the_whole_photo_was_seen() -> None:
+def test_missing_box_means_the_whole_photo_was_visible() -> None:
     photo = _codec.result(explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=4, height=3))).photo
 
     assert photo.seen == camserve.Box(0, 0, 4, 3)
@@ -413,16 +413,16 @@ def test_without_a_box_the_whole_photo_was_seen() -> None:
         {"targets": [None]},
     ],
 )
-def test_an_option_of_a_wrong_kind_is_an_error_of_ours(option):
+def test_option_of_a_wrong_type_raises_invalid_argument(option):
     with pytest.raises(camserve.InvalidArgument):
         _codec.ExplainRequestBuilder(**option).request()
 
 
-def test_no_methods_leave_the_choice_to_the_server():
+def test_without_methods_the_server_chooses():
     assert list(_codec.ExplainRequestBuilder(methods=()).request().methods) == []
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(timeout):
+def test_invalid_timeout_is_refused_before_anything_is_sent(timeout):
     with camserve.Client("127.0.0.1:1") as client, pytest.raises(camserve.InvalidArgument, match="timeout"):
         client.explain(b"photo", timeout=timeout)

@@ -1,4 +1,4 @@
-"""Metrics in the client: what is asked, what comes back, how it is shown."""
+"""Metrics in the client: requests, responses, tables and plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THREE = ["gradcam", "layercam", "random"]
 BOX = (10, 20.5, 30, 40)
 
 
-async def test_what_is_asked_arrives(client: Any, server: Any) -> None:
+async def test_every_argument_of_evaluate_is_sent(client: Any, server: Any) -> None:
     metrics = ["deletion", ("road", {"steps": 3}), camserve.Metric("max_sensitivity", {"noise": 0.5, "how": "x"})]
 
     await client.evaluate(b"\x01", metrics=metrics, box=BOX, methods=THREE, targets=["cat"], layers="features")
@@ -44,9 +44,9 @@ async def test_what_is_asked_arrives(client: Any, server: Any) -> None:
     assert (asked.box.left, asked.box.top, asked.box.right, asked.box.bottom) == BOX
 
 
-@pytest.mark.parametrize("one", ["deletion", ("deletion", {"steps": 2}), camserve.Metric("deletion")])
-def test_one_metric_needs_no_list(one: Any) -> None:
-    asked = _metrics.request(explain_pb2.ExplainRequest(), one, camserve.Box(1, 2, 3, 4))
+@pytest.mark.parametrize("metric", ["deletion", ("deletion", {"steps": 2}), camserve.Metric("deletion")])
+def test_one_metric_needs_no_list(metric: Any) -> None:
+    asked = _metrics.request(explain_pb2.ExplainRequest(), metric, camserve.Box(1, 2, 3, 4))
 
     assert [each.name for each in asked.metrics] == ["deletion"]
     assert asked.box.bottom == 4
@@ -63,27 +63,27 @@ def test_one_metric_needs_no_list(one: Any) -> None:
         ({"metrics": "deletion", "top_k": 99}, "top_k"),
     ],
 )
-async def test_what_can_be_seen_to_be_wrong_is_not_sent(client: Any, server: Any, options: Any, words: str) -> None:
+async def test_invalid_evaluation_is_not_sent(client: Any, server: Any, options: Any, words: str) -> None:
     with pytest.raises(camserve.InvalidArgument, match=words):
         await client.evaluate(b"\x01", **options)
 
     assert not server.calls
 
 
-async def test_what_comes_back_is_read(client: Any) -> None:
-    found = await client.evaluate(b"\x01", metrics=["deletion", ("increase", {"a": 1, "b": "c"})], methods=THREE)
+async def test_evaluation_response_is_decoded(client: Any) -> None:
+    result = await client.evaluate(b"\x01", metrics=["deletion", ("increase", {"a": 1, "b": "c"})], methods=THREE)
 
-    assert [each.method for each in found.explained.explanations] == THREE
-    assert [[each.metric for each in row] for row in found.rows] == [["deletion", "increase"]] * 3
-    assert [each.explanation.method for each in found.readings[::2]] == THREE
-    assert [row[0].value for row in found.rows[:2]] == [0.25, 0.5]
-    assert found.readings[0].curves == (camserve.Curve("p", (0.0, 1.0), (0.75, 0.25)),)
-    assert found.readings[1].parameters == {"a": 1.0, "b": "c"}
-    assert math.isnan(found.readings[4].value)
-    assert found.remarks() == (("random, deletion", "flat"), ("random, increase", "flat"))
+    assert [each.method for each in result.explained.explanations] == THREE
+    assert [[each.metric for each in row] for row in result.rows] == [["deletion", "increase"]] * 3
+    assert [each.explanation.method for each in result.readings[::2]] == THREE
+    assert [row[0].value for row in result.rows[:2]] == [0.25, 0.5]
+    assert result.readings[0].curves == (camserve.Curve("p", (0.0, 1.0), (0.75, 0.25)),)
+    assert result.readings[1].parameters == {"a": 1.0, "b": "c"}
+    assert math.isnan(result.readings[4].value)
+    assert result.remarks() == (("random, deletion", "flat"), ("random, increase", "flat"))
 
 
-async def test_a_refusal_is_raised(client: Any, server: Any, refusal: Any) -> None:
+async def test_error_of_evaluate_is_raised(client: Any, server: Any, refusal: Any) -> None:
     server.refusals = [refusal(grpc.StatusCode.NOT_FOUND, "no such metric", {"metrics[0].name": "none"})]
 
     with pytest.raises(camserve.NotFound) as caught:
@@ -100,23 +100,23 @@ async def test_metrics_are_listed(client: Any) -> None:
     assert (sensitivity.repeats, sensitivity.higher_is_better) == (True, True)
 
 
-async def test_the_table_marks_the_best_of_each_metric(client: Any) -> None:
-    found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
+async def test_table_marks_the_best_of_each_metric(client: Any) -> None:
+    result = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
 
-    assert [line.split() for line in found.table().splitlines()] == [
+    assert [line.split() for line in result.table().splitlines()] == [
         ["deletion", "↓", "increase", "↓"],
         ["gradcam", "0.250", "*", "0.250", "*"],
         ["layercam", "0.500", "0.500"],
         ["random", "-", "-"],
     ]
-    assert found.best == {(0, 0), (0, 1)}
+    assert result.best == {(0, 0), (0, 1)}
 
 
-async def test_a_map_without_a_rival_is_not_the_best(client: Any) -> None:
-    found = await client.evaluate(b"\x01", metrics="deletion", methods="gradcam")
+async def test_single_map_is_not_marked_as_best(client: Any) -> None:
+    result = await client.evaluate(b"\x01", metrics="deletion", methods="gradcam")
 
-    assert found.best == frozenset()
-    assert "*" not in found.table()
+    assert result.best == frozenset()
+    assert "*" not in result.table()
 
 
 def evaluated(*explanations: explain_pb2.Explanation, higher: bool = True) -> camserve.Evaluation:
@@ -130,38 +130,38 @@ def evaluated(*explanations: explain_pb2.Explanation, higher: bool = True) -> ca
 
 def test_layers_and_targets_are_named_where_they_differ() -> None:
     cat, dog = (explain_pb2.Prediction(label=label) for label in ("cat", "dog"))
-    found = evaluated(
+    result = evaluated(
         explain_pb2.Explanation(method="a", layer="1", target=cat),
         explain_pb2.Explanation(method="a", layer="2", target=cat),
         explain_pb2.Explanation(method="b", target=dog),
     )
 
-    assert found.labels == ("a · 1 · cat", "a · 2 · cat", "b · dog")
-    assert found.best == {(1, 0)}  # the dog's has no rival
-    assert "↑" in found.table()
+    assert result.labels == ("a · 1 · cat", "a · 2 · cat", "b · dog")
+    assert result.best == {(1, 0)}  # the dog's has no rival
+    assert "↑" in result.table()
 
 
-def test_nothing_asked_is_an_empty_table() -> None:
-    found = evaluated()
+def test_evaluation_of_nothing_is_an_empty_table() -> None:
+    result = evaluated()
 
-    assert (found.rows, found.best, found.table()) == ((), frozenset(), "")
-    assert found.plot().width > 0
+    assert (result.rows, result.best, result.table()) == ((), frozenset(), "")
+    assert result.plot().width > 0
 
 
-def test_a_reading_of_an_explanation_that_is_not_there_is_the_servers_fault() -> None:
+def test_reading_of_a_missing_explanation_raises_internal() -> None:
     with pytest.raises(camserve.Internal, match="did not send"):
         _metrics.evaluation(evaluate_pb2.EvaluateResponse(readings=[evaluate_pb2.Reading(explanation=3)]))
 
 
-async def test_the_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> None:
-    found = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
-    path = found.save(tmp_path / "plot.png")
+async def test_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> None:
+    result = await client.evaluate(b"\x01", metrics=["deletion", "increase"], methods=THREE)
+    path = result.save(tmp_path / "plot.png")
 
-    with Image.open(path) as saved, Image.open(io.BytesIO(found._repr_png_())) as shown:
+    with Image.open(path) as saved, Image.open(io.BytesIO(result._repr_png_())) as shown:
         assert saved.size == shown.size
         assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= set(saved.convert("RGB").get_flattened_data())
     with pytest.raises(camserve.InvalidArgument, match=r"cannot save as '\.gif'"):
-        found.save(tmp_path / "plot.gif")
+        result.save(tmp_path / "plot.gif")
 
 
 def drawn(*lines: comparison.Line, bars: int = 1, names: tuple[str, ...] = ("p",)) -> np.ndarray:
@@ -170,7 +170,7 @@ def drawn(*lines: comparison.Line, bars: int = 1, names: tuple[str, ...] = ("p",
     return np.asarray(comparison.draw([comparison.Tile(f"method {n}", None) for n in range(bars)], [panel]))
 
 
-def test_a_line_is_drawn_where_its_values_are() -> None:
+def test_curve_is_drawn_at_its_values() -> None:
     flat = drawn(comparison.Line((0, 1), (1.0, 1.0)))
     steep = drawn(comparison.Line((0, 1), (1.0, 0.0)))
     chart = slice(290, 520)  # below the tile
@@ -193,7 +193,7 @@ def dashed() -> list[comparison.Line]:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (-0.5, 1), (0, 0.003), (0, 87), (0.0, 0.31)])
-def test_ticks_are_round_and_hold_what_is_drawn(low: float, high: float) -> None:
+def test_ticks_are_round_and_enclose_the_curve(low: float, high: float) -> None:
     ticks = canvas.axis_ticks(low, high)
 
     assert 2 <= len(ticks) <= 7
@@ -211,7 +211,7 @@ def run(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) ->
     return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in (*command, *args)])
 
 
-def test_the_command_prints_a_table_and_draws(run: Any, server: Any, tmp_path: pathlib.Path) -> None:
+def test_evaluate_command_prints_a_table_and_draws_plots(run: Any, server: Any, tmp_path: pathlib.Path) -> None:
     done = run("--metric", "deletion:steps=5", "--box", "1,2,3,4", "--plot", tmp_path / "plot.png")
 
     assert done.exit_code == 0, done.output
@@ -230,27 +230,27 @@ def test_the_command_prints_a_table_and_draws(run: Any, server: Any, tmp_path: p
     assert asked.explain.rendering.overlay
 
 
-def test_the_command_asks_for_no_pictures_that_it_does_not_draw_and_prints_json(run: Any, server: Any) -> None:
+def test_evaluate_command_prints_json_and_requests_no_unused_curves(run: Any, server: Any) -> None:
     done = run("--json")
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
 
     assert server.calls[0].request.explain.rendering.overlay == 0
-    assert [each["metric"] for each in found] == ["deletion", "insertion"] * 3
-    assert (found[0]["value"], found[-1]["value"], found[-1]["message"]) == (0.25, None, "flat")
+    assert [each["metric"] for each in result] == ["deletion", "insertion"] * 3
+    assert (result[0]["value"], result[-1]["value"], result[-1]["message"]) == (0.25, None, "flat")
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [(("--box", "1,2,3"), "is not LEFT,TOP,RIGHT,BOTTOM"), (("--plot", "plot.gif"), "cannot save as '.gif'")],
 )
-def test_the_command_says_what_is_wrong(run: Any, args: tuple[str, ...], words: str) -> None:
+def test_evaluate_command_reports_errors(run: Any, args: tuple[str, ...], words: str) -> None:
     done = run(*args)
 
     assert done.exit_code == 2
     assert words in done.stderr
 
 
-def test_the_command_lists_metrics(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_command_lists_metrics(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(cli.main, ["metrics", "--server", server.address])
 

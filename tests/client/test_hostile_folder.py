@@ -1,4 +1,4 @@
-"""A prepared folder cannot harm a caller who explains its photos or writes pictures to it."""
+"""A malicious folder cannot harm a caller who explains its photos or writes pictures to it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_plots_tables_and_tiles_replace_a_link(client: Any, victim: Any, t
     np.testing.assert_array_equal(np.load(tmp_path / "d.npy"), features.maps)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     _local.write(tmp_path / "a", b"old")
     with pytest.raises(TypeError):
         _local.write(tmp_path / "a", "no bytes")  # type: ignore[arg-type]  # which fails after the file was opened
@@ -138,7 +138,7 @@ def test_written_file_gets_the_usual_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
-def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+def test_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path(os.devnull)):
         with pytest.raises(OSError, match="not a regular file"):
@@ -160,7 +160,7 @@ KINDS = [b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8 ", b"B
 
 @pytest.fixture
 def sent(server: Any) -> list[bytes]:
-    """Record which photos a server receives."""
+    """Record the photos that the server receives."""
     photos: list[bytes] = []
 
     def keep(stream: Any, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A hostile server, or hostile labels of an honest one, cannot harm a client."""
+"""A hostile server, or hostile labels from a valid one, cannot harm a client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def photo(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def speak(server: hostile.Hostile, text: str) -> None:
-    """Put a text into every string of every answer."""
+    """Put a text into every string of every response."""
     for name, kind in hostile.ANSWERS.items():
         server.replies[name] = hostile.filled(kind(), text).SerializeToString()
     explained = hostile.explained(text)
@@ -130,7 +130,7 @@ def test_invalid_picture_raises_internal(data: bytes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_picture_with_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_with_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded.append)
     for name in ("too many pixels", "far too many"):
@@ -146,14 +146,14 @@ def test_valid_picture_is_decoded(kind: str) -> None:
 
 
 def test_json_output_escapes_the_same_characters() -> None:
-    said = _tables.as_json({"label": EVIL})
+    text = _tables.as_json({"label": EVIL})
 
-    assert json.loads(said) == {"label": EVIL}
-    assert not OBEYED.search(said)
+    assert json.loads(text) == {"label": EVIL}
+    assert not OBEYED.search(text)
 
 
 def wrong(change: Callable[[Any], object]) -> bytes:
-    """Return an honest answer with one change."""
+    """Return a valid response with one change."""
     response = hostile.explained()
     change(response)
     return response.SerializeToString()

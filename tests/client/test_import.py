@@ -1,4 +1,4 @@
-"""The client is light: what it imports, and what it does not."""
+"""The client imports no heavy packages, and all its public names are documented."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ PROBE = "import sys, json; import {}; print(json.dumps(sorted(sys.modules)))"
 
 
 def modules(name: str) -> set[str]:
-    """Import a module in an interpreter of its own; return the top-level names that came along."""
+    """Import a module in a new interpreter; return the top-level names of all imported modules."""
     done = subprocess.run([sys.executable, "-c", PROBE.format(name)], check=True, capture_output=True, text=True)
     return {each.partition(".")[0] for each in json.loads(done.stdout)}
 
 
-def test_importing_it_brings_nothing_heavy() -> None:
+def test_importing_the_client_imports_no_heavy_package() -> None:
     heavy = {"torch", "torchvision", "timm", "cv2", "camserve_server"}
 
     assert modules("camserve") & {*heavy, "rich", "click"} == set()
     assert modules("camserve.cli") & heavy == set()
 
 
-def test_the_probe_sees_what_is_imported() -> None:
+def test_probe_detects_imported_packages() -> None:
     assert {"grpc", "numpy", "PIL", "camserve"} <= modules("camserve")
 
 
-def test_every_public_name_is_there_and_documented() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     assert sorted(camserve.__all__) == camserve.__all__
     aliases = {"ImageLike", "MethodLike", "TargetLike"}
     for name in set(camserve.__all__) - aliases:
@@ -42,7 +42,7 @@ def test_every_public_name_is_there_and_documented() -> None:
 
 
 @pytest.mark.parametrize("module", ["dataset", "terminal"])
-def test_what_a_public_module_defines_is_documented(module: str) -> None:
+def test_names_defined_in_public_modules_are_documented(module: str) -> None:
     values = [value for name, value in vars(import_module(f"camserve.{module}")).items() if name[0] != "_"]
     own = [each for each in values if callable(each) and each.__module__.startswith("camserve.")]
 
@@ -52,18 +52,18 @@ def test_what_a_public_module_defines_is_documented(module: str) -> None:
 
 def private_names(source: str) -> set[str]:
     """Return the private modules and names of the client that a program uses."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{each.name}" for each in node.names}
+            names |= {f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
+            names |= {each.name for each in node.names}
         elif isinstance(node, ast.Attribute):
-            found.add(ast.unparse(node))
-    return {name for name in found if name.startswith("camserve.") and "._" in name}
+            names.add(ast.unparse(node))
+    return {name for name in names if name.startswith("camserve.") and "._" in name}
 
 
-def test_the_server_uses_only_public_modules_of_the_client() -> None:
+def test_server_uses_only_public_modules_of_the_client() -> None:
     files = list((ROOT / "service").rglob("*.py"))
     used = {file.name: names for file in files if (names := private_names(file.read_text("utf-8")))}
 

@@ -62,12 +62,12 @@ def address(both: list[Server]) -> str:
 
 
 def count_calls(client: camserve.Client, calls: int = 20) -> Counter[str]:
-    """Make calls; return the number that each server answered."""
+    """Make calls; return the number of responses from each server."""
     return Counter(client.explain(IMAGE).model for _ in range(calls))
 
 
 def wait_for_servers(client: camserve.Client, expected: set[str]) -> None:
-    """Wait until exactly these servers answer: connections and health updates take time."""
+    """Wait until exactly these servers respond: connections and health updates take time."""
     while set(count_calls(client, 4)) != expected:
         time.sleep(0.02)
 
@@ -130,9 +130,9 @@ def test_real_servers_share_calls_and_return_the_same_scores() -> None:
     net = "torchvision:squeezenet1_1?weights=none&size=64"
     photo = np.random.default_rng(0).integers(0, 256, (80, 80, 3), np.uint8)
     with (
-        camserve_server.running(f"one={net}") as one,
-        camserve_server.running(f"two={net}") as two,
-        camserve.Client(f"ipv4:{one},{two}") as client,
+        camserve_server.running(f"one={net}") as first,
+        camserve_server.running(f"two={net}") as second,
+        camserve.Client(f"ipv4:{first},{second}") as client,
     ):
         wait_for_servers(client, {"one", "two"})
         results = [client.explain(photo) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Looks inside a model: what is asked, what comes back, and how it is shown."""
+"""Layer inspection in the client: requests, responses, tables and plots."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def photo(tmp_path: Any) -> Any:
     return path
 
 
-async def test_an_image_goes_out_and_readings_come_back(client: Any, server: Any) -> None:
-    found = await client.inspect(b"\x07", model="large", target="tabby", layers="stem", timeout=5)
+async def test_inspect_sends_an_image_and_returns_readings(client: Any, server: Any) -> None:
+    result = await client.inspect(b"\x07", model="large", target="tabby", layers="stem", timeout=5)
 
     asked = server.calls[0].request
     assert (asked.image, asked.model, asked.target.label, list(asked.layers)) == (b"\x07", "large", "tabby", ["stem"])
     assert server.calls[0].time_remaining < 5.5
-    assert (found.model, found.target.label, found.score, found.contrast) == ("large", "tabby", 2.5, None)
-    assert found.timing == camserve.Timing(1, 2, 3, 4, 5)
-    assert found.layers == (
+    assert (result.model, result.target.label, result.score, result.contrast) == ("large", "tabby", 2.5, None)
+    assert result.timing == camserve.Timing(1, 2, 3, 4, 5)
+    assert result.layers == (
         camserve.LayerReading(
             name="stem",
             type="Conv2d",
@@ -53,7 +53,7 @@ async def test_an_image_goes_out_and_readings_come_back(client: Any, server: Any
     )
 
 
-async def test_what_is_left_out_is_the_servers_to_choose(client: Any, server: Any) -> None:
+async def test_absent_options_are_left_to_the_server(client: Any, server: Any) -> None:
     await client.inspect(b"\x07")
     await client.features(b"\x07")
 
@@ -63,34 +63,34 @@ async def test_what_is_left_out_is_the_servers_to_choose(client: Any, server: An
     )
 
 
-async def test_channels_come_back_with_their_maps_and_tiles(client: Any, server: Any) -> None:
+async def test_features_have_channels_maps_and_tiles(client: Any, server: Any) -> None:
     against = camserve.contrast("tabby", "tiger cat")
-    found = await client.features(
+    result = await client.features(
         b"\x07", layer="stem", model="large", target=against, rank="gradient", top=2, picture="jpeg", colormap="magma"
     )
 
     asked = server.calls[0].request
     assert (asked.layer, asked.model, asked.rank, asked.top, asked.colormap) == ("stem", "large", 2, 2, "magma")
-    assert found.channels == (camserve.Channel(5, 2, -0.5), camserve.Channel(0, 1, 0.25))
-    np.testing.assert_array_equal(found.maps, [[[0, 1]], [[2, 3]]])
-    assert found.maps.dtype == np.float32
-    assert (found.image.size, found.picture.format) == ((6, 4), "jpeg")
-    assert (found.contrast.label, found.channel_count, found.grid) == ("tiger cat", 8, (1, 2))
-    assert (found.photo.width, found.photo.height) == (6, 4)
+    assert result.channels == (camserve.Channel(5, 2, -0.5), camserve.Channel(0, 1, 0.25))
+    np.testing.assert_array_equal(result.maps, [[[0, 1]], [[2, 3]]])
+    assert result.maps.dtype == np.float32
+    assert (result.image.size, result.picture.format) == ((6, 4), "jpeg")
+    assert (result.contrast.label, result.channel_count, result.grid) == ("tiger cat", 8, (1, 2))
+    assert (result.photo.width, result.photo.height) == (6, 4)
 
 
-async def test_parts_not_asked_for_say_how_to_ask(client: Any, tmp_path: Any) -> None:
-    found = await client.features(b"\x07", maps=False, picture=None)
+async def test_error_for_a_missing_part_names_the_option(client: Any, tmp_path: Any) -> None:
+    result = await client.features(b"\x07", maps=False, picture=None)
 
-    assert found.maps is None
+    assert result.maps is None
     with pytest.raises(camserve.FailedPrecondition, match="picture="):
-        _ = found.image
+        _ = result.image
     with pytest.raises(camserve.FailedPrecondition, match="maps=True"):
-        found.save(tmp_path / "a.npy")
-    assert "no overlay" in found._repr_html_()
+        result.save(tmp_path / "a.npy")
+    assert "no overlay" in result._repr_html_()
 
 
-async def test_maps_of_another_size_than_said_are_the_servers_fault(client: Any, server: Any) -> None:
+async def test_maps_of_a_wrong_size_raise_internal(client: Any, server: Any) -> None:
     whole = server.extraction
     server.extraction = lambda request: explain_pb2.ExtractFeaturesResponse(
         channels=whole(request).channels, grid_height=9, grid_width=9, maps=b"1234"
@@ -110,7 +110,7 @@ async def test_maps_of_another_size_than_said_are_the_servers_fault(client: Any,
         ({"target": -1}, "target"),
     ],
 )
-async def test_what_is_wrong_is_not_sent(client: Any, server: Any, options: Any, field: str) -> None:
+async def test_invalid_inspection_is_not_sent(client: Any, server: Any, options: Any, field: str) -> None:
     with pytest.raises(camserve.InvalidArgument) as caught:
         await client.features(b"\x07", **options)
 
@@ -118,7 +118,7 @@ async def test_what_is_wrong_is_not_sent(client: Any, server: Any, options: Any,
     assert server.calls == []
 
 
-async def test_options_of_a_wrong_kind_are_not_sent(client: Any, server: Any) -> None:
+async def test_options_of_a_wrong_type_are_not_sent(client: Any, server: Any) -> None:
     for call, options in ((client.inspect, {"model": 7}), (client.features, {"top": "many"})):
         with pytest.raises(camserve.InvalidArgument, match="has the wrong type"):
             await call(b"\x07", **options)
@@ -126,7 +126,7 @@ async def test_options_of_a_wrong_kind_are_not_sent(client: Any, server: Any) ->
     assert server.calls == []
 
 
-def test_what_is_wrong_with_a_layer_is_said(inspection: Any) -> None:
+def test_problems_of_a_layer_are_described(inspection: Any) -> None:
     assert {each.name: each.trouble for each in inspection.layers} == {
         "stem": "",
         "body": "",
@@ -137,11 +137,11 @@ def test_what_is_wrong_with_a_layer_is_said(inspection: Any) -> None:
     }
 
 
-def test_leaves_are_what_was_measured_and_has_no_layers_inside(inspection: Any) -> None:
+def test_leaves_are_the_measured_layers_without_children(inspection: Any) -> None:
     assert [each.name for each in inspection.leaves] == ["stem", "dead", "wild", "cut"]
 
 
-def test_the_table_has_a_line_for_every_layer(inspection: Any) -> None:
+def test_table_has_a_line_for_every_layer(inspection: Any) -> None:
     lines = inspection.table().splitlines()
 
     assert len(lines) == 7
@@ -158,7 +158,7 @@ def rgb(name: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(name[1:]))
 
 
-def test_the_plot_marks_trouble_in_red_and_nothing_else(inspection: Any) -> None:
+def test_plot_marks_only_problems_in_red(inspection: Any) -> None:
     healthy = replace(inspection, layers=inspection.layers[:1])
     red = rgb(norms.PROBLEM_COLOR)
 
@@ -167,7 +167,7 @@ def test_the_plot_marks_trouble_in_red_and_nothing_else(inspection: Any) -> None
     assert set(map(rgb, norms.SERIES_COLORS.values())) <= colours(healthy.plot())
 
 
-def test_a_tenfold_norm_is_a_longer_bar_by_the_same_step_everywhere(inspection: Any) -> None:
+def test_bars_of_norms_have_a_logarithmic_scale(inspection: Any) -> None:
     stem = inspection.layers[0]
     steps = [replace(stem, activation=replace(stem.activation, norm=norm)) for norm in (0.1, 1.0, 10.0, 100.0)]
     pixels = np.asarray(replace(inspection, layers=tuple(steps)).plot())
@@ -181,14 +181,14 @@ def test_a_tenfold_norm_is_a_longer_bar_by_the_same_step_everywhere(inspection: 
 
 
 @pytest.mark.parametrize("count", [1, 50, 400, 5000])
-def test_a_plot_of_any_depth_has_a_height_to_look_at(inspection: Any, count: int) -> None:
+def test_height_of_a_plot_is_limited(inspection: Any, count: int) -> None:
     image = replace(inspection, layers=inspection.layers[:1] * count).plot()
 
     assert image.width == norms.WIDTH
     assert image.height <= norms.MAX_ROWS_HEIGHT + norms.HEADER_HEIGHT + norms.FOOTER_HEIGHT
 
 
-def test_a_long_name_is_shortened_from_its_beginning() -> None:
+def test_long_name_is_shortened_at_its_start() -> None:
     fitted = norms._truncate_start("encoder." * 30 + "norm", 200)
 
     assert fitted.startswith("…")
@@ -197,12 +197,12 @@ def test_a_long_name_is_shortened_from_its_beginning() -> None:
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.WEBP"])
 def test_plots_and_tiles_are_saved_by_their_suffix(inspection: Any, features: Any, tmp_path: Any, name: str) -> None:
-    for found in (inspection, features):
-        with Image.open(found.save(tmp_path / name)) as saved:
+    for each in (inspection, features):
+        with Image.open(each.save(tmp_path / name)) as saved:
             assert saved.format in ("PNG", "JPEG", "WEBP")
 
 
-def test_the_table_and_the_maps_are_saved_too(inspection: Any, features: Any, tmp_path: Any) -> None:
+def test_table_and_the_maps_are_saved_too(inspection: Any, features: Any, tmp_path: Any) -> None:
     assert inspection.save(tmp_path / "a.txt").read_text() == inspection.table() + "\n"
     np.testing.assert_array_equal(np.load(features.save(tmp_path / "a.npy")), features.maps)
 
@@ -214,13 +214,13 @@ def test_another_suffix_is_refused(inspection: Any, features: Any, tmp_path: Any
         features.save(tmp_path / "a")
 
 
-def test_a_notebook_shows_the_plot_and_the_tiles(inspection: Any, features: Any) -> None:
+def test_notebook_shows_the_plot_and_the_tiles(inspection: Any, features: Any) -> None:
     assert 'src="data:image/png;base64,' in inspection._repr_html_()
     assert "tiny · tabby" in inspection._repr_html_()
     assert "2 of 8 channels · tabby" in features._repr_html_()
 
 
-def test_without_a_leaf_there_is_a_table_and_no_plot(inspection: Any) -> None:
+def test_inspection_without_leaves_has_a_table_and_no_plot(inspection: Any) -> None:
     odd = replace(inspection, layers=(replace(inspection.layers[-1], name="<b>"),))
 
     assert "&lt;b&gt;" in odd._repr_html_()
@@ -228,7 +228,7 @@ def test_without_a_leaf_there_is_a_table_and_no_plot(inspection: Any) -> None:
         odd.plot()
 
 
-def test_the_command_prints_readings_and_draws_them(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
+def test_inspect_command_prints_and_draws_readings(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
     done = run(
         "inspect", photo, "--target", "tabby vs 8", "--layer", "stem", "--layer", "dead", "--plot", tmp_path / "p.png"
     )
@@ -241,14 +241,14 @@ def test_the_command_prints_readings_and_draws_them(run: Any, server: Any, photo
         assert plot.width == norms.WIDTH
 
 
-def test_the_command_prints_readings_as_json(run: Any, photo: Any) -> None:
-    said = json.loads(run("inspect", photo, "--json").stdout)
+def test_inspect_command_prints_readings_as_json(run: Any, photo: Any) -> None:
+    readings = json.loads(run("inspect", photo, "--json").stdout)
 
-    assert [each["name"] for each in said] == ["stem", "body", "dead", "wild", "cut", "words"]
-    assert said[0]["gradient"]["norm"] == 0.02
+    assert [each["name"] for each in readings] == ["stem", "body", "dead", "wild", "cut", "words"]
+    assert readings[0]["gradient"]["norm"] == 0.02
 
 
-def test_the_command_writes_tiles_or_raw_maps(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
+def test_features_command_writes_tiles_or_raw_maps(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
     done = run("features", photo, "--layer", "stem", "--rank", "gradient", "--top", 2, "-o", tmp_path / "f.png")
     raw = run("features", photo, "-o", tmp_path / "f.npy", "--json")
 

@@ -1,4 +1,4 @@
-"""A raw map carried onto the photo: compared with sums done by hand, and with PIL."""
+"""Interpolation of a raw map to the photo equals values computed by hand and PIL's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from camserve._picture import Box, Photo, onto_photo
 NAN = np.nan
 
 
-def test_by_hand() -> None:
+def test_interpolation_equals_values_computed_by_hand() -> None:
     # Two cells over four pixels: their centres at pixels 1 and 3; quarters in between.
     heatmap = np.array([[0.0, 4.0]], np.float32)
     photo = Photo(6, 2, Box(1, 0, 5, 2))
@@ -22,7 +22,7 @@ def test_by_hand() -> None:
     np.testing.assert_array_equal(onto_photo(heatmap, photo), [row, row])
 
 
-def test_rows_and_columns_by_hand() -> None:
+def test_rows_and_columns_equal_values_computed_by_hand() -> None:
     heatmap = np.array([[0, 4], [8, 12]], np.float32)
     photo = Photo(4, 5, Box(0, 1, 4, 5))
 
@@ -36,7 +36,7 @@ def test_rows_and_columns_by_hand() -> None:
     np.testing.assert_array_equal(onto_photo(heatmap, photo), expected)
 
 
-def test_a_box_between_pixels_by_hand() -> None:
+def test_fractional_box_equals_values_computed_by_hand() -> None:
     # The pixel centres 0.5, 1.5 and 2.5 lie 0, 1 and 2 of 2.5 pixels into the box.
     heatmap = np.array([[0.0, 10.0]], np.float32)
     photo = Photo(4, 1, Box(0.5, 0, 3.0, 1))
@@ -45,45 +45,45 @@ def test_a_box_between_pixels_by_hand() -> None:
     np.testing.assert_allclose(onto_photo(heatmap, photo)[0], expected, rtol=1e-6)
 
 
-def test_where_it_is_only_made_larger_it_is_what_pil_does() -> None:
+def test_enlargement_equals_that_of_pil() -> None:
     heatmap = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
     photo = Photo(60, 50, Box(3, 4, 53, 46))
 
-    found = onto_photo(heatmap, photo)
+    result = onto_photo(heatmap, photo)
 
     resized = Image.fromarray(heatmap).resize((50, 42), Image.Resampling.BILINEAR)
-    np.testing.assert_allclose(found[4:46, 3:53], np.asarray(resized), atol=1e-5)
-    assert np.isnan(found[:4]).all()
-    assert np.isnan(found[46:]).all()
-    assert np.isnan(found[:, :3]).all()
-    assert np.isnan(found[:, 53:]).all()
+    np.testing.assert_allclose(result[4:46, 3:53], np.asarray(resized), atol=1e-5)
+    assert np.isnan(result[:4]).all()
+    assert np.isnan(result[46:]).all()
+    assert np.isnan(result[:, :3]).all()
+    assert np.isnan(result[:, 53:]).all()
 
 
-def test_it_is_float32_in_the_size_of_the_photo() -> None:
-    found = onto_photo(np.ones((2, 2), np.float32), Photo(9, 7, Box(0, 0, 9, 7)))
+def test_result_is_float32_in_the_size_of_the_photo() -> None:
+    result = onto_photo(np.ones((2, 2), np.float32), Photo(9, 7, Box(0, 0, 9, 7)))
 
-    assert found.dtype == np.float32
-    assert found.shape == (7, 9)
-    assert (found == 1).all()
+    assert result.dtype == np.float32
+    assert result.shape == (7, 9)
+    assert (result == 1).all()
 
 
-def test_a_box_beyond_the_photo_is_cut() -> None:
+def test_box_beyond_the_photo_is_clipped() -> None:
     # A model that pads sees more than there is.
     heatmap = np.array([[0.0, 4.0]], np.float32)
 
-    found = onto_photo(heatmap, Photo(2, 1, Box(-1, 0, 3, 1)))
+    result = onto_photo(heatmap, Photo(2, 1, Box(-1, 0, 3, 1)))
 
-    np.testing.assert_array_equal(found, [[1, 3]])
+    np.testing.assert_array_equal(result, [[1, 3]])
 
 
 @pytest.mark.parametrize("box", [Box(2, 2, 2, 2), Box(8, 8, 9, 9), Box(-3, -3, -1, -1)])
-def test_where_nothing_was_seen_there_is_nothing(box: Any) -> None:
+def test_map_is_nan_where_the_model_saw_nothing(box: Any) -> None:
     assert np.isnan(onto_photo(np.ones((2, 2), np.float32), Photo(4, 4, box))).all()
 
 
-def test_a_map_that_is_not_finite_warns_nobody() -> None:
+def test_map_with_non_finite_values_causes_no_warning() -> None:
     heatmap = np.array([[np.inf, 1.0], [-np.inf, np.nan]], np.float32)
 
-    found = onto_photo(heatmap, Photo(4, 4, Box(0, 0, 4, 4)))
+    result = onto_photo(heatmap, Photo(4, 4, Box(0, 0, 4, 4)))
 
-    assert not np.isfinite(found).all()
+    assert not np.isfinite(result).all()

@@ -1,4 +1,4 @@
-"""Receipts are written and read again whole; what is none is refused in words; replays say what differs."""
+"""Receipts are saved and loaded unchanged, invalid ones are refused, and replays report differences."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def compared(receipt: camserve.Receipt, **changes: Any) -> camserve.Replay:
     return _replay.compare(receipt, explained(replace(receipt, **changes)))
 
 
-def test_a_receipt_is_read_as_it_was_written(receipt: camserve.Receipt, tmp_path: pathlib.Path) -> None:
+def test_receipt_is_unchanged_after_saving_and_loading(receipt: camserve.Receipt, tmp_path: pathlib.Path) -> None:
     path = receipt.save(tmp_path / "why.receipt.json")
 
     read = camserve.Receipt.load(path)
@@ -82,22 +82,22 @@ def test_a_receipt_is_read_as_it_was_written(receipt: camserve.Receipt, tmp_path
     assert json.loads(path.read_text("utf-8"))["format"] == "camserve receipt 1"
 
 
-def test_it_is_the_same_after_pickling(receipt: camserve.Receipt) -> None:
+def test_receipt_is_unchanged_after_pickling(receipt: camserve.Receipt) -> None:
     again = pickle.loads(pickle.dumps(receipt))  # noqa: S301 -- of our own making
 
     assert again.to_json() == receipt.to_json()
 
 
-def test_its_map_is_there_for_other_programs(receipt: camserve.Receipt) -> None:
+def test_json_of_a_receipt_has_the_map_in_base64(receipt: camserve.Receipt) -> None:
     import base64  # noqa: PLC0415 -- as another program would
     import hashlib  # noqa: PLC0415 -- the same
 
-    said = json.loads(receipt.to_json())["heatmap"]
-    data = base64.b64decode(said["data"])
+    stored = json.loads(receipt.to_json())["heatmap"]
+    data = base64.b64decode(stored["data"])
 
-    assert (said["height"], said["width"]) == (2, 3)
+    assert (stored["height"], stored["width"]) == (2, 3)
     np.testing.assert_array_equal(np.frombuffer(data, "<f4"), receipt.heatmap.ravel())
-    assert said["sha256"] == hashlib.sha256(data).hexdigest() == receipt.heatmap_sha256
+    assert stored["sha256"] == hashlib.sha256(data).hexdigest() == receipt.heatmap_sha256
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 0.1, -3e38])
@@ -111,7 +111,7 @@ def test_any_score_and_any_map_survive_as_json(receipt: camserve.Receipt, score:
     np.testing.assert_array_equal(read.heatmap, odd.heatmap)
 
 
-def test_without_a_map_there_is_none(receipt: camserve.Receipt) -> None:
+def test_receipt_without_a_map_is_valid(receipt: camserve.Receipt) -> None:
     read = camserve.Receipt.from_json(replace(receipt, heatmap=None).to_json())
 
     assert read.heatmap is None
@@ -131,7 +131,7 @@ def test_without_a_map_there_is_none(receipt: camserve.Receipt) -> None:
         ('{"format": "camserve receipt 1"}', 'the receipt has no "model"'),
     ],
 )
-def test_what_is_no_receipt_is_refused_in_words(text: Any, words: str) -> None:
+def test_invalid_receipt_is_refused_with_a_reason(text: Any, words: str) -> None:
     with pytest.raises(camserve.InvalidArgument) as caught:
         camserve.Receipt.from_json(text)
 
@@ -168,11 +168,11 @@ def test_what_is_no_receipt_is_refused_in_words(text: Any, words: str) -> None:
         ),
     ],
 )
-def test_a_field_of_a_wrong_kind_is_named(receipt: camserve.Receipt, name: str, value: Any, words: str) -> None:
-    said = {**json.loads(receipt.to_json()), name: value}
+def test_field_of_a_wrong_type_is_named(receipt: camserve.Receipt, name: str, value: Any, words: str) -> None:
+    changed = {**json.loads(receipt.to_json()), name: value}
 
     with pytest.raises(camserve.InvalidArgument) as caught:
-        camserve.Receipt.from_json(json.dumps(said))
+        camserve.Receipt.from_json(json.dumps(changed))
 
     assert str(caught.value).startswith(f'"{name}" of the receipt ')
     assert words in str(caught.value)
@@ -180,21 +180,21 @@ def test_a_field_of_a_wrong_kind_is_named(receipt: camserve.Receipt, name: str, 
 
 
 @pytest.mark.parametrize("name", ["heatmap", "fusion", "score", "method"])
-def test_a_field_that_is_missing_is_named(receipt: camserve.Receipt, name: str) -> None:
-    said = json.loads(receipt.to_json())
-    del said[name]
+def test_field_that_is_missing_is_named(receipt: camserve.Receipt, name: str) -> None:
+    changed = json.loads(receipt.to_json())
+    del changed[name]
 
     with pytest.raises(camserve.InvalidArgument, match=f'the receipt has no "{name}"'):
-        camserve.Receipt.from_json(json.dumps(said))
+        camserve.Receipt.from_json(json.dumps(changed))
 
 
 @pytest.mark.parametrize("path", ["no/such.json", "a\0b", "."])
-def test_a_file_that_cannot_be_read_is_named(path: str) -> None:
+def test_file_that_cannot_be_read_is_named(path: str) -> None:
     with pytest.raises(camserve.InvalidArgument, match="cannot read"):
         camserve.Receipt.load(path)
 
 
-def test_everything_of_a_receipt_is_asked_for_again(receipt: camserve.Receipt) -> None:
+def test_replay_requests_everything_in_the_receipt(receipt: camserve.Receipt) -> None:
     asked = _replay.request(receipt)
 
     assert asked.model == "tiny"
@@ -208,8 +208,8 @@ def test_everything_of_a_receipt_is_asked_for_again(receipt: camserve.Receipt) -
     assert (target.contrast.why.label, target.contrast.why_not.class_index) == ("tabby", 0)
 
 
-def test_what_an_answer_says_is_in_its_receipt() -> None:
-    said = explain_pb2.Explanation(
+def test_receipt_has_the_values_of_the_response() -> None:
+    explanation = explain_pb2.Explanation(
         method="m",
         layer="a.b + c",
         fusion=explain_pb2.FUSION_MEAN,
@@ -219,7 +219,7 @@ def test_what_an_answer_says_is_in_its_receipt() -> None:
         parameters={"n": explain_pb2.Parameter(number=3)},
     )
     response = explain_pb2.ExplainResponse(
-        model="tiny", explanations=[said], receipt=explain_pb2.Receipt(source="s", versions={"torch": "2"})
+        model="tiny", explanations=[explanation], receipt=explain_pb2.Receipt(source="s", versions={"torch": "2"})
     )
 
     receipt = _codec.result(response).explanations[0].receipt
@@ -230,19 +230,19 @@ def test_what_an_answer_says_is_in_its_receipt() -> None:
     assert receipt.heatmap is None
 
 
-def test_an_old_server_gives_no_receipt() -> None:
+def test_old_server_gives_no_receipt() -> None:
     response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation()])
 
     with pytest.raises(camserve.FailedPrecondition, match="does not support them"):
         _ = _codec.result(response).explanations[0].receipt
 
 
-async def test_a_likeness_keeps_the_image_that_was_asked_about(client: Any, server: Any) -> None:
+async def test_receipt_of_a_similarity_has_the_reference_image(client: Any, server: Any) -> None:
     def likeness(_request: Any, request_id: str = "") -> Any:
-        said = explain_pb2.Explanation(resolved_target=explain_pb2.Target(similarity=explain_pb2.Similarity()))
+        similar = explain_pb2.Explanation(resolved_target=explain_pb2.Target(similarity=explain_pb2.Similarity()))
         plain = explain_pb2.Explanation(resolved_target=explain_pb2.Target(class_index=3))
         return explain_pb2.ExplainResponse(
-            request_id=request_id, explanations=[plain, said] * 2, receipt=explain_pb2.Receipt(source="s")
+            request_id=request_id, explanations=[plain, similar] * 2, receipt=explain_pb2.Receipt(source="s")
         )
 
     def stream(requests: Any, _: Any) -> Any:
@@ -256,11 +256,11 @@ async def test_a_likeness_keeps_the_image_that_was_asked_about(client: Any, serv
     (streamed,) = [each async for each in client.explain_many([b"photo"], **options)]
 
     for result in (alone, streamed):
-        found = [each.receipt.target for each in result.explanations]
-        assert found == [{"class_index": 3}, {"similarity": {"image": "b3RoZXI="}}] * 2
+        results = [each.receipt.target for each in result.explanations]
+        assert results == [{"class_index": 3}, {"similarity": {"image": "b3RoZXI="}}] * 2
 
 
-async def test_a_receipt_is_replayed(client: Any, server: Any) -> None:
+async def test_receipt_is_replayed(client: Any, server: Any) -> None:
     (first,) = (await client.explain(b"\x07", methods=("m", {"n": 2}))).explanations
 
     same = await client.replay(first.receipt, b"\x07")
@@ -275,7 +275,7 @@ async def test_a_receipt_is_replayed(client: Any, server: Any) -> None:
     assert [call.rpc for call in server.calls] == ["Explain", "Explain", "ExplainStream"]
 
 
-def test_the_same_is_the_same(receipt: camserve.Receipt) -> None:
+def test_equal_results_have_no_differences(receipt: camserve.Receipt) -> None:
     replay = compared(receipt)
 
     assert replay.same
@@ -301,14 +301,14 @@ def test_the_same_is_the_same(receipt: camserve.Receipt) -> None:
         ({"heatmap": np.full((2, 3), np.nan, np.float32)}, "the map differs by inf of its largest absolute value"),
     ],
 )
-def test_each_difference_is_said_in_words(receipt: camserve.Receipt, change: Any, words: str) -> None:
+def test_each_difference_is_described(receipt: camserve.Receipt, change: Any, words: str) -> None:
     replay = compared(receipt, **change)
 
     assert replay.differences == (words,)
     assert not replay.same
 
 
-def test_what_computed_it_is_blamed_only_where_the_numbers_differ(receipt: camserve.Receipt) -> None:
+def test_versions_are_a_cause_only_if_the_numbers_differ(receipt: camserve.Receipt) -> None:
     elsewhere = {"versions": {"camserve": "1.0", "timm": "1"}, "device": "cuda:0", "precision": "bfloat16"}
 
     well, ill = compared(receipt, **elsewhere), compared(receipt, score=3.0, **elsewhere)
@@ -325,7 +325,7 @@ def test_what_computed_it_is_blamed_only_where_the_numbers_differ(receipt: camse
 
 
 @pytest.mark.parametrize(("factor", "same"), [(1 + 5e-6, True), (1 + 2e-5, False)])
-def test_as_much_as_the_company_of_a_batch_changes_is_the_same(
+def test_differences_due_to_batch_neighbours_count_as_equal(
     receipt: camserve.Receipt, factor: float, *, same: bool
 ) -> None:
     replay = compared(receipt, heatmap=receipt.heatmap * np.float32(factor), score=receipt.score * factor)
@@ -334,7 +334,7 @@ def test_as_much_as_the_company_of_a_batch_changes_is_the_same(
     assert replay.gap == pytest.approx(factor - 1, rel=0.05)
 
 
-def test_what_is_no_number_twice_is_the_same(receipt: camserve.Receipt) -> None:
+def test_nan_equals_nan(receipt: camserve.Receipt) -> None:
     broken = replace(receipt, score=math.nan, heatmap=np.full((2, 3), np.nan, np.float32))
 
     assert compared(broken).same
@@ -342,14 +342,14 @@ def test_what_is_no_number_twice_is_the_same(receipt: camserve.Receipt) -> None:
     assert not compared(broken, score=1.0).same
 
 
-def test_a_map_of_zeros_has_no_share_to_differ_by(receipt: camserve.Receipt) -> None:
+def test_difference_from_a_zero_map_is_not_relative(receipt: camserve.Receipt) -> None:
     blank = replace(receipt, heatmap=np.zeros((2, 3), np.float32))
 
     assert compared(blank).gap == 0
     assert compared(blank, heatmap=receipt.heatmap).gap == math.inf
 
 
-def test_without_a_map_on_one_side_the_rest_is_compared(receipt: camserve.Receipt) -> None:
+def test_values_are_compared_if_one_side_has_no_map(receipt: camserve.Receipt) -> None:
     for replay in (compared(receipt, heatmap=None), compared(replace(receipt, heatmap=None))):
         assert replay.gap is None
         assert replay.same

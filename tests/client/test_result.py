@@ -1,4 +1,4 @@
-"""What one does with a result: look at it, save it, show it."""
+"""Results can be inspected, saved and shown."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_pictures_are_files_and_images(full: Any) -> None:
         ("heatmap_on_image", "heatmap=True"),
     ],
 )
-def test_a_part_that_is_missing_says_how_to_ask_for_it(bare: Any, part: str, option: str) -> None:
+def test_error_for_a_missing_part_names_the_option(bare: Any, part: str, option: str) -> None:
     with pytest.raises(camserve.FailedPrecondition) as caught:
         getattr(bare, part)
 
@@ -70,7 +70,7 @@ def test_a_part_that_is_missing_says_how_to_ask_for_it(bare: Any, part: str, opt
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.jpeg", "a.JPG"])
-def test_the_overlay_is_saved_as_it_came(full: Any, tmp_path: pathlib.Path, name: str) -> None:
+def test_overlay_is_saved_unchanged(full: Any, tmp_path: pathlib.Path, name: str) -> None:
     path = full.save(str(tmp_path / name))
 
     assert path == tmp_path / name
@@ -78,13 +78,13 @@ def test_the_overlay_is_saved_as_it_came(full: Any, tmp_path: pathlib.Path, name
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.png", "PNG"), ("a.webp", "WEBP"), ("a.b.png", "PNG")])
-def test_another_suffix_encodes_again(full: Any, tmp_path: pathlib.Path, name: str, kind: str) -> None:
+def test_other_suffix_encodes_the_picture_again(full: Any, tmp_path: pathlib.Path, name: str, kind: str) -> None:
     with Image.open(full.save(tmp_path / name)) as saved:
         assert saved.format == kind
         assert saved.size == (6, 4)
 
 
-def test_a_png_with_alpha_can_be_saved_as_jpeg(full: Any, tmp_path: pathlib.Path) -> None:
+def test_png_with_alpha_can_be_saved_as_jpeg(full: Any, tmp_path: pathlib.Path) -> None:
     out = io.BytesIO()
     Image.new("RGBA", (6, 4)).save(out, "png")
     clear = replace(full, overlay_picture=camserve.Picture("png", out.getvalue(), 6, 4))
@@ -108,13 +108,13 @@ def test_another_suffix_is_refused(full: Any, tmp_path: pathlib.Path, name: str)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_missing_cannot_be_saved(bare: Any, tmp_path: pathlib.Path) -> None:
+def test_missing_part_cannot_be_saved(bare: Any, tmp_path: pathlib.Path) -> None:
     for name in ("a.jpg", "a.npy"):
         with pytest.raises(camserve.FailedPrecondition):
             bare.save(tmp_path / name)
 
 
-def test_a_notebook_shows_the_overlay(full: Any, bare: Any) -> None:
+def test_notebook_shows_the_overlay(full: Any, bare: Any) -> None:
     assert full._repr_png_().startswith(b"\x89PNG")
     assert 'src="data:image/jpeg;base64,' in full._repr_html_()
     assert "tabby · gradcam" in full._repr_html_()
@@ -122,21 +122,21 @@ def test_a_notebook_shows_the_overlay(full: Any, bare: Any) -> None:
     assert "no overlay" in bare._repr_html_()
 
 
-def test_a_verdict_that_is_not_ok_is_shown(full: Any) -> None:
+def test_verdict_that_is_not_ok_is_shown(full: Any) -> None:
     blank = replace(full, verdict=camserve.Verdict.ALL_NEGATIVE, verdict_message="nothing for it")
 
     assert "features · ALL_NEGATIVE: nothing for it" in blank._repr_html_()
     assert "ALL_NEGATIVE" not in full._repr_html_()
 
 
-def test_a_notebook_shows_a_whole_result(full: Any) -> None:
+def test_notebook_shows_a_whole_result(full: Any) -> None:
     html = result_of(full)._repr_html_()
 
     assert "<td>tabby</td><td>50.0%</td>" in html
     assert html.count("<figure") == 2
 
 
-def test_labels_are_not_taken_for_html(full: Any) -> None:
+def test_labels_are_escaped_in_html(full: Any) -> None:
     evil = camserve.Prediction("<script>alert(1)</script>", 0.5, 1, 1.0)
 
     html = result_of(replace(full, target=evil))._repr_html_()
@@ -144,14 +144,14 @@ def test_labels_are_not_taken_for_html(full: Any) -> None:
     assert "<script>" not in html
 
 
-def test_a_result_survives_pickling(full: Any) -> None:
+def test_result_survives_pickling(full: Any) -> None:
     again = pickle.loads(pickle.dumps(result_of(full)))  # noqa: S301 -- our own
 
     assert again.size == (6, 4)
     assert again.explanations[0].overlay == full.overlay
 
 
-def test_the_bytes_stay_out_of_the_repr(full: Any) -> None:
+def test_repr_has_no_bytes(full: Any) -> None:
     assert len(repr(full)) < 500
 
 

@@ -1,4 +1,4 @@
-"""The values that a client returns can be built from plain values, as adapters and callers' tests do."""
+"""Values that a client returns can be built from plain values, as in adapters and callers' tests."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_no_parameter_of_a_public_value_is_private(kind: type) -> None:
     assert not [name for name in inspect.signature(kind).parameters if name.startswith("_")]
 
 
-async def test_a_built_result_equals_a_received_one(client: Any, server: Any, result: camserve.Result) -> None:
+async def test_built_result_equals_a_received_one(client: Any, server: Any, result: camserve.Result) -> None:
     answer = server.answer
     server.answer = lambda request, _request_id: answer(request)
 
@@ -174,7 +174,7 @@ async def test_a_built_result_equals_a_received_one(client: Any, server: Any, re
     assert plain(result) == plain(received)
 
 
-def test_a_built_result_has_working_methods(result: camserve.Result, tmp_path: pathlib.Path) -> None:
+def test_built_result_has_working_methods(result: camserve.Result, tmp_path: pathlib.Path) -> None:
     (why,) = result.explanations
     inside = slice(1, 5)
 
@@ -187,7 +187,7 @@ def test_a_built_result_has_working_methods(result: camserve.Result, tmp_path: p
     assert np.isfinite(why.heatmap_on_image).tolist() == [[inside.start <= x < inside.stop for x in range(6)]] * 4
 
 
-def test_a_built_receipt_is_read_as_it_was_written(
+def test_built_receipt_is_unchanged_after_saving_and_loading(
     explanation: camserve.Explanation, receipt: camserve.Receipt, tmp_path: pathlib.Path
 ) -> None:
     read = camserve.Receipt.load(explanation.receipt.save(tmp_path / "why.receipt.json"))
@@ -195,11 +195,11 @@ def test_a_built_receipt_is_read_as_it_was_written(
     assert plain(read) == plain(receipt)
 
 
-async def test_a_built_receipt_can_be_replayed(client: Any, receipt: camserve.Receipt) -> None:
+async def test_built_receipt_can_be_replayed(client: Any, receipt: camserve.Receipt) -> None:
     assert (await client.replay(receipt, b"\x07")).same
 
 
-async def test_a_built_evaluation_equals_a_received_one(
+async def test_built_evaluation_equals_a_received_one(
     client: Any, evaluation: camserve.Evaluation, tmp_path: pathlib.Path
 ) -> None:
     received = await client.evaluate(
@@ -212,7 +212,7 @@ async def test_a_built_evaluation_equals_a_received_one(
     assert evaluation.save(tmp_path / "built.png").read_bytes() == received.save(tmp_path / "other.png").read_bytes()
 
 
-def test_a_built_inspection_has_working_methods(inspection: camserve.Inspection, tmp_path: pathlib.Path) -> None:
+def test_built_inspection_has_working_methods(inspection: camserve.Inspection, tmp_path: pathlib.Path) -> None:
     heads, line = inspection.table().splitlines()
 
     assert heads.split()[:2] == ["layer", "type"]

@@ -36,7 +36,7 @@ METHOD = explain_pb2.Method(name="smoothgrad", parameters={"samples": explain_pb
 
 
 class Lost(Exception):
-    """Stands for Ray's error for an actor that dies."""
+    """Fake of Ray's error for an actor that dies."""
 
 
 class Handle:
@@ -105,7 +105,7 @@ async def items(*requests):
 
 async def test_unary_calls_are_passed_to_an_engine():
     services = (explain_pb2, evaluate_pb2, models_pb2)
-    methods = [m for one in services for s in one.DESCRIPTOR.services_by_name.values() for m in s.methods]
+    methods = [m for each in services for s in each.DESCRIPTOR.services_by_name.values() for m in s.methods]
     assert set(UNARY) == {method.name for method in methods if not method.client_streaming}
     async with opened() as (ingress, _):
         context = Context()
@@ -276,9 +276,9 @@ def test_settings_that_rays_proxy_does_not_support_are_refused(name, value):
 
 def test_engine_has_the_settings_of_the_server_except_address_and_cores():
     settings = config.Settings(models=(MODEL,), insecure=True, max_batch_rows=4)
-    found = application._settings_of(settings, application.Engines(cpus=3))
+    result = application._settings_of(settings, application.Engines(cpus=3))
 
-    assert config.load(flags=found, environment={}).model_dump() == settings.model_dump() | {
+    assert config.load(flags=result, environment={}).model_dump() == settings.model_dump() | {
         "insecure": False,
         "isolation": "thread",
         "device": "cpu",
@@ -287,47 +287,47 @@ def test_engine_has_the_settings_of_the_server_except_address_and_cores():
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "found"),
+    ("device", "gpus", "expected"),
     [("auto", 0, "cpu"), ("cpu", 0, "cpu"), ("auto", 1, "cuda"), ("auto", 0.5, "cuda"), ("cuda", 2, "cuda")],
 )
-def test_engine_runs_on_the_gpus_that_ray_reserves_else_on_the_cpu(device, gpus, found):
+def test_engine_runs_on_the_gpus_that_ray_reserves_else_on_the_cpu(device, gpus, expected):
     settings, engines = config.Settings(insecure=True, device=device), application.Engines(gpus=gpus)
 
-    assert application._settings_of(settings, engines)["device"] == found
+    assert application._settings_of(settings, engines)["device"] == expected
     assert application._options(settings, engines)["ray_actor_options"]["num_gpus"] == gpus
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "cpu,cuda"])
-def test_a_gpu_that_ray_does_not_reserve_is_refused(device):
+def test_gpu_that_ray_does_not_reserve_is_refused(device):
     """Ray would let the engine see every GPU of its machine."""
     with pytest.raises(ConfigError, match=f"device = {device}: Ray reserves no GPU"):
         application._settings_of(config.Settings(insecure=True, device=device), application.Engines())
 
 
 def test_engine_starts_a_worker_for_each_visible_gpu_and_fails_without_one(gpus):
-    for seen, found in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
-        gpus(*[(9, 0)] * seen)
-        assert devices.parse_devices(application.device_of("auto", seen)) == found
+    for visible, expected in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
+        gpus(*[(9, 0)] * visible)
+        assert devices.parse_devices(application.device_of("auto", visible)) == expected
     gpus()
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
         devices.parse_devices(application.device_of("auto", 1))
 
 
 @pytest.mark.parametrize(
-    ("device", "said", "there", "gpus"),
+    ("device", "gpus_option", "gpus_in_cluster", "gpus"),
     [("auto", -1, 4, 1), ("auto", -1, 0, 0), ("cuda", -1, 4, 1), ("cpu", -1, 4, 0), ("auto", 0.5, 4, 0.5)],
 )
-def test_each_engine_gets_a_gpu_if_the_cluster_has_any(device, said, there, gpus, monkeypatch):
-    cluster = Mock(cluster_resources=lambda: {"CPU": 8, "GPU": there} if there else {"CPU": 8})
+def test_each_engine_gets_a_gpu_if_the_cluster_has_any(device, gpus_option, gpus_in_cluster, gpus, monkeypatch):
+    cluster = Mock(cluster_resources=lambda: {"CPU": 8, "GPU": gpus_in_cluster} if gpus_in_cluster else {"CPU": 8})
     monkeypatch.setattr(commands, "ray", lambda _module="": cluster)
-    with commands.cluster(None, commands.engines_of("2", 64, 1, said), device) as engines:
+    with commands.cluster(None, commands.engines_of("2", 64, 1, gpus_option), device) as engines:
         assert engines == application.Engines(2, 2, 64, 1, gpus)
 
 
-def test_a_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photos, monkeypatch):
+def test_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photos, monkeypatch):
     monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     ran = []
-    monkeypatch.setattr(job, "run", lambda one, *_: ran.append(one.settings["device"]))
+    monkeypatch.setattr(job, "run", lambda each, *_: ran.append(each.settings["device"]))
     for engines in (application.Engines(gpus=1), application.Engines()):
         job.explain(new_job(photos, device="auto"), engines)
     assert ran == ["cuda", "cpu"]
@@ -336,20 +336,20 @@ def test_a_job_describes_its_model_on_the_cpu_and_gives_its_actors_the_gpu(photo
 
 
 def test_error_of_an_engine_that_cannot_start_is_extracted():
-    said = "ray::engine.__init__()\n  File x, line 1\ncamserve_server.core.errors.ConfigError: no model x\nThe error"
+    message = "ray::engine.__init__()\n  File x, line 1\ncamserve_server.core.errors.ConfigError: no model x\nThe error"
 
-    assert commands.reason(["", said]) == "no model x"
+    assert commands.reason(["", message]) == "no model x"
     assert "see Ray's log" in commands.reason([])
 
 
-def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
+def test_error_without_ray_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     served = CliRunner().invoke(program, ["ray", "serve", "--insecure"])
     explained = CliRunner().invoke(program, ["ray", "explain", str(tmp_path), "-o", str(tmp_path / "out")])
 
-    for found in (served, explained):
-        assert found.exit_code == 2
-        assert 'pip install "camserve[server,ray]"' in " ".join(found.output.split())
+    for each in (served, explained):
+        assert each.exit_code == 2
+        assert 'pip install "camserve[server,ray]"' in " ".join(each.output.split())
 
 
 def new_job(folder, device="cpu", **wishes):
@@ -368,27 +368,27 @@ def photos(tmp_path):
 
 
 @pytest.fixture
-def acting():
-    """Make actors, whose servers end with the test."""
+def make_actor():
+    """Return a function that makes actors. Their servers end with the test."""
     with ExitStack() as opened:
 
-        def made(one):
-            actor = job.Explainer(one)
+        def make(new):
+            actor = job.Explainer(new)
             opened.callback(actor._open.close)
             return actor
 
-        yield made
+        yield make
 
 
-def test_actor_that_repeats_a_batch_overwrites_the_same_part(photos, monkeypatch, acting):
+def test_actor_that_repeats_a_batch_overwrites_the_same_part(photos, monkeypatch, make_actor):
     monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
-    one = new_job(photos)
-    left, tally = job.start_run(one)
-    actor = acting(one)
-    said = [actor({"image": list(map(job._bytes, left))}) for _ in range(2)]
+    new = new_job(photos)
+    left, tally = job.start_run(new)
+    actor = make_actor(new)
+    results = [actor({"image": list(map(job._bytes, left))}) for _ in range(2)]
 
     assert (len(left), tally.before) == (3, 0)
-    assert all((int(each["explained"][0]), int(each["failed"][0])) == (2, 1) for each in said)
+    assert all((int(each["explained"][0]), int(each["failed"][0])) == (2, 1) for each in results)
     rows = pq.read_table(photos / "out" / "results").to_pylist()
     assert Counter(row["image"] for row in rows) == dict.fromkeys(left, 1)
 
@@ -397,11 +397,11 @@ def test_actor_that_repeats_a_batch_overwrites_the_same_part(photos, monkeypatch
     assert "another run of this job was started" in actor({"image": list(map(job._bytes, left))})["error"][0]
 
 
-def test_actor_skips_a_photo_whose_server_fails_and_repeats_the_same_part(photos, monkeypatch, acting):
+def test_actor_skips_a_photo_whose_server_fails_and_repeats_the_same_part(photos, monkeypatch, make_actor):
     monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
-    one = new_job(photos)
-    left, _ = job.start_run(one)
-    actor = acting(one)
+    new = new_job(photos)
+    left, _ = job.start_run(new)
+    actor = make_actor(new)
     with monkeypatch.context() as patch:
         patch.setattr(dataset.job, "_is_photo_error", lambda _error: False)
         patch.setattr(dataset.job, "_is_request_error", lambda _error: False)
@@ -416,22 +416,22 @@ def test_actor_skips_a_photo_whose_server_fails_and_repeats_the_same_part(photos
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
-def test_actor_gets_a_name_that_is_not_valid_text_as_bytes(photos, acting):
+def test_actor_gets_a_name_that_is_not_valid_text_as_bytes(photos, make_actor):
     name = bytes(photos / "photos") + b"/\xff.png"
     (photos / "photos" / "coffee.png").rename(os.fsdecode(name))
-    one = new_job(photos)
-    left, _ = job.start_run(one)
-    said = acting(one)({"image": pa.array(map(job._bytes, left), pa.binary()).to_pylist()})
+    new = new_job(photos)
+    left, _ = job.start_run(new)
+    result = make_actor(new)({"image": pa.array(map(job._bytes, left), pa.binary()).to_pylist()})
 
     assert name in map(job._bytes, left)
-    assert [int(said[each][0]) for each in ("explained", "failed", "left")] == [2, 1, 0]
+    assert [int(result[each][0]) for each in ("explained", "failed", "left")] == [2, 1, 0]
 
 
-def test_error_that_concerns_every_photo_ends_the_job(photos, acting):
-    one = new_job(photos, methods=("gradcm",))
-    said = acting(one)({"image": [bytes(photos / "photos" / "chelsea.png")]})
+def test_error_that_concerns_every_photo_ends_the_job(photos, make_actor):
+    new = new_job(photos, methods=("gradcm",))
+    result = make_actor(new)({"image": [bytes(photos / "photos" / "chelsea.png")]})
 
-    assert 'unknown method "gradcm"' in said["error"][0]
+    assert 'unknown method "gradcm"' in result["error"][0]
     assert not (photos / "out" / "results").exists()
 
 
@@ -495,19 +495,19 @@ class ProxyContext:
     ],
 )
 async def test_proxy_makes_calls_that_lost_their_ingress_retryable(code, words, ends):
-    async def one(request, _context):
+    async def unary(request, _context):
         return request
 
     async def several(request, _context):
         yield request
 
-    for handler in (one, several):
+    for handler in (unary, several):
         server = Server(lambda handler=handler, **_: handler)
         proxy.add_services_to_server(Mock(), server)
         served = server.handlers["camserve.v1.ExplainService", "Explain"]
         context = ProxyContext(code, words)
         answer = served("asked", context)
-        replies = [await answer] if handler is one else [each async for each in answer]
+        replies = [await answer] if handler is unary else [each async for each in answer]
 
         assert replies == ["asked"]
         assert context.code().name == ends
@@ -516,10 +516,10 @@ async def test_proxy_makes_calls_that_lost_their_ingress_retryable(code, words, 
 
 
 def test_proxy_gets_all_services_and_their_methods():
-    async def one(request, _context):
+    async def unary(request, _context):
         return request
 
-    server = Server(lambda **_: one)
+    server = Server(lambda **_: unary)
     (path,) = application.SERVICERS
     assert path == f"{proxy.__name__}.{proxy.add_services_to_server.__name__}"
     proxy.add_services_to_server(Mock(), server)
@@ -556,8 +556,8 @@ class Serve:
     def status(self):
         state, *messages = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         engines = {place: types.SimpleNamespace(message=words) for place, words in enumerate(messages)}
-        one = types.SimpleNamespace(status=state, message="", deployments=engines)
-        return types.SimpleNamespace(applications={commands.NAME: one})
+        application = types.SimpleNamespace(status=state, message="", deployments=engines)
+        return types.SimpleNamespace(applications={commands.NAME: application})
 
 
 def test_waiting_for_the_application_reports_errors_and_can_be_stopped(monkeypatch, caplog):
@@ -575,7 +575,7 @@ def test_waiting_for_the_application_reports_errors_and_can_be_stopped(monkeypat
 
 
 class Controller:
-    """Ray with Ray Serve's controller, which has ended after a number of look-ups."""
+    """Fake of Ray in which Ray Serve's controller ends after a number of look-ups."""
 
     def __init__(self, looks):
         self.looks, self.asked = looks, []
@@ -602,7 +602,7 @@ def test_stop_waits_for_ray_serve_without_a_pending_call(looks, caplog):
     assert not caplog.records
 
 
-def test_a_stop_without_ray_serve_has_nothing_to_wait_for():
+def test_stop_without_ray_serve_returns_at_once():
     controller = Controller(0)
     commands.stop_ray_serve(controller, timeout=60)
 

@@ -19,7 +19,7 @@ FIELDS = config.Settings.model_fields
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
-    """Keep the settings of whoever runs the tests out of them."""
+    """Remove the caller's own settings from the environment."""
     for name in os.environ:
         if name.startswith(config.ENVIRONMENT):
             monkeypatch.delenv(name)
@@ -49,7 +49,7 @@ def test_defaults_are_loopback_and_the_embedded_model():
     assert settings.models == ("efficientnet_lite0",)
 
 
-def test_flags_win_over_the_environment_and_the_environment_over_the_file(toml):
+def test_flags_override_the_environment_which_overrides_the_file(toml):
     path = toml("max_queue_rows = 1\nmax_batch_rows = 1\nthreads = 1\nlog_level = 'error'")
     environment = {"CAMSERVE_MAX_BATCH_ROWS": "2", "CAMSERVE_THREADS": "2", "CAMSERVE_DEVICE": "cpu"}
     settings = config.load(path, {"threads": "3", "drain_seconds": "4"}, environment)
@@ -61,13 +61,13 @@ def test_flags_win_over_the_environment_and_the_environment_over_the_file(toml):
     assert settings.stream_in_flight == FIELDS["stream_in_flight"].default
 
 
-def test_a_flag_that_was_not_given_overrides_nothing():
+def test_flag_that_was_not_given_overrides_nothing():
     settings = config.load(flags={"threads": None}, environment={"CAMSERVE_THREADS": "2"})
 
     assert settings.threads == 2
 
 
-def test_the_environment_of_the_process_is_read_when_the_server_starts(monkeypatch):
+def test_environment_of_the_process_is_read_when_the_server_starts(monkeypatch):
     monkeypatch.setenv("CAMSERVE_THREADS", "5")
 
     assert config.load().threads == 5
@@ -78,7 +78,7 @@ def test_unknown_environment_variables_are_ignored():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_setting_can_stand_in_the_environment_and_in_the_file(name, toml):
+def test_every_setting_can_be_in_the_environment_and_in_the_file(name, toml):
     value = {
         "address": "0.0.0.0:1234",
         "models": "timm:resnet18",
@@ -96,11 +96,11 @@ def test_every_setting_can_stand_in_the_environment_and_in_the_file(name, toml):
         "metrics_address": "127.0.0.1:7",
         "traces": True,
     }.get(name, 7)
-    said = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
+    from_environment = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
     written = config.load(toml(f"{name} = {json.dumps(value)}"), environment={})
 
-    assert getattr(said, name) == ((value,) if name == "models" else value)
-    assert written == said != config.Settings()
+    assert getattr(from_environment, name) == ((value,) if name == "models" else value)
+    assert written == from_environment != config.Settings()
 
 
 @pytest.mark.parametrize("written", ["timm:a torchvision:b", "timm:a,torchvision:b", " timm:a,\n torchvision:b , "])
@@ -108,7 +108,7 @@ def test_models_in_the_environment_are_separated_by_spaces_or_commas(written):
     assert config.load(environment={"CAMSERVE_MODELS": written}).models == ("timm:a", "torchvision:b")
 
 
-def test_models_in_the_file_are_a_list_and_those_of_flags_replace_them_all(toml):
+def test_models_of_flags_replace_the_list_of_the_file(toml):
     path = toml("models = ['timm:a', 'cat=torchvision:b?weights=none']")
 
     assert config.load(path, environment={}).models == ("timm:a", "cat=torchvision:b?weights=none")
@@ -120,12 +120,12 @@ def test_models_in_the_file_are_a_list_and_those_of_flags_replace_them_all(toml)
     [("max_queue_row", "max_queue_rows"), ("adress", "address"), ("Threads", "threads"), ("zzz", None)],
 )
 def test_unknown_setting_is_reported_with_a_suggestion(name, hint, toml):
-    told = complaint(path=toml(f"{name} = 1"))
+    message = complaint(path=toml(f"{name} = 1"))
 
-    assert told == f'unknown setting "{name}"' + (f' (did you mean "{hint}"?)' if hint else "")
+    assert message == f'unknown setting "{name}"' + (f' (did you mean "{hint}"?)' if hint else "")
 
 
-def test_a_table_in_the_file_is_an_unknown_setting_too(toml):
+def test_table_in_the_file_is_an_unknown_setting_too(toml):
     assert complaint(path=toml("[server]\nthreads = 1")) == 'unknown setting "server"'
 
 
@@ -158,12 +158,12 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize(("name", "value", "words"), OUT_OF_RANGE)
 def test_invalid_value_is_reported_with_its_name_and_the_allowed_values(name, value, words):
-    told = complaint(flags={name: value})
+    message = complaint(flags={name: value})
 
-    assert told.startswith(f"{name} = {value!r}: ")
-    assert words in told
-    assert "\n" not in told
-    assert "pydantic" not in told
+    assert message.startswith(f"{name} = {value!r}: ")
+    assert words in message
+    assert "\n" not in message
+    assert "pydantic" not in message
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:http", ":50051x", ""])
@@ -174,14 +174,14 @@ def test_address_without_a_valid_port_is_refused(address):
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:0", "0.0.0.0:65535", "localhost:50051", "[::1]:50051", "unix:/run/camserve"]
 )
-def test_an_address_is_a_host_and_a_port_or_a_socket_of_this_machine(address):
+def test_address_is_a_host_and_port_or_a_unix_socket(address):
     assert config.load(flags={"address": address}, environment={}).address == address
 
 
 def test_all_invalid_settings_are_reported_at_once():
-    told = complaint(flags={"threads": -1, "log_level": "loud", "thread": 3})
+    message = complaint(flags={"threads": -1, "log_level": "loud", "thread": 3})
 
-    assert [part.split(" ")[0] for part in told.split("; ")] == ["threads", "log_level", "unknown"]
+    assert [part.split(" ")[0] for part in message.split("; ")] == ["threads", "log_level", "unknown"]
 
 
 def test_unreadable_file_is_reported_with_its_path(tmp_path, toml):
@@ -201,7 +201,7 @@ def test_request_limits_follow_the_settings_and_the_queue_limits_the_chunk():
     assert (small.limits.rows, small.limits.chunk) == (50, 8)
 
 
-def test_settings_do_not_change_once_they_are_made():
+def test_settings_are_immutable():
     with pytest.raises(ValueError, match="frozen"):
         config.Settings().threads = 3
 
@@ -209,14 +209,14 @@ def test_settings_do_not_change_once_they_are_made():
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_setting_has_a_description_and_a_flag_in_the_help(name, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
-    told = " ".join(CliRunner().invoke(commands.program, ["serve", "--help"], terminal_width=1000).output.split())
+    help_text = " ".join(CliRunner().invoke(commands.program, ["serve", "--help"], terminal_width=1000).output.split())
     flag = "--model" if name == "models" else f"--{name.replace('_', '-')}"
     description = FIELDS[name].description
 
     assert description
     assert description.endswith(".")
     value = "" if FIELDS[name].annotation is bool else r"\S+ "
-    assert re.search(rf"{flag} {value}{re.escape(description)}", told)
+    assert re.search(rf"{flag} {value}{re.escape(description)}", help_text)
 
 
 def test_every_flag_sets_its_setting(monkeypatch):

@@ -1,4 +1,4 @@
-"""A server with several devices: an engine for each, behind one queue. Two engines on a CPU stand in for two GPUs."""
+"""A server with several devices has a worker for each, and one queue. Two workers on a CPU stand for two GPUs."""
 
 import ast
 import os
@@ -24,33 +24,33 @@ IMAGES = [path.read_bytes() for path in PHOTOS.values()]
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(NET,), device="cpu,cpu", threads=2, max_batch_rows=2) as one:
-        yield one
+    with serving(models=(NET,), device="cpu,cpu", threads=2, max_batch_rows=2) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(served):
-    with camserve.Client(served.address, timeout=60) as one:
-        yield one
+    with camserve.Client(served.address, timeout=60) as connected:
+        yield connected
 
 
 @pytest.fixture
 def engines(served, monkeypatch):
-    """The engines, each noting its batches; what is in `before` is called with each of them."""
-    noted, before = ([], []), []
+    """Record the batch sizes of each worker. The functions in `before` are called before each batch."""
+    sizes_of_batches, before = ([], []), []
 
-    def noting(run, mine):
-        def noted_run(pass_, rows):
+    def recording(run, sizes):
+        def recording_run(pass_, rows):
             for call in before:
-                call(mine, rows)
-            mine.append(len(rows))
+                call(sizes, rows)
+            sizes.append(len(rows))
             return run(pass_, rows)
 
-        return noted_run
+        return recording_run
 
-    for engine, mine in zip(served.pipeline.batcher._workers, noted, strict=True):
-        monkeypatch.setattr(engine, "run", noting(engine.run, mine))
-    return noted, before
+    for engine, sizes in zip(served.pipeline.batcher._workers, sizes_of_batches, strict=True):
+        monkeypatch.setattr(engine, "run", recording(engine.run, sizes))
+    return sizes_of_batches, before
 
 
 def ask(client, image, target="class 3", **options):
@@ -58,32 +58,32 @@ def ask(client, image, target="class 3", **options):
 
 
 def test_both_workers_are_used_and_return_equal_results(client, engines):
-    noted, before = engines
+    sizes_of_batches, before = engines
     alone = [ask(client, image).explanations[0].heatmap for image in IMAGES]
     meet = threading.Barrier(2)
 
-    def meeting(mine, _rows):
-        if not mine:
+    def meeting(sizes, _rows):
+        if not sizes:
             meet.wait(30)
 
-    for mine in noted:
-        mine.clear()
+    for sizes in sizes_of_batches:
+        sizes.clear()
     before.append(meeting)
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda image: ask(client, image), IMAGES * 4))
+        results = list(pool.map(lambda image: ask(client, image), IMAGES * 4))
 
-    assert sum(map(sum, noted)) == 24
-    assert all(noted)
-    for result, expected in zip(found, alone * 4, strict=True):
+    assert sum(map(sum, sizes_of_batches)) == 24
+    assert all(sizes_of_batches)
+    for result, expected in zip(results, alone * 4, strict=True):
         check_same(result.explanations[0].heatmap, expected, NET)
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_worker_that_cannot_run_a_row_fails_that_request_only(client, engines, faulty):
-    noted, before = engines
+    sizes_of_batches, before = engines
 
-    def refuse(mine, rows):
-        if mine is noted[faulty] and any(getattr(row.target, "index", None) == 7 for row in rows):
+    def refuse(sizes, rows):
+        if sizes is sizes_of_batches[faulty] and any(getattr(row.target, "index", None) == 7 for row in rows):
             raise RuntimeError("planted")
 
     before.append(refuse)
@@ -102,12 +102,12 @@ def test_worker_that_cannot_run_a_row_fails_that_request_only(client, engines, f
 
 
 def test_long_method_returns_the_same_on_any_workers(client):
-    """Its completeness error is that of rows in their places: the baseline's among them."""
-    found = [ask(client, IMAGES[0], methods=camserve.Method("integrated_gradients", {"steps": 8})) for _ in range(2)]
-    maps = [one.explanations[0].heatmap for one in found]
+    """The completeness error is correct only if all rows are in order, with the baseline's row among them."""
+    results = [ask(client, IMAGES[0], methods=camserve.Method("integrated_gradients", {"steps": 8})) for _ in range(2)]
+    maps = [each.explanations[0].heatmap for each in results]
 
     check_same(*maps, NET, "integrated_gradients", steps=8)
-    assert found[0].explanations[0].completeness_error < 0.2
+    assert results[0].explanations[0].completeness_error < 0.2
 
 
 def test_model_description_names_every_device_once(client):
@@ -118,7 +118,7 @@ def test_model_description_names_every_device_once(client):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Have this machine be one with these files."""
+    """Make the machine look like one with these files."""
 
     def has(**files):
         for name, text in files.items():
@@ -141,7 +141,7 @@ def warnings(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "expected"),
     [
         ("cpu", ["cpu"]),
         ("cpu,cpu", ["cpu", "cpu"]),
@@ -152,10 +152,10 @@ def warnings(monkeypatch):
         ("cuda:0,cuda:0", ["cuda:0", "cuda:0"]),
     ],
 )
-def test_devices_are_named_one_by_one_or_all_at_once(gpus, names, found):
+def test_devices_are_named_one_by_one_or_all_at_once(gpus, names, expected):
     gpus((7, 5), (9, 0))
 
-    assert devices.parse_devices(names) == found
+    assert devices.parse_devices(names) == expected
 
 
 @pytest.mark.parametrize("names", ["cuda:2", "cpu,gpu", "cuda:0,", "", "cuda:00"])
@@ -272,7 +272,7 @@ def test_precision_without_native_instructions_is_a_warning(gpus, warnings, capa
     assert warnings == [expected.format(name) for name in slow]
 
 
-def test_a_server_warns_of_a_precision_once(tiny, warnings):
+def test_warning_about_a_precision_is_logged_once(tiny, warnings):
     with serving(models=(f"{tiny}&precision=float16",), device="cpu,cpu", threads=1):
         pass
 
@@ -306,7 +306,7 @@ def test_memory_is_limited_by_every_control_group_around_a_process(monkeypatch, 
 
 
 def test_only_one_module_of_the_server_uses_cuda():
-    """Everything else asks a `devices.Device`; a string that a user or a file gives may have the word."""
+    """All other code calls a `devices.Device`. Strings of users and files may contain the word."""
     package = Path(devices.__file__).parents[1]
     naming = {
         path.relative_to(package).as_posix()

@@ -1,4 +1,4 @@
-"""A log is one line an event, for people or machines, and nobody but the server writes a line of it."""
+"""The log has one line for each event, as text or JSON, and callers cannot add lines to it."""
 
 import asyncio
 import io
@@ -16,7 +16,7 @@ LOG = logging.getLogger("camserve_server.anything")
 
 @pytest.fixture(autouse=True)
 def house():
-    """Put the loggers back as they were."""
+    """Restore the loggers after a test."""
     logger = logging.getLogger("camserve_server")
     before = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -25,7 +25,7 @@ def house():
 
 @pytest.fixture
 def lines(monkeypatch):
-    """Log in a form, and read what came of it."""
+    """Configure the log in a format; return a function that reads its lines."""
     written = io.StringIO()
 
     def configure(form, level="info"):
@@ -47,7 +47,7 @@ def request_id():
         logs.REQUEST_ID.reset(token)
 
 
-def test_text_is_time_level_and_message_and_then_the_fields_by_name(lines):
+def test_text_line_has_time_level_message_and_named_fields(lines):
     read = lines("text")
     LOG.info("model %s is warm", "net", extra=logs.fields(layer="features", ms=1.5))
 
@@ -57,7 +57,7 @@ def test_text_is_time_level_and_message_and_then_the_fields_by_name(lines):
     )
 
 
-def test_json_is_one_object_a_line_with_the_same_fields(lines):
+def test_json_line_is_one_object_with_the_same_fields(lines):
     read = lines("json")
     LOG.warning("model %s is warm", "netж", extra=logs.fields(layer="features", ms=1.5))
     LOG.info("serving")
@@ -69,7 +69,7 @@ def test_json_is_one_object_a_line_with_the_same_fields(lines):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_line_has_the_id_of_the_request_that_it_is_about_and_of_no_other(form, lines, request_id):
+def test_log_line_has_only_the_id_of_its_own_request(form, lines, request_id):
     read = lines(form)
     request_id("call-7")
     LOG.info("Explain", extra=logs.fields(ms=1))
@@ -81,7 +81,7 @@ def test_a_line_has_the_id_of_the_request_that_it_is_about_and_of_no_other(form,
     assert "request_id" not in other
 
 
-async def test_requests_that_run_side_by_side_do_not_mix_their_ids(lines):
+async def test_concurrent_requests_keep_their_ids_apart(lines):
     read = lines("json")
 
     async def call(name):
@@ -101,7 +101,7 @@ def fail(message="one\ntwo"):
     LOG.error("an RPC failed", exc_info=error, extra=logs.fields(rpc="Explain"))
 
 
-def test_json_has_an_exception_inside_its_line(lines):
+def test_json_line_contains_the_exception(lines):
     read = lines("json")
     fail()
     (entry,) = map(json.loads, read())
@@ -119,14 +119,14 @@ def test_text_log_has_the_fields_before_the_exception(lines):
     assert [line.strip() for line in read()[1:]] == ["ValueError: one", "two"]
 
 
-def test_no_line_of_an_exception_looks_like_a_line_of_the_log(lines):
+def test_lines_of_an_exception_cannot_look_like_log_lines(lines):
     read = lines("text")
     fail("\n2026-01-01 00:00:00,000 INFO Explain code=OK")
 
     assert all(line.startswith(" ") for line in read()[1:])
 
 
-def test_no_escape_sequence_in_an_exception_reaches_the_operators_terminal(lines):
+def test_escape_sequences_in_an_exception_are_not_printed(lines):
     read = lines("text")
     fail("\x1b[2J\x1b]0;owned\x07")
 
@@ -141,7 +141,7 @@ def test_records_below_the_level_are_not_written(lines):
     assert [line.rsplit(" ", 1)[1] for line in read()] == ["yes"]
 
 
-def test_to_configure_twice_does_not_write_twice_and_other_loggers_are_left_alone(lines):
+def test_configuring_twice_adds_no_handler_and_keeps_other_loggers(lines):
     lines("text")
     read = lines("json")
     LOG.info("once")
@@ -168,7 +168,7 @@ FORGED = [
 
 @pytest.mark.parametrize("forged", FORGED)
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_value_from_a_caller_cannot_make_a_second_line(form, forged, lines):
+def test_value_from_a_caller_cannot_add_a_log_line(form, forged, lines):
     read = lines(form)
     LOG.info("Explain", extra=logs.fields(code="NOT_FOUND", error=f'unknown model "{forged}"'))
     LOG.info("model %s is unknown", forged)
@@ -178,7 +178,7 @@ def test_value_from_a_caller_cannot_make_a_second_line(form, forged, lines):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_nothing_in_a_request_id_makes_a_second_line(form, lines, request_id):
+def test_request_id_cannot_add_a_log_line(form, lines, request_id):
     read = lines(form)
     request_id(FORGED[0])
     LOG.info("Explain")
@@ -186,14 +186,14 @@ def test_nothing_in_a_request_id_makes_a_second_line(form, lines, request_id):
     assert len(read()) == 1
 
 
-def test_no_escape_sequence_of_a_caller_reaches_the_operators_terminal(lines):
+def test_escape_sequences_from_a_caller_are_not_printed(lines):
     read = lines("text")
     LOG.info("Explain", extra=logs.fields(error='unknown model "\x1b[2J\x1b]0;owned\x07"'))
 
     assert read()[0].isprintable()
 
 
-def test_no_value_of_a_caller_can_pass_for_another_field(lines):
+def test_value_from_a_caller_cannot_imitate_another_field(lines):
     read = lines("text")
     LOG.info("Explain", extra=logs.fields(code="NOT_FOUND", error="unknown model x code=OK", ms=3))
 

@@ -1,4 +1,4 @@
-"""Methods and sources of models that other packages bring."""
+"""Methods and model sources that other packages provide."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The example, installed by pip into a folder of its own."""
+    """The example package, installed by pip into its own folder."""
     root = tmp_path_factory.mktemp("plugin")
     source = shutil.copytree(EXAMPLE, root / "source")  # pip leaves things there
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
@@ -33,7 +33,7 @@ def installed(tmp_path_factory):
 
 @pytest.fixture
 def table():
-    """The table of methods, as it was afterwards."""
+    """The table of methods, restored after the test."""
     kept = dict(methods.METHODS)
     yield methods.METHODS
     methods.METHODS.clear()
@@ -42,7 +42,7 @@ def table():
 
 @pytest.fixture
 def brought(tmp_path, monkeypatch, table):  # noqa: ARG001 -- what is brought is taken away again
-    """Install a package with entry points and a module; it is found by both."""
+    """Install a package with entry points and a module."""
     places = iter(range(9))
 
     def install(entries, code="", name="planted"):
@@ -60,21 +60,21 @@ def brought(tmp_path, monkeypatch, table):  # noqa: ARG001 -- what is brought is
         sys.modules.pop(name, None)
 
 
-def test_the_examples_method_and_source_work_as_soon_as_it_is_installed(installed, monkeypatch, table):
+def test_method_and_source_of_an_installed_example_plugin_work(installed, monkeypatch, table):
     monkeypatch.syspath_prepend(str(installed))
     with serving(models=("zoo:stripes?weights=none",)) as served, camserve.Client(served.address) as client:
-        listed = {one.name: one for one in client.methods()}
+        listed = {method.name: method for method in client.methods()}
         result = client.explain(PHOTOS["chelsea"], methods=["signed_layercam", "gradcam"])
 
     assert "signed_layercam" in table
     assert listed["signed_layercam"].summary.startswith("Weight each activation by its gradient, including")
-    assert {one.label for one in result.predictions} <= {"plain", "striped"}
-    assert [one.method for one in result.explanations] == ["signed_layercam", "gradcam"]
-    assert all(one.overlay and one.verdict != "FLAT" for one in result.explanations)
+    assert {prediction.label for prediction in result.predictions} <= {"plain", "striped"}
+    assert [explanation.method for explanation in result.explanations] == ["signed_layercam", "gradcam"]
+    assert all(explanation.overlay and explanation.verdict != "FLAT" for explanation in result.explanations)
 
 
-def test_an_engine_knows_the_plugins_methods_wherever_it_lives(installed, monkeypatch, table):
-    """It may have a process of its own, which has none of what the server has put in its table."""
+def test_worker_loads_the_methods_of_plugins(installed, monkeypatch, table):
+    """A worker may run in its own process, whose table does not have the server's additions."""
     monkeypatch.syspath_prepend(str(installed))
     assert "signed_layercam" not in table
 
@@ -85,7 +85,7 @@ def test_an_engine_knows_the_plugins_methods_wherever_it_lives(installed, monkey
     assert "signed_layercam" in table
 
 
-def test_the_zoo_says_what_it_has(installed, monkeypatch):
+def test_error_for_an_unknown_plugin_model_lists_the_known_ones(installed, monkeypatch):
     monkeypatch.syspath_prepend(str(installed))
     with pytest.raises(
         ConfigError, match=r'example-plugin 0.1.0 provides "zoo" .*there is no "spots" in the zoo: stripes'
@@ -104,7 +104,7 @@ def test_the_zoo_says_what_it_has(installed, monkeypatch):
         ("No-Name = planted:it", "it = 3", "a name has lower-case letters"),
     ],
 )
-def test_a_method_that_cannot_be_had_is_told_with_the_package_that_brings_it(brought, entry, code, words):
+def test_method_that_cannot_be_loaded_is_reported_with_its_package(brought, entry, code, words):
     brought(f"[camserve.methods]\n{entry}\n", code)
     before = set(methods.METHODS)
 
@@ -115,7 +115,7 @@ def test_a_method_that_cannot_be_had_is_told_with_the_package_that_brings_it(bro
         pass
 
 
-def test_two_packages_with_one_name_are_both_named(brought):
+def test_error_for_a_duplicate_plugin_name_names_both_packages(brought):
     brought("[camserve.sources]\nzoo = planted:it\n")
     brought("[camserve.sources]\nzoo = second:it\n", name="second")
 
@@ -123,22 +123,22 @@ def test_two_packages_with_one_name_are_both_named(brought):
         models.load(models.parse("zoo:net"))
 
 
-def test_a_source_that_makes_no_module_is_refused(brought):
+def test_source_that_returns_no_module_is_refused(brought):
     brought("[camserve.sources]\nzoo = planted:it\n", "def it(spec):\n    return spec.arch")
 
     with pytest.raises(ConfigError, match="zoo:net made a str, not"):
         models.load(models.parse("zoo:net"))
 
 
-def test_a_package_found_twice_is_one(brought, monkeypatch):
+def test_package_that_is_found_twice_counts_once(brought, monkeypatch):
     folder = brought("[camserve.sources]\nzoo = planted:it\n")
     monkeypatch.syspath_prepend(str(folder))
 
     assert plugins.find(plugins.SOURCES)["zoo"].value == "planted:it"
 
 
-def test_what_lies_in_the_folder_where_a_server_is_started_is_no_plugin(brought, monkeypatch):
-    """Modules are found there, as `python -m` does; but nobody asked for what merely lies there."""
+def test_files_in_the_working_directory_are_not_plugins(brought, monkeypatch):
+    """Modules are imported from there, as with `python -m`, but nobody installed these files as plugins."""
     folder = brought("[camserve.methods]\nnew = planted:it\n", "raise SystemExit('it ran')")
     monkeypatch.chdir(folder)
 

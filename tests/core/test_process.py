@@ -84,20 +84,20 @@ print(before, ring() is None)
 """
 
 
-def said(script, *arguments):
+def run_script(script, *arguments):
     return subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True).stdout.split()
 
 
 @glibc
 def test_batches_reuse_the_same_memory():
-    (fresh,), (kept,) = said(CHURN, "default"), said(CHURN, "kept")
+    (fresh,), (kept,) = run_script(CHURN, "default"), run_script(CHURN, "kept")
 
     assert int(kept) < int(fresh) / 20
 
 
 @glibc
 def test_memory_of_a_large_batch_is_returned_up_to_a_limit():
-    most, left = map(int, said(PEAK))
+    most, left = map(int, run_script(PEAK))
 
     assert most > 850
     assert left <= 512 + 16
@@ -105,7 +105,7 @@ def test_memory_of_a_large_batch_is_returned_up_to_a_limit():
 
 @glibc
 def test_fragmented_free_memory_is_returned_once_the_process_has_grown():
-    (beyond,), (within,) = said(PIECES, "64"), said(PIECES, "128")
+    (beyond,), (within,) = run_script(PIECES, "64"), run_script(PIECES, "128")
 
     assert int(beyond) <= 48
     assert int(within) >= 96
@@ -114,18 +114,18 @@ def test_fragmented_free_memory_is_returned_once_the_process_has_grown():
 @pytest.fixture
 def options(monkeypatch):
     """Record the options of the allocator, in an environment without any."""
-    told = {}
+    options = {}
 
     class Libc:
         def mallopt(self, option, value):
-            told[option] = value
+            options[option] = value
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Libc())
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
     for name, _ in process.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    return told
+    return options
 
 
 def test_allocator_gets_the_option_numbers_of_malloc_h(options):
@@ -154,19 +154,19 @@ def test_allocators_other_than_glibc_are_left_alone(options, monkeypatch):
 
 
 def test_garbage_collection_skips_old_objects_and_collects_new_ones():
-    looked_at, collected = said(COLLECT)
+    looked_at, collected = run_script(COLLECT)
 
     assert int(looked_at) < 100
     assert collected == b"True"
 
 
-def test_the_thread_that_loaded_the_models_is_gone_and_its_openmp_workers_with_it():
-    before = set(threading.enumerate())  # a test before may have left one in which a model is loaded for ever
+def test_thread_that_loads_models_ends_with_its_openmp_threads():
+    before = set(threading.enumerate())  # an earlier test may have left a thread that loads a model forever
     with running(models=["torchvision:resnet18?weights=none&size=64"]):
         started = [thread for thread in threading.enumerate() if thread not in before]
         assert "camserve-server" in [thread.name for thread in started]
         for thread in started:
-            if thread.name == LOADING_THREAD:  # it has said that the model is loaded, and may be ending still
+            if thread.name == LOADING_THREAD:  # it has reported the model, and may still be ending
                 thread.join(timeout=60)
                 assert not thread.is_alive()
 

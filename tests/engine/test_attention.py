@@ -1,4 +1,4 @@
-"""The promises of the attention methods: the papers in float64, torchcam, torch's own attention, refusals in words."""
+"""Attention methods equal the papers' formulas in float64 and torchcam, and unsupported models are refused."""
 
 import copy
 import sys
@@ -59,13 +59,13 @@ FACTORIES = {
     "eva": (lambda: Eva(**SHAPE, use_rot_pos_emb=True, global_pool="token"), 1, CLASS_ROW),
     "torchvision": (torchvision_vit, 1, CLASS_ROW),
 }
-"""Of each model: what makes it, how many of its tokens are no patches, and which tokens its head reads."""
+"""For each model: its factory, the number of tokens that are no patches, and the tokens that its head reads."""
 
 ROLLING = ("attention_rollout", "gradient_rollout", "chefer")
 
 
 def vivid(model):
-    """Random weights with which attention is far from even, and yet each token shows its own patch most."""
+    """Set random weights with uneven attention, in which each token still depends most on its own patch."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -79,7 +79,7 @@ def vivid(model):
 
 @pytest.fixture(scope="module")
 def load():
-    """Load one of the models above, each once."""
+    """Return a function that loads the models above, each once."""
     kept = {}
 
     def make(name):
@@ -94,7 +94,7 @@ def load():
 
 
 def answer(model, method, image, target=None, **parameters):
-    """One image's map and logits."""
+    """Return the map and the logits of one image."""
     kind = "each" if METHODS[method].each else "attention"
     (result,) = run(model, [Row(image, target or ClassTarget(1), (call(method, **parameters),))], (), kind)
     return result.maps[0][0], result
@@ -106,58 +106,58 @@ def test_maps_are_those_of_the_papers_in_float64(load, name, method):
     model, (_, prefix, read) = load(name), FACTORIES[name]
     image = noise(4, SIZE)
 
-    found, _ = answer(model, method, image)
+    result, _ = answer(model, method, image)
 
     expected = []
     for precision in (torch.float32, torch.float64):
         relevance = paper(method, *reference(model.module, inputs(model, image), dtype=precision))
         row = relevance[0] if method == "legrad" else relevance[read].mean(0)
         expected.append(row[prefix:].reshape(4, 4))
-    assert error_ratio(found, *expected) <= 1
+    assert error_ratio(result, *expected) <= 1
 
 
 def both(model, image):
-    """The inputs of the papers' formulas, in plain float32 and in float64."""
-    return [reference(model.module, inputs(model, image), dtype=one) for one in (torch.float32, torch.float64)]
+    """Return the inputs of the papers' formulas, in plain float32 and in float64."""
+    return [reference(model.module, inputs(model, image), dtype=each) for each in (torch.float32, torch.float64)]
 
 
-def test_heads_fuse_and_low_attention_is_dropped_as_asked(load):
+def test_head_fusion_and_discard_ratio_follow_the_parameters(load):
     model, image = load("class token"), noise(4, SIZE)
     plain, truth = both(model, image)
 
     for heads, fuse in (("max", np.max), ("min", np.min), ("mean", np.mean)):
         for share in (0.0, 0.5, 0.9):
-            found, _ = answer(model, "attention_rollout", image, heads=heads, discard=share)
+            result, _ = answer(model, "attention_rollout", image, heads=heads, discard=share)
             expected = [
                 rolled([without_lowest(fuse(block, axis=0), share) for block in attention])[0, 1:].reshape(4, 4)
                 for attention, _, _ in (plain, truth)
             ]
-            assert error_ratio(found, *expected) <= 1
+            assert error_ratio(result, *expected) <= 1
 
 
-def test_legrad_adds_up_as_many_of_the_last_blocks_as_asked(load):
+def test_legrad_adds_up_the_requested_number_of_last_blocks(load):
     model, image = load("class token"), noise(4, SIZE)
     plain, truth = both(model, image)
 
     for blocks in (1, 2, 3, 1000):
-        found, _ = answer(model, "legrad", image, blocks=blocks)
+        result, _ = answer(model, "legrad", image, blocks=blocks)
         expected = [
             sum(g.clip(min=0).mean((0, 1)) for g in own[-blocks:])[1:].reshape(4, 4) for _, _, own in (plain, truth)
         ]
-        assert error_ratio(found, *expected) <= 1
+        assert error_ratio(result, *expected) <= 1
 
 
-def test_legrad_is_torchcams_up_to_the_number_of_blocks(load):
+def test_legrad_equals_torchcams_up_to_the_number_of_blocks(load):
     model, image = load("torchvision"), noise(4, SIZE)
 
-    found, _ = answer(model, "legrad", image)
+    result, _ = answer(model, "legrad", image)
 
     expected = []
     for module in (copy.deepcopy(model.module), doubled(model.module)):
         with LeGrad(module, blocks_of(module)) as theirs:
             logits = module(inputs(model, image).to(next(module.parameters()).dtype))
             expected.append(theirs(1, logits, normalized=False)[0][0])
-    assert error_ratio(found / 3, *expected) <= 1
+    assert error_ratio(result / 3, *expected) <= 1
 
 
 @pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "timm:deit_tiny_distilled_patch16_224"])
@@ -165,15 +165,15 @@ def test_models_of_timm_are_explained_by_their_names(name):
     model = models.load(models.parse(f"{name}?weights=none&size=64"))
 
     for method in (*ROLLING, "legrad"):
-        found, result = answer(model, method, noise(4, 64))
-        assert found.shape == (4, 4)
-        assert found.min() >= 0
-        assert found.max() > found.min()
+        heatmap, result = answer(model, method, noise(4, 64))
+        assert heatmap.shape == (4, 4)
+        assert heatmap.min() >= 0
+        assert heatmap.max() > heatmap.min()
         assert not result.zero_gradient[0]
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_logits_are_those_of_the_model_left_alone(load, name):
+def test_logits_equal_those_of_the_unchanged_model(load, name):
     model, image = load(name), noise(4, SIZE)
     with torch.no_grad():
         plain = model.module(inputs(model, image))[0]
@@ -185,7 +185,7 @@ def test_logits_are_those_of_the_model_left_alone(load, name):
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_the_model_is_left_as_it_was(load, name):
+def test_model_is_unchanged_afterwards(load, name):
     model = load(name)
     before, attributes = digest(model.module), flags(model.module)
 
@@ -212,7 +212,7 @@ def test_batch_neighbours_and_other_targets_never_change_a_map(load, method):
     together = run(model, rows, (), "each" if method == "legrad" else "attention")
 
     for row, result in zip(rows, together, strict=True):
-        (alone, single), (truth, known) = (answer(one, method, row.image, row.target) for one in (model, in_float64))
+        (alone, single), (truth, known) = (answer(each, method, row.image, row.target) for each in (model, in_float64))
         assert error_ratio(result.maps[0][0], alone, truth) <= 1
         assert error_ratio(result.logits, single.logits, known.logits) <= 1
 
@@ -222,12 +222,12 @@ def test_methods_mix_in_a_batch(load):
     rows = [Row(image, ClassTarget(2), (call(method),)) for method in ROLLING]
 
     for row, result in zip(rows, run(model, rows, (), "attention"), strict=True):
-        expected = (answer(one, row.calls[0].name, image, ClassTarget(2))[0] for one in (model, exact(model)))
+        expected = (answer(each, row.calls[0].name, image, ClassTarget(2))[0] for each in (model, exact(model)))
         assert error_ratio(result.maps[0][0], *expected) <= 1
 
 
 @pytest.mark.parametrize("method", ["chefer", "legrad"])
-def test_a_request_is_explained_for_its_targets_and_smoothed_when_asked(load, method):
+def test_attention_methods_support_targets_and_smoothing(load, method):
     model, image = load("class token"), noise(4, SIZE)
     smoothed = MethodCall(method, call(method).parameters, augmented=True)
 
@@ -236,13 +236,13 @@ def test_a_request_is_explained_for_its_targets_and_smoothed_when_asked(load, me
     assert [finding.verdict for finding in outcome.explanations] == [Verdict.OK] * 4
     assert all(finding.heatmap.shape == (4, 4) and finding.layer == "" for finding in outcome.explanations)
     plain, _, smooth, _ = (finding.heatmap for finding in outcome.explanations)
-    expected = (answer(one, method, image)[0] for one in (model, exact(model)))
+    expected = (answer(each, method, image)[0] for each in (model, exact(model)))
     assert error_ratio(plain, *expected) <= 1
     assert gap(smooth, plain) > 1e-3
 
 
 @pytest.mark.parametrize("method", [*ROLLING, "legrad"])
-def test_a_score_that_depends_on_nothing_has_a_zero_gradient(load, method):
+def test_constant_score_has_a_zero_gradient(load, method):
     model = load("class token")
 
     outcome = explain(model, noise(4, SIZE), job(model, [method], [ContrastTarget(2, 2)]))
@@ -257,10 +257,10 @@ def test_slow_attention_gives_the_maps_of_fast_attention(load):
         block.attn.fused_attn = False
 
     for method in (*ROLLING, "legrad"):
-        assert error_ratio(*(answer(one, method, image)[0] for one in (model, slow, exact(slow)))) <= 1
+        assert error_ratio(*(answer(each, method, image)[0] for each in (model, slow, exact(slow)))) <= 1
 
 
-def test_half_precision_gives_almost_the_maps_of_full(load):
+def test_half_precision_maps_are_close_to_float32(load):
     model, image = load("class token"), noise(4, SIZE)
     half = models.LoadedModel(replace(model.info, precision="bfloat16"), model.module)
 
@@ -293,31 +293,31 @@ MASKS = {
 
 
 def in_float64(options):
-    """The same options, where they hold numbers in float64."""
+    """Return the options with their floating tensors in float64."""
     return {
-        name: one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-        for name, one in options.items()
+        name: each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for name, each in options.items()
     }
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_is_torchs_own(mask):
+def test_attention_equals_that_of_torch(mask):
     heads = 1 if mask == "grouped" else 3
     q, k, v = tensors((2, 3, 6, 4), (2, heads, 6, 4), (2, heads, 6, 4))
     with sdpa_kernel(SDPBackend.MATH):
         expected = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
-        given = [one.double() for one in (q, k, v)]
+        given = [each.double() for each in (q, k, v)]
         truth = functional.scaled_dot_product_attention(*given, **in_float64(MASKS[mask]))
 
     with watched() as seen:
-        found = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
+        result = functional.scaled_dot_product_attention(q, k, v, **MASKS[mask])
 
-    assert error_ratio(found.detach(), expected, truth) <= 1
+    assert error_ratio(result.detach(), expected, truth) <= 1
     assert seen.attention.shape == (1, 2, 3, 6, 6)
     assert gap(seen.attention.sum(-1), torch.ones(1, 2, 3, 6)) < 1e-6
 
 
-def test_attention_drops_out_as_often_as_asked():
+def test_attention_applies_its_dropout_probability():
     q, k, v = tensors((1, 1, 40, 4), (1, 1, 40, 4), (1, 1, 40, 4))
     with watched():
         dropped = functional.scaled_dot_product_attention(q, k, torch.ones_like(v), dropout_p=0.5)
@@ -337,7 +337,7 @@ MULTI_HEAD = {
 
 
 @pytest.mark.parametrize("case", MULTI_HEAD)
-def test_multi_head_attention_is_torchs_own(case):
+def test_multi_head_attention_equals_that_of_torch(case):
     made, asked = MULTI_HEAD[case]
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(8, 2, **made).eval().requires_grad_(requires_grad=False)
@@ -346,9 +346,9 @@ def test_multi_head_attention_is_torchs_own(case):
     truth, exact_weights = doubled(layer)(*[tokens.double()] * 3, **asked)
 
     with watched() as seen:
-        found, theirs = layer(tokens, tokens, tokens, **asked)
+        result, theirs = layer(tokens, tokens, tokens, **asked)
 
-    assert error_ratio(found.detach(), expected, truth) <= 1
+    assert error_ratio(result.detach(), expected, truth) <= 1
     assert (theirs is None) == (weights is None)
     assert weights is None or error_ratio(theirs.detach(), weights, exact_weights) <= 1
     assert len(seen.blocks) == (0 if case == "added keys" else 1)
@@ -389,7 +389,7 @@ def refusal(model, method):
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_model_without_attention_between_all_patches_is_refused_in_words(plant, name):
+def test_model_without_attention_between_all_patches_is_refused(plant, name):
     make, words = BUILT[name]
     model = plant(make, size=SIZE)
     model = models.LoadedModel(replace(model.info, name=name), model.module)
@@ -399,7 +399,7 @@ def test_a_model_without_attention_between_all_patches_is_refused_in_words(plant
 
 
 class Loose(VisionTransformer):
-    """A transformer whose blocks are no modules: what each adds to the tokens is added by the model."""
+    """A transformer whose blocks are not modules: the model itself adds their outputs to the tokens."""
 
     def forward_features(self, image, **_more):
         tokens = self._pos_embed(self.patch_embed(image))
@@ -426,7 +426,7 @@ def test_legrad_refuses_a_single_block_and_rollouts_do_not(plant):
 
 
 class Pair(VisionTransformer):
-    """A transformer whose head knows how many images came in."""
+    """A transformer whose head depends on the number of images."""
 
     def forward(self, image):
         return super().forward(image)[: len(image)]
@@ -438,7 +438,7 @@ def test_legrad_refuses_a_head_that_takes_no_other_tokens(plant):
     assert "does not accept other tokens" in refusal(model, "legrad")
 
 
-def test_every_attention_method_says_what_it_needs():
+def test_every_attention_method_states_its_requirements():
     for method in (*ROLLING, "legrad"):
         assert isinstance(METHODS[method], Attention)
         assert METHODS[method].needs == "global (not windowed) self-attention"

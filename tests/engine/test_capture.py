@@ -1,4 +1,4 @@
-"""The capture: what a layer returned and the gradient that came back to it, and nothing left behind."""
+"""The capture of layers returns their outputs and gradients, and leaves no hooks or tensors."""
 
 import types
 
@@ -36,7 +36,7 @@ ZOO = {
 
 
 def oracle(arch, state, image, layers):
-    """Activations and gradients of torchvision's own model, with its in-place operations, in the image's precision.
+    """Return activations and gradients of torchvision's model, with its in-place operations, in the image's precision.
 
     Returns:
         By layer the activation and the gradient; and the gradient at the image.
@@ -44,7 +44,7 @@ def oracle(arch, state, image, layers):
     more = {"image_size": image.shape[-1]} if arch.startswith("vit") else {}
     with torch.device("meta"):
         model = get_model(arch, weights=None, **more).eval()
-    state = {name: one.to(image.dtype) if one.is_floating_point() else one for name, one in state.items()}
+    state = {name: each.to(image.dtype) if each.is_floating_point() else each for name, each in state.items()}
     model.load_state_dict(state, assign=True)
     model.requires_grad_(requires_grad=False)
     kept = {}
@@ -75,7 +75,7 @@ def smooth(arch, model, size, layers):
     for seed in range(8):
         picture = noise(seed, size)
         image, state = inputs(model, picture), model.module.state_dict()
-        (plain, here), (truth, there) = (oracle(arch, state, one, layers) for one in (image, image.double()))
+        (plain, here), (truth, there) = (oracle(arch, state, each, layers) for each in (image, image.double()))
         if gap(here, there) <= KINK:
             return types.SimpleNamespace(
                 model=model, layers=layers, picture=picture, image=image, plain=plain, truth=truth
@@ -91,7 +91,7 @@ def backward(model, image, layers):
 
 
 def graph(node):
-    """The names of all nodes of autograd's graph."""
+    """Return the names of all nodes of autograd's graph."""
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
@@ -106,7 +106,7 @@ SLOW = "vgg11"
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(one, marks=pytest.mark.slow if one == SLOW else ()) for one in ZOO]
+    scope="module", params=[pytest.param(each, marks=pytest.mark.slow if each == SLOW else ()) for each in ZOO]
 )
 def zoo(request):
     size, default, others = ZOO[request.param]
@@ -119,8 +119,8 @@ def zoo(request):
 def error_ratios(zoo, captures):
     """Yield the error ratios of the captured activation and gradient of each layer."""
     for name, capture in captures.items():
-        for place, found in enumerate((capture.activation, capture.gradient)):
-            yield error_ratio(found, zoo.plain[name][place], zoo.truth[name][place]), name
+        for place, tensor in enumerate((capture.activation, capture.gradient)):
+            yield error_ratio(tensor, zoo.plain[name][place], zoo.truth[name][place]), name
 
 
 def test_captured_activations_and_gradients_are_as_exact_as_plain_float32(zoo):
@@ -130,21 +130,21 @@ def test_captured_activations_and_gradients_are_as_exact_as_plain_float32(zoo):
         assert max(error_ratios(zoo, captures))[0] <= 1, name
 
 
-def test_the_engines_elementwise_maps_are_as_exact_as_plain_float32(zoo):
+def test_engines_elementwise_maps_are_as_exact_as_plain_float32(zoo):
     calls = (call("hirescam"), call("layercam"))
     (result,) = run(zoo.model, [Row(zoo.picture, ClassTarget(INDEX), calls)], zoo.layers)
     for name, (hirescam, layercam) in zip(zoo.layers, result.maps, strict=True):
-        plain, truth = (elementwise(zoo, one[name], name) for one in (zoo.plain, zoo.truth))
+        plain, truth = (elementwise(zoo, each[name], name) for each in (zoo.plain, zoo.truth))
         assert error_ratio(layercam, plain["layercam"], truth["layercam"]) <= 1, name
         # Before a layer norm gradient and activation are orthogonal: HiResCAM's sum cancels to nothing.
         size = truth["terms"].abs().sum(0).max()
-        error, lost = (np.abs(one - truth["hirescam"].numpy()).max() for one in (hirescam, plain["hirescam"].numpy()))
+        error, lost = (np.abs(each - truth["hirescam"].numpy()).max() for each in (hirescam, plain["hirescam"].numpy()))
         assert error <= FACTOR * lost + FLOOR * size, name
 
 
 def elementwise(zoo, oracle, name):
-    """The elementwise maps by their formulas, and the terms of HiResCAM's sum."""
-    activation, gradient = (grid(one[0], zoo.model.info.layers[name].layout) for one in oracle)
+    """Return the elementwise maps by their formulas, and the terms of HiResCAM's sum."""
+    activation, gradient = (grid(each[0], zoo.model.info.layers[name].layout) for each in oracle)
     terms = gradient * activation
     return {"terms": terms, "hirescam": terms.sum(0), "layercam": (gradient.clamp(min=0) * activation).sum(0)}
 
@@ -158,25 +158,25 @@ def test_layers_captured_together_equal_each_alone_and_leave_the_model_unchanged
 
 @pytest.mark.parametrize("fault", [lambda seen: seen.flip(-1), lambda seen: seen * (1 + 1e-4)])
 def test_planted_fault_in_a_capture_is_detected(zoo, fault):
-    """A planted fault: mirrored, or scaled by a ten-thousandth."""
+    """The planted faults are a mirrored tensor and one scaled by 1.0001."""
     name = zoo.layers[0]
     capture = backward(zoo.model, zoo.image, [name])[name]
     assert error_ratio(fault(capture.activation), zoo.plain[name][0], zoo.truth[name][0]) > 1
 
 
 def untouched(model):
-    """Return True if a model is the same as when it was loaded."""
+    """Return True if a model is unchanged since it was loaded."""
     parameters, modules = list(model.module.parameters()), list(model.module.modules())
     return (
         hook_count(model.module) == 0
         and models.digest(model.module) == model.info.digest
-        and not any(one.requires_grad or one.grad is not None for one in parameters)
+        and not any(parameter.requires_grad or parameter.grad is not None for parameter in parameters)
         and not any(module.training for module in modules)
     )
 
 
 def grid(output, layout):
-    """One image's [C,h,w], by hand."""
+    """Return the [C,h,w] of one image, computed by hand."""
     if layout.axes == "nchw":
         return output
     if layout.axes == "nhwc":
@@ -187,7 +187,7 @@ def grid(output, layout):
 
 
 @pytest.mark.parametrize("name", ["conv1", "layer2.0.bn1", "layer3", "layer4"])
-def test_nothing_up_to_the_watched_layer_is_differentiated(resnet, name):
+def test_layers_up_to_the_captured_one_are_not_differentiated(resnet, name):
     tracked = []
     # Registered before the capture's own hook, it sees what the layer itself returned.
     hook = resnet.module.get_submodule(name).register_forward_hook(
@@ -196,10 +196,10 @@ def test_nothing_up_to_the_watched_layer_is_differentiated(resnet, name):
     backward(resnet, inputs(resnet, noise(0, 64)), [name])
     hook.remove()
     assert len(tracked) == 2
-    assert not any(one.requires_grad or one.grad_fn for one in tracked)
+    assert not any(each.requires_grad or each.grad_fn for each in tracked)
 
 
-def test_only_the_head_behind_the_layer_is_in_the_graph(resnet):
+def test_only_modules_after_the_layer_are_in_the_graph(resnet):
     with capture_layers({"layer4": resnet.module.layer4}):
         score = resnet.module(inputs(resnet, noise(0, 64)))[0, INDEX]
     names = graph(score.grad_fn)
@@ -207,12 +207,12 @@ def test_only_the_head_behind_the_layer_is_in_the_graph(resnet):
     assert len(names) <= 16
 
 
-def test_without_the_capture_the_test_above_would_see_the_whole_graph(resnet):
+def test_without_the_capture_the_whole_graph_is_visible(resnet):
     score = resnet.module(inputs(resnet, noise(0, 64)).requires_grad_())[0, INDEX]
     assert sum("Conv" in name for name in graph(score.grad_fn)) == 20
 
 
-def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
+def test_error_in_the_forward_pass_leaves_no_hook(resnet):
     layers = {name: resnet.module.get_submodule(name) for name in ("layer1", "layer4")}
     with capture_layers(layers):
         assert hook_count(resnet.module) == 2
@@ -221,7 +221,7 @@ def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
     assert untouched(resnet)
 
 
-def test_no_hook_is_left_when_the_block_is_left_before_the_backward(resnet):
+def test_leaving_the_block_before_the_backward_pass_leaves_no_hook(resnet):
     with capture_layers({"layer4": resnet.module.layer4}) as captures:
         resnet.module(inputs(resnet, noise(0, 64)))
     assert hook_count(resnet.module) == 0
@@ -237,7 +237,7 @@ def test_hook_count_counts_hooks_of_every_kind():
     assert hook_count(nn.Sequential(layer)) == 4
 
 
-def test_of_several_calls_the_last_one_counts(resnet):
+def test_last_of_several_calls_is_captured(resnet):
     image = inputs(resnet, noise(0, 64))
     captures = backward(resnet, image, ["layer1.0.relu", "layer1.0"])
     assert torch.equal(captures["layer1.0.relu"].activation, captures["layer1.0"].activation)
@@ -245,7 +245,7 @@ def test_of_several_calls_the_last_one_counts(resnet):
     assert resnet.info.layers["layer1.0.relu"].calls == 2
 
 
-def test_a_second_backward_pass_leaves_the_first_ones_gradient_as_it_was(resnet):
+def test_second_backward_pass_does_not_change_the_first_gradient(resnet):
     with capture_layers({"layer4": resnet.module.layer4}) as captures:
         logits = resnet.module(inputs(resnet, noise(0, 64)).contiguous())
         logits[0, 1].backward(retain_graph=True)
@@ -257,7 +257,7 @@ def test_a_second_backward_pass_leaves_the_first_ones_gradient_as_it_was(resnet)
 
 
 class Keeps(nn.Module):
-    """Returns three times what it gets, and holds on to it."""
+    """Module that returns three times its input, and keeps the result."""
 
     def forward(self, seen):
         self.kept = seen * 3
@@ -265,22 +265,22 @@ class Keeps(nn.Module):
 
 
 def overwrite_input(net, seen):
-    """Change what an Identity returned through the name that it had before."""
-    found = net.layer(seen)
+    """Change the output of an Identity in place, through its input's name."""
+    result = net.layer(seen)
     seen.mul_(2)
-    return found
+    return result
 
 
 def overwrite_kept(net, seen):
-    """Change what a layer returned through the layer's own copy."""
-    found = net.layer(seen)
+    """Change the output of a layer in place, through the reference that the layer keeps."""
+    result = net.layer(seen)
     net.layer.kept.mul_(2)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("middle", "layer"), [(overwrite_input, None), (overwrite_kept, Keeps())])
 @pytest.mark.parametrize("watched", [("layer",), ("conv", "layer")])
-def test_a_model_that_overwrites_the_captured_output_through_an_alias_is_refused(plant, middle, layer, watched):
+def test_model_that_overwrites_the_captured_output_through_an_alias_is_refused(plant, middle, layer, watched):
     model = plant(lambda: Toy(middle, layer))
     row = Row(noise(0, 16), ClassTarget(1), (call("hirescam"),))
     # What is behind "conv" may be found out when the model is loaded: its own tensor is the one that was overwritten.
@@ -289,7 +289,7 @@ def test_a_model_that_overwrites_the_captured_output_through_an_alias_is_refused
         run(model, [row], watched)
 
 
-def test_an_output_changed_in_place_by_name_is_captured_as_it_was(plant):
+def test_output_changed_in_place_later_is_captured_unchanged(plant):
     def relu_in_place(net, seen):
         return nn.functional.relu(net.layer(seen), inplace=True)
 
@@ -308,7 +308,7 @@ def backward_toy(model):
 
 
 class Wraps(nn.Module):
-    """Returns its input in a structure."""
+    """Module that returns its input in a structure."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -319,25 +319,25 @@ class Wraps(nn.Module):
 
 
 STRUCTURES = {
-    "tuple": (lambda t: (None, t), lambda found: found[1]),
-    "list": (lambda t: [t, "words"], lambda found: found[0]),
-    "dict": (lambda t: {"mask": t > 0, "features": t}, lambda found: found["features"]),
-    "nested": (lambda t: {"a": [(None, {"b": t})]}, lambda found: found["a"][0][1]["b"]),
+    "tuple": (lambda t: (None, t), lambda each: each[1]),
+    "list": (lambda t: [t, "words"], lambda each: each[0]),
+    "dict": (lambda t: {"mask": t > 0, "features": t}, lambda each: each["features"]),
+    "nested": (lambda t: {"a": [(None, {"b": t})]}, lambda each: each["a"][0][1]["b"]),
 }
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_the_first_tensor_of_numbers_in_a_structure_is_captured(plant, kind):
+def test_first_floating_tensor_of_a_structure_is_captured(plant, kind):
     wrap, unwrap = STRUCTURES[kind]
     bare = plant(Toy)
     model = plant(lambda: Toy(lambda net, seen: unwrap(net.layer(seen)), Wraps(wrap)))
     model.module.load_state_dict(bare.module.state_dict())
-    ours, theirs = (maps(plain(one), noise(0, 16), "layer") for one in (model, bare))
+    ours, theirs = (maps(plain(each), noise(0, 16), "layer") for each in (model, bare))
     for name, heatmap in theirs.items():
         np.testing.assert_array_equal(ours[name], heatmap)
 
 
-def test_a_layer_that_returns_no_tensor_of_numbers_is_refused_in_words(plant):
+def test_layer_that_returns_no_floating_tensor_is_refused(plant):
     def say(net, seen):
         net.layer(seen)
         return seen
@@ -348,7 +348,7 @@ def test_a_layer_that_returns_no_tensor_of_numbers_is_refused_in_words(plant):
     assert hook_count(model.module) == 0
 
 
-def test_a_layer_that_an_image_does_not_run_through_is_refused_in_words(plant):
+def test_layer_that_an_image_does_not_run_through_is_refused(plant):
     model = plant(lambda: Toy(lambda net, seen: net.layer(seen) if seen.abs().max() > 0 else seen))
     for part in model.module.conv.parameters():
         part.zero_()
@@ -357,14 +357,14 @@ def test_a_layer_that_an_image_does_not_run_through_is_refused_in_words(plant):
         maps(model, noise(0, 16), "layer")
 
 
-def test_a_layer_that_never_runs_is_refused_in_words(plant):
+def test_layer_that_never_runs_is_refused(plant):
     model = plant(Toy)
     assert "unused" not in model.info.layers
     with pytest.raises(FailedPrecondition, match='"unused" did not run'):
         maps(model, noise(0, 16), "unused")
 
 
-def test_a_score_that_does_not_depend_on_the_layer_has_a_gradient_of_zero(plant):
+def test_score_that_does_not_depend_on_the_layer_has_a_gradient_of_zero(plant):
     model = plain(plant(Toy))
     model.module.middle = lambda net, seen: (net.layer(seen), seen)[1]
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1), (call("gradcam"),))], ["layer"])

@@ -1,4 +1,4 @@
-"""The engine on a GPU, beside the same on a CPU; what of it can be shown without one is shown on a CPU."""
+"""The engine on a GPU compared with the CPU, and on a CPU where no GPU is needed."""
 
 import threading
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ DEVICES = ("cpu", GPU)
 
 @pytest.fixture(scope="module")
 def resnets():
-    """The same model on every device that is asked for."""
+    """Return a function that loads the same model on any device."""
     first = models.load(models.parse(RESNET))
     known = {"cpu": first}
     return lambda device: known.setdefault(device, first.copy_to(device))
@@ -47,35 +47,35 @@ def _precision_as_before():
     torch.set_float32_matmul_precision(before[1])
 
 
-def correlation(one, other):
-    return np.corrcoef(one.ravel(), other.ravel())[0, 1]
+def correlation(first, second):
+    return np.corrcoef(first.ravel(), second.ravel())[0, 1]
 
 
 # -------------------------------------------------------------------------------------------- what needs no GPU to show
 
 
-def test_what_is_fetched_together_is_what_was_there():
+def test_tensors_fetched_together_are_unchanged():
     tensors = [torch.randn(3, 4), torch.randn(2, 3, 4).requires_grad_(), torch.randn(1).bfloat16(), torch.zeros(0, 2)]
 
-    for found, one in zip(fetch_arrays(tensors), tensors, strict=True):
-        assert (found.dtype, found.shape) == (np.float32, tuple(one.shape))
-        assert (found == one.detach().float().numpy()).all()
+    for array, tensor in zip(fetch_arrays(tensors), tensors, strict=True):
+        assert (array.dtype, array.shape) == (np.float32, tuple(tensor.shape))
+        assert (array == tensor.detach().float().numpy()).all()
 
 
-def test_a_models_copy_has_the_same_weights_and_shares_none_of_them():
-    """Whatever the weights are: those of a factory need not be the same when it is called again."""
+def test_models_copy_has_the_same_weights_and_shares_none_of_them():
+    """The weights are copied because a factory may return others when it is called again."""
     model = models.load(models.parse(RESNET))
     copy = model.copy_to("cpu")
-    mine, its = ({one.data_ptr() for one in each.module.parameters()} for each in (model, copy))
+    mine, its = ({parameter.data_ptr() for parameter in each.module.parameters()} for each in (model, copy))
 
     assert models.digest(copy.module) == model.info.digest
     assert not mine & its
-    assert not mine & {one.data_ptr() for one in copy.accelerated.module.parameters()}
+    assert not mine & {parameter.data_ptr() for parameter in copy.accelerated.module.parameters()}
     assert (copy.info, copy.accelerated.folded_norms) == (model.info, model.accelerated.folded_norms)
 
 
 @pytest.mark.usefixtures("_precision_as_before")
-def test_float32_means_it_whatever_a_models_own_module_asks_for(plant):
+def test_float32_is_exact_even_if_a_module_allows_tf32(plant):
     def careless():
         torch.backends.fp32_precision = "tf32"
         torch.backends.cudnn.allow_tf32 = True
@@ -85,13 +85,13 @@ def test_float32_means_it_whatever_a_models_own_module_asks_for(plant):
     plant(careless)
     backends = torch.backends
 
-    assert {one.fp32_precision for one in (backends.cudnn.conv, backends.cuda.matmul)} == {"ieee"}
-    assert {one.fp32_precision for one in (backends.mkldnn.conv, backends.mkldnn.matmul)} == {"ieee"}
+    assert {each.fp32_precision for each in (backends.cudnn.conv, backends.cuda.matmul)} == {"ieee"}
+    assert {each.fp32_precision for each in (backends.mkldnn.conv, backends.mkldnn.matmul)} == {"ieee"}
     assert not backends.cudnn.allow_tf32  # and torch's compiler, which asks so, is not refused an answer
 
 
-def test_second_derivatives_leave_the_attention_of_other_threads_as_it_is(monkeypatch):
-    """While one pass differentiates twice, others run in another thread: plainly, and twice too."""
+def test_second_derivatives_do_not_change_attention_in_other_threads(monkeypatch):
+    """During a pass with second derivatives, another thread runs passes with and without them."""
     engines = [Engine({"vit": models.load(models.parse(f"vit={VIT}"))}) for _ in range(2)]
     rows = {
         "saliency": (Pass("vit", "saliency", (64, 64)), [Row(noise(0, 64), ClassTarget(1), (call("saliency"),))]),
@@ -119,9 +119,9 @@ def test_second_derivatives_leave_the_attention_of_other_threads_as_it_is(monkey
 
     assert torch.backends.cuda.flash_sdp_enabled()
     assert beside["fused"]
-    for kind, one in alone.items():
-        assert beside[kind].score == one.score
-        assert np.array_equal(beside[kind].maps[0][0], one.maps[0][0])
+    for kind, expected in alone.items():
+        assert beside[kind].score == expected.score
+        assert np.array_equal(beside[kind].maps[0][0], expected.maps[0][0])
     assert np.array_equal(mine.maps[0][0], alone["curvature"].maps[0][0])
 
 
@@ -130,13 +130,13 @@ def test_second_derivatives_leave_the_attention_of_other_threads_as_it_is(monkey
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_arrays_arrive_on_the_device_as_they_were(device, dtype):
+def test_uploaded_arrays_are_unchanged(device, dtype):
     arrays = [noise(seed, 8).astype(dtype) for seed in range(3)]
     arrays[1].flags.writeable = False  # as a decoded photo may be
-    found = upload(arrays, torch.device(device))
+    result = upload(arrays, torch.device(device))
 
-    assert str(found.device) == device
-    assert (found.cpu().numpy() == np.stack(arrays)).all()
+    assert str(result.device) == device
+    assert (result.cpu().numpy() == np.stack(arrays)).all()
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def waits_are_errors():
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_a_gpu_is_given_a_batch_without_a_wait(device):
+def test_batch_is_uploaded_to_a_gpu_without_a_wait(device):
     preprocess = models.load(models.parse(RESNET)).info.preprocess
     normalise(upload([noise(0, 64)], torch.device(device)), preprocess)
     with waits_are_errors():
@@ -162,7 +162,7 @@ def test_a_gpu_is_given_a_batch_without_a_wait(device):
 @pytest.mark.parametrize("device", [GPU])
 @pytest.mark.filterwarnings("always::UserWarning")
 @pytest.mark.parametrize("name", ["gradcam", "eigencam", "saliency"])
-def test_a_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, device, name, recwarn):
+def test_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, device, name, recwarn):
     model = resnets(device)
     kind, layers = ("saliency", []) if name == "saliency" else ("cam", ["layer4"])
     rows = [Row(noise(seed, 64), ClassTarget(seed), (call(name),)) for seed in range(8)]
@@ -174,36 +174,36 @@ def test_a_batch_makes_the_host_wait_for_a_gpu_at_most_three_times(resnets, devi
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
-    assert 1 <= sum("synchronizing CUDA operation" in str(one.message) for one in recwarn) <= 3
+    assert 1 <= sum("synchronizing CUDA operation" in str(each.message) for each in recwarn) <= 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "name", ["gradcam", "layercam", "saliency", "integrated_gradients", "rise", "ablationcam", "fullgrad", "shapleycam"]
 )
-def test_a_device_gives_the_maps_that_a_cpu_gives(resnets, device, name):
+def test_device_gives_the_maps_of_the_cpu(resnets, device, name):
     asked = [call(name, **({"samples": 16} if name == "rise" else {}))]
-    found = [
+    results = [
         explained(model, noise(1, 64), job(model, asked, [RankTarget(0)])).explanations[0]
         for model in (resnets("cpu"), resnets(device))
     ]
 
-    assert found[1].target == found[0].target
-    assert correlation(found[1].heatmap, found[0].heatmap) >= 0.999
-    if found[0].layer:  # down to the pixels, rounding moves values across the zero of a ReLU
-        assert gap(found[1].heatmap, found[0].heatmap) <= 1e-3
+    assert results[1].target == results[0].target
+    assert correlation(results[1].heatmap, results[0].heatmap) >= 0.999
+    if results[0].layer:  # down to the pixels, rounding moves values across the zero of a ReLU
+        assert gap(results[1].heatmap, results[0].heatmap) <= 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_convolution_in_float32_has_its_precision(device):
-    """TF32 would be off by 3e-4 of the norm."""
+def test_convolution_in_float32_has_its_precision(device):
+    """TF32 would have an error of 3e-4 of the norm."""
     torch.manual_seed(0)
     models.load(models.parse(RESNET))
     layer, image = nn.Conv2d(64, 64, 3), torch.randn(4, 64, 32, 32)
     exact = layer.double()(image.double()).detach()
-    found = layer.float().to(device)(image.to(device)).detach().cpu()
+    result = layer.float().to(device)(image.to(device)).detach().cpu()
 
-    assert float((found - exact).norm() / exact.norm()) <= 1e-6
+    assert float((result - exact).norm() / exact.norm()) <= 1e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -212,28 +212,28 @@ def test_two_engines_on_one_device_do_not_disturb_each_other(resnets, device):
     pass_ = Pass("resnet18", "cam", (64, 64), ("layer4",))
     batches = [[Row(noise(10 * i + j, 64), ClassTarget(i), (MethodCall("gradcam"),)) for j in range(3)] for i in (1, 2)]
     alone = [both[0].run(pass_, rows) for rows in batches]
-    found = [[], []]
+    results = [[], []]
 
     def work(place):
-        found[place] += [both[place].run(pass_, batches[place]) for _ in range(10)]
+        results[place] += [both[place].run(pass_, batches[place]) for _ in range(10)]
 
     threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
     for place in (0, 1):
-        assert len(found[place]) == 10
+        assert len(results[place]) == 10
         assert all(
-            gap(one.maps[0][0], mine.maps[0][0]) <= 1e-5
-            for answer in found[place]
-            for one, mine in zip(answer, alone[place], strict=True)
+            gap(each.maps[0][0], mine.maps[0][0]) <= 1e-5
+            for answer in results[place]
+            for each, mine in zip(answer, alone[place], strict=True)
         )
 
 
 @pytest.mark.parametrize("device", [GPU])
-def test_a_batch_too_large_for_the_gpu_is_an_error_of_ours_and_the_next_one_runs(resnets, device):
+def test_batch_too_large_for_the_gpu_fails_and_the_next_one_runs(resnets, device):
     model = resnets(device)
     rows = [Row(noise(seed, 64), ClassTarget(1), (call("gradcam"),)) for seed in range(512)]
     run(model, rows[:1], ["layer4"])

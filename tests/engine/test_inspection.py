@@ -1,4 +1,4 @@
-"""The x-ray: every layer's statistics equal those of plain autograd, and nothing that was measured is kept."""
+"""Layer inspection: statistics of every layer equal those of plain autograd, and no measured tensor is kept."""
 
 import math
 import weakref
@@ -24,7 +24,7 @@ ZOO += ("timm:vit_tiny_patch16_224?weights=none&size=64",)
 
 
 def oracle(model, image, index):
-    """Each layer's output and gradient by plain autograd: what a layer returned is kept and its copy handed on."""
+    """Return each layer's output and gradient by plain autograd. Outputs are kept and their copies passed on."""
     kept = {}
 
     def keep(name):
@@ -61,7 +61,7 @@ def described(tensor):
 
 
 def apart(statistics, tensor):
-    """The largest difference of a field: of mean and deviation as a share of the root mean square."""
+    """Return the largest difference of a field. Mean and deviation count as shares of the root mean square."""
     expected = described(tensor)
     norm, greatest = expected["norm"] or 1.0, float(tensor.abs().max()) or 1.0
     scales = dict.fromkeys(("mean", "std"), norm / math.sqrt(tensor.numel()))
@@ -80,7 +80,7 @@ def zoo(request):
 
 
 def same_side(model):
-    """Readings and the oracle's tensors for an image where rounding has moved no value across a ReLU's zero.
+    """Readings and the oracle's tensors for an image in which rounding moves no value across zero in a ReLU.
 
     Where it has moved one, the gradients before it jump: by 5e-3 for one value in 8192, in a block of densenet121.
     """
@@ -89,7 +89,7 @@ def same_side(model):
         (result,) = run(model, [Row(picture, ClassTarget(INDEX))], kind="inspect")
         expected = oracle(model.module, inputs(model, picture), INDEX)
         pairs = zip(model.info.layers, result.readings, strict=True)
-        if all(one.activation.zeros == described(expected[name][0])["zeros"] for name, one in pairs):
+        if all(each.activation.zeros == described(expected[name][0])["zeros"] for name, each in pairs):
             return picture, result, expected
     raise AssertionError
 
@@ -108,7 +108,7 @@ def test_every_layers_statistics_equal_those_of_plain_autograd(zoo):
         assert reading.activation.non_finite == reading.gradient.non_finite == 0
 
 
-def test_layers_that_are_named_are_measured_alone_and_the_same(zoo):
+def test_named_layers_are_measured_alone_with_the_same_results(zoo):
     picture = noise(3, 64)
     (whole,) = run(zoo, [Row(picture, ClassTarget(INDEX))], kind="inspect")
     every = dict(zip(zoo.info.layers, whole.readings, strict=True))
@@ -123,7 +123,7 @@ def test_layers_that_are_named_are_measured_alone_and_the_same(zoo):
             assert one.zeros == pytest.approx(other.zeros, abs=1e-9)
 
 
-def test_an_inspection_leaves_the_model_and_its_prediction_as_they_were(zoo):
+def test_inspection_does_not_change_the_model_or_its_prediction(zoo):
     picture = noise(3, 64)
     (result,) = run(zoo, [Row(picture, ClassTarget(INDEX))], kind="inspect")
     with torch.no_grad():
@@ -133,18 +133,18 @@ def test_an_inspection_leaves_the_model_and_its_prediction_as_they_were(zoo):
     assert error_ratio(result.logits, plain, truth) <= 1
     assert hook_count(zoo.module) == 0
     assert models.digest(zoo.module) == zoo.info.digest
-    assert not any(one.requires_grad or one.grad is not None for one in zoo.module.parameters())
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in zoo.module.parameters())
 
 
-def test_rows_of_one_batch_are_measured_each_for_itself(resnet):
+def test_rows_of_one_batch_are_measured_independently(resnet):
     rows = [Row(noise(0, 64), ClassTarget(1)), Row(noise(1, 64), ContrastTarget(2, 3))]
     together = run(resnet, rows, kind="inspect")
 
-    assert [one.readings for one in together] == [run(resnet, [row], kind="inspect")[0].readings for row in rows]
+    assert [each.readings for each in together] == [run(resnet, [row], kind="inspect")[0].readings for row in rows]
     assert together[0].readings != together[1].readings
 
 
-def test_it_takes_one_forward_pass_and_one_backward_pass(resnet, monkeypatch):
+def test_inspection_takes_one_forward_and_one_backward_pass(resnet, monkeypatch):
     passes = []
     monkeypatch.setattr(inspection, "forward", lambda *args: passes.append("forward") or batch.forward(*args))
     backward = torch.autograd.backward
@@ -158,7 +158,7 @@ def test_it_takes_one_forward_pass_and_one_backward_pass(resnet, monkeypatch):
 
 
 class Chain(nn.Module):
-    """Forty layers that autograd keeps nothing of."""
+    """Forty layers of which autograd keeps no tensor."""
 
     class Step(nn.Module):
         def forward(self, seen):
@@ -175,11 +175,11 @@ class Chain(nn.Module):
 
 @pytest.fixture
 def living(monkeypatch):
-    """Count, at each measurement, the tensors measured before that are still alive."""
+    """Count, at each measurement, the earlier measured tensors that are still alive."""
     seen, counts, plain = [], [], inspection.measure
 
     def measure(values):
-        counts.append(sum(one() is not None for one in seen))
+        counts.append(sum(each() is not None for each in seen))
         seen.append(weakref.ref(values.untyped_storage()))
         return plain(values)
 
@@ -187,7 +187,7 @@ def living(monkeypatch):
     return counts
 
 
-def test_what_was_measured_is_gone_however_many_layers_there_are(plant, living):
+def test_measured_tensors_are_released_layer_by_layer(plant, living):
     model = plant(Chain)
     run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
 
@@ -195,7 +195,7 @@ def test_what_was_measured_is_gone_however_many_layers_there_are(plant, living):
     assert max(living) <= 3
 
 
-def test_the_count_above_sees_what_is_kept(plant, living, monkeypatch):
+def test_tensor_count_detects_kept_tensors(plant, living, monkeypatch):
     model, kept = plant(Chain), []
 
     def hoard(layers, glance):
@@ -210,7 +210,7 @@ def test_the_count_above_sees_what_is_kept(plant, living, monkeypatch):
 # ------------------------------------------------------------------------------------------------- what layers may do
 
 
-def test_of_several_calls_the_last_one_is_measured(resnet):
+def test_last_of_several_calls_is_measured(resnet):
     names = ["layer1.0.relu", "layer1.0"]  # the first is called twice, and ends the second
     (result,) = run(resnet, [Row(noise(0, 64), ClassTarget(1))], names, kind="inspect")
 
@@ -218,7 +218,7 @@ def test_of_several_calls_the_last_one_is_measured(resnet):
     assert result.readings[0] == result.readings[1]
 
 
-def test_a_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant):
+def test_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant):
     model = plant(lambda: Toy(lambda net, seen: (net.layer(seen), net.relu(seen.clone()))[0]))
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], ["layer", "relu"], kind="inspect")
     used, unused = result.readings
@@ -229,7 +229,7 @@ def test_a_layer_that_the_score_does_not_depend_on_has_a_gradient_of_zeros(plant
 
 
 class Odd(nn.Module):
-    """Returns what its maker says, beside what the model goes on with."""
+    """Module that returns the output of a function together with the tensor for the next layer."""
 
     def __init__(self, make):
         super().__init__()
@@ -242,7 +242,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "make", [lambda seen: seen.long(), lambda _: None, lambda seen: seen[:, :0], lambda _: {"words": "none"}]
 )
-def test_a_layer_without_numbers_has_no_reading(plant, make):
+def test_layer_without_floating_outputs_has_no_reading(plant, make):
     model = plant(lambda: Toy(lambda net, seen: (seen, net.layer(seen))[0], Odd(make)))
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], kind="inspect")
     readings = dict(zip(model.info.layers, result.readings, strict=True))
@@ -251,7 +251,7 @@ def test_a_layer_without_numbers_has_no_reading(plant, make):
     assert readings["conv"].gradient.norm > 0
 
 
-def test_numbers_that_are_not_finite_are_counted_and_left_out(plant):
+def test_non_finite_values_are_counted_and_excluded(plant):
     def spoil(seen):
         spoilt = seen.clone()
         spoilt[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -259,7 +259,7 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(plant):
 
     model = plant(lambda: Toy(lambda net, seen: (seen, net.layer(seen))[0], Odd(spoil)))
     (result,) = run(model, [Row(noise(0, 16), ClassTarget(1))], ["conv", "layer"], kind="inspect")
-    clean, spoilt = (one.activation for one in result.readings)
+    clean, spoilt = (reading.activation for reading in result.readings)
 
     assert (clean.non_finite, spoilt.non_finite) == (0, 3)
     assert spoilt.maximum <= clean.maximum
@@ -279,27 +279,27 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(plant):
 )
 def test_statistics_are_those_of_numpy_in_float64(values):
     tensor = torch.tensor(values)
-    found, expected = inspection.measure(tensor), described(tensor)
+    result, expected = inspection.measure(tensor), described(tensor)
 
     for name in FIELDS:
-        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-12 * abs(expected["norm"])), name
-    assert found.non_finite == len(values) - np.isfinite(values).sum()
+        assert getattr(result, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-12 * abs(expected["norm"])), name
+    assert result.non_finite == len(values) - np.isfinite(values).sum()
 
 
-def test_a_tensor_without_one_finite_value_has_no_mean_but_a_count():
-    found = inspection.measure(torch.tensor([math.nan, math.inf]))
+def test_tensor_without_one_finite_value_has_no_mean_but_a_count():
+    result = inspection.measure(torch.tensor([math.nan, math.inf]))
 
-    assert (found.non_finite, found.zeros) == (2, 0.0)
-    assert all(math.isnan(getattr(found, name)) for name in ("mean", "std", "minimum", "maximum", "norm"))
-
-
-def test_half_precision_is_measured_in_full():
-    found = inspection.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
-
-    assert found.norm == pytest.approx(300 * math.sqrt(1000), rel=1e-9)
+    assert (result.non_finite, result.zeros) == (2, 0.0)
+    assert all(math.isnan(getattr(result, name)) for name in ("mean", "std", "minimum", "maximum", "norm"))
 
 
-def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
+def test_half_precision_is_measured_in_float32():
+    result = inspection.measure(torch.full((1000,), 300.0, dtype=torch.bfloat16))
+
+    assert result.norm == pytest.approx(300 * math.sqrt(1000), rel=1e-9)
+
+
+def test_error_in_the_forward_pass_leaves_no_hook(resnet):
     with (
         pytest.raises(RuntimeError, match="channels"),
         observe_layers({"layer1": resnet.module.layer1}, lambda *_: print),
@@ -314,7 +314,7 @@ def test_nothing_is_left_when_the_forward_raises_inside_the_block(resnet):
 
 @pytest.mark.parametrize("layer", ["layer1", "layer2.0.bn1", "layer4"])
 def test_features_are_the_layers_output_and_weights_its_mean_gradient(resnet, layer):
-    rows = [Row(noise(0, 64), ClassTarget(one)) for one in (1, 2)] + [Row(noise(1, 64), ClassTarget(1))]
+    rows = [Row(noise(0, 64), ClassTarget(each)) for each in (1, 2)] + [Row(noise(1, 64), ClassTarget(1))]
     results, in_float64 = run(resnet, rows, [layer], kind="features"), doubled(resnet.module)
 
     for row, result in zip(rows, results, strict=True):

@@ -1,4 +1,4 @@
-"""Photos: what is decoded, what is refused, and what a model sees of them."""
+"""Photos: decoding, refusals, and the fit to a model's input."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ def status_mb(name):
 
 @contextlib.contextmanager
 def at_most_mb(allowed):
-    """Check how far the process's memory rises inside, at its highest."""
+    """Check the peak growth of the process's memory inside the block."""
     give_back_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far becomes that of now
     before = status_mb("VmRSS:")
@@ -129,13 +129,13 @@ def test_decoded_pixels_are_those_of_pillow_upright(kind):
 
 
 def test_sixteen_bits_of_grey_become_the_upper_eight():
-    """Pillow's convert("RGB") clips them at 255 instead, which leaves a white picture."""
+    """Pillow's convert("RGB") would clip the values at 255, which gives a white picture."""
     grey = np.linspace(0, 65535, 90 * 70).reshape(90, 70).astype(np.uint16)
     pixels = images.decode(saved(Image.fromarray(grey)), LIMITS)
     assert np.abs(pixels.astype(int) - (grey >> 8)[..., None]).max() <= 1
 
 
-def test_a_transparent_pixel_keeps_its_colour():
+def test_transparent_pixel_keeps_its_colour():
     image = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
     assert (images.decode(saved(image), LIMITS) == (200, 100, 50)).all()
 
@@ -193,7 +193,7 @@ def png_header(width, height):
 
 @dataclasses.dataclass
 class Work:
-    """The work of decoding: the files passed to OpenCV, the bytes inflated here, the chunks walked."""
+    """Work of decoding: files passed to OpenCV, bytes inflated, and chunks read."""
 
     decoded: list = dataclasses.field(default_factory=list)
     inflated: int = 0
@@ -202,7 +202,7 @@ class Work:
 
 @pytest.fixture
 def work(monkeypatch):
-    """Count what decoding does."""
+    """Count the work of decoding."""
     done, imdecode, chunks = Work(), images.cv2.imdecode, images._chunks
 
     class Inflating:
@@ -253,7 +253,7 @@ def test_file_refused_by_opencv_is_refused(monkeypatch):
 
 
 def test_opencv_has_its_own_pixel_limit(bomb, tmp_path):
-    """In a process of its own, as the first to import OpenCV decides."""
+    """The test runs in its own process, because the first import of OpenCV sets its limit."""
     (tmp_path / "bomb.png").write_bytes(bomb)
     program = f"""
 from camserve_server.imaging.opencv import cv2
@@ -269,7 +269,7 @@ except cv2.error:
 
 @pytest.mark.parametrize("kind", [b"IDAT", b"tEXt", b"eXIf"])
 def test_chunk_with_a_huge_length_takes_no_memory(kind):
-    """OpenCV would set the memory aside before it looks whether the file is as long."""
+    """OpenCV would allocate the memory before it checks the file's length."""
     file = KINDS["rgb"]
     at = file.find(b"IDAT") - 4
     with at_most_mb(10), pytest.raises(InvalidArgument, match="truncated or broken"):
@@ -288,7 +288,7 @@ def test_texts_and_profiles_in_a_png_are_not_inflated(capfd, work):
 
 
 @pytest.mark.parametrize(("kind", "content"), [(b"tRNS", bytes(6)), (b"eXIf", b"II*\0\x08\0\0\0\0\0")])
-def test_a_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, work):
+def test_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, work):
     """libpng ignores the others, with a line of warning for each."""
     file = KINDS["rgb"]
     at = file.find(b"IDAT") - 4
@@ -301,7 +301,7 @@ def test_a_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, 
 
 
 @pytest.mark.parametrize(("side", "rows"), [(64, 1 << 26), (1000, 1 << 28), (2000, 1 << 24)])
-def test_a_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work):
+def test_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work):
     file, stream = png_header(side, side), zlib.compressobj(9)
     deflated = stream.compress(np.random.default_rng(0).bytes(side * side // 8))
     deflated += b"".join(stream.compress(bytes(1 << 24)) for _ in range(rows >> 24)) + stream.flush()
@@ -356,7 +356,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("kind", HUGE)
-def test_the_size_is_read_from_the_header_of_every_kind(kind):
+def test_size_is_read_from_the_header_of_every_kind(kind):
     with pytest.raises(InvalidArgument, match="has 9,000 x 8,000 pixels: 16,777,216 in all are accepted"):
         images.decode(HUGE[kind], LIMITS)
 
@@ -376,8 +376,8 @@ def progressive_with_scans(more):
     return file[:-2] + last * more + file[-2:]
 
 
-def test_a_jpeg_of_many_scans_is_refused():
-    """Each of a few bytes, each a pass over the whole picture."""
+def test_jpeg_of_many_scans_is_refused():
+    """Each scan has few bytes, but costs a pass over the whole picture."""
     assert images.decode(progressive_with_scans(50), LIMITS).shape == (120, 161, 3)
     with pytest.raises(InvalidArgument, match="more than 64 scans"):
         images.decode(progressive_with_scans(60), LIMITS)
@@ -427,7 +427,7 @@ ONE_FRAME = [kind for kind in KINDS if "animated" not in kind and "two pictures"
 
 @pytest.mark.parametrize("kind", ONE_FRAME)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.98])
-def test_a_truncated_file_is_refused(kind, share):
+def test_truncated_file_is_refused(kind, share):
     file = KINDS[kind]
     with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[: int(len(file) * share)], LIMITS)
@@ -437,13 +437,13 @@ def test_a_truncated_file_is_refused(kind, share):
 
 
 def photos():
-    """Photographs upright and turned, and odd sizes of noise too faint to overshoot black and white."""
+    """Photos, upright and rotated, and noise in odd sizes that is too faint to overshoot black or white."""
     rng = np.random.default_rng(0)
-    found = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
-    found |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
-    found |= {f"{name}, turned": np.rot90(photo) for name, photo in found.items()}
+    result = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
+    result |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
+    result |= {f"{name}, turned": np.rot90(photo) for name, photo in result.items()}
     sizes = ((1, 1), (333, 517), (50, 37), (224, 224), (225, 224), (256, 256), (257, 300), (299, 1000), (1500, 251))
-    return found | {f"{h}x{w}": rng.integers(90, 166, (h, w, 3), dtype=np.uint8) for h, w in sizes}
+    return result | {f"{h}x{w}": rng.integers(90, 166, (h, w, 3), dtype=np.uint8) for h, w in sizes}
 
 
 PHOTOS = photos()
@@ -491,7 +491,7 @@ def test_fit_equals_torchvisions_transform(name, weights):
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
 @pytest.mark.parametrize(("size", "resize"), [((224, 224), (224, 224)), ((160, 320), (192, 340)), ((97, 64), 64)])
 def test_exact_sizes_and_oblong_crops(name, interpolation, size, resize):
-    """Bicubic overshoots at edges, and Pillow cuts off between its passes, the order of which differs here."""
+    """Bicubic overshoots at edges. Pillow clips between its passes, whose order differs here."""
     recipe = Preprocess(size, resize, interpolation, (0, 0, 0), (1, 1, 1))
     mode = transforms.InterpolationMode(interpolation)
     expected = transforms.CenterCrop(size)(transforms.Resize(resize, mode)(Image.fromarray(PHOTOS[name])))
@@ -523,7 +523,7 @@ def test_long_photo_equals_the_photo_resized_whole(shape, interpolation):
 @pytest.mark.parametrize("shape", [(1, 1), (1, 16384), (16384, 1), (3, 5000), (16384, 3), (2000, 16384)])
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
 def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatch):
-    """Resizing makes at most eight times as many pixels as are kept."""
+    """Resizing computes at most eight times as many pixels as are kept."""
     whole, part, made = images.functional.resize_image, Image.Image.resize, [0]
 
     def resized(tensor, size, **how):
@@ -557,15 +557,15 @@ def test_box_is_the_part_of_the_photo_in_the_input():
 
 
 @pytest.mark.parametrize("shape", [(300, 451), (500, 333), (100, 900), (80, 81)])
-def test_a_spot_in_the_photo_lies_in_the_input_where_the_box_says(shape):
+def test_box_maps_positions_in_the_input_to_the_photo(shape):
     photo = np.zeros((*shape, 3), np.uint8)
     row, column = shape[0] // 2 - 11, shape[1] // 2 + 9
     photo[row, column] = 255
     seen, box = images.fit(photo, preprocess())
     weight = seen[..., 0].astype(float)
     down, across = (weight.sum(axis) @ (np.arange(224) + 0.5) / weight.sum() / 224 for axis in (1, 0))
-    found = box.top + down * (box.bottom - box.top), box.left + across * (box.right - box.left)
-    assert found == pytest.approx((row + 0.5, column + 0.5), abs=0.1)
+    result = box.top + down * (box.bottom - box.top), box.left + across * (box.right - box.left)
+    assert result == pytest.approx((row + 0.5, column + 0.5), abs=0.1)
 
 
 def test_read_only_photo_is_not_written_to():

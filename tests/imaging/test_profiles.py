@@ -1,4 +1,4 @@
-"""A profile gives a user of another library that library's final map: normalised, and on the pixels of the input."""
+"""A profile gives the final map of another library: normalised, in the size of the input."""
 
 import captum.attr
 import numpy as np
@@ -48,21 +48,21 @@ def raw(resnet, image):
 
 @pytest.fixture
 def trainable(resnet):
-    """The peers differentiate with respect to parameters too."""
+    """Enable gradients of parameters, which the other libraries need."""
     resnet.module.requires_grad_(requires_grad=True)
     yield resnet.module
     resnet.module.requires_grad_(requires_grad=False)
     resnet.module.zero_grad(set_to_none=True)
 
 
-def test_grad_cam_is_pytorch_grad_cams_own(raw, seen, trainable):
+def test_grad_cam_profile_equals_pytorch_grad_cam(raw, seen, trainable):
     with GradCAM(trainable, [trainable.layer3]) as cam:
         theirs = cam(seen.clone(), [ClassifierOutputTarget(5)])[0]
 
     np.testing.assert_allclose(render.intensities(raw, "grad-cam", SIZE), theirs, atol=EXACT)
 
 
-def test_torchcam_is_torchcams_own(raw, seen, trainable):
+def test_torchcam_profile_equals_torchcam(raw, seen, trainable):
     with torchcam.GradCAM(trainable, "layer3") as cam:
         scores = trainable(seen.clone())
         mask = cam(5, scores)[0][0]
@@ -71,7 +71,7 @@ def test_torchcam_is_torchcams_own(raw, seen, trainable):
     np.testing.assert_allclose(render.intensities(raw, "torchcam", SIZE), theirs, atol=EXACT)
 
 
-def test_captum_is_captums_own(raw, seen, trainable):
+def test_captum_profile_equals_captum(raw, seen, trainable):
     attribution = captum.attr.LayerGradCam(trainable, trainable.layer3).attribute(seen.clone(), 5)
     large = captum.attr.LayerAttribution.interpolate(attribution, SIZE).detach().numpy()[0].transpose(1, 2, 0)
     figure, axis = visualization.visualize_image_attr(large, sign="positive", use_pyplot=False)
@@ -84,14 +84,14 @@ def test_captum_is_captums_own(raw, seen, trainable):
 @pytest.mark.parametrize("profile", ["grad-cam", "torchcam", "captum"])
 @pytest.mark.parametrize("value", [-1.0, 0.0, 1.0, 1e-11, float("nan")])
 def test_constant_map_is_accepted_by_every_profile(profile, value):
-    found = render.intensities(np.full((3, 3), value, np.float32), profile, (8, 8))
+    result = render.intensities(np.full((3, 3), value, np.float32), profile, (8, 8))
 
-    assert found.shape == (8, 8)
-    assert np.isfinite(found).all()
-    assert 0 <= found.min() <= found.max() <= 1
+    assert result.shape == (8, 8)
+    assert np.isfinite(result).all()
+    assert 0 <= result.min() <= result.max() <= 1
 
 
-def test_the_papers_profile_is_resized_bilinearly_between_the_cells_centres(raw):
+def test_papers_profile_is_resized_bilinearly_between_the_cells_centres(raw):
     large = torch.from_numpy(render.intensity(raw))[None, None]
     expected = torch.nn.functional.interpolate(large, SIZE, mode="bilinear", align_corners=False)[0, 0]
 

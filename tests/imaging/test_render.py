@@ -34,8 +34,8 @@ def alone(photo=PHOTO, heatmap=MAP, seen=SEEN, **options):
     return pixels(render.draw(photo, render.intensity(heatmap), seen, Rendering(heatmap_image="png", **options))[1])
 
 
-def differ(one, other):
-    return np.abs(one.astype(int) - other).max()
+def differ(first, second):
+    return np.abs(first.astype(int) - second).max()
 
 
 def hot_cell(row, column, shape=(7, 7)):
@@ -61,7 +61,7 @@ def test_intensities_are_the_positive_values_relative_to_the_greatest():
 
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-11, 1, 1e30])
-def test_the_magnitude_of_a_map_does_not_matter(scale):
+def test_intensities_do_not_depend_on_the_scale_of_a_map(scale):
     heatmap = np.array([[0, 0.5, 1]]) * scale
     result = render.intensity(heatmap.astype(np.float32))
     assert result[0] == pytest.approx([0, 0.5, 1], abs=0.1 if scale < 1e-40 else 1e-6)
@@ -94,7 +94,7 @@ def test_colours_are_those_of_matplotlib(name, tolerance):
 
 
 @pytest.mark.parametrize("name", render.COLORMAPS)
-def test_every_colour_map_draws(name):
+def test_every_colour_map_can_be_drawn(name):
     assert render.COLORMAPS[name].shape == (256, 3)
     assert render.COLORMAPS[name].dtype == np.uint8
     ramp = np.arange(256, dtype=np.float32)[None]
@@ -170,7 +170,7 @@ def test_alpha_0_is_the_photo_and_alpha_1_the_colours():
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (12, 9), (1, 1), (1, 14), (224, 200)])
-def test_the_whole_photo_is_interpolated_as_torch_does(shape):
+def test_whole_photo_is_interpolated_as_torch_does(shape):
     heatmap = np.random.default_rng(1).random(shape, np.float32)
     grid = torch.from_numpy(render.intensity(heatmap))[None, None]
     expected = torch.nn.functional.interpolate(grid, (HEIGHT, WIDTH), mode="bilinear", align_corners=False)[0, 0]
@@ -178,8 +178,8 @@ def test_the_whole_photo_is_interpolated_as_torch_does(shape):
     assert differ(picture[..., 0], (expected.numpy() * 255).round()) <= 1
 
 
-def test_a_fractional_box_is_interpolated_where_it_lies():
-    """The oracle: torch's grid_sample at the centre of every pixel, in float64."""
+def test_fractional_box_is_interpolated_at_its_position():
+    """Return the reference: torch's grid_sample at the centre of every pixel, in float64."""
     x = (np.arange(94, 357) + 0.5 - SEEN.left) / (SEEN.right - SEEN.left)
     y = (np.arange(19, 281) + 0.5 - SEEN.top) / (SEEN.bottom - SEEN.top)
     grid = torch.from_numpy(np.stack(np.meshgrid(x, y), axis=-1) * 2 - 1)[None]
@@ -189,7 +189,7 @@ def test_a_fractional_box_is_interpolated_where_it_lies():
     assert differ(picture, (expected.numpy() * 255).round()) <= 1
 
 
-def test_the_overlay_is_that_of_pytorch_grad_cam():
+def test_overlay_is_that_of_pytorch_grad_cam():
     heatmap = np.random.default_rng(2).random((7, 7), np.float32)
     mask = cv2.resize(render.intensity(heatmap), (WIDTH, HEIGHT))
     ours = overlay(heatmap=heatmap, seen=WHOLE).astype(float)
@@ -211,7 +211,7 @@ def test_maximum_of_the_overlay_is_at_the_cells_place(row, column, seen):
 
 
 @pytest.mark.parametrize("max_side", [64, 200])
-def test_a_hot_cell_of_a_fine_map_survives_in_a_small_picture(max_side):
+def test_high_cell_of_a_fine_map_is_visible_in_a_small_picture(max_side):
     picture = alone(heatmap=hot_cell(100, 150, (224, 224)), colormap="gray", max_side=max_side)
     scale = max_side / WIDTH
     expected = (
@@ -222,7 +222,7 @@ def test_a_hot_cell_of_a_fine_map_survives_in_a_small_picture(max_side):
     assert middle_of_brightest(picture) == pytest.approx(expected, abs=1)
 
 
-def test_tiny_maps_do_not_vanish():
+def test_maps_with_tiny_values_are_drawn():
     assert differ(alone(heatmap=MAP * 1e-11), alone()) <= 1
 
 
@@ -253,7 +253,7 @@ def test_padding_beyond_the_photo_is_not_drawn():
     ],
 )
 @pytest.mark.parametrize("max_side", [None, 16])
-def test_the_smallest_box_colours_a_pixel(shape, seen, max_side):
+def test_smallest_box_colours_a_pixel(shape, seen, max_side):
     photo = np.zeros((*shape, 3), np.uint8)
     picture = overlay(photo, np.ones((7, 7), np.float32), seen, max_side=max_side)
     coloured = picture.any(axis=-1)
@@ -263,14 +263,14 @@ def test_the_smallest_box_colours_a_pixel(shape, seen, max_side):
 @pytest.mark.parametrize(
     ("max_side", "size"), [(None, (451, 300)), (1000, (451, 300)), (451, (451, 300)), (200, (200, 133)), (16, (16, 11))]
 )
-def test_pictures_are_made_smaller_never_larger(max_side, size):
+def test_pictures_are_reduced_but_never_enlarged(max_side, size):
     rendering = Rendering(overlay="png", heatmap_image="jpeg", max_side=max_side)
     for picture in render.draw(PHOTO, render.intensity(MAP), SEEN, rendering):
         assert (picture.width, picture.height) == size
         assert Image.open(io.BytesIO(picture.data)).size == size
 
 
-def test_a_smaller_overlay_is_the_overlay_made_smaller():
+def test_small_overlay_equals_the_reduced_overlay():
     small = cv2.resize(overlay(), (200, 133), interpolation=cv2.INTER_AREA)
     assert np.abs(overlay(max_side=200).astype(int) - small).mean() < 1.5
 
@@ -283,7 +283,7 @@ def test_large_photos_are_drawn_in_bands_without_seams():
     assert steps.max() <= 1
 
 
-def test_the_photo_and_the_map_are_left_as_they_were():
+def test_photo_and_map_are_not_changed():
     photo, heatmap = PHOTO.copy(), MAP.copy()
     photo.flags.writeable = heatmap.flags.writeable = False
     overlay(photo, heatmap)
@@ -299,7 +299,7 @@ def test_photo_too_long_for_webp_is_refused():
     assert overlay(photo, seen=Box(0, 0, 16384, 1)).shape == (1, 16384, 3)
 
 
-def test_a_lone_hot_pixel_does_not_darken_a_map_cut_at_its_99th_percentile():
+def test_single_high_pixel_does_not_darken_a_map_clipped_at_a_percentile():
     heatmap = np.linspace(0, 1, 10_000, dtype=np.float32).reshape(100, 100)
     heatmap[3, 5] = 1000.0
     cut, uncut = render.intensity(heatmap, top=0.99), render.intensity(heatmap)
@@ -310,7 +310,7 @@ def test_a_lone_hot_pixel_does_not_darken_a_map_cut_at_its_99th_percentile():
     assert np.median(uncut) < 0.001
 
 
-def test_a_map_with_less_than_a_hundredth_above_zero_is_still_drawn():
+def test_map_with_less_than_a_hundredth_above_zero_is_still_drawn():
     heatmap = np.zeros((100, 100), np.float32)
     heatmap[3, 5] = 1e-9
 

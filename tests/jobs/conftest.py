@@ -1,4 +1,4 @@
-"""Tests of this room compute with few threads."""
+"""Tests of this folder compute with few threads."""
 
 from few_threads import few_threads
 

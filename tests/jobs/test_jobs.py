@@ -40,7 +40,7 @@ THREE_OF_FIVE = (RankTarget(0), ClassTarget(4), ContrastTarget(1, 2))
         ([call("smoothgrad", samples=16), call("smoothgrad", samples=4, seed=1)], 21),
     ],
 )
-def test_a_target_costs_one_row_for_each_copy_of_the_image(resnet, calls, rows):
+def test_target_costs_one_row_for_each_copy_of_the_image(resnet, calls, rows):
     batches = []
     for targets in (THREE[:1], THREE):
         asked = job(resnet, calls, targets)
@@ -59,31 +59,35 @@ def test_explanations_are_ordered_by_method_then_layer_then_target(resnet):
     outcome = explain(resnet, IMAGE, asked)
     fixed = [ClassTarget(int(outcome.logits.argmax())), *THREE[1:]]
     layers = {"layercam": ["layer4", "layer2"], "gradcam": ["layer4", "layer2"]}
-    expected = [(one, layer, target) for one in asked.calls for layer in layers.get(one.name, [""]) for target in fixed]
-    assert [(one.call, one.layer, one.target) for one in outcome.explanations] == expected
+    expected = [
+        (each, layer, target) for each in asked.calls for layer in layers.get(each.name, [""]) for target in fixed
+    ]
+    assert [
+        (explanation.call, explanation.layer, explanation.target) for explanation in outcome.explanations
+    ] == expected
 
 
 def test_explanations_computed_together_equal_each_computed_alone(smooth):
     calls = ["layercam", call("smoothgrad", samples=2), "gradcam", "saliency"]
     together = explain(smooth, noise(0, 16), job(smooth, calls, THREE_OF_FIVE, ["layer", "conv"]), chunk=4)
     in_float64 = exact(smooth)
-    for one in together.explanations:
-        alone = job(smooth, [one.call], [one.target], [one.layer or "layer"])
+    for explanation in together.explanations:
+        alone = job(smooth, [explanation.call], [explanation.target], [explanation.layer or "layer"])
         (finding,), (truth,) = (explain(model, noise(0, 16), alone).explanations for model in (smooth, in_float64))
-        assert error_ratio(one.heatmap, finding.heatmap, truth.heatmap) <= 1
-        assert one.score == pytest.approx(finding.score, rel=1e-5)
-        assert one.verdict is finding.verdict
+        assert error_ratio(explanation.heatmap, finding.heatmap, truth.heatmap) <= 1
+        assert explanation.score == pytest.approx(finding.score, rel=1e-5)
+        assert explanation.verdict is finding.verdict
 
 
 def test_score_is_that_of_the_unchanged_image(resnet):
     outcome = explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=2, noise=0.9)], THREE))
     logits = outcome.logits
     expected = [logits.max(), logits[5], logits[1] - logits[2]]
-    assert [one.score for one in outcome.explanations] == pytest.approx(expected, rel=1e-4)
+    assert [explanation.score for explanation in outcome.explanations] == pytest.approx(expected, rel=1e-4)
 
 
 class Scaled(Cam):
-    """A kind of method derived by a plugin."""
+    """A kind of method derived in a plugin."""
 
 
 def test_method_of_a_derived_kind_runs_as_its_base_kind(resnet, monkeypatch):
@@ -134,7 +138,7 @@ def counted(model, monkeypatch):
         ((), "score", 2, 0),
     ],
 )
-def test_the_targets_of_one_image_share_its_forward_pass(resnet, monkeypatch, calls, kind, images, backwards):
+def test_targets_of_one_image_share_its_forward_pass(resnet, monkeypatch, calls, kind, images, backwards):
     first, second = noise(0, 64), noise(1, 64)
     rows = [Row(first, t, tuple(map(call, calls))) for t in THREE] + [Row(second, THREE[1], tuple(map(call, calls)))]
     counts, hook = counted(resnet, monkeypatch)
@@ -145,7 +149,7 @@ def test_the_targets_of_one_image_share_its_forward_pass(resnet, monkeypatch, ca
     assert counts == {"images": images, "forwards": 1, "backwards": backwards}
 
 
-def test_a_copy_of_an_image_goes_forward_once_for_all_its_targets(resnet, monkeypatch):
+def test_copy_of_an_image_has_one_forward_pass_for_all_its_targets(resnet, monkeypatch):
     counts, hook = counted(resnet, monkeypatch)
     try:
         explain(resnet, IMAGE, job(resnet, [call("smoothgrad", samples=4)], THREE))
@@ -156,7 +160,7 @@ def test_a_copy_of_an_image_goes_forward_once_for_all_its_targets(resnet, monkey
 
 def test_copies_with_different_noise_do_not_share_a_forward_pass(resnet, monkeypatch):
     calls = [call("smoothgrad", seed=1), call("smoothgrad", seed=2), call("smoothgrad", seed=1, noise=0.3)]
-    rows = [Row(IMAGE, THREE[1], (one,), copy) for one in calls for copy in (0, 1)]
+    rows = [Row(IMAGE, THREE[1], (each,), copy) for each in calls for copy in (0, 1)]
     counts, hook = counted(resnet, monkeypatch)
     try:
         run(resnet, rows, kind="saliency")
@@ -216,7 +220,7 @@ class PlantedMaps(Toy):
         (float("inf"), Verdict.NON_FINITE),
     ],
 )
-def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight, verdict):
+def test_verdict_of_an_explanation_names_its_problem(plant, weight, verdict):
     model = plain(plant(PlantedMaps))
     model.module.head.weight = weight
     for method in ("gradcam", "hirescam"):
@@ -228,14 +232,14 @@ def test_the_verdict_of_an_explanation_says_what_is_wrong_with_it(plant, weight,
     ("weight", "verdict"), [(1.0, Verdict.OK), (0.0, Verdict.ZERO_GRADIENT), (float("nan"), Verdict.NON_FINITE)]
 )
 @pytest.mark.parametrize("method", ["saliency", "smoothgrad"])
-def test_the_verdict_of_a_saliency_map_says_what_is_wrong_with_it(plant, method, weight, verdict):
+def test_verdict_of_a_saliency_map_names_its_problem(plant, method, weight, verdict):
     model = plant(PlantedMaps)
     model.module.head.weight = weight
     (finding,) = explain(model, noise(0, 16), job(model, [method], [ClassTarget(1)])).explanations
     assert finding.verdict is verdict
 
 
-def test_a_map_with_the_same_value_everywhere_is_called_flat(plant):
+def test_map_with_the_same_value_everywhere_is_called_flat(plant):
     model = plant(PlantedMaps)
     nn.init.zeros_(model.module.conv.weight)
     (finding,) = explain(model, noise(0, 16), job(model, ["gradcam"], [ClassTarget(1)], ["layer"])).explanations
@@ -251,7 +255,7 @@ def test_zero_gradient_of_one_image_does_not_affect_its_batch_neighbours(plant):
     nn.init.zeros_(model.module.conv.bias)
     dark, bright = np.full((16, 16, 3), 124, np.uint8), noise(0, 16)
     rows = [Row(image, ClassTarget(1), (call("gradcam"),)) for image in (bright, dark, bright.copy())]
-    assert [one.zero_gradient for one in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
+    assert [each.zero_gradient for each in run(model, rows, ["layer"])] == [(False,), (True,), (False,)]
 
 
 def test_out_of_memory_error_keeps_no_tensors_alive(resnet, monkeypatch):
@@ -269,7 +273,7 @@ def test_out_of_memory_error_keeps_no_tensors_alive(resnet, monkeypatch):
 
 
 class FakeEngine:
-    """Returns results for rows without a model, and counts the rows under way."""
+    """Fake that returns results for rows without a model, and counts the rows in flight."""
 
     def __init__(self, failing=None):
         self.rows = self.under_way = self.most = 0
@@ -292,7 +296,9 @@ class FakeEngine:
 def evaluate(model, calls, metrics, engine):
     """Return an assessment of a job's maps, its readings, and its peak memory in bytes."""
     chosen = tuple(
-        jobs.MetricCall(name, {one.name: one.default for one in METRICS[name].parameters} | parameters)
+        jobs.MetricCall(
+            name, {parameter.name: parameter.default for parameter in METRICS[name].parameters} | parameters
+        )
         for name, parameters in metrics
     )
     asked = jobs.EvaluationJob(job(model, calls, [ClassTarget(1)]), chosen)
@@ -305,7 +311,7 @@ def evaluate(model, calls, metrics, engine):
 
 
 MASKS = 64 * 64 * 64 * 4
-"""Bytes of the masks that a method tries at a time."""
+"""Bytes of the masks that a method uses at a time."""
 
 
 @pytest.mark.parametrize(
@@ -326,7 +332,7 @@ def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
     assert peak < 4 * MASKS
 
 
-def test_maps_that_are_computed_again_are_not_kept(resnet):
+def test_recomputed_maps_are_not_kept(resnet):
     _, (readings,), peak = evaluate(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], FakeEngine())
 
     assert math.isfinite(readings[0].value)
@@ -348,7 +354,7 @@ def test_failed_repeat_cancels_the_others(resnet):
     assert engine.rows < 200
 
 
-def test_surrogate_makes_its_masks_only_when_they_are_tried(resnet):
+def test_surrogate_creates_masks_only_when_they_are_used(resnet):
     pytest.importorskip("captum")
     evaluate(resnet, [call("kernel_shap", samples=32)], [], FakeEngine())  # for its imports, which must not count
     _, _, peak = evaluate(resnet, [call("kernel_shap", samples=2048)], [], FakeEngine())

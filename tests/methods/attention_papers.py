@@ -19,7 +19,7 @@ def by_hand(attention, kept):
     def forward(query, _key, _value, **_more):
         weight, bias, heads = attention.in_proj_weight, attention.in_proj_bias, attention.num_heads
         q, k, v = (query @ w.T + b for w, b in zip(weight.chunk(3), bias.chunk(3), strict=True))
-        q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k, v))
         kept.append((q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1))
         mixed = (kept[-1] @ v).transpose(1, 2).flatten(2)
         return mixed @ attention.out_proj.weight.T + attention.out_proj.bias, None
@@ -82,7 +82,7 @@ def paper(method, attention, gradients, own):
         return rolled([block.mean(0) for block in attention])
     if method == "gradient_rollout":
         fused = [(a * g).mean(0).clip(min=0) for a, g in zip(attention, gradients, strict=True)]
-        return rolled([without_lowest(one, 0.9) for one in fused])
+        return rolled([without_lowest(each, 0.9) for each in fused])
     if method == "chefer":
         relevance = np.eye(attention.shape[-1])
         for a, g in zip(attention, gradients, strict=True):

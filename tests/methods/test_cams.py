@@ -67,11 +67,11 @@ def seen(request):
         layer, images = model.info.default_layer, list(request.getfixturevalue("photos").values())[:2]
         classes = [result.target.index for result in run(model, [Row(i, RankTarget(0)) for i in images], kind="score")]
     rows = [Row(i, ClassTarget(c), tuple(map(call, CAMS))) for i, c in zip(images, classes, strict=True)]
-    found = [result.maps[0] for result in run(model, rows, [layer])]
+    results = [result.maps[0] for result in run(model, rows, [layer])]
     # The peers' own hooks and gradients go to a copy, which they may treat as they like.
     theirs = copy.deepcopy(model.module).requires_grad_()
-    ours = {name: np.stack([one[slot] for one in found]) for slot, name in enumerate(CAMS)}
-    return ours, [Peers(one, layer, inputs(model, *images), classes) for one in (theirs, doubled(theirs))]
+    ours = {name: np.stack([each[slot] for each in results]) for slot, name in enumerate(CAMS)}
+    return ours, [Peers(each, layer, inputs(model, *images), classes) for each in (theirs, doubled(theirs))]
 
 
 def worst(ours, oracle, peers):
@@ -92,17 +92,17 @@ def captured_by_hand(peers):
 @pytest.mark.parametrize("method", PAPERS)
 def test_map_equals_the_papers_formula(seen, method):
     ours, peers = seen
-    assert worst(ours[method], lambda one: [PAPERS[method](a, g) for a, g in captured_by_hand(one)], peers) <= 1
+    assert worst(ours[method], lambda each: [PAPERS[method](a, g) for a, g in captured_by_hand(each)], peers) <= 1
 
 
 @pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("hirescam", "HiResCAM"), ("layercam", "LayerCAM")])
-def test_a_map_equals_that_of_pytorch_grad_cam_after_its_normalisation_and_resize(seen, name, peer):
+def test_map_equals_that_of_pytorch_grad_cam_after_its_normalisation_and_resize(seen, name, peer):
     def theirs(peers):
         with getattr(pytorch_grad_cam, peer)(peers.model, [peers.layer]) as cam:
             return cam(peers.image, [ClassifierOutputTarget(index) for index in peers.classes])
 
     ours, peers = seen
-    assert worst([as_grad_cam_draws(one, peers[0].image.shape[2:]) for one in ours[name]], theirs, peers) <= 1
+    assert worst([as_grad_cam_draws(each, peers[0].image.shape[2:]) for each in ours[name]], theirs, peers) <= 1
 
 
 def as_grad_cam_draws(heatmap, size):
@@ -117,32 +117,32 @@ def between_0_and_1(heatmap, eps):
 
 
 @pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("layercam", "LayerCAM")])
-def test_a_map_equals_that_of_torchcam_after_its_relu_and_normalisation(seen, name, peer):
+def test_map_equals_that_of_torchcam_after_its_relu_and_normalisation(seen, name, peer):
     def theirs(peers):
         with getattr(torchcam.methods, peer)(peers.model, peers.layer) as cam:
             return cam(peers.classes, peers.model(peers.image), normalized=True)[0]
 
     ours, peers = seen
-    positive = [np.maximum(one, 0) for one in ours[name]]
-    assert worst([between_0_and_1(one, 1e-8) for one in positive], theirs, peers) <= 1
+    positive = [np.maximum(each, 0) for each in ours[name]]
+    assert worst([between_0_and_1(each, 1e-8) for each in positive], theirs, peers) <= 1
 
 
-def test_the_signed_gradcam_map_equals_captums(seen):
+def test_signed_gradcam_map_equals_captums(seen):
     ours, peers = seen
-    assert worst(ours["gradcam"], lambda one: captums(one, one.classes), peers) <= 1
+    assert worst(ours["gradcam"], lambda each: captums(each, each.classes), peers) <= 1
 
 
 def captums(peers, classes):
     """The signed maps of captum's LayerGradCam."""
-    found = LayerGradCam(peers.model, peers.layer).attribute(peers.image, classes, relu_attributions=False)
-    return found.detach()[:, 0]
+    result = LayerGradCam(peers.model, peers.layer).attribute(peers.image, classes, relu_attributions=False)
+    return result.detach()[:, 0]
 
 
-def test_the_map_of_a_wrong_class_is_caught(seen):
+def test_map_of_a_wrong_class_is_detected(seen):
     """A planted fault: the comparisons above can tell one class's map from another's."""
     ours, peers = seen
     for one, *theirs in zip(
-        ours["gradcam"], *(captums(one, [1 + i for i in one.classes]) for one in peers), strict=True
+        ours["gradcam"], *(captums(each, [1 + i for i in each.classes]) for each in peers), strict=True
     ):
         assert error_ratio(one, *theirs) > 1
 
@@ -152,10 +152,10 @@ PLAIN = [name for name in METHODS if runs_unchanged(call(name))]
 
 def weigh(name, activations, gradients, **parameters):
     """A method's maps, summed where it gives the terms of channels."""
-    found = METHODS[name].weigh(
+    result = METHODS[name].weigh(
         activations, gradients, torch.zeros(len(activations)), **call(name, **parameters).parameters
     )
-    return found.sum(1) if found.dim() == 4 else found
+    return result.sum(1) if result.dim() == 4 else result
 
 
 def drawn(*shape):
@@ -165,19 +165,19 @@ def drawn(*shape):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_formula_treats_every_image_of_a_batch_alone(name):
+def test_formula_treats_the_images_of_a_batch_independently(name):
     activations, gradients = drawn(5, 8, 3, 4)
     together = weigh(name, activations, gradients)
-    for one in range(5):
-        a, g = activations[one : one + 1], gradients[one : one + 1]
-        assert error_ratio(together[one : one + 1], weigh(name, a, g), weigh(name, a.double(), g.double())) <= 1
+    for each in range(5):
+        a, g = activations[each : each + 1], gradients[each : each + 1]
+        assert error_ratio(together[each : each + 1], weigh(name, a, g), weigh(name, a.double(), g.double())) <= 1
 
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("nothing", ["activations", "gradients"])
 def test_maps_of_zero_gradients_and_activations_are_finite(name, nothing):
-    found = {key: torch.zeros_like(one) if key == nothing else one for key, one in named(drawn(2, 8, 3, 4)).items()}
-    assert weigh(name, **found).isfinite().all()
+    result = {key: torch.zeros_like(each) if key == nothing else each for key, each in named(drawn(2, 8, 3, 4)).items()}
+    assert weigh(name, **result).isfinite().all()
 
 
 def named(pair):
@@ -200,13 +200,13 @@ def test_grad_cam_plus_plus_is_invariant_to_the_scale_of_a_layer(variant, scale)
     activations, gradients = drawn(2, 8, 3, 4)
     plain = weigh("gradcam_plus_plus", activations, gradients, variant=variant)
     truth = weigh("gradcam_plus_plus", activations.double(), gradients.double(), variant=variant)
-    found = weigh("gradcam_plus_plus", activations / scale, gradients * scale, variant=variant)
-    assert error_ratio(found, plain, truth) <= 1
+    result = weigh("gradcam_plus_plus", activations / scale, gradients * scale, variant=variant)
+    assert error_ratio(result, plain, truth) <= 1
 
 
 def test_grad_cam_plus_plus_with_an_epsilon_depends_on_the_scale_of_a_layer():
     """A planted fault: the test above catches what pytorch-grad-cam does."""
-    activations, gradients = (one.numpy() for one in drawn(2, 8, 3, 4))
+    activations, gradients = (each.numpy() for each in drawn(2, 8, 3, 4))
     with pytorch_grad_cam.GradCAMPlusPlus(Toy(), [Toy().layer]) as cam:
         plain, small = (
             (cam.get_cam_weights(None, None, None, activations / s, gradients * s)[:, :, None, None] * activations / s)
@@ -219,8 +219,8 @@ def test_alpha_is_a_half_if_the_sum_of_activations_is_negative():
     """Equation 19 has a pole there, which feature maps behind a ReLU never come near."""
     gradients = torch.full((1, 1, 2, 2), 0.5)
     activations = torch.full((1, 1, 2, 2), -1.0)  # 2 + g ΣA is zero
-    found = METHODS["gradcam_plus_plus"].weigh(activations, gradients, torch.zeros(1), variant="paper")
-    assert gap(found, 4 * 0.5 * 0.5 * activations) <= 1e-6
+    result = METHODS["gradcam_plus_plus"].weigh(activations, gradients, torch.zeros(1), variant="paper")
+    assert gap(result, 4 * 0.5 * 0.5 * activations) <= 1e-6
 
 
 def test_variants_of_grad_cam_plus_plus_agree_if_sums_are_negative(lite0, photos):
@@ -228,11 +228,11 @@ def test_variants_of_grad_cam_plus_plus_agree_if_sums_are_negative(lite0, photos
     calls = tuple(call("gradcam_plus_plus", variant=variant) for variant in ("paper", "official"))
     rows = [Row(photo, RankTarget(0), calls) for photo in photos.values()]
     for result in run(lite0, rows, ["blocks.4.2"]):
-        paper, official = (one.ravel() for one in result.maps[0])
+        paper, official = (each.ravel() for each in result.maps[0])
         assert np.corrcoef(paper, official)[0, 1] >= 0.9
 
 
-def test_an_official_weight_is_a_mean_of_positive_gradients():
+def test_official_weight_is_a_mean_of_positive_gradients():
     activations, gradients = drawn(1, 8, 3, 4)
     terms = METHODS["gradcam_plus_plus"].weigh(activations, gradients, torch.zeros(1), variant="official")
     for channel, g, term in zip(activations[0], gradients[0], terms[0], strict=True):
@@ -240,14 +240,14 @@ def test_an_official_weight_is_a_mean_of_positive_gradients():
         assert float(g[g > 0].min()) * (1 - 1e-5) <= weight <= float(g.max()) * (1 + 1e-5)
 
 
-def test_an_xgradcam_map_adds_up_to_the_gradient_times_the_activations():
+def test_xgradcam_map_adds_up_to_the_gradient_times_the_activations():
     """Conservation, which the paper derives its weights from (section 3.1)."""
     activations, gradients = drawn(4, 8, 3, 4)
     plain, truth = ((a * g).sum((1, 2, 3)) for a, g in ((activations, gradients), (activations.double(), gradients)))
     assert error_ratio(weigh("xgradcam", activations, gradients).sum((1, 2)), plain, truth) <= 1
 
 
-def test_a_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
+def test_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
     activations, gradients = drawn(1, 2, 2, 2)
     activations[0, 0] = torch.tensor([[1.0, -1.0], [2.0, -2.0]])
     expected = weigh("xgradcam", activations[:, 1:], gradients[:, 1:])
@@ -257,8 +257,8 @@ def test_a_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
 @pytest.mark.parametrize("name", ["eigencam", "kpcacam"])
 def test_sign_of_a_principal_component_is_that_of_the_rising_score(lite0, photos, name):
     for photo in photos.values():
-        found = maps(lite0, photo, lite0.info.default_layer, RankTarget(0), ("gradcam", name))
-        assert np.corrcoef(found["gradcam"].ravel(), found[name].ravel())[0, 1] >= 0
+        result = maps(lite0, photo, lite0.info.default_layer, RankTarget(0), ("gradcam", name))
+        assert np.corrcoef(result["gradcam"].ravel(), result[name].ravel())[0, 1] >= 0
         here, there = (maps(lite0, photo, lite0.info.default_layer, target, (name,))[name] for target in OPPOSITES)
         np.testing.assert_array_equal(here, -there)
 
@@ -269,24 +269,24 @@ OPPOSITES = (ContrastTarget(281, 282), ContrastTarget(282, 281))
 def test_sign_of_eigencam_is_that_of_the_scores_slope_along_the_component():
     """The docstring states the sign: v · Σg ≥ 0."""
     activations, gradients = drawn(6, 8, 3, 4)
-    for a, g, found in zip(activations, gradients, weigh("eigencam", activations, gradients), strict=True):
+    for a, g, heatmap in zip(activations, gradients, weigh("eigencam", activations, gradients), strict=True):
         rows = a.flatten(1).T - a.flatten(1).mean(1)
-        v = rows.T @ found.flatten()  # the map is (A - mean) v, and v an eigenvector of the covariance
+        v = rows.T @ heatmap.flatten()  # the map is (A - mean) v, and v an eigenvector of the covariance
         assert float(v @ g.sum((1, 2))) >= 0
 
 
 def test_principal_component_equals_numpys():
     terms, _ = drawn(3, 8, 3, 4)
-    for one, found in zip(terms.double().numpy(), principal(terms).numpy(), strict=True):
-        assert error_ratio(found, numpys(one.astype(np.float32)), numpys(one)) <= 1
+    for term, heatmap in zip(terms.double().numpy(), principal(terms).numpy(), strict=True):
+        assert error_ratio(heatmap, numpys(term.astype(np.float32)), numpys(term)) <= 1
 
 
 def numpys(terms):
     """The first principal component of terms [C,h,w]."""
     rows = terms.reshape(len(terms), -1).T
     rows = rows - rows.mean(0)
-    found = (rows @ np.linalg.svd(rows)[2][0]).reshape(terms.shape[1:])
-    return found * np.sign((found * terms.sum(0)).sum())
+    result = (rows @ np.linalg.svd(rows)[2][0]).reshape(terms.shape[1:])
+    return result * np.sign((result * terms.sum(0)).sum())
 
 
 def test_kpcacam_with_a_linear_kernel_is_eigencam():
@@ -301,8 +301,8 @@ def test_kpcacam_refuses_a_grid_that_is_too_fine():
 
 
 def test_fem_ignores_the_target_and_is_zero_if_nothing_stands_out(resnet):
-    one, other = (maps(resnet, noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2))
-    np.testing.assert_array_equal(one, other)
+    first, second = (maps(resnet, noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2))
+    np.testing.assert_array_equal(first, second)
     assert not weigh("fem", *drawn(1, 8, 3, 4), k=10.0).any()
 
 
@@ -330,7 +330,8 @@ def bent(model, name, image, index):
     terms = gradient(activation) - bend / 2
     if info.axes == "tokens":
         terms, activation = (
-            one[:, info.prefix :].transpose(1, 2).unflatten(2, (info.height, info.width)) for one in (terms, activation)
+            each[:, info.prefix :].transpose(1, 2).unflatten(2, (info.height, info.width))
+            for each in (terms, activation)
         )
     return (terms.mean((2, 3), keepdim=True) * activation).sum(1)[0]
 
@@ -349,14 +350,14 @@ def captured(net, name, image, at=None, index=0):
 
 
 def test_curvature_of_shapleycam_equals_a_difference_of_gradients(smooth):
-    ours, plain = (found_on(one, noise(0, 16), "shapleycam", "conv") for one in (smooth, unaided(smooth)))
+    ours, plain = (found_on(each, noise(0, 16), "shapleycam", "conv") for each in (smooth, unaided(smooth)))
     assert error_ratio(ours, plain, bent(smooth, "conv", inputs(smooth, noise(0, 16)), 1)) <= 1
     assert gap(ours, found_on(smooth, noise(0, 16), "gradcam", "conv")) > 0.01
 
 
 def test_curvature_of_shapleycam_passes_fused_attention():
     model = load(parse("timm:vit_tiny_patch16_224?weights=none&size=64&classes=10"))
-    ours, plain = (found_on(one, noise(0, 64), "shapleycam", "blocks.10") for one in (model, unaided(model)))
+    ours, plain = (found_on(each, noise(0, 64), "shapleycam", "blocks.10") for each in (model, unaided(model)))
     assert error_ratio(ours, plain, bent(model, "blocks.10", inputs(model, noise(0, 64)), 1)) <= 1
 
 
@@ -367,12 +368,12 @@ def test_smooth_grad_cam_plus_plus_without_noise_is_grad_cam_plus_plus(smooth):
 
 
 def test_smooth_grad_cam_plus_plus_depends_on_its_seed_alone(smooth):
-    one, again, other = (
+    first, repeated, other_seed = (
         found_on(smooth, noise(0, 16), call("smoothgradcam_plus_plus", samples=3, seed=seed), "conv")
         for seed in (4, 4, 5)
     )
-    np.testing.assert_array_equal(one, again)
-    assert gap(one, other) > 0.01
+    np.testing.assert_array_equal(first, repeated)
+    assert gap(first, other_seed) > 0.01
 
 
 def test_smooth_grad_cam_plus_plus_weights_the_images_own_feature_maps(smooth):
@@ -381,7 +382,7 @@ def test_smooth_grad_cam_plus_plus_weights_the_images_own_feature_maps(smooth):
     assert asked.rows == 2 * (1 + 3)
     for finding in explain(smooth, noise(0, 16), asked, chunk=3).explanations[:4]:
         expected = (
-            found_on(one, noise(0, 16), method, finding.layer, finding.target) for one in (smooth, exact(smooth))
+            found_on(each, noise(0, 16), method, finding.layer, finding.target) for each in (smooth, exact(smooth))
         )
         assert error_ratio(finding.heatmap, *expected) <= 1
 
@@ -417,7 +418,7 @@ def test_infinite_logit_of_a_class_does_not_affect_other_scores(plant):
     model = plant(Masks)
     rows = [Row(noise(i, 16), t, (call("gradcam"),)) for i, t in enumerate([ClassTarget(1), ContrastTarget(1, 2)])]
     together = run(model, rows, ["layer"])
-    (alone,), (truth,) = (run(one, rows[:1], ["layer"]) for one in (model, exact(model)))
+    (alone,), (truth,) = (run(each, rows[:1], ["layer"]) for each in (model, exact(model)))
     assert np.isfinite(alone.score)
     assert error_ratio(together[0].score, alone.score, truth.score) <= 1
 
@@ -425,9 +426,9 @@ def test_infinite_logit_of_a_class_does_not_affect_other_scores(plant):
 def test_raw_maps_are_signed_float32_on_the_layers_own_grid(lite0, photos):
     rows = [Row(photos["chelsea"], RankTarget(0), tuple(map(call, CAMS)))]
     (result,) = run(lite0, rows, ["blocks.4.2", "blocks.2.1"])
-    assert [[one.shape for one in layer] for layer in result.maps] == [[(14, 14)] * 3, [(28, 28)] * 3]
-    assert all(one.dtype == np.float32 for layer in result.maps for one in layer)
-    assert all(one.min() < 0 < one.max() for layer in result.maps for one in layer)
+    assert [[each.shape for each in layer] for layer in result.maps] == [[(14, 14)] * 3, [(28, 28)] * 3]
+    assert all(each.dtype == np.float32 for layer in result.maps for each in layer)
+    assert all(each.min() < 0 < each.max() for layer in result.maps for each in layer)
 
 
 def test_two_calls_of_one_method_with_different_parameters_are_two_maps(monkeypatch):

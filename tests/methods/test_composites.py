@@ -1,4 +1,4 @@
-"""Maps made of many: of several layers, of copies and windows of the image, of the input and every bias."""
+"""Maps composed of several layers, of copies and windows of the image, or of the input and all biases."""
 
 import cv2
 import numpy as np
@@ -26,13 +26,13 @@ STAGES = ("layer2", "layer3", "layer4")
 
 
 def finding(model, image, asked, *layers, target=ClassTarget(1), fusion=None):  # noqa: B008 -- frozen
-    """The one thing found for a call."""
-    (found,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).explanations
-    return found
+    """Return the only explanation of a call."""
+    (explanation,) = explain(model, image, job(model, [asked], [target], layers, fusion=fusion)).explanations
+    return explanation
 
 
 def scaled(heatmap, size):
-    """Cut at zero, from 0 to 1, at another size."""
+    """Return a map clipped at zero, scaled to 0 to 1 and resized."""
     cut = heatmap.clip(min=0)
     return cv2.resize((cut - cut.min()) / (cut.max() - cut.min()), size[::-1], interpolation=cv2.INTER_LINEAR)
 
@@ -42,20 +42,20 @@ def scaled(heatmap, size):
 
 @pytest.fixture(scope="module")
 def stages(resnet):
-    """The Grad-CAM maps of three stages, each scaled and at the finest one's size; and the same of float64."""
+    """Grad-CAM maps of three stages, scaled and resized to the finest one; in float32 and float64."""
     answers = [
         explain(model, noise(0, 64), job(model, ["gradcam"], [ClassTarget(1)], STAGES)).explanations
         for model in (resnet, exact(resnet))
     ]
-    return [[scaled(one.heatmap, found[0].heatmap.shape) for one in found] for found in answers]
+    return [[scaled(item.heatmap, each[0].heatmap.shape) for item in each] for each in answers]
 
 
 @pytest.mark.parametrize(("fusion", "by_hand"), [("mean", np.mean), ("max", np.max), ("product", np.prod)])
 def test_layers_are_fused_value_by_value_on_the_finest_grid(resnet, stages, fusion, by_hand):
-    found = finding(resnet, noise(0, 64), "gradcam", *STAGES, fusion=fusion)
-    plain, truth = (by_hand(one, axis=0) for one in stages)
-    assert error_ratio(found.heatmap, plain, truth) <= 1
-    assert found.layer == JOINT.join(STAGES)
+    result = finding(resnet, noise(0, 64), "gradcam", *STAGES, fusion=fusion)
+    plain, truth = (by_hand(stage, axis=0) for stage in stages)
+    assert error_ratio(result.heatmap, plain, truth) <= 1
+    assert result.layer == JOINT.join(STAGES)
     turned = finding(resnet, noise(0, 64), "gradcam", *STAGES[::-1], fusion=fusion)
     assert error_ratio(turned.heatmap, plain, truth) <= 1
 
@@ -63,12 +63,12 @@ def test_layers_are_fused_value_by_value_on_the_finest_grid(resnet, stages, fusi
 def test_layers_are_fused_target_by_target(resnet):
     targets = [ClassTarget(1), ContrastTarget(3, 4)]
     together = explain(resnet, noise(0, 64), job(resnet, ["layercam"], targets, STAGES, fusion="mean")).explanations
-    for one in together:
+    for each in together:
         alone, truth = (
-            finding(model, noise(0, 64), "layercam", *STAGES, target=one.target, fusion="mean")
+            finding(model, noise(0, 64), "layercam", *STAGES, target=each.target, fusion="mean")
             for model in (resnet, exact(resnet))
         )
-        assert error_ratio(one.heatmap, alone.heatmap, truth.heatmap) <= 1
+        assert error_ratio(each.heatmap, alone.heatmap, truth.heatmap) <= 1
 
 
 @pytest.mark.parametrize(("value", "expected"), [(3.0, [[0.0, 1.0]]), (0.0, [[0.0, 0.0]]), (-1.0, [[0.0, 0.0]])])
@@ -81,8 +81,8 @@ def test_constant_positive_layer_leaves_a_product_unchanged(value, expected):
 
 
 def test_refinecam_is_the_product_of_grad_cams_of_the_layers_named(resnet, stages):
-    found = finding(resnet, noise(0, 64), "refinecam", *STAGES)
-    assert error_ratio(found.heatmap, *(np.prod(one, 0) for one in stages)) <= 1
+    result = finding(resnet, noise(0, 64), "refinecam", *STAGES)
+    assert error_ratio(result.heatmap, *(np.prod(stage, 0) for stage in stages)) <= 1
 
 
 def test_refinecam_adds_the_last_layer_of_each_finer_grid(resnet):
@@ -90,9 +90,9 @@ def test_refinecam_adds_the_last_layer_of_each_finer_grid(resnet):
     assert joined[-1] == "layer4"
     grids = [resnet.info.layers[name].layout.height for name in joined]
     assert grids == sorted(set(grids), reverse=True)
-    found = finding(resnet, noise(0, 64), "refinecam", "layer4")
-    assert found.layer == JOINT.join(joined)
-    assert gap(found.heatmap, finding(resnet, noise(0, 64), "refinecam", *joined).heatmap) == 0
+    result = finding(resnet, noise(0, 64), "refinecam", "layer4")
+    assert result.layer == JOINT.join(joined)
+    assert gap(result.heatmap, finding(resnet, noise(0, 64), "refinecam", *joined).heatmap) == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- copies
@@ -101,7 +101,7 @@ def test_refinecam_adds_the_last_layer_of_each_finer_grid(resnet):
 def test_augmentation_averages_mirrored_and_brightened_copies(lite0, photos):
     asked = MethodCall("gradcam", augmented=True)
     layer = lite0.info.default_layer
-    found = finding(lite0, photos["coffee"], asked, layer, target=ClassTarget(504)).heatmap
+    result = finding(lite0, photos["coffee"], asked, layer, target=ClassTarget(504)).heatmap
 
     def mean(model):
         image = inputs(model, photos["coffee"])
@@ -114,11 +114,11 @@ def test_augmentation_averages_mirrored_and_brightened_copies(lite0, photos):
             axis=0,
         )
 
-    assert error_ratio(found, mean(lite0), mean(exact(lite0))) <= 1
+    assert error_ratio(result, mean(lite0), mean(exact(lite0))) <= 1
 
 
 def grad_cam(model, image, layer, index):
-    """Grad-CAM by autograd and nothing of ours."""
+    """Return Grad-CAM by plain autograd."""
     kept = []
 
     def keep(_module, _args, output):
@@ -130,7 +130,7 @@ def grad_cam(model, image, layer, index):
     return (gradient.mean((2, 3), keepdim=True) * kept[0]).sum(1)[0].detach().numpy()
 
 
-def test_the_copies_explain_the_class_of_the_image_as_it_is(resnet):
+def test_copies_explain_the_class_of_the_unchanged_image(resnet):
     asked = job(resnet, [MethodCall("gradcam", augmented=True)], [RankTarget(0)])
     batches = []
     outcome = explain(resnet, noise(0, 64), asked, batches=batches)
@@ -138,7 +138,7 @@ def test_the_copies_explain_the_class_of_the_image_as_it_is(resnet):
     assert sum(rows for _, rows in batches) == asked.rows == 1 + len(AUGMENTED)
 
 
-def test_an_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos):
+def test_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos):
     asked, layer = MethodCall("layercam", augmented=True), lite0.info.default_layer
     other = finding(lite0, np.ascontiguousarray(photos["chelsea"][:, ::-1]), asked, layer).heatmap
     expected = (finding(model, photos["chelsea"], asked, layer).heatmap for model in (lite0, exact(lite0)))
@@ -149,7 +149,7 @@ def test_an_augmented_map_of_a_mirrored_image_is_the_mirrored_map(lite0, photos)
 
 
 @pytest.mark.parametrize(("scales", "count"), [(1, 1), (2, 5), (6, 31), (12, 122)])
-def test_windows_cover_the_image_and_are_as_many_as_the_authors(scales, count):
+def test_windows_cover_the_image_and_their_number_is_the_authors(scales, count):
     views = windows(height=224, width=224, scales=scales)
     assert len(views) == count
     assert sorted({view.enlarged(224, 224)[0] for view in views}) == [224 + 64 * number for number in range(scales)]
@@ -164,7 +164,7 @@ def test_windows_cover_the_image_and_are_as_many_as_the_authors(scales, count):
         assert seen.all()
 
 
-def test_a_window_is_what_is_cut_out_of_the_enlarged_image():
+def test_window_is_a_crop_of_the_enlarged_image():
     image = torch.rand(3, 20, 28, generator=torch.Generator().manual_seed(0))
     for view in windows(height=20, width=28, scales=3):
         height, width = view.enlarged(20, 28)
@@ -193,15 +193,15 @@ def test_window_with_an_unlikely_target_adds_little():
 def test_windows_with_zero_maps_or_probabilities_give_a_zero_map():
     views = windows(height=16, width=16, scales=1)
     for maps, chances in ((np.zeros((1, 2, 2)), [0.5]), (np.ones((1, 2, 2)), [0.5]), (np.eye(2)[None], [0.0])):
-        found = sess(maps.astype(np.float32), np.array(chances, np.float32), views, height=16, width=16)
-        assert not found.any()
+        result = sess(maps.astype(np.float32), np.array(chances, np.float32), views, height=16, width=16)
+        assert not result.any()
 
 
 def test_weight_of_a_window_is_a_probability(resnet):
     rows = [Row(noise(0, 64), target) for target in (ClassTarget(3), ContrastTarget(3, 4), ProbabilityTarget(3))]
-    one, contrast, probability = run(resnet, rows, kind="score")
-    shares = np.exp(one.logits - one.logits.max()) / np.exp(one.logits - one.logits.max()).sum()
-    assert weight_probability(resnet.info.task, one) == pytest.approx(shares[3], rel=1e-4)
+    rank, contrast, probability = run(resnet, rows, kind="score")
+    shares = np.exp(rank.logits - rank.logits.max()) / np.exp(rank.logits - rank.logits.max()).sum()
+    assert weight_probability(resnet.info.task, rank) == pytest.approx(shares[3], rel=1e-4)
     assert weight_probability(resnet.info.task, contrast) == pytest.approx(1 / (1 + np.exp(-contrast.score)), rel=1e-4)
     assert weight_probability(resnet.info.task, probability) == pytest.approx(shares[3], rel=1e-4)
 
@@ -215,36 +215,36 @@ def biased():
     return models.load(models.parse("drawn=methods.parity.made:resnet18?size=64"))
 
 
-def test_the_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
-    """Completeness, equation 3: of a network of ReLUs and linear layers. In float64, for the terms cancel."""
+def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
+    """Completeness (equation 3) of a network of ReLUs and linear layers, in float64 because the terms cancel."""
     model = exact(biased)
     pictures = inputs(model, noise(0, 64), noise(1, 64)).requires_grad_()
-    said, biases = bias.run_with_biases(model, pictures)
-    scores = said.values[:, 7]
+    outputs, biases = bias.run_with_biases(model, pictures)
+    scores = outputs.values[:, 7]
     terms = bias.score_terms(scores, pictures, biases)
-    total = sum(one.sum((1, 2, 3)) for one in terms) + model.module.fc.bias[7]
-    assert len(biases) == sum(isinstance(one, nn.BatchNorm2d) for one in model.module.modules())
+    total = sum(each.sum((1, 2, 3)) for each in terms) + model.module.fc.bias[7]
+    assert len(biases) == sum(isinstance(module, nn.BatchNorm2d) for module in model.module.modules())
     assert gap(total.detach(), scores.detach()) <= 1e-6
 
 
 def test_fullgrad_without_a_batch_norms_mean_is_incomplete(biased):
-    """A planted fault: the parameter called bias is not all that a batch normalisation adds."""
+    """A planted fault: a batch normalisation adds more than its bias parameter."""
     pictures = inputs(biased, noise(0, 64)).requires_grad_()
-    said, biases = bias.run_with_biases(biased, pictures)
-    layers = [one for one in biased.module.modules() if isinstance(one, nn.BatchNorm2d)]
-    terms = bias.score_terms(said.values[:, 7], pictures, biases)
-    named = [t * (b.bias / one.value)[:, None, None] for t, one, b in zip(terms[1:], biases, layers, strict=False)]
-    total = terms[0].sum() + sum(one.sum() for one in named) + biased.module.fc.bias[7]
-    assert gap(total.detach(), said.values[0, 7].detach()) > 0.05
+    outputs, biases = bias.run_with_biases(biased, pictures)
+    layers = [module for module in biased.module.modules() if isinstance(module, nn.BatchNorm2d)]
+    terms = bias.score_terms(outputs.values[:, 7], pictures, biases)
+    named = [t * (b.bias / each.value)[:, None, None] for t, each, b in zip(terms[1:], biases, layers, strict=False)]
+    total = terms[0].sum() + sum(each.sum() for each in named) + biased.module.fc.bias[7]
+    assert gap(total.detach(), outputs.values[0, 7].detach()) > 0.05
 
 
-def test_a_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):
-    found = finding(biased, noise(0, 64), "fullgrad")
-    assert found.heatmap.shape == (64, 64)
-    assert found.heatmap.dtype == np.float32
-    assert found.heatmap.min() >= 0
-    assert found.layer == ""
-    assert found.verdict is Verdict.OK
+def test_fullgrad_map_has_the_inputs_size_and_is_never_negative(biased):
+    result = finding(biased, noise(0, 64), "fullgrad")
+    assert result.heatmap.shape == (64, 64)
+    assert result.heatmap.dtype == np.float32
+    assert result.heatmap.min() >= 0
+    assert result.layer == ""
+    assert result.verdict is Verdict.OK
 
 
 def test_fullgrad_rows_of_a_batch_equal_rows_computed_alone(biased):
@@ -259,13 +259,13 @@ def test_fullgrad_rows_of_a_batch_equal_rows_computed_alone(biased):
 
 
 def counted(model, size=16):
-    """Return the shape of the sum with each bias that is found."""
+    """Return the output shape at each bias that is recorded."""
     pictures = inputs(model, noise(0, size)).requires_grad_()
-    return [tuple(one.output.shape[1:]) for one in bias.run_with_biases(model, pictures)[1]]
+    return [tuple(each.output.shape[1:]) for each in bias.run_with_biases(model, pictures)[1]]
 
 
 class Adds(nn.Module):
-    """Adds biases in every way that has a grid, and in some that have none."""
+    """Network that adds biases in every way with a grid, and in some without."""
 
     def __init__(self):
         super().__init__()
@@ -287,12 +287,12 @@ def test_fullgrad_records_every_kind_of_bias_with_a_grid(plant):
     assert counted(plant(Adds)) == [(4, 16, 16)] * 3 + [(16, 16, 4)] * 2
 
 
-def test_a_bias_that_is_added_twice_counts_twice(plant):
+def test_bias_that_is_added_twice_counts_twice(plant):
     model = plant(lambda: Toy(lambda net, seen: net.conv(seen[:, :3])))
     assert counted(model) == [(4, 16, 16)] * 2
 
 
-def test_the_tokens_of_a_transformer_have_a_grid():
+def test_tokens_of_a_transformer_have_a_grid():
     model = models.load(models.parse("timm:vit_tiny_patch16_224?weights=none&size=64&classes=10"))
     shapes = counted(model, 64)
     assert (
@@ -317,6 +317,6 @@ def test_fullgrad_refuses_a_model_without_biases(plant):
 def test_score_without_a_gradient_gives_a_zero_map(plant):
     model = plant(Toy)
     model.module.middle = lambda net, seen: net.layer(seen).detach()
-    found = finding(model, noise(0, 16), "fullgrad")
-    assert found.verdict is Verdict.ZERO_GRADIENT
-    assert not found.heatmap.any()
+    result = finding(model, noise(0, 16), "fullgrad")
+    assert result.verdict is Verdict.ZERO_GRADIENT
+    assert not result.heatmap.any()

@@ -1,4 +1,4 @@
-"""Saliency: equal to captum, and the same whatever the batch."""
+"""Saliency methods equal captum, and do not depend on the batch."""
 
 import copy
 import itertools
@@ -35,14 +35,14 @@ def heatmap(model, image, method, target=ClassTarget(3), chunk=64):  # noqa: B00
 
 
 def both(oracle, model, *images):
-    """An oracle's results for a module and an input, in plain float32 and in float64."""
+    """Return the reference's results for a module and an input, in plain float32 and in float64."""
     image = inputs(model, *images)
     yield oracle(copy.deepcopy(model.module), image.clone().requires_grad_()).detach()
     yield oracle(doubled(model.module), image.double().requires_grad_()).detach()
 
 
 def documented_noise(image, seed, index):
-    """The noise of a copy: it depends on the seed and the copy's index alone."""
+    """Return the noise of a copy, which depends only on the seed and the index of the copy."""
     drawn = torch.randn(image.shape, generator=torch.Generator().manual_seed(seed * 100_003 + index))
     return drawn.to(image.dtype)
 
@@ -77,10 +77,10 @@ def test_smoothgrad_equals_captums_noise_tunnel_on_the_same_noise(smooth, monkey
     def theirs(module, image):
         planned = torch.stack([documented_noise(image[0], seed, i) for i in range(samples)])
         monkeypatch.setattr(torch, "normal", lambda mean, std: mean + std * planned)
-        found = NoiseTunnel(Saliency(module)).attribute(
+        result = NoiseTunnel(Saliency(module)).attribute(
             image, nt_samples=samples, stdevs=deviation(image, share), target=3, abs=False
         )
-        return found[0].abs().amax(0)
+        return result[0].abs().amax(0)
 
     ours = heatmap(smooth, noise(0, 16), call("smoothgrad", samples=samples, noise=share, seed=seed))
     assert error_ratio(ours, *both(theirs, smooth, noise(0, 16))) <= 1
@@ -98,17 +98,17 @@ def test_smoothgrad_is_the_mean_gradient_over_the_documented_copies(smooth):
 
 
 def gradients_at(module, image, changes):
-    """The gradient of a class at each changed image, [N,3,H,W]."""
-    found = []
+    """Return the gradient of a class at each changed image, [N,3,H,W]."""
+    results = []
     for change in changes:
         leaf = (image.detach() + change).requires_grad_()
-        found += torch.autograd.grad(module(leaf)[0, 3], leaf)
-    return torch.cat(found)
+        results += torch.autograd.grad(module(leaf)[0, 3], leaf)
+    return torch.cat(results)
 
 
 def test_smoothgrad_does_not_depend_on_the_batches_of_its_copies(smooth):
     method = call("smoothgrad", samples=8, seed=5)
-    whole, truth = (heatmap(one, noise(2, 16), method, chunk=8) for one in (smooth, exact(smooth)))
+    whole, truth = (heatmap(each, noise(2, 16), method, chunk=8) for each in (smooth, exact(smooth)))
     for chunk in (1, 3):
         assert error_ratio(heatmap(smooth, noise(2, 16), method, chunk=chunk), whole, truth) <= 1
 
@@ -122,15 +122,17 @@ def test_smoothgrads_copies_share_a_batch_with_other_requests_unchanged(smooth):
         Row(noise(2, 16), RankTarget(1), (method,), 0),
     ]
     for row, mixed in zip(rows, run(smooth, rows, kind="saliency"), strict=True):
-        (alone,), (truth,) = (run(one, [row], kind="saliency") for one in (smooth, exact(smooth)))
+        (alone,), (truth,) = (run(each, [row], kind="saliency") for each in (smooth, exact(smooth)))
         assert error_ratio(mixed.maps[0][0], alone.maps[0][0], truth.maps[0][0]) <= 1
         assert mixed.target == alone.target
 
 
-def test_the_same_seed_gives_the_same_map_and_another_seed_another(smooth):
-    one, again, other = (heatmap(smooth, noise(3, 16), call("smoothgrad", samples=2, seed=seed)) for seed in (4, 4, 5))
-    np.testing.assert_array_equal(one, again)
-    assert gap(one, other) > 0.01
+def test_same_seed_gives_the_same_map_and_another_seed_another(smooth):
+    first, repeated, other_seed = (
+        heatmap(smooth, noise(3, 16), call("smoothgrad", samples=2, seed=seed)) for seed in (4, 4, 5)
+    )
+    np.testing.assert_array_equal(first, repeated)
+    assert gap(first, other_seed) > 0.01
 
 
 def test_no_two_copies_have_the_same_noise():
@@ -151,39 +153,39 @@ def test_noise_has_the_requested_share_of_the_images_range():
 
 
 def test_smoothgrad_without_noise_is_the_plain_gradient(smooth):
-    expected = (heatmap(one, noise(4, 16), "saliency") for one in (smooth, exact(smooth)))
+    expected = (heatmap(each, noise(4, 16), "saliency") for each in (smooth, exact(smooth)))
     assert error_ratio(heatmap(smooth, noise(4, 16), call("smoothgrad", samples=3, noise=0.0)), *expected) <= 1
 
 
 def test_saliency_maps_are_float32_of_the_inputs_size_and_never_negative(smooth):
-    found = heatmap(smooth, noise(5, 16), "saliency")
-    assert found.dtype == np.float32
-    assert found.shape == (16, 16)
-    assert found.min() >= 0
+    result = heatmap(smooth, noise(5, 16), "saliency")
+    assert result.dtype == np.float32
+    assert result.shape == (16, 16)
+    assert result.min() >= 0
 
 
 def planned(image, share, seed, samples):
-    """The documented noise of all copies of a batch of one, ready to be added."""
+    """Return the documented noise of all copies of a single image."""
     return deviation(image, share) * torch.stack([documented_noise(image[0], seed, i) for i in range(samples)])
 
 
 def tunnel(kind):
-    """Captum's noise tunnel of a kind, on the documented noise."""
+    """Run captum's noise tunnel of a kind on the documented noise."""
 
     def attribute(module, image, method, patch):
         own = method.parameters
         drawn = planned(image, own["noise"], own["seed"], own["samples"])
         patch.setattr(torch, "normal", lambda _mean, _std: drawn)
-        found = NoiseTunnel(Saliency(module)).attribute(
+        result = NoiseTunnel(Saliency(module)).attribute(
             image, nt_type=kind, nt_samples=own["samples"], stdevs=1.0, target=3, abs=False
         )
-        return found[0].abs().amax(0)
+        return result[0].abs().amax(0)
 
     return attribute
 
 
 def baselines(image):
-    """The documented baselines once more: zero, the mean colour, a Gaussian of a twentieth of the side."""
+    """Return the documented baselines: zero, the mean colour, a Gaussian blur of a twentieth of the side."""
     side = min(image.shape[2:])
     blurred = gaussian_filter(image[0].detach().double().numpy(), (0, side / 20, side / 20), mode="mirror", truncate=3)
     return {
@@ -200,7 +202,7 @@ def integrated(module, image, method, _patch):
 
 
 def shap(module, image, method, patch):
-    """Captum's GradientShap, whose chance is replaced by what is documented of ours."""
+    """Run captum's GradientShap with the documented random draws."""
     own = method.parameters
     ways, starts, noises = [], [], []
     for index in range(own["samples"]):
@@ -235,15 +237,15 @@ CALLS = [
     call("squaregrad", samples=6, noise=0.15, seed=11),
     call("vargrad", samples=6, noise=0.15, seed=11),
     *(
-        call("integrated_gradients", steps=9, baseline=one, quadrature="gauss-legendre")
-        for one in ("zero", "mean", "blur")
+        call("integrated_gradients", steps=9, baseline=each, quadrature="gauss-legendre")
+        for each in ("zero", "mean", "blur")
     ),
-    *(call("gradient_shap", samples=7, noise=0.1, seed=2, baseline=one) for one in ("zero", "mean", "blur", "any")),
+    *(call("gradient_shap", samples=7, noise=0.1, seed=2, baseline=each) for each in ("zero", "mean", "blur", "any")),
 ]
 
 
 @pytest.mark.parametrize("method", CALLS, ids=str)
-def test_a_map_equals_captums_on_the_same_draws(curved, method, monkeypatch):
+def test_map_equals_captums_on_the_same_draws(curved, method, monkeypatch):
     theirs = both(lambda *given: CAPTUM[method.name](*given, method, monkeypatch), curved, noise(6, 24))
     assert error_ratio(heatmap(curved, noise(6, 24), method), *theirs) <= 1
 
@@ -259,30 +261,34 @@ def curved(plant):
 @pytest.mark.parametrize("baseline", ["zero", "mean", "blur"])
 def test_completeness_error_is_the_difference_from_the_score_difference(curved, baseline):
     method = call("integrated_gradients", steps=2, baseline=baseline, quadrature="cubic")
-    (found,) = explain(curved, noise(6, 24), job(curved, [method], [ClassTarget(3)])).explanations
+    (explanation,) = explain(curved, noise(6, 24), job(curved, [method], [ClassTarget(3)])).explanations
     image = inputs(curved, noise(6, 24))
     with torch.no_grad():
-        there, here = (float(curved.module(one)[0, 3]) for one in (image, baselines(image)[baseline]))
-    missed = abs(found.heatmap.sum(dtype=np.float64) - (there - here)) / abs(there - here)
+        there, here = (float(curved.module(each)[0, 3]) for each in (image, baselines(image)[baseline]))
+    missed = abs(explanation.heatmap.sum(dtype=np.float64) - (there - here)) / abs(there - here)
     assert missed > 1e-3  # two steps are too few
-    assert found.error == pytest.approx(missed, rel=1e-2)
+    assert explanation.error == pytest.approx(missed, rel=1e-2)
 
 
 @pytest.mark.parametrize(("quadrature", "bound"), [("cubic", 1e-3), ("gauss-legendre", 1e-5)])
 def test_more_steps_reduce_the_completeness_error(curved, quadrature, bound):
     calls = [call("integrated_gradients", steps=n, quadrature=quadrature) for n in (1, 4, 16)]
     first, second, third = (
-        one.error for one in explain(curved, noise(6, 24), job(curved, calls, [ClassTarget(3)])).explanations
+        explanation.error
+        for explanation in explain(curved, noise(6, 24), job(curved, calls, [ClassTarget(3)])).explanations
     )
     assert first > 3 * second > 9 * third
     assert third < bound
 
 
 def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(lite0, photos):
-    """Of the score of a photo 90 % come with the first tenth of the way from the mean colour."""
-    calls = [call("integrated_gradients", steps=10, quadrature=one) for one in ("cubic", "gauss-legendre")]
+    """A photo reaches 90 % of its score in the first tenth of the path from the mean colour."""
+    calls = [call("integrated_gradients", steps=10, quadrature=each) for each in ("cubic", "gauss-legendre")]
     missed = [
-        [one.error for one in explain(lite0, photos[photo], job(lite0, calls, [RankTarget(0)])).explanations]
+        [
+            explanation.error
+            for explanation in explain(lite0, photos[photo], job(lite0, calls, [RankTarget(0)])).explanations
+        ]
         for photo in ("coffee", "astronaut")
     ]
     cubic, gauss_legendre = np.mean(missed, 0)
@@ -290,18 +296,20 @@ def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(
 
 
 FROM = [("chelsea", "mean"), ("coffee", "zero")]
-SLOW = [one for one in itertools.product(PHOTOS, ("zero", "mean", "blur")) if one not in FROM]
+SLOW = [each for each in itertools.product(PHOTOS, ("zero", "mean", "blur")) if each not in FROM]
 
 
-@pytest.mark.parametrize(("photo", "baseline"), [*FROM, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
-def test_fifty_steps_of_integrated_gradients_add_up_within_one_percent(lite0, photos, photo, baseline):
+@pytest.mark.parametrize(
+    ("photo", "baseline"), [*FROM, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_completeness_error_after_fifty_steps_is_within_one_percent(lite0, photos, photo, baseline):
     asked = job(lite0, [call("integrated_gradients", steps=50, baseline=baseline)], [RankTarget(0)])
-    (found,) = explain(lite0, photos[photo], asked, chunk=8).explanations
+    (explanation,) = explain(lite0, photos[photo], asked, chunk=8).explanations
     with torch.no_grad():
         start = baselines(inputs(lite0, photos[photo]))[baseline]
-        promised = found.score - float(lite0.module(start)[0, found.target.index])
-    assert abs(found.heatmap.sum(dtype=np.float64) - promised) <= 0.01 * abs(promised)
-    assert found.error <= 1e-4
+        promised = explanation.score - float(lite0.module(start)[0, explanation.target.index])
+    assert abs(explanation.heatmap.sum(dtype=np.float64) - promised) <= 0.01 * abs(promised)
+    assert explanation.error <= 1e-4
 
 
 def test_matched_weights_change_least_and_integrate_the_slope(curved):
@@ -325,7 +333,7 @@ def test_matched_weights_change_least_and_integrate_the_slope(curved):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
+def test_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
     torch.manual_seed(2)
     linear = plant(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 22 * 22, 5)), size=24)
 
@@ -339,8 +347,8 @@ def test_a_matched_map_of_a_linear_model_is_its_exact_map(plant, steps):
 
 @pytest.mark.parametrize("name", ["saliency", "smoothgrad", "vargrad", "gradient_shap"])
 def test_method_without_completeness_reports_no_completeness_error(curved, name):
-    (found,) = explain(curved, noise(0, 24), job(curved, [name], [ClassTarget(3)])).explanations
-    assert found.error is None
+    (explanation,) = explain(curved, noise(0, 24), job(curved, [name], [ClassTarget(3)])).explanations
+    assert explanation.error is None
 
 
 def test_input_x_gradient_adds_up_to_the_score_of_a_network_of_relus_without_biases(plant):
@@ -354,8 +362,8 @@ def test_input_x_gradient_adds_up_to_the_score_of_a_network_of_relus_without_bia
         nn.Linear(6 * 49, 5, bias=False),
     ]
     model = plant(lambda: nn.Sequential(*layers))
-    (found,) = explain(model, noise(7, 16), job(model, ["input_x_gradient"], [ClassTarget(3)])).explanations
-    assert found.heatmap.sum(dtype=np.float64) == pytest.approx(found.score, rel=1e-5)
+    (explanation,) = explain(model, noise(7, 16), job(model, ["input_x_gradient"], [ClassTarget(3)])).explanations
+    assert explanation.heatmap.sum(dtype=np.float64) == pytest.approx(explanation.score, rel=1e-5)
 
 
 def test_vargrad_is_squaregrad_less_the_square_of_smoothgrad(curved):
@@ -374,11 +382,11 @@ def test_vargrad_is_squaregrad_less_the_square_of_smoothgrad(curved):
 
 
 @pytest.mark.parametrize("name", ["smoothgrad", "squaregrad", "vargrad", "gradient_shap"])
-def test_the_same_seed_gives_the_same_bytes(curved, name):
+def test_same_seed_gives_the_same_bytes(curved, name):
     method = {"samples": 3, "noise": 0.2}
-    one, again, other = (heatmap(curved, noise(3, 24), call(name, seed=seed, **method)) for seed in (4, 4, 5))
-    assert one.tobytes() == again.tobytes()
-    assert gap(one, other) > 0.01
+    first, repeated, other_seed = (heatmap(curved, noise(3, 24), call(name, seed=seed, **method)) for seed in (4, 4, 5))
+    assert first.tobytes() == repeated.tobytes()
+    assert gap(first, other_seed) > 0.01
 
 
 def with_relus(theirs):
@@ -397,7 +405,7 @@ def rectified(request):
 
 @pytest.mark.parametrize(("name", "peer"), [("guided_backprop", GuidedBackprop), ("deconvnet", Deconvolution)])
 @pytest.mark.filterwarnings("ignore:Setting .*backward hooks on ReLU:UserWarning")
-def test_a_changed_relu_gives_captums_map(rectified, name, peer):
+def test_changed_relu_gives_captums_map(rectified, name, peer):
     def theirs(module, image):
         return peer(with_relus(module)).attribute(image, target=3)[0].abs().amax(0)
 
@@ -410,15 +418,15 @@ def test_a_changed_relu_gives_captums_map(rectified, name, peer):
 def test_guided_gradcam_is_captums_with_bilinear_upsampling(rectified):
     def theirs(module, image):
         layer = with_relus(module).get_submodule(rectified.info.default_layer)
-        found = GuidedGradCam(module, layer).attribute(image, target=3, interpolate_mode="bilinear")
-        return found[0].abs().amax(0)
+        result = GuidedGradCam(module, layer).attribute(image, target=3, interpolate_mode="bilinear")
+        return result[0].abs().amax(0)
 
     expected = both(theirs, rectified, noise(0, 64))
     assert error_ratio(heatmap(rectified, noise(0, 64), "guided_gradcam"), *expected) <= 1
 
 
 class ByHand(torch.autograd.Function):
-    """A ReLU whose backward step is written out: 1[x > 0] for the guided rule, max(g, 0) for both."""
+    """A ReLU with an explicit backward step: 1[x > 0] for the guided rule, max(g, 0) for both."""
 
     @staticmethod
     def forward(ctx, values, top, guided):
@@ -432,7 +440,7 @@ class ByHand(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])
 @pytest.mark.parametrize("arch", ["densenet121", "efficientnet_lite0"])
-def test_functional_relus_and_relu6_follow_the_rule_too(name, arch, request, monkeypatch):
+def test_functional_relus_and_relu6_follow_the_rule(name, arch, request, monkeypatch):
     if arch == "densenet121":  # its last ReLU is a function
         model = models.load(models.parse("torchvision:densenet121?weights=none&size=64"))
         image = noise(0, 64)
@@ -454,7 +462,7 @@ def test_model_without_relus_is_refused(curved, name):
 
 
 def test_chain_rule_passes_do_not_change_relus(rectified):
-    """A planted fault would be a rule that stays on after its pass."""
+    """The planted fault is a rule that stays active after its pass."""
     before = heatmap(rectified, noise(0, 64), "saliency")
     heatmap(rectified, noise(0, 64), "guided_backprop")
     np.testing.assert_array_equal(heatmap(rectified, noise(0, 64), "saliency"), before)

@@ -1,4 +1,4 @@
-"""A model of which is known what it looks at: every method finds it.
+"""Every method finds the image regions that a model with known weights uses.
 
 The score of class 0 is how much red there is, and of class 1 how much blue; the photo has a red square and a smaller,
 paler blue one on grey. What a method says of class 0 is right where the red square is.
@@ -22,17 +22,17 @@ EXEMPT = {
     "random": "it does not look at the image",
     "edges": "it does not look at the model: both squares have edges",
 }
-"""Methods that cannot find it, and why."""
+"""Methods that cannot find the region, with the reasons."""
 
 ATTENTIVE = [name for name in METHODS if isinstance(METHODS[name], Attention)]
-"""Methods that need a transformer of which it is known: they are tried on one of its own."""
+"""Methods that need a transformer. They are tested on a transformer with known weights."""
 
 UNAIMED = ("attention_rollout",)
-"""Those of them whose maps are the same for every class."""
+"""Attention methods whose maps are the same for every class."""
 
 
 class Colours(nn.Module):
-    """Looks at red for class 0, at blue for class 1, at brightness for class 2, in two stages.
+    """Two-stage network that scores class 0 by red, class 1 by blue and class 2 by brightness.
 
     Grey is below the thresholds of red and of blue by more than noise can make up for.
     """
@@ -58,7 +58,7 @@ class Colours(nn.Module):
 
 
 class Attends(nn.Module):
-    """Looks at the same colours with a class token, which attends to patches by how red or blue they are.
+    """Transformer for the same colours. Its class token attends to patches by how red or blue they are.
 
     A token is how red it is, how blue, and whether it is the class token. Only the class token asks for anything; the
     others take from every token alike.
@@ -83,7 +83,7 @@ class Attends(nn.Module):
 
 
 class Takes(nn.Module):
-    """A block of that transformer: what a token attends to is added to it."""
+    """A block of that transformer: a token's attention output is added to it."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def image():
 
 
 def share_in_red(heatmap):
-    """The share of the hottest tenth of the image that lies in the red square."""
+    """Return the share of the map's highest tenth that lies in the red square."""
     large = functional.interpolate(torch.from_numpy(heatmap)[None, None], (SIDE, SIDE), mode="bilinear")[0, 0].numpy()
     hottest = np.argsort(-large, None, kind="stable")[: SIDE * SIDE // 10]
     inside = np.zeros((SIDE, SIDE), bool)
@@ -117,14 +117,14 @@ def share_in_red(heatmap):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EXEMPT and name not in ATTENTIVE])
-def test_the_hottest_tenth_of_a_map_is_where_the_model_looks(plant, image, name):
+def test_highest_tenth_of_a_map_is_at_the_decisive_region(plant, image, name):
     model = plant(Colours, size=SIDE)
-    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
-    assert share_in_red(found.heatmap) >= 0.5
+    (explanation,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
+    assert share_in_red(explanation.heatmap) >= 0.5
 
 
 @pytest.mark.parametrize("name", ATTENTIVE)
-def test_the_hottest_tenth_of_a_map_of_attention_is_where_the_transformer_looks(plant, image, name):
+def test_highest_tenth_of_an_attention_map_is_at_the_decisive_region(plant, image, name):
     model = plant(Attends, size=SIDE)
     red, blue = explain(model, image, job(model, [call(name)], [ClassTarget(0), ClassTarget(1)])).explanations
 
@@ -134,19 +134,19 @@ def test_the_hottest_tenth_of_a_map_of_attention_is_where_the_transformer_looks(
 
 
 @pytest.mark.parametrize("name", EXEMPT)
-def test_the_exempt_methods_do_fail(plant, image, name):
-    """An exemption whose reason is gone is taken away."""
+def test_exempt_methods_fail_the_known_truth_check(plant, image, name):
+    """An exemption is removed when its reason no longer holds."""
     model = plant(Colours, size=SIDE)
-    (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
-    assert share_in_red(found.heatmap) < 0.5
+    (explanation,) = explain(model, image, job(model, [call(name)], [ClassTarget(0)], ["second"])).explanations
+    assert share_in_red(explanation.heatmap) < 0.5
 
 
-def test_a_map_of_the_wrong_class_is_caught(plant, image):
-    """A planted fault: a map of what speaks for blue is not where the red is."""
+def test_map_of_the_wrong_class_is_detected(plant, image):
+    """A planted fault: the map for blue is not at the red square."""
     model = plant(Colours, size=SIDE)
     for name in ("gradcam", "saliency", "occlusion"):
-        (found,) = explain(model, image, job(model, [call(name)], [ClassTarget(1)], ["second"])).explanations
-        assert share_in_red(found.heatmap) < 0.2
+        (explanation,) = explain(model, image, job(model, [call(name)], [ClassTarget(1)], ["second"])).explanations
+        assert share_in_red(explanation.heatmap) < 0.2
 
 
 def test_512_masks_of_rise_are_enough(plant, image):

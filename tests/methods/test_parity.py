@@ -16,12 +16,12 @@ LARGE = ("densenet121", "resnet50", "convnext_tiny", "vgg16")
 
 def slow():
     """Return the cases that other models of the table show as well, and those of vgg16, whose weights take seconds."""
-    shown, found = {(case.method, case.oracle) for case in CASES if case.model not in LARGE}, []
+    shown, result = {(case.method, case.oracle) for case in CASES if case.model not in LARGE}, []
     for case in sorted((case for case in CASES if case.model in LARGE), key=lambda case: LARGE.index(case.model)):
         if case.model == "vgg16" or (case.method, case.oracle) in shown:
-            found.append(case)
+            result.append(case)
         shown.add((case.method, case.oracle))
-    return found
+    return result
 
 
 SLOW = slow()
@@ -34,7 +34,7 @@ def cases(*, alike):
 
 
 @pytest.mark.parametrize("case", cases(alike=False))
-def test_our_map_is_as_exact_as_plain_float32(case):
+def test_map_is_as_exact_as_plain_float32(case):
     """On the first photo of the model."""
     assert replace(case, photos=1).distances().ratio <= 1
 
@@ -44,12 +44,12 @@ SEVERAL = [case for case in CASES if case.least is None and min(case.photos, len
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SEVERAL, ids=str)
-def test_our_map_is_as_exact_on_every_photo(case):
+def test_map_is_as_exact_as_plain_float32_on_every_photo(case):
     assert case.distances().ratio <= 1
 
 
 @pytest.mark.parametrize("case", cases(alike=True))
-def test_our_map_correlates_with_an_oracle_of_another_formula(case):
+def test_map_correlates_with_an_oracle_of_another_formula(case):
     assert case.likeness() >= case.least
 
 
@@ -76,7 +76,7 @@ def one_weight_wrong(subject):
 def ten_times_worse(subject):
     """A map with ten times the largest error of plain float32, in another direction."""
     truth = GRAD_CAM.theirs(subject.exact)
-    plain = max(GRAD_CAM.plain(subject), key=lambda one: gap(one, truth))
+    plain = max(GRAD_CAM.plain(subject), key=lambda each: gap(each, truth))
     return truth - 10 * (plain - truth)
 
 

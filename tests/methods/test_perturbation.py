@@ -1,4 +1,4 @@
-"""The methods that edit images: equal to captum, torchcam or the paper, with as many edits as they announce."""
+"""Perturbation methods equal captum, torchcam or the paper, and yield the announced number of edits."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ TARGETS = (ClassTarget(INDEX),)
 
 PERTURBATIONS = [name for name in METHODS if isinstance(METHODS[name], Perturbation)]
 LAYERED = [name for name in PERTURBATIONS if METHODS[name].layered]
-SEEDED = [name for name in METHODS if any(one.name == "seed" for one in METHODS[name].parameters)]
+SEEDED = [name for name in METHODS if any(parameter.name == "seed" for parameter in METHODS[name].parameters)]
 
 
 class Net(nn.Module):
@@ -56,11 +56,14 @@ def coarse(plant):
 
 def heatmaps(model, method, targets=TARGETS, image=None, chunk=64):
     image = noise(0, SIDE) if image is None else image
-    return [one.heatmap for one in explain(model, image, job(model, [method], targets, ["layer"]), chunk).explanations]
+    return [
+        explanation.heatmap
+        for explanation in explain(model, image, job(model, [method], targets, ["layer"]), chunk).explanations
+    ]
 
 
 def error(model, method, oracle):
-    """The error ratio of our map, where plain float32 is the oracle."""
+    """Return the error ratio of our map, with the reference in float32 as plain."""
     return error_ratio(heatmaps(model, method)[0], oracle(model), oracle(exact(model)))
 
 
@@ -103,7 +106,7 @@ def test_method_yields_the_announced_number_of_edits_at_most_64_at_a_time(name, 
     edits, pieces, maps = next(exploring), [], None
     while maps is None:
         pieces.append(len(edits))
-        assert all(one.keep is None or one.keep.shape == (20, 28) for one in edits)
+        assert all(each.keep is None or each.keep.shape == (20, 28) for each in edits)
         try:
             edits = exploring.send(dice.standard_normal((len(edits), 2)).astype(np.float32))
         except StopIteration as stop:
@@ -127,17 +130,17 @@ def test_request_runs_the_announced_number_of_rows(net, name):
 def test_maps_of_several_targets_equal_those_of_each_alone(net, name):
     method = call(name, **({"samples": 20} if "samples" in call(name).parameters else {}))
     targets = [ClassTarget(1), ContrastTarget(2, 3)]
-    for one, target in zip(heatmaps(net, method, targets), targets, strict=True):
+    for heatmap_of_target, target in zip(heatmaps(net, method, targets), targets, strict=True):
         expected = (heatmaps(model, method, [target], chunk=7)[0] for model in (net, exact(net)))
-        assert error_ratio(one, *expected) <= 1
+        assert error_ratio(heatmap_of_target, *expected) <= 1
 
 
 @pytest.mark.parametrize("name", SEEDED)
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, name):
+def test_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, name):
     few = {"samples": 20} if "samples" in call(name).parameters else {}
-    one, again, other = (heatmaps(net, call(name, seed=seed, **few))[0] for seed in (4, 4, 5))
-    assert one.tobytes() == again.tobytes()
-    assert gap(one, other) > 1e-3
+    first, repeated, other_seed = (heatmaps(net, call(name, seed=seed, **few))[0] for seed in (4, 4, 5))
+    assert first.tobytes() == repeated.tobytes()
+    assert gap(first, other_seed) > 1e-3
 
 
 # ----------------------------------------------------------------------------------------------------------- pixels
@@ -157,7 +160,7 @@ def test_occlusion_equals_captums(net, window, stride):
     assert error(net, call("occlusion", window=window, stride=stride), theirs) <= 1
 
 
-def test_a_window_below_one_is_a_share_of_the_side(net):
+def test_window_below_one_is_a_share_of_the_side(net):
     (share,), (pixels,) = (
         heatmaps(net, call("occlusion", window=w, stride=s)) for w, s in [(0.25, 0.125), (SIDE // 4, SIDE // 8)]
     )
@@ -197,14 +200,14 @@ def test_rise_masks_show_the_requested_share_of_the_image():
     exploring = METHODS["rise"].explore(SCENE, samples=400, cells=7, probability=0.3, seed=1, divisor="shown")
     masks, edits = [], next(exploring)
     for _ in range(6):
-        masks += [one.keep for one in edits]
+        masks += [each.keep for each in edits]
         edits = exploring.send(np.zeros((len(edits), 2), np.float32))
     assert np.mean(masks) == pytest.approx(0.3, abs=0.02)
     assert (np.min(masks), np.max(masks)) == (0, 1)
 
 
 def test_constant_added_to_all_scores_does_not_change_rise():
-    """A planted fault: the paper's divisor makes a pattern of it."""
+    """A planted fault: with the paper's divisor the constant becomes a pattern."""
     constant = {}
     for divisor in ("shown", "expected"):
         exploring = METHODS["rise"].explore(SCENE, **call("rise", divisor=divisor).parameters)
@@ -229,7 +232,7 @@ def scaled(channel):
 def test_scorecam_is_the_papers_formula(coarse):
     def theirs(model):
         image = inputs(model, noise(0, SIDE))
-        scores = np.array([score(model, image * scaled(one))[0] for one in enlarged(model, image)])
+        scores = np.array([score(model, image * scaled(each))[0] for each in enlarged(model, image)])
         change = scores - score(model, torch.zeros_like(image))[0]
         weights = np.exp(change) / np.exp(change).sum()
         return np.tensordot(weights, activations(model, image), 1)
@@ -238,7 +241,7 @@ def test_scorecam_is_the_papers_formula(coarse):
 
 
 def enlarged(model, image):
-    """The feature maps at the input's size."""
+    """Return the feature maps at the size of the input."""
     seen = torch.from_numpy(activations(model, image)).to(image)
     return functional.interpolate(seen[None], (SIDE, SIDE), mode="bilinear", align_corners=False)[0]
 
@@ -250,7 +253,7 @@ def test_on_a_layer_of_the_inputs_own_grid_a_map_equals_torchcams(net, name, pee
     if name == "sscam":
         options, more = {"num_samples": 4, "std": 0.5}, {"samples": 4, "noise": 0.5, "seed": 2}
         drawn = [torch.Generator().manual_seed(2 * 100_003 + index) for index in range(7 * 4)]
-        noises = torch.stack([torch.randn(SIDE, SIDE, generator=one) for one in drawn]).reshape(7, 4, SIDE, SIDE)
+        noises = torch.stack([torch.randn(SIDE, SIDE, generator=each) for each in drawn]).reshape(7, 4, SIDE, SIDE)
         turns = cycle(range(4))
         monkeypatch.setattr(torch.distributions.normal.Normal, "sample", lambda *_: 0.5 * noises[:, next(turns)][None])
 
@@ -265,8 +268,8 @@ def test_iscam_is_the_papers_formula(coarse):
     def theirs(model):
         image = inputs(model, noise(0, SIDE))
         scores = [
-            np.mean([score(model, image * scaled(one) * (i / 3))[0] for i in (1, 2, 3)])
-            for one in enlarged(model, image)
+            np.mean([score(model, image * scaled(each) * (i / 3))[0] for i in (1, 2, 3)])
+            for each in enlarged(model, image)
         ]
         weights = np.exp(scores) / np.exp(scores).sum()
         return np.tensordot(weights, activations(model, image), 1)
@@ -275,7 +278,7 @@ def test_iscam_is_the_papers_formula(coarse):
 
 
 @pytest.mark.parametrize("name", ["scorecam", "sscam", "iscam"])
-def test_a_flat_feature_map_gets_no_weight(plant, name):
+def test_constant_feature_map_has_no_weight(plant, name):
     model = plant(lambda: Net(4, flat=True), size=SIDE)
     image = inputs(model, noise(0, SIDE))
     seen = activations(model, image)
@@ -325,7 +328,7 @@ def grid(cells):
 
 
 def nearness(_original, _perturbed, cells, **_more):
-    """Captum's default, but between sets of cells, where Captum compares the pixels."""
+    """Captum's default kernel, but between sets of cells instead of pixels."""
     alike = functional.cosine_similarity(torch.ones_like(cells).float(), cells.float()).item()
     return float(np.exp(-((1 - alike) ** 2) / 2))
 
@@ -334,7 +337,7 @@ def nearness(_original, _perturbed, cells, **_more):
     ("name", "peer", "options"),
     [("kernel_shap", attr.KernelShap, {}), ("lime", attr.Lime, {"similarity_func": nearness})],
 )
-def test_a_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, options):
+def test_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, options):
     def theirs(model):
         torch.manual_seed(6)
         return peer(model.module, **options).attribute(
@@ -345,7 +348,7 @@ def test_a_surrogate_equals_captums_own_over_the_same_cells(net, name, peer, opt
 
 
 @pytest.mark.parametrize("name", ["kernel_shap", "lime"])
-def test_a_surrogate_refuses_more_samples_than_fit_in_memory(name):
+def test_surrogate_refuses_more_samples_than_fit_in_memory(name):
     count = METHODS[name].count
 
     assert count(samples=244, cells=64) == 244
@@ -354,7 +357,7 @@ def test_a_surrogate_refuses_more_samples_than_fit_in_memory(name):
         count(samples=245, cells=64)
 
 
-def test_the_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_input(net):
+def test_values_of_kernel_shap_add_up_to_the_score_less_that_of_the_zero_input(net):
     (ours,) = heatmaps(net, call("kernel_shap", samples=60, cells=3))
     image = inputs(net, noise(0, SIDE))
     cells = ours[4::8, 4::8]
@@ -379,7 +382,7 @@ def test_surrogate_without_captum_names_the_package_to_install(net, name, missin
 
 
 def test_captum_is_imported_only_for_surrogates():
-    """It takes seconds, and is not installed with the server."""
+    """The import of captum takes seconds, and the server does not install it."""
     says = "import sys, camserve_server.methods; print('captum' in sys.modules, 'sklearn' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", says], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
@@ -398,8 +401,8 @@ def test_edges_equals_the_sobel_magnitude_of_scikit_image(net):
 
 
 def test_random_is_uniform_and_independent_of_the_image(net):
-    (one,), (other,) = (heatmaps(net, "random", image=noise(seed, SIDE)) for seed in (0, 1))
-    np.testing.assert_array_equal(one, other)
-    assert 0 <= one.min() < 0.05
-    assert 0.95 < one.max() <= 1
-    assert one.mean() == pytest.approx(0.5, abs=0.05)
+    (first,), (second,) = (heatmaps(net, "random", image=noise(seed, SIDE)) for seed in (0, 1))
+    np.testing.assert_array_equal(first, second)
+    assert 0 <= first.min() < 0.05
+    assert 0.95 < first.max() <= 1
+    assert first.mean() == pytest.approx(0.5, abs=0.05)

@@ -296,7 +296,7 @@ def baseline(name, image):
     if name == "mean":
         return np.broadcast_to(image.mean((1, 2), keepdims=True), image.shape)
     sigma = min(image.shape[1:]) / 20
-    return np.stack([ndimage.gaussian_filter(one, sigma, mode="mirror", radius=round(3 * sigma)) for one in image])
+    return np.stack([ndimage.gaussian_filter(each, sigma, mode="mirror", radius=round(3 * sigma)) for each in image])
 
 
 @states("integrated_gradients")
@@ -429,7 +429,7 @@ def case_of_rise(name):
     assert masks.max() == pytest.approx(1)
     assert abs(masks.mean() - 0.3) < 0.03
     scores = np.stack([scores_of(given.image * mask) for mask in masks])
-    sums = np.stack([np.tensordot(one, masks, 1) for one in scores.T])
+    sums = np.stack([np.tensordot(each, masks, 1) for each in scores.T])
     mean = scores.mean(0)[:, None, None]
     assert_close(actual, sums / masks.sum(0) - mean, 1e-5)
     paper, _ = perturbed(name, given, masked(given), divisor="expected", **options)
@@ -503,7 +503,7 @@ def case_of_kernel_shap(name):
     given.scores[:] = values.sum(1) + 4
     actual, edits = perturbed(name, given, lambda edit: values @ cells_of(edit, 3) + 4, cells=3)
     assert len(edits) == 256
-    expected = np.stack([np.kron(one.reshape(3, 3), np.ones((8, 8))) for one in values])
+    expected = np.stack([np.kron(value.reshape(3, 3), np.ones((8, 8))) for value in values])
     centres = [3, 10, 16], [4, 12, 20]
     assert_close(
         actual[:, centres[0]][:, :, centres[1]], expected[:, 4::8, 4::8], 1e-3
@@ -538,7 +538,7 @@ def attention():
 
 
 def combined(name, values, gradients, prefix, **chosen):
-    tensors = (torch.from_numpy(one[:, None]) for one in (values, gradients))
+    tensors = (torch.from_numpy(each[:, None]) for each in (values, gradients))
     return METHODS[name].combine(*tensors, prefix, **parameters(METHODS, name, **chosen))[0]
 
 
@@ -610,8 +610,8 @@ def scaled(heatmap):
 def case_of_fusion(_name):
     maps = [generator(seed).normal(size=size).astype(np.float32) + 1 for seed, size in enumerate([(3, 4), (6, 8)])]
     maps[0] += 2  # positive everywhere: its minimum is not zero
-    layers = [LayerMaps(str(one.shape), [RawMap(one)]) for one in maps]
-    resized = np.stack([cv2.resize(scaled(one), (8, 6), interpolation=cv2.INTER_LINEAR) for one in maps])
+    layers = [LayerMaps(str(each.shape), [RawMap(each)]) for each in maps]
+    resized = np.stack([cv2.resize(scaled(each), (8, 6), interpolation=cv2.INTER_LINEAR) for each in maps])
     for how, combine in (("mean", np.mean), ("max", np.max), ("product", np.prod)):
         assert_close(fuse_layers(layers, how).maps[0].heatmap, combine(resized, axis=0), 1e-5)
     assert METHODS["refinecam"].how == "product"
@@ -709,7 +709,7 @@ def case_of_pixel_curves(name):
         place = (5 + offset) % 22
         tap[min(place, 21 - place)] += np.exp(-(offset**2) / 50)  # tails are mirrored into the kernel
     kernel = np.outer(tap, tap) / tap.sum() ** 2
-    blurred = np.stack([ndimage.convolve(one, kernel, mode="constant") for one in given.image])
+    blurred = np.stack([ndimage.convolve(each, kernel, mode="constant") for each in given.image])
     start, end = (given.image, 0 * given.image) if name == "deletion" else (blurred, given.image)
     curve = []
     for step in range(9):

@@ -1,4 +1,4 @@
-"""What the tests of methods share: rows run without a server, and one rule for how exact a float32 answer must be."""
+"""Helpers of the tests of methods: rows run without a server, and a rule for the precision of a float32 result."""
 
 import asyncio
 import copy
@@ -30,7 +30,7 @@ def call(name, **parameters):
 
 def gap(ours, theirs):
     """The largest difference, as a share of the largest value."""
-    ours, theirs = (np.asarray(one, np.float64) for one in (ours, theirs))
+    ours, theirs = (np.asarray(each, np.float64) for each in (ours, theirs))
     assert ours.shape == theirs.shape
     assert np.isfinite(ours).all()
     assert np.abs(theirs).max() > 0
@@ -63,7 +63,7 @@ def exact(model):
 
 def worst_error_ratio(answers, model, *args):
     """The largest error ratio of a model's answers, where plain float32 is the model without its accelerated copy."""
-    return max(map(error_ratio, *(answers(one, *args) for one in (model, plain(model), exact(model)))))
+    return max(map(error_ratio, *(answers(each, *args) for each in (model, plain(model), exact(model)))))
 
 
 def noise(seed, size):
@@ -73,10 +73,10 @@ def noise(seed, size):
 
 def photo(name, side=224):
     """The middle square of a photo, uint8 [side,side,3]."""
-    found = load_sample_image(f"{name}.jpg") if name in ("china", "flower") else getattr(data, name)()
-    square = min(found.shape[:2])
-    top, left = ((length - square) // 2 for length in found.shape[:2])
-    return cv2.resize(found[top : top + square, left : left + square], (side, side), interpolation=cv2.INTER_AREA)
+    result = load_sample_image(f"{name}.jpg") if name in ("china", "flower") else getattr(data, name)()
+    square = min(result.shape[:2])
+    top, left = ((length - square) // 2 for length in result.shape[:2])
+    return cv2.resize(result[top : top + square, left : left + square], (side, side), interpolation=cv2.INTER_AREA)
 
 
 def inputs(model, *images):
@@ -103,7 +103,7 @@ def maps(model, image, layer, target=None, methods=CAMS):
 
 def job(model, calls, targets, layers=None, fusion=None):
     """A request for a model; methods may be given by name."""
-    calls = tuple(call(one) if isinstance(one, str) else one for one in calls)
+    calls = tuple(call(each) if isinstance(each, str) else each for each in calls)
     return jobs.Job(model.info, calls, tuple(layers or [model.info.default_layer]), tuple(targets), fusion)
 
 

@@ -59,7 +59,7 @@ def evaluate(model, image, asked, metrics, box=None, count=None):
             for place, result in enumerate(run_pass(model, pass_, rows[start : start + 8])):
                 collect(start + place, result)
 
-    metrics = tuple(metric(one) if isinstance(one, str) else one for one in metrics)
+    metrics = tuple(metric(each) if isinstance(each, str) else each for each in metrics)
     height, width = image.shape[:2]
     seen = Box(0, 0, width, height)
     return asyncio.run(jobs.evaluate(jobs.EvaluationJob(asked, metrics, box), image, seen, submit))
@@ -84,9 +84,9 @@ def evaluated(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
     edits = next(judging)
     while True:
         answers = run(model, [Row(image, target, edit=edit) for edit in edits], kind="score")
-        found = np.array([metric_probability(model.info.task, one) for one in answers], np.float32)
+        result = np.array([metric_probability(model.info.task, each) for each in answers], np.float32)
         try:
-            edits = judging.send(found)
+            edits = judging.send(result)
         except StopIteration as stop:
             return stop.value
 
@@ -117,7 +117,7 @@ class Given:
 
 
 @pytest.mark.parametrize(("model", "steps"), [("resnet", 7), pytest.param("lite0", 12, marks=pytest.mark.slow)])
-def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(model, steps, request):
+def test_deletion_and_insertion_equal_torchcams_with_equal_settings(model, steps, request):
     subject = request.getfixturevalue(model)
     image = photo("chelsea", subject.info.preprocess.size[0])
     heatmap = maps(subject, image, subject.info.default_layer, TABBY_LIKE)["gradcam"]
@@ -142,7 +142,7 @@ def test_deletion_and_insertion_are_torchcams_with_the_same_steps_and_baseline(m
         assert error_ratio(ours, theirs(subject, name), theirs(exact(subject), name)) <= 1
 
 
-def test_the_blur_is_the_papers_kernel_of_11_pixels_and_sigma_5():
+def test_blur_is_the_papers_kernel_of_11_pixels_and_sigma_5():
     spike = np.zeros((11, 11))
     spike[5, 5] = 1
     kernel = torch.from_numpy(ndimage.gaussian_filter(spike, 5)).expand(3, 1, 11, 11)
@@ -154,7 +154,7 @@ def test_the_blur_is_the_papers_kernel_of_11_pixels_and_sigma_5():
 
 @THEIRS
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_pixels_are_imputed_as_road_does(share):
+def test_pixels_are_imputed_as_in_road(share):
     random = np.random.default_rng(0)
     image = random.standard_normal((3, 32, 24)).astype(np.float32)
     gone = random.random((32, 24)) < share
@@ -166,7 +166,7 @@ def test_pixels_are_imputed_as_road_does(share):
 
 
 @THEIRS
-def test_road_is_pytorch_grad_cams_without_noise(lite0, photos):
+def test_road_without_noise_equals_pytorch_grad_cam(lite0, photos):
     # A map without equal values: at a threshold theirs takes all of them, and ours as many as are wanted.
     heatmap = ndimage.gaussian_filter(np.random.default_rng(0).standard_normal((224, 224)), 8).astype(np.float32)
     heatmap = (heatmap - heatmap.min()) / np.ptp(heatmap)
@@ -187,7 +187,7 @@ def test_road_is_pytorch_grad_cams_without_noise(lite0, photos):
     assert ours.value == pytest.approx((means[0] - means[1]) / 2, abs=1e-4)
 
 
-def test_average_drop_and_increase_are_torchcams(lite0, photos, gradcam):
+def test_average_drop_and_increase_equal_torchcam(lite0, photos, gradcam):
     for target in (TABBY_LIKE, ClassTarget(282), ClassTarget(0)):
         oracle = torchcam.metrics.ClassificationMetric(
             Given(lite0.module, np.maximum(gradcam, 0) / gradcam.max()), partial(torch.softmax, dim=-1)
@@ -201,7 +201,7 @@ def test_average_drop_and_increase_are_torchcams(lite0, photos, gradcam):
         assert ours == pytest.approx([theirs["avg_drop"], theirs["conf_increase"]], abs=1e-5)
 
 
-def test_max_sensitivity_is_captums_with_the_same_noise(resnet):
+def test_max_sensitivity_equals_captum_with_the_same_noise(resnet):
     image, asked = noise(0, 64), job(resnet, ["saliency"], [ClassTarget(3)])
     parameters = {"samples": 6, "noise": 0.1, "seed": 3}
     ((ours,),) = evaluate(resnet, image, asked, [metric("max_sensitivity", **parameters)])[1]
@@ -223,11 +223,11 @@ def test_max_sensitivity_is_captums_with_the_same_noise(resnet):
     assert ours.value == pytest.approx(max(theirs), rel=1e-4)
 
 
-def test_likeness_is_spearmans_rank_correlation():
+def test_similarity_of_maps_is_spearmans_rank_correlation():
     random = np.random.default_rng(0)
-    for one, other in (random.standard_normal((2, 7, 7)), random.integers(0, 4, (2, 7, 7))):
-        expected = stats.spearmanr(one, other, axis=None).statistic
-        assert repetition.rank_correlation(one, other) == pytest.approx(expected, abs=1e-12)
+    for first, second in (random.standard_normal((2, 7, 7)), random.integers(0, 4, (2, 7, 7))):
+        expected = stats.spearmanr(first, second, axis=None).statistic
+        assert repetition.rank_correlation(first, second) == pytest.approx(expected, abs=1e-12)
 
 
 def test_sparseness_is_the_gini_index_and_complexity_the_entropy(lite0, photos):
@@ -244,7 +244,7 @@ def test_sparseness_is_the_gini_index_and_complexity_the_entropy(lite0, photos):
 # --------------------------------------------------------------------------------------------------- what a metric says
 
 
-def test_a_curve_begins_and_ends_with_what_its_edits_leave(lite0, photos, gradcam):
+def test_curve_starts_and_ends_with_the_scores_of_its_edits(lite0, photos, gradcam):
     shown = shown_to(lite0, photos["chelsea"], gradcam)
     for name, place in (("deletion", 0), ("insertion", -1)):
         (curve,) = evaluated(lite0, photos["chelsea"], gradcam, name, steps=3).curves
@@ -252,7 +252,7 @@ def test_a_curve_begins_and_ends_with_what_its_edits_leave(lite0, photos, gradca
         assert (curve.x[0], curve.x[-1], len(curve.x)) == (0.0, 1.0, 4)
 
 
-def test_a_map_is_better_than_chance_on_its_grid_and_its_opposite_is_worse(lite0, photos):
+def test_map_is_better_than_chance_on_its_grid_and_its_opposite_is_worse(lite0, photos):
     """Chance must have the map's own grid: single pixels, taken away at random, spoil a photo faster than any part."""
     flower, target = photos["flower"], ClassTarget(985)  # daisy
     heatmap = maps(lite0, flower, lite0.info.default_layer, target)["gradcam"]
@@ -261,7 +261,7 @@ def test_a_map_is_better_than_chance_on_its_grid_and_its_opposite_is_worse(lite0
         sign = 1 if METRICS[name].higher_is_better else -1
         read = partial(evaluated, lite0, flower, name=name, target=target, steps=2 if name == "road" else 6)
         good, bad = sign * read(heatmap=heatmap).value, sign * read(heatmap=-heatmap).value
-        assert good > max(sign * read(heatmap=one).value for one in random), name
+        assert good > max(sign * read(heatmap=each).value for each in random), name
         assert good > bad, name
 
 
@@ -274,8 +274,8 @@ class Patch(nn.Module):
         nn.init.constant_(self.scale.weight, 0.5)
 
     def forward(self, image):
-        said = self.scale(image)[:, 0, 4:8, 8:12].mean((1, 2))
-        return torch.stack([torch.zeros_like(said), said], 1)
+        score = self.scale(image)[:, 0, 4:8, 8:12].mean((1, 2))
+        return torch.stack([torch.zeros_like(score), score], 1)
 
 
 def test_true_map_of_a_known_model_has_the_best_reading(plant):
@@ -292,10 +292,10 @@ def test_true_map_of_a_known_model_has_the_best_reading(plant):
     assert max(deleted.y[1:]) == min(deleted.y[1:]) == pytest.approx(0.5, abs=1e-6)  # at once, and for good
     for name in ("deletion", "insertion", "road"):
         sign = 1 if METRICS[name].higher_is_better else -1
-        assert all(sign * read(true, name).value > sign * read(one, name).value for one in others), name
+        assert all(sign * read(true, name).value > sign * read(each, name).value for each in others), name
 
 
-def test_the_probability_of_a_contrast_is_that_between_its_two_classes(lite0, photos):
+def test_probability_of_a_contrast_is_that_between_its_two_classes(lite0, photos):
     (answer,) = run(lite0, [Row(photos["chelsea"], ContrastTarget(285, 282))], kind="score")
     two = torch.softmax(torch.from_numpy(answer.logits)[[285, 282]], 0)
 
@@ -314,7 +314,7 @@ def test_the_probability_of_a_contrast_is_that_between_its_two_classes(lite0, ph
         ("detect", DetectionTarget(1), 0.25, 0.25),
     ],
 )
-def test_every_task_has_a_number_that_edits_change(task, target, score, expected):
+def test_every_task_has_a_score_that_edits_change(task, target, score, expected):
     answer = RowResult(np.array([1, 2, 0], np.float32), target, score)
 
     assert metric_probability(task, answer) == pytest.approx(expected)
@@ -331,7 +331,7 @@ def test_every_task_has_a_number_that_edits_change(task, target, score, expected
         (Box(0, 0, 85, 90), 15, 1.0),
     ],
 )
-def test_the_pointing_game_is_won_where_the_peak_lies_in_the_box_or_near_it(box, tolerance, hit):
+def test_pointing_game_is_won_if_the_peak_is_in_or_near_the_box(box, tolerance, hit):
     heatmap = np.zeros((4, 4), np.float32)
     heatmap[1, 3] = 1  # on a photo of which 60..180 x 0..80 pixels were seen
     shown = make_metric_input(np.zeros((3, 8, 8), np.float32), heatmap, 0.5, Box(-5, 0, 115, 80), box)
@@ -339,7 +339,7 @@ def test_the_pointing_game_is_won_where_the_peak_lies_in_the_box_or_near_it(box,
     assert METRICS["pointing_game"].judge(shown, tolerance=tolerance).value == hit
 
 
-def test_the_energy_in_a_box_is_the_share_of_the_positive_values_there():
+def test_energy_in_a_box_is_the_share_of_the_positive_values_there():
     pixels = np.array([[1, 2, -9], [3, 4, -9]], np.float32)
     box = Box(10, 0, 30, 10)  # of pixels 10 wide and high, the first row's second and third
     shown = make_metric_input(np.zeros((3, 2, 3), np.float32), pixels, 0.5, Box(0, 0, 30, 20), box)
@@ -369,7 +369,7 @@ def test_modules_are_counted_from_the_output_and_each_parameter_belongs_to_one(r
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("modules", [1, 5, 1000])
-def test_a_randomised_pass_is_the_pass_of_a_model_with_those_weights(resnet, modules):
+def test_randomised_pass_is_the_pass_of_a_model_with_those_weights(resnet, modules):
     how = Randomised(modules, seed=4)
     with random_weights(resnet, how):
         replica = LoadedModel(resnet.info, copy.deepcopy(resnet.module))
@@ -380,7 +380,7 @@ def test_a_randomised_pass_is_the_pass_of_a_model_with_those_weights(resnet, mod
 
     np.testing.assert_array_equal(ours.logits, theirs.logits)
     np.testing.assert_array_equal(ours.maps[0][0], theirs.maps[0][0])
-    changed = [name for name, one in replica.module.named_parameters() if not _same(one, resnet.module, name)]
+    changed = [name for name, each in replica.module.named_parameters() if not _same(each, resnet.module, name)]
     assert {name.rpartition(".")[0] for name in changed} <= set(stack(resnet.info)[:modules])
     # What is constant, as a batch norm that was never trained, stays so.
     assert {"fc.weight", "fc.bias"} <= set(changed)
@@ -404,7 +404,7 @@ def test_random_weights_of_a_module_depend_on_the_seed_and_not_on_the_stage(resn
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_weights_come_back_when_a_batch_fails(resnet):
+def test_weights_are_restored_if_a_batch_fails(resnet):
     rows = [Row(noise(0, 64), ClassTarget(2), (MethodCall("gradcam"),))]
     with pytest.raises(AttributeError, match="no attribute"):
         run_pass(resnet, Pass(resnet.info.name, "cam", (64, 64), ("fc.none",), Randomised(1000)), rows)
@@ -430,10 +430,10 @@ def test_evaluation_runs_the_announced_rows_and_reads_every_map(resnet):
     assert max(rows for _, rows in count) <= 64
     assert len(readings) == len(outcome.explanations) == 2 * 2 + 2 + 2
     assert all(len(row) == len(metrics) for row in readings)
-    assert all(math.isfinite(one.value) for row in readings for one in row)
+    assert all(math.isfinite(each.value) for row in readings for each in row)
 
 
-def test_each_reading_is_of_its_own_map(resnet):
+def test_each_reading_belongs_to_its_own_map(resnet):
     """Readings of a joint request equal those of single requests: layers, targets and methods are not mixed up."""
     image, metrics = noise(0, 64), [metric(name, **few(name)) for name in EVERYTHING]
     targets, layers = [ClassTarget(4), ContrastTarget(1, 2)], ["layer3", "layer4"]
@@ -441,7 +441,7 @@ def test_each_reading_is_of_its_own_map(resnet):
     for finding, row in zip(outcome.explanations, together, strict=True):
         alone = job(resnet, [finding.call], [finding.target], [finding.layer or "layer4"])
         ((*again,),) = evaluate(resnet, image, alone, metrics, CENTRE)[1]
-        assert [one.value for one in row] == pytest.approx([one.value for one in again], abs=1e-3)
+        assert [each.value for each in row] == pytest.approx([each.value for each in again], abs=1e-3)
 
 
 def few(name):
@@ -449,7 +449,7 @@ def few(name):
     return {counted[name]: 2} if name in counted else {}
 
 
-def test_a_fused_map_is_computed_again_as_fused(resnet):
+def test_fused_map_is_computed_again_as_fused(resnet):
     asked = jobs.Job(resnet.info, (call("gradcam"),), ("layer3", "layer4"), (ClassTarget(4),), "mean")
     outcome, readings = evaluate(resnet, noise(0, 64), asked, [metric("max_sensitivity", noise=0.0), "randomisation"])
 
@@ -483,12 +483,12 @@ def test_constant_map_has_no_reading_and_a_reason(plant):
 
 
 def test_every_metric_is_documented_and_yields_its_announced_edits(lite0, photos, gradcam):
-    for name, one in METRICS.items():
-        assert one.paper
-        assert one.about.__doc__.split("\n")[0].endswith(".")
-        if isinstance(one, PerturbationMetric):
+    for name, metric_ in METRICS.items():
+        assert metric_.paper
+        assert metric_.about.__doc__.split("\n")[0].endswith(".")
+        if isinstance(metric_, PerturbationMetric):
             parameters = metric(name, **few(name)).parameters
-            judging, edits = one.judge(shown_to(lite0, photos["chelsea"], gradcam), **parameters), 0
+            judging, edits = metric_.judge(shown_to(lite0, photos["chelsea"], gradcam), **parameters), 0
             edited = next(judging)
             while edited is not None:
                 edits += len(edited)
@@ -496,7 +496,7 @@ def test_every_metric_is_documented_and_yields_its_announced_edits(lite0, photos
                     edited = judging.send(np.full(len(edited), 0.5, np.float32))
                 except StopIteration:
                     edited = None
-            assert edits == one.count(**parameters)
+            assert edits == metric_.count(**parameters)
 
 
 def test_missing_boxes_and_empty_maps_are_handled():
@@ -520,7 +520,7 @@ def test_map_that_ignores_the_weights_gets_a_warning(lite0, photos, method, fail
     assert ("hardly depends" in reading.words) == fails
 
 
-def test_guided_backpropagation_and_the_deconvnet_fail_where_gradients_pass(lite0, photos):
+def test_guided_backpropagation_and_deconvnet_fail_the_randomisation_check(lite0, photos):
     values = {}
     for name in ("guided_backprop", "deconvnet", "input_x_gradient"):
         asked = job(lite0, [name], [TABBY_LIKE])
@@ -532,7 +532,7 @@ def test_guided_backpropagation_and_the_deconvnet_fail_where_gradients_pass(lite
     assert values["input_x_gradient"] < 0.2
 
 
-def test_the_same_seed_gives_the_same_reading(resnet):
+def test_same_seed_gives_the_same_reading(resnet):
     asked = job(resnet, ["gradcam"], [ClassTarget(4)])
     seeded = [metric("road", steps=1, seed=2), metric("max_sensitivity", samples=1, seed=2), metric("randomisation")]
     first, second = (evaluate(resnet, noise(0, 64), asked, seeded)[1] for _ in range(2))

@@ -128,8 +128,8 @@ def complaint(folder, options=""):
 
 @pytest.fixture(scope="module")
 def served(zoo):
-    with serving(models=tuple(f"hf:{zoo / kind}" for kind in KINDS), device="cpu") as one:
-        yield one.address
+    with serving(models=tuple(f"hf:{zoo / kind}" for kind in KINDS), device="cpu") as running:
+        yield running.address
 
 
 @pytest.mark.parametrize("kind", KINDS)

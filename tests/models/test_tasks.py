@@ -92,7 +92,7 @@ def test_segmentation_is_detected_and_its_default_layer_precedes_the_classes(col
     assert lraspp.info.preprocess.resize == (64, 64)  # the photo is seen whole
 
 
-def test_what_a_segmentation_sees_is_told_by_area(colours):
+def test_segmentation_predictions_are_sorted_by_area(colours):
     image = painted(red=(8, 8, 16), green=(40, 32, 24))
     (row,) = run(colours, [Row(image, RankTarget(0))], kind="score")
     logits = colours.module(inputs(colours, image))["out"][0]
@@ -112,7 +112,7 @@ def test_what_a_segmentation_sees_is_told_by_area(colours):
 
 @pytest.mark.parametrize("box", [None, Box(20, 10, 41.5, 50)])
 @pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"])
-def test_a_segments_map_equals_autograds(name, box):
+def test_map_of_a_segment_equals_autograd(name, box):
     model = models.load(models.parse(f"torchvision:{name}?weights=none&size=64"))
     image = noise(1, 64)
     logits = model.module(inputs(model, image))["out"][0]
@@ -133,17 +133,17 @@ def test_a_segments_map_equals_autograds(name, box):
 
 
 @pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
-def test_a_segments_map_is_hot_where_the_class_is(colours, colour, index, method):
+@pytest.mark.parametrize("method", METHODS, ids=lambda each: getattr(each, "name", each))
+def test_map_of_a_segment_is_highest_where_the_class_is(colours, colour, index, method):
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    (found,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).explanations
-    assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
+    (explanation,) = explain(colours, painted(**squares), job(colours, [method], [SegmentTarget(index)])).explanations
+    assert hottest_inside(explanation.heatmap, *squares[colour]) >= 0.9
 
 
-def test_the_part_is_that_of_the_clean_image_in_every_copy(colours):
+def test_copies_use_the_segment_of_the_clean_image(colours):
     image = painted(red=(8, 8, 24))
-    (found,) = explain(colours, image, job(colours, ["gradcam"], [SegmentTarget(1)])).explanations
-    fixed = found.target
+    (explanation,) = explain(colours, image, job(colours, ["gradcam"], [SegmentTarget(1)])).explanations
+    fixed = explanation.target
     other = painted(green=(8, 8, 24))
     (row,) = run(colours, [Row(other, fixed)], kind="score")
     logits = colours.module(inputs(colours, other))["out"][0, 1]
@@ -161,12 +161,12 @@ def test_the_part_is_that_of_the_clean_image_in_every_copy(colours):
         (RankTarget(2), r"sees only class 0, class 1 in this image"),
     ],
 )
-def test_a_class_that_is_not_there_is_refused_with_those_that_are(colours, target, words):
+def test_class_missing_in_the_image_is_refused_with_the_present_ones(colours, target, words):
     with pytest.raises(FailedPrecondition, match=words):
         run(colours, [Row(painted(red=(8, 8, 24)), target)], kind="score")
 
 
-def test_a_region_smaller_than_a_pixel_is_the_pixel_that_it_is_in(colours):
+def test_region_smaller_than_a_pixel_is_the_pixel_that_contains_it(colours):
     (row,) = run(colours, [Row(painted(), SegmentTarget(0, Box(10.6, 20.1, 10.9, 20.2)))], kind="score")
     assert np.argwhere(row.target.mask).tolist() == [[20, 10]]
 
@@ -195,13 +195,13 @@ def test_detector_is_detected_and_its_default_layer_feeds_every_scale(finder, ss
 
 
 @pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn", "fcos_resnet50_fpn"])
-def test_a_detectors_default_layer_is_not_of_its_pyramid(name):
+def test_default_layer_of_a_detector_is_not_in_its_pyramid(name):
     info = models.load(models.parse(f"torchvision:{name}?weights=none&size=64")).info
     assert (info.task, info.classes) == ("detect", 91)
     assert info.default_layer.startswith("backbone.body.")
 
 
-def test_objects_are_told_the_most_certain_first(finder):
+def test_objects_are_sorted_by_confidence(finder):
     (row,) = run(finder, [Row(painted(**SQUARES), RankTarget(0))], kind="score")
     assert row.logits[:, 0].tolist() == [1, 2]
     assert row.logits[0, 1] > row.logits[1, 1] > 0.5
@@ -237,7 +237,7 @@ DETECTORS = {
 
 
 @pytest.mark.parametrize("name", DETECTORS)
-def test_a_detections_map_equals_autograds(plant, name):
+def test_map_of_a_detection_equals_autograd(plant, name):
     """The oracle is torchvision's detector, that resizes and normalises by itself."""
     model = plant(lambda: detector(name, **DETECTORS[name]), size=128)
     image, layer, theirs = noise(2, 128), model.info.default_layer, detector(name, **DETECTORS[name])
@@ -260,39 +260,39 @@ def _edges(box):
 
 
 @pytest.mark.parametrize(("colour", "index"), [("red", 1), ("green", 2)])
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: getattr(one, "name", one))
-def test_a_detections_map_is_hot_where_the_object_is(finder, colour, index, method):
+@pytest.mark.parametrize("method", METHODS, ids=lambda each: getattr(each, "name", each))
+def test_map_of_a_detection_is_highest_where_the_object_is(finder, colour, index, method):
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    (found,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).explanations
-    assert hottest_inside(found.heatmap, *squares[colour]) >= 0.9
+    (explanation,) = explain(finder, painted(**squares), job(finder, [method], [DetectionTarget(index)])).explanations
+    assert hottest_inside(explanation.heatmap, *squares[colour]) >= 0.9
 
 
-def test_the_object_that_best_matches_the_box_is_explained(ssdlite):
+def test_object_that_best_matches_the_box_is_explained(ssdlite):
     image = noise(3, 128)
     (row,) = run(ssdlite, [Row(image, RankTarget(0))], kind="score")
     objects = objects_of(row.logits)
     index = int(np.bincount(objects[:, 0].astype(int)).argmax())  # of one class there are many
     mine = objects[objects[:, 0] == index]
     assert len(mine) > 2
-    for one in mine[:3]:
-        box = Box(*(edge + off for edge, off in zip(one[2:].tolist(), (1, -1, 2, 1), strict=True)))
-        (found,) = run(ssdlite, [Row(image, DetectionTarget(index, box))], kind="score")
-        assert found.score == pytest.approx(one[1], rel=EXACT)
+    for each in mine[:3]:
+        box = Box(*(edge + off for edge, off in zip(each[2:].tolist(), (1, -1, 2, 1), strict=True)))
+        (result,) = run(ssdlite, [Row(image, DetectionTarget(index, box))], kind="score")
+        assert result.score == pytest.approx(each[1], rel=EXACT)
     (surest,) = run(ssdlite, [Row(image, DetectionTarget(index))], kind="score")
     assert surest.score == pytest.approx(mine[0, 1], rel=EXACT)
 
 
-def test_in_a_copy_of_the_image_the_same_object_is_scored_or_none(finder):
+def test_copy_of_an_image_scores_the_same_object_or_none(finder):
     image = painted(**SQUARES)
     (row,) = run(finder, [Row(image, DetectionTarget(1))], kind="score")
     moved, gone = painted(red=(6, 34, 24)), painted(green=(4, 36, 24))
     elsewhere = painted(red=(40, 4, 24))
-    scores = [one.score for one in run(finder, [Row(i, row.target) for i in (moved, gone, elsewhere)], kind="score")]
+    scores = [each.score for each in run(finder, [Row(i, row.target) for i in (moved, gone, elsewhere)], kind="score")]
     assert scores[0] == pytest.approx(row.score, rel=0.05)
     assert scores[1:] == [0.0, 0.0]
 
 
-def test_a_copy_without_the_object_has_no_gradient(finder):
+def test_copy_without_the_object_has_no_gradient(finder):
     (row,) = run(finder, [Row(painted(**SQUARES), DetectionTarget(1))], kind="score")
     (gone,) = run(finder, [Row(painted(), row.target, (call("gradcam"),))], ["smooth"])
     assert gone.zero_gradient == (True,)
@@ -307,24 +307,24 @@ def test_a_copy_without_the_object_has_no_gradient(finder):
         (RankTarget(1), "finds only 1 objects in this image"),
     ],
 )
-def test_an_object_that_is_not_there_is_refused(finder, target, words):
+def test_missing_object_is_refused(finder, target, words):
     with pytest.raises(FailedPrecondition, match=words):
         run(finder, [Row(painted(red=(8, 8, 16)), target)], kind="score")
 
 
-def test_an_image_without_objects_is_refused_in_words(finder):
+def test_image_without_objects_is_refused_with_a_reason(finder):
     with pytest.raises(FailedPrecondition, match="finds no object in this image"):
         run(finder, [Row(painted(), RankTarget(0))], kind="score")
     with pytest.raises(FailedPrecondition, match="finds no class 1 in this image, but no object at all"):
         run(finder, [Row(painted(), DetectionTarget(1))], kind="score")
 
 
-def test_a_detectors_input_keeps_to_its_strides():
+def test_input_size_of_a_detector_is_a_multiple_of_its_strides():
     with pytest.raises(ConfigError, match="size= must be a multiple of 32 for this model, not 100"):
         models.load(models.parse("torchvision:fasterrcnn_mobilenet_v3_large_320_fpn?weights=none&size=100"))
 
 
-def test_looking_at_a_detector_leaves_its_thresholds_and_no_hook(ssdlite):
+def test_loading_a_detector_keeps_its_thresholds_and_leaves_no_hook(ssdlite):
     assert ssdlite.module.score_thresh == 0.001
     assert hook_count(ssdlite.module) == 0
 
@@ -335,7 +335,7 @@ PARTS = {"mirrored": View(mirrored=True), "enlarged": View(scale=2, top=10, left
 
 
 @pytest.mark.parametrize("name", ["colours", "finder"])
-def test_a_mirrored_image_has_the_mirrored_map(name, request):
+def test_mirrored_image_has_the_mirrored_map(name, request):
     model = request.getfixturevalue(name)
     image, layer = painted(**SQUARES), "smooth"
     target = SegmentTarget(1) if name == "colours" else DetectionTarget(1)
@@ -349,7 +349,7 @@ def test_a_mirrored_image_has_the_mirrored_map(name, request):
 
 
 @pytest.mark.parametrize("view", PARTS.values(), ids=PARTS)
-def test_what_is_marked_in_the_image_is_marked_in_its_view(view):
+def test_region_of_an_image_is_the_same_region_in_its_view(view):
     """The oracle enlarges and cuts a picture of the part."""
     picture = torch.from_numpy(painted(red=(12, 24, 16))).permute(2, 0, 1)[0:1] / 255
     large = functional.interpolate(picture[None], scale_factor=view.scale, mode="nearest")[0]
@@ -365,7 +365,7 @@ def test_what_is_marked_in_the_image_is_marked_in_its_view(view):
     assert clipped.tolist() == list(edges)
 
 
-def test_a_view_that_shows_nothing_of_the_part_scores_nothing(colours):
+def test_view_without_the_region_has_a_score_of_zero(colours):
     (row,) = run(colours, [Row(painted(red=(4, 4, 16)), SegmentTarget(1))], kind="score")
     (away,) = run(
         colours,
@@ -375,7 +375,7 @@ def test_a_view_that_shows_nothing_of_the_part_scores_nothing(colours):
     assert (away.score, away.zero_gradient) == (0.0, (True,))
 
 
-def test_targets_without_a_place_are_the_same_in_every_view():
+def test_targets_without_a_position_are_the_same_in_every_view():
     assert targets.seen_in(ClassTarget(3), [View(mirrored=True)], (8, 8)) == ClassTarget(3)
 
 
@@ -387,12 +387,12 @@ def compared(model, first, second, method="gradcam", layers=None):
     return explain(model, first, job(model, [method], [SimilarityTarget(image=second)], layers)).explanations[0]
 
 
-def test_a_model_without_a_head_answers_with_an_embedding():
+def test_model_without_a_head_returns_an_embedding():
     info = models.load(models.parse("timm:resnet18?weights=none&classes=0&size=64")).info
     assert (info.task, info.classes, info.embedding, info.labels) == ("embed", 512, "", ())
 
 
-def test_a_likenesss_map_equals_autograds_for_a_model_without_a_head():
+def test_similarity_map_equals_autograd_for_a_model_without_a_head():
     model = models.load(models.parse("timm:resnet18?weights=none&classes=0&size=64"))
     first, second = noise(4, 64), noise(5, 64)
 
@@ -418,27 +418,27 @@ def test_similarity_map_equals_autograd_of_the_penultimate_features(resnet):
     assert hook_count(resnet.module) == 0
 
 
-def test_an_image_is_like_itself(resnet):
-    found = compared(resnet, noise(8, 64), noise(8, 64))
-    assert found.score == pytest.approx(1, abs=1e-6)
+def test_similarity_of_an_image_to_itself_is_one(resnet):
+    result = compared(resnet, noise(8, 64), noise(8, 64))
+    assert result.score == pytest.approx(1, abs=1e-6)
 
 
-def test_a_likenesss_map_is_hot_where_the_two_are_alike(plant):
+def test_similarity_map_is_highest_where_the_images_agree(plant):
     """The embedding is how red and how green an image is; the other image is red."""
     model = plant(Pooled, size=64, task="embed")
     squares = {"red": (8, 32, 24), "green": (32, 8, 24)}
-    found = compared(model, painted(**squares), painted(red=(0, 0, 64)), layers=["smooth"])
-    assert hottest_inside(found.heatmap, *squares["red"]) >= 0.9
+    result = compared(model, painted(**squares), painted(red=(0, 0, 64)), layers=["smooth"])
+    assert hottest_inside(result.heatmap, *squares["red"]) >= 0.9
 
 
-def test_a_likeness_costs_one_row_more(resnet):
+def test_similarity_target_costs_one_more_row(resnet):
     asked = job(resnet, ["gradcam"], [SimilarityTarget(image=noise(1, 64)), ClassTarget(1)])
     batches = []
     explain(resnet, noise(2, 64), asked, batches=batches)
     assert asked.rows == sum(rows for _, rows in batches) == 3
 
 
-def test_a_model_without_a_linear_end_gives_no_embedding(plant):
+def test_model_without_a_final_linear_layer_has_no_embedding(plant):
     model = plant(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
     assert model.info.embedding == ""
     with pytest.raises(FailedPrecondition, match="planted gives no embedding"):
@@ -448,14 +448,14 @@ def test_a_model_without_a_linear_end_gives_no_embedding(plant):
 # ------------------------------------------------------------------------------------------------ second derivatives
 
 
-def test_where_the_score_is_linear_in_a_layer_there_is_no_curvature(colours):
+def test_score_that_is_linear_in_a_layer_has_no_curvature(colours):
     image = painted(red=(8, 32, 24), green=(32, 8, 24))
     asked = job(colours, ["gradcam", "shapleycam"], [SegmentTarget(1)])
     (plain, bent), (truth, _) = (explain(model, image, asked).explanations for model in (colours, exact(colours)))
     assert error_ratio(bent.heatmap, plain.heatmap, truth.heatmap) <= 1
 
 
-def test_what_cannot_be_differentiated_twice_is_refused_in_words(plant):
+def test_model_without_second_derivatives_is_refused_with_a_reason(plant):
     model = plant(lambda: Toy(lambda net, seen: functional.hardsigmoid(net.layer(seen))))
     with pytest.raises(FailedPrecondition, match=r"cannot be differentiated twice after this layer: .*hardsig"):
         explain(model, noise(1, 16), job(model, ["shapleycam"], [ClassTarget(1)], ["conv"]))
@@ -465,7 +465,7 @@ def test_what_cannot_be_differentiated_twice_is_refused_in_words(plant):
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regress"])
-def test_a_task_that_cannot_be_seen_is_what_it_is_said_to_be(plant, task):
+def test_undetectable_task_is_the_declared_one(plant, task):
     model = plant(Toy, task=task)
     assert (model.info.task, model.info.classes, model.info.embedding) == (task, 5, "head")
     (row,) = run(model, [Row(noise(9, 16), RankTarget(0), (call("gradcam"),))], ["conv"])
@@ -473,13 +473,13 @@ def test_a_task_that_cannot_be_seen_is_what_it_is_said_to_be(plant, task):
     assert row.score == pytest.approx(row.logits.max())
 
 
-def test_a_classs_own_probability_is_explained(plant):
+def test_probability_of_a_class_is_explained(plant):
     model = plant(Toy, task="multilabel")
-    found = explain(
+    result = explain(
         model, noise(9, 16), job(model, ["gradcam"], [ProbabilityTarget(2, apart=True)], ["conv"])
     ).explanations[0]
-    said = Outputs(model.info, model.module(normalise(torch.from_numpy(noise(9, 16))[None], model.info.preprocess)))
-    assert found.score == pytest.approx(float(said.values[0, 2].sigmoid()), rel=EXACT)
+    outputs = Outputs(model.info, model.module(normalise(torch.from_numpy(noise(9, 16))[None], model.info.preprocess)))
+    assert result.score == pytest.approx(float(outputs.values[0, 2].sigmoid()), rel=EXACT)
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -495,12 +495,12 @@ def test_a_classs_own_probability_is_explained(plant):
         ),
     ],
 )
-def test_a_model_that_does_not_answer_as_it_is_said_to_is_refused(plant, option, words):
+def test_model_whose_output_contradicts_its_declared_task_is_refused(plant, option, words):
     with pytest.raises(ConfigError, match=words):
         plant(Toy, task=option.partition("=")[2])
 
 
-def test_an_answer_without_any_number_fails_that_row_alone_in_words(plant):
+def test_output_without_finite_numbers_fails_only_its_row(plant):
     class Fickle(Toy):
         def forward(self, image):
             return "nothing" if image.mean() > 1 else super().forward(image)
@@ -511,12 +511,12 @@ def test_an_answer_without_any_number_fails_that_row_alone_in_words(plant):
 
 
 @pytest.mark.parametrize(("factory", "task"), [(Colours, "classify"), (Finder, "multilabel")])
-def test_a_model_said_to_know_classes_must_answer_with_them(plant, factory, task):
+def test_model_declared_as_a_classifier_must_return_classes(plant, factory, task):
     with pytest.raises(ConfigError, match=r"it is not a classifier: it returns a tensor .*, not \[batch, class"):
         plant(factory, size=64, task=task)
 
 
-def test_a_detector_that_does_not_say_how_many_classes_it_knows_is_asked_to(plant, tmp_path):
+def test_detector_without_its_number_of_classes_is_refused_with_a_hint(plant, tmp_path):
     class Silent(Finder):
         num_classes = None
 
@@ -527,7 +527,7 @@ def test_a_detector_that_does_not_say_how_many_classes_it_knows_is_asked_to(plan
     assert plant(Silent, size=64, labels=str(words)).info.label(2) == "green"
 
 
-def test_a_detector_that_finds_nothing_in_noise_is_refused(plant):
+def test_detector_without_detections_in_noise_is_refused(plant):
     class Blind(Finder):
         def forward(self, images):
             return super().forward([image * 0 - 2 for image in images])
@@ -547,6 +547,6 @@ def test_a_detector_that_finds_nothing_in_noise_is_refused(plant):
         ("timm:resnet18?weights=none&classes=0&task=segment", "classes=0 replaces the head"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused(text, words):
+def test_meaningless_option_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         models.parse(text)

@@ -210,7 +210,7 @@ async def test_number_of_waiting_slots_is_limited(visitors):
 
 
 async def test_cancelled_waiter_makes_way(visitors):
-    """First a large one for which slots are kept; then one in the same loop turn in which it is admitted."""
+    """A large waiter for which slots are reserved; then a waiter in the same loop turn as its admission."""
     for _ in range(8):
         visitors.request("greedy")
     await settle()
@@ -312,7 +312,7 @@ async def test_planted_fault_is_detected(visitors, method, fault, monkeypatch):
 
 
 class FakeWorker:
-    """Answers every row, and records the callers of each batch."""
+    """Worker that returns every row's result, and records the callers of each batch."""
 
     def __init__(self):
         self.batches = []

@@ -1,4 +1,4 @@
-"""Explanations judged through a whole server: what is refused, what it costs, and what others notice of it."""
+"""Evaluation of explanations by a server: refusals, costs and effects on other requests."""
 
 import math
 import re
@@ -20,18 +20,18 @@ ROWS = 100
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(SMALL,), threads=1, max_request_rows=ROWS) as one:
-        yield one
+    with serving(models=(SMALL,), threads=1, max_request_rows=ROWS) as running:
+        yield running
 
 
 @pytest.fixture
 def client(served):
-    with camserve.Client(served.address, timeout=60) as one:
-        yield one
+    with camserve.Client(served.address, timeout=60) as connected:
+        yield connected
 
 
-def test_maps_are_judged_side_by_side(client):
-    found = client.evaluate(
+def test_several_maps_are_evaluated_together(client):
+    result = client.evaluate(
         PHOTOS["chelsea"],
         methods=["gradcam", "saliency"],
         targets=[3, camserve.contrast(3, 4)],
@@ -39,27 +39,27 @@ def test_maps_are_judged_side_by_side(client):
     )
     explained = client.explain(PHOTOS["chelsea"], methods=["gradcam", "saliency"], targets=[3, camserve.contrast(3, 4)])
 
-    assert [each.method for each in found.explained.explanations] == ["gradcam"] * 2 + ["saliency"] * 2
-    assert [each.metric for each in found.rows[0]] == ["deletion", "road", "randomisation", "sparseness"]
-    assert [len(each.curves) for each in found.rows[0]] == [1, 2, 1, 0]
-    assert found.rows[0][0].parameters == {"steps": 3.0}
-    assert all(math.isfinite(each.value) for each in found.readings)
-    assert found.explained.request_id
-    for evaluated, alone in zip(found.explained.explanations, explained.explanations, strict=True):
+    assert [each.method for each in result.explained.explanations] == ["gradcam"] * 2 + ["saliency"] * 2
+    assert [each.metric for each in result.rows[0]] == ["deletion", "road", "randomisation", "sparseness"]
+    assert [len(each.curves) for each in result.rows[0]] == [1, 2, 1, 0]
+    assert result.rows[0][0].parameters == {"steps": 3.0}
+    assert all(math.isfinite(each.value) for each in result.readings)
+    assert result.explained.request_id
+    for evaluated, alone in zip(result.explained.explanations, explained.explanations, strict=True):
         check_same(evaluated.heatmap, alone.heatmap, SMALL, evaluated.method)
-    assert found.plot().width > 700
+    assert result.plot().width > 700
 
 
 def test_deletion_and_insertion_are_the_default(client):
-    found = client.evaluate(PHOTOS["chelsea"])
+    result = client.evaluate(PHOTOS["chelsea"])
 
-    assert [(each.metric, each.higher_is_better) for each in found.readings] == [
+    assert [(each.metric, each.higher_is_better) for each in result.readings] == [
         ("deletion", False),
         ("insertion", True),
     ]
 
 
-def test_the_box_is_in_the_photos_pixels(client):
+def test_box_is_in_the_photos_pixels(client):
     first = client.evaluate(PHOTOS["chelsea"], metrics="pointing_game", box=(0, 0, 1, 1)).readings[0]
     across, down = (float(word) for word in first.message.split("the peak is at ")[1].split(", ")[:2] if word)
     around = (across - 3, down - 3, across + 3, down + 3)
@@ -93,7 +93,7 @@ def test_the_box_is_in_the_photos_pixels(client):
         ),
     ],
 )
-def test_what_is_wrong_is_refused_before_it_costs_a_row(served, client, options, error, field, words):
+def test_invalid_evaluation_is_refused_before_a_row_is_computed(served, client, options, error, field, words):
     before = served.pipeline.batcher.stats.rows
     with pytest.raises(error, match=re.escape(words)) as caught:
         client.evaluate(PHOTOS["chelsea"], **options)
@@ -107,18 +107,22 @@ def test_every_metric_is_listed_with_its_paper_and_parameters(client):
     listed = {each.name: each for each in client.metrics()}
 
     assert list(listed) == list(METRICS)
-    for name, one in METRICS.items():
-        told = listed[name]
-        assert (told.paper, told.higher_is_better, told.needs_box) == (one.paper, one.higher_is_better, one.boxed)
-        assert [each.name for each in told.parameters] == [each.name for each in one.parameters]
-        assert told.summary
-        assert told.formula
+    for name, metric in METRICS.items():
+        described = listed[name]
+        assert (described.paper, described.higher_is_better, described.needs_box) == (
+            metric.paper,
+            metric.higher_is_better,
+            metric.boxed,
+        )
+        assert [each.name for each in described.parameters] == [each.name for each in metric.parameters]
+        assert described.summary
+        assert described.formula
     assert (listed["deletion"].rows, listed["road"].rows, listed["sparseness"].rows) == (20, 18, 0)
-    assert [name for name, told in listed.items() if told.repeats] == ["max_sensitivity", "randomisation"]
+    assert [name for name, described in listed.items() if described.repeats] == ["max_sensitivity", "randomisation"]
 
 
-def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client):
-    """While some requests have their model's weights random, others have theirs."""
+def test_randomised_weights_do_not_affect_other_requests(served, client):
+    """Some requests use random weights while others use the model's own."""
     alone = client.explain(PHOTOS["chelsea"], targets=[3]).explanations[0].heatmap
     with ThreadPoolExecutor(4) as pool:
         judging = [
@@ -126,8 +130,8 @@ def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client
             for seed in range(2)
         ]
         asked = [pool.submit(client.explain, PHOTOS["chelsea"], targets=[3]) for _ in range(12)]
-        maps = [one.result().explanations[0].heatmap for one in asked]
-        readings = [one.result().readings[0] for one in judging]
+        maps = [each.result().explanations[0].heatmap for each in asked]
+        readings = [each.result().readings[0] for each in judging]
 
     for heatmap in maps:
         check_same(heatmap, alone, SMALL)
@@ -135,7 +139,7 @@ def test_a_model_made_random_for_one_is_itself_for_everybody_else(served, client
     assert len(client.models()) == len(served.pipeline.models) == 1
 
 
-def test_a_caller_who_gives_up_leaves_no_rows_behind(served, client):
+def test_cancelled_evaluation_leaves_no_rows(served, client):
     rows = served.pipeline.batcher.stats.rows
     with pytest.raises(camserve.DeadlineExceeded):
         client.evaluate(PHOTOS["chelsea"], metrics=[("deletion", {"steps": 90})], timeout=0.15)
@@ -144,11 +148,11 @@ def test_a_caller_who_gives_up_leaves_no_rows_behind(served, client):
     assert served.pipeline.batcher.stats.rows < rows + 91
 
 
-def test_the_service_has_a_health_of_its_own(client):
+def test_evaluation_service_has_its_own_health(client):
     assert client.health("camserve.v1.EvaluateService") is camserve.Health.SERVING
 
 
-def test_the_cost_is_known_before_anything_runs(served):
+def test_cost_of_an_evaluation_is_known_in_advance(served):
     request = evaluate_pb2.EvaluateRequest(metrics=[evaluate_pb2.Metric(name=name) for name in ("road", "increase")])
     asked = codec.read_evaluation(request, served.pipeline.models, Limits())
 

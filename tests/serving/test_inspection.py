@@ -1,4 +1,4 @@
-"""The x-ray over a socket: what every layer gave, channels in rank, the picture of them, and what is refused."""
+"""Layer inspection by a server: statistics of layers, ranked channels, their picture, and refusals."""
 
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +24,8 @@ GRID, DEEP, HEAD = "features.1", "features", "classifier.3"
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(SMALL, "efficientnet_lite0"), device="cpu", threads=1) as one:
-        yield one
+    with serving(models=(SMALL, "efficientnet_lite0"), device="cpu", threads=1) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -58,32 +58,32 @@ def target(index):
 # -------------------------------------------------------------------------------------------------------- InspectLayers
 
 
-def test_every_layer_that_runs_is_read_in_the_order_in_which_they_run(served, inspect):
+def test_layers_are_inspected_in_the_order_in_which_they_run(served, inspect):
     with grpc.insecure_channel(served.address) as channel:
         listed = models_pb2_grpc.ModelServiceStub(channel).ListLayers(models_pb2.ListLayersRequest()).layers
     reply = inspect()
 
     assert reply.model == "small"
-    assert [one.name for one in reply.layers] == [one.name for one in listed]
-    assert [list(one.output_shape) for one in reply.layers] == [list(one.output_shape) for one in listed]
-    assert [one.type for one in reply.layers] == [one.type for one in listed]
-    assert [one.elements for one in reply.layers] == [np.prod(one.output_shape) for one in reply.layers]
+    assert [layer.name for layer in reply.layers] == [each.name for each in listed]
+    assert [list(layer.output_shape) for layer in reply.layers] == [list(each.output_shape) for each in listed]
+    assert [layer.type for layer in reply.layers] == [each.type for each in listed]
+    assert [layer.elements for layer in reply.layers] == [np.prod(layer.output_shape) for layer in reply.layers]
     assert reply.timing.compute_ms > 0
 
 
-def test_containers_are_told_from_the_layers_in_them(inspect):
-    kinds = {one.name: one.container for one in inspect(layers=["features.0.0", "features.0", DEEP, HEAD]).layers}
+def test_containers_are_distinguished_from_their_layers(inspect):
+    kinds = {layer.name: layer.container for layer in inspect(layers=["features.0.0", "features.0", DEEP, HEAD]).layers}
 
     assert kinds == {"features.0.0": False, "features.0": True, DEEP: True, HEAD: False}
 
 
-def test_named_layers_are_read_alone_and_in_the_order_of_the_request(inspect):
+def test_only_named_layers_are_inspected_in_the_order_of_the_request(inspect):
     reply = inspect(layers=[DEEP, HEAD, GRID])
 
-    assert [one.name for one in reply.layers] == [DEEP, HEAD, GRID]
+    assert [layer.name for layer in reply.layers] == [DEEP, HEAD, GRID]
 
 
-def test_the_predicted_class_is_differentiated_unless_another_target_is_named(inspect):
+def test_predicted_class_is_differentiated_unless_another_target_is_named(inspect):
     predicted = inspect(layers=[HEAD])
     other = inspect(layers=[HEAD], target=target(7))
     against = inspect(
@@ -107,7 +107,7 @@ def test_the_predicted_class_is_differentiated_unless_another_target_is_named(in
     assert against.layers[0].gradient.minimum == -1
 
 
-def test_what_is_read_of_a_layer_is_what_its_raw_maps_say(inspect, extract):
+def test_statistics_of_a_layer_equal_those_of_its_raw_maps(inspect, extract):
     (layer,) = inspect(layers=[GRID]).layers
     raw = maps(extract(layer=GRID, top=256)).astype(np.float64)
 
@@ -121,7 +121,7 @@ def test_what_is_read_of_a_layer_is_what_its_raw_maps_say(inspect, extract):
 
 
 @pytest.mark.parametrize("rpc", ["InspectLayers", "ExtractFeatures"])
-def test_the_callers_request_id_comes_back(stub, rpc):
+def test_response_has_the_callers_request_id(stub, rpc):
     request = {
         "InspectLayers": explain_pb2.InspectLayersRequest(image=PHOTO, layers=[HEAD]),
         "ExtractFeatures": explain_pb2.ExtractFeaturesRequest(image=PHOTO, raw=True, top=1),
@@ -132,7 +132,7 @@ def test_the_callers_request_id_comes_back(stub, rpc):
     assert dict(call.trailing_metadata())["x-request-id"] == "call-7"
 
 
-def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(served, stub, inspect, monkeypatch):
+def test_inspections_share_a_batch_and_explanations_run_between_them(served, stub, inspect, monkeypatch):
     batcher, batches = served.pipeline.batcher, []
     plain = batcher._workers[0].run
 
@@ -159,10 +159,10 @@ def test_inspections_of_many_callers_share_a_batch_and_explanations_go_between(s
 
 
 @pytest.mark.parametrize("layer", ["", GRID, DEEP])
-def test_channels_come_by_mean_activation_with_their_raw_maps(extract, layer):
+def test_channels_are_ranked_by_mean_activation_with_their_raw_maps(extract, layer):
     reply = extract(layer=layer, top=8)
     every = maps(extract(layer=layer, top=256)) if layer == GRID else None
-    means = [one.mean_activation for one in reply.channels]
+    means = [channel.mean_activation for channel in reply.channels]
 
     assert reply.layer == (layer or DEEP)
     assert len(reply.channels) == 8 < reply.channel_count
@@ -172,28 +172,30 @@ def test_channels_come_by_mean_activation_with_their_raw_maps(extract, layer):
         assert np.sort(every.mean((1, 2)))[::-1][:8] == pytest.approx(means, rel=1e-5)
 
 
-def test_channels_come_by_the_size_of_their_gradient_weight_whatever_its_sign(extract):
+def test_channels_are_ranked_by_the_magnitude_of_their_gradient_weight(extract):
     reply = extract(layer=DEEP, top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
-    weights = np.array([one.gradient_weight for one in reply.channels])
+    weights = np.array([channel.gradient_weight for channel in reply.channels])
 
     assert list(np.abs(weights)) == sorted(np.abs(weights), reverse=True)
     assert weights.min() < 0 < weights.max()
-    assert len({one.index for one in reply.channels}) == 256
+    assert len({channel.index for channel in reply.channels}) == 256
 
 
-def test_the_map_of_a_channel_is_the_same_in_either_rank(extract):
+def test_map_of_a_channel_is_the_same_in_either_rank(extract):
     by_activation, by_gradient = (extract(layer=GRID, top=256, rank=rank) for rank in (1, 2))
-    one, other = ({c.index: m for c, m in zip(r.channels, maps(r), strict=True)} for r in (by_activation, by_gradient))
+    activation_maps, gradient_maps = (
+        {c.index: m for c, m in zip(r.channels, maps(r), strict=True)} for r in (by_activation, by_gradient)
+    )
 
-    assert by_activation.channel_count == len(one) == len(other)  # fewer than were asked for
+    assert by_activation.channel_count == len(activation_maps) == len(gradient_maps)  # fewer than were asked for
     assert [c.index for c in by_activation.channels] != [c.index for c in by_gradient.channels]
-    assert all(np.allclose(one[index], other[index], atol=1e-6) for index in one)
+    assert all(np.allclose(activation_maps[index], gradient_maps[index], atol=1e-6) for index in activation_maps)
 
 
 def test_weights_times_maps_add_up_to_gradcam(stub, extract):
-    """Grad-CAM is the sum of the maps, each times its weight."""
+    """Grad-CAM is the weighted sum of the maps."""
     reply = extract(model="efficientnet_lite0", layer="blocks.2", top=256, rank=explain_pb2.CHANNEL_RANK_GRADIENT)
-    weights = np.array([one.gradient_weight for one in reply.channels])
+    weights = np.array([channel.gradient_weight for channel in reply.channels])
     explained = stub.Explain(
         explain_pb2.ExplainRequest(
             image=PHOTO,
@@ -210,23 +212,35 @@ def test_weights_times_maps_add_up_to_gradcam(stub, extract):
 
 
 def order(rank, top):
-    found = object.__new__(FeaturesRequest)
-    object.__setattr__(found, "rank", rank)
-    object.__setattr__(found, "top", top)
-    return found
+    result = object.__new__(FeaturesRequest)
+    object.__setattr__(result, "rank", rank)
+    object.__setattr__(result, "top", top)
+    return result
 
 
-def test_of_equal_channels_the_first_comes_first_and_what_is_not_finite_last():
+def test_equal_channels_are_ordered_by_index_and_non_finite_ones_are_last():
     values = np.array([1, np.nan, 3, 3, -5], np.float32)
     ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
 
-    assert [one.index for one in inspection.rank_channels(ones, values, order("activation", 5))] == [2, 3, 0, 4, 1]
-    assert [one.index for one in inspection.rank_channels(ones, values, order("gradient", 5))] == [4, 2, 3, 0, 1]
-    assert [one.index for one in inspection.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
+    assert [channel.index for channel in inspection.rank_channels(ones, values, order("activation", 5))] == [
+        2,
+        3,
+        0,
+        4,
+        1,
+    ]
+    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 5))] == [
+        4,
+        2,
+        3,
+        0,
+        1,
+    ]
+    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])
-def test_the_picture_is_a_file_of_the_kind_and_size_that_is_said(extract, kind, name):
+def test_picture_has_the_stated_format_and_size(extract, kind, name):
     reply = extract(picture=kind, raw=False, top=5)
 
     with Image.open(io.BytesIO(reply.picture.data)) as picture:
@@ -241,22 +255,22 @@ def test_the_picture_is_a_file_of_the_kind_and_size_that_is_said(extract, kind, 
 
 
 def drawn(*heatmaps, image=None, titles=("a",)):
-    """The pixels of a picture of tiles."""
-    shown = [tiles.Tile(f"#{k}", 1.0, np.asarray(one, np.float32)) for k, one in enumerate(heatmaps)]
+    """Return the pixels of a picture of tiles."""
+    shown = [tiles.Tile(f"#{k}", 1.0, np.asarray(each, np.float32)) for k, each in enumerate(heatmaps)]
     image = np.full((8, 8, 3), (255, 0, 0), np.uint8) if image is None else image
     picture = tiles.draw(image, shown, titles, render.COLORMAPS["viridis"], "png")
     return np.asarray(Image.open(io.BytesIO(picture.data)))
 
 
 def cell(pixels, tile, row, column, cells=2):
-    """The middle of one cell of a tile in the first row, where no words are."""
+    """Return the middle of one cell of a tile in the first row, where there is no text."""
     left = tiles.GAP + tile * (tiles.SIDE + tiles.GAP)
     top = 2 * tiles.GAP + tiles.TITLE
     step = tiles.SIDE // cells
     return tuple(pixels[top + row * step + step // 2, left + column * step + step // 2])
 
 
-def test_a_tile_has_its_cells_colours_from_its_least_value_to_its_greatest():
+def test_tile_is_coloured_from_its_lowest_to_its_highest_value():
     pixels = drawn([[-4, 0], [-2, 4]], [[1000, 3000], [1000, 1000]])
     colours = render.COLORMAPS["viridis"]
 
@@ -266,7 +280,7 @@ def test_a_tile_has_its_cells_colours_from_its_least_value_to_its_greatest():
     assert cell(pixels, 1, 1, 0) == tuple(colours[64])
 
 
-def test_a_tile_of_one_value_has_the_lowest_colour_and_what_is_not_finite_is_grey():
+def test_constant_tile_has_the_lowest_colour_and_non_finite_cells_are_grey():
     pixels = drawn([[5, 5], [5, 5]], [[np.nan, 1], [np.inf, 2]])
 
     assert cell(pixels, 1, 1, 1) == tuple(render.COLORMAPS["viridis"][0])
@@ -277,9 +291,9 @@ def test_a_tile_of_one_value_has_the_lowest_colour_and_what_is_not_finite_is_gre
 @pytest.mark.parametrize("grid", [(1, 1), (7, 7), (3, 50), (50, 3), (112, 112), (300, 200)])
 @pytest.mark.parametrize("count", [1, 2, 3, 9, 256])
 def test_tiles_of_any_grid_and_number_fit_the_picture(grid, count):
-    one = np.arange(grid[0] * grid[1], dtype=np.float32).reshape(grid)
-    height, width = tiles._tile_size(one)
-    picture = drawn(*[one] * count)
+    heatmap = np.arange(grid[0] * grid[1], dtype=np.float32).reshape(grid)
+    height, width = tiles._tile_size(heatmap)
+    picture = drawn(*[heatmap] * count)
 
     assert max(height, width) <= tiles.SIDE
     assert (height % grid[0], width % grid[1]) == (0, 0) or max(grid) > tiles.SIDE
@@ -289,7 +303,7 @@ def test_tiles_of_any_grid_and_number_fit_the_picture(grid, count):
     assert picture.shape[1] == columns * (width + tiles.GAP) + tiles.GAP
 
 
-def test_a_long_title_is_cut_at_the_edge():
+def test_long_title_is_clipped_at_the_edge():
     pixels = drawn([[0, 1], [2, 3]], titles=("long " * 60, "x"))
     ground = np.array(tiles._BACKGROUND[::-1])
 
@@ -305,7 +319,7 @@ def refusal(call, **fields):
         call(**fields)
     status = status_pb2.Status.FromString(dict(caught.value.trailing_metadata())["grpc-status-details-bin"])
     fault = error_details_pb2.BadRequest()
-    assert any(one.Unpack(fault) for one in status.details)
+    assert any(detail.Unpack(fault) for detail in status.details)
     return caught.value.code().name, fault.field_violations[0].field, caught.value.details()
 
 
@@ -327,12 +341,12 @@ COMMON = [
         ({"layers": [GRID, DEEP, GRID]}, "INVALID_ARGUMENT", "layers", "twice"),
     ],
 )
-def test_a_wrong_inspection_is_told_which_field_is_at_fault(served, inspect, fields, code, field, words):
+def test_invalid_inspection_is_refused_with_the_name_of_its_field(served, inspect, fields, code, field, words):
     rows = served.pipeline.batcher.stats.rows
-    found = refusal(inspect, **fields)
+    result = refusal(inspect, **fields)
 
-    assert found[:2] == (code, field)
-    assert words in found[2]
+    assert result[:2] == (code, field)
+    assert words in result[2]
     assert (served.pipeline.batcher.stats.rows, served.pipeline.batcher.admitted) == (rows, 0)
 
 
@@ -350,23 +364,23 @@ def test_a_wrong_inspection_is_told_which_field_is_at_fault(served, inspect, fie
         ({"colormap": "virids"}, "INVALID_ARGUMENT", "colormap", 'did you mean "viridis"'),
     ],
 )
-def test_a_wrong_extraction_is_told_which_field_is_at_fault(served, extract, fields, code, field, words):
+def test_invalid_extraction_is_refused_with_the_name_of_its_field(served, extract, fields, code, field, words):
     rows = served.pipeline.batcher.stats.rows
-    found = refusal(extract, **fields)
+    result = refusal(extract, **fields)
 
-    assert found[:2] == (code, field)
-    assert words in found[2]
+    assert result[:2] == (code, field)
+    assert words in result[2]
     assert (served.pipeline.batcher.stats.rows, served.pipeline.batcher.admitted) == (rows, 0)
 
 
 def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract, monkeypatch):
     whole = extract(layer=GRID, top=16)
-    one = 4 * whole.grid_height * whole.grid_width
+    bytes_per_map = 4 * whole.grid_height * whole.grid_width
     read = codec.read_extraction
-    monkeypatch.setattr(codec, "read_extraction", lambda *given: read(*given[:2], Limits(raw_bytes=7 * one)))
+    monkeypatch.setattr(codec, "read_extraction", lambda *given: read(*given[:2], Limits(raw_bytes=7 * bytes_per_map)))
     code, field, words = refusal(extract, layer=GRID, top=8)
 
     assert (code, field) == ("INVALID_ARGUMENT", "top")
     assert words.endswith("request at most 7")
-    assert len(extract(layer=GRID, top=7).maps) == 7 * one
+    assert len(extract(layer=GRID, top=7).maps) == 7 * bytes_per_map
     assert len(extract(layer=GRID, top=8, raw=False, picture=1).picture.data) > 0

@@ -1,4 +1,4 @@
-"""What a full server holds in memory is bounded: messages, maps, decoded photos and pictures."""
+"""A full server holds a bounded amount of memory: messages, maps, decoded photos and pictures."""
 
 import contextlib
 import io
@@ -26,8 +26,8 @@ REPLY = REPLY_COPIES * 3 * 300 * 200  # bytes of one with a PNG
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(models=(NET,), device="cpu", threads=1, max_queue_rows=ROWS) as one:
-        yield one
+    with serving(models=(NET,), device="cpu", threads=1, max_queue_rows=ROWS) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def stub(served):
 
 @contextlib.contextmanager
 def held(served, *calls):
-    """Begin calls while no batch is formed; yield what the queue then holds."""
+    """Start calls while no batch is formed; yield the calls and the number of slots in use."""
     batcher = served.pipeline.batcher
     served.do(batcher.pause)
     under_way = [call() for call in calls]
@@ -53,12 +53,12 @@ def held(served, *calls):
 
 
 def queued(served):
-    """Return how many requests have rows that wait."""
+    """Return the number of requests with waiting rows."""
     return served.do(lambda: len(list(served.pipeline.batcher._queue)))
 
 
 def explaining(stub, padding=0, **fields):
-    """A call with so many bytes behind its photo, which belong to no picture."""
+    """Return a function that starts a call with `padding` unused bytes after the photo."""
     return lambda: stub.Explain.future(explain_pb2.ExplainRequest(image=PHOTO + bytes(padding), **fields), timeout=60)
 
 
@@ -69,15 +69,15 @@ def test_edited_images_count_as_their_masks(served, stub):
         assert places == math.ceil((IMAGE + 4 * 128 * 128 * 31) / BYTES_PER_SLOT) > 31
 
 
-def test_a_full_queue_refuses_a_request_whose_masks_do_not_fit(served, stub):
+def test_full_queue_refuses_a_request_whose_masks_do_not_fit(served, stub):
     masks = {"samples": explain_pb2.Parameter(number=30)}
     call = explaining(stub, methods=[explain_pb2.Method(name="rise", parameters=masks)])
     with held(served, *[call] * 4) as (calls, places):
-        assert [one.code() for one in calls if one.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+        assert [call.code() for call in calls if call.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
         assert places == 2 * 32
 
 
-def test_maps_count_too(served, stub):
+def test_maps_count_towards_the_queue_limit(served, stub):
     """48 of one pass: six for each of eight rows."""
     names = ("gradcam", "hirescam", "layercam", "xgradcam", "gradcam_elementwise", "eigencam")
     maps = 4 * 128 * 128 * (len(names) * 8 - 1)
@@ -86,7 +86,7 @@ def test_maps_count_too(served, stub):
         assert places == math.ceil((IMAGE + maps) / BYTES_PER_SLOT) > 8
 
 
-def test_feature_maps_count_too(served, stub):
+def test_feature_maps_count_towards_the_queue_limit(served, stub):
     layer = served.pipeline.models["net"].layers["features.0"]
     ask = explain_pb2.ExtractFeaturesRequest(image=PHOTO, layer="features.0", raw=True, top=1)
     with held(served, lambda: stub.ExtractFeatures.future(ask, timeout=60)) as (_, places):
@@ -102,7 +102,7 @@ def test_feature_maps_that_a_method_starts_from_count_as_bytes(served, stub):
         assert places == math.ceil((IMAGE + 4 * (128 * 128 + features)) / BYTES_PER_SLOT) > 8
 
 
-def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_picture(served, stub):
+def test_photo_that_was_not_kept_is_decoded_again_with_the_same_result(served, stub):
     photo_budget, call = served.pipeline.photo_budget, explaining(stub, rendering=DRAWN)
     room, first = photo_budget.free, call().result()
     with held(served, call, call) as (calls, _):
@@ -114,7 +114,7 @@ def test_a_photo_for_which_there_is_no_room_is_decoded_again_with_the_same_pictu
     photo_budget.free = room
 
     assert second.explanations[0].overlay.data == first.explanations[0].overlay.data
-    assert {one.code() for one in calls} == {grpc.StatusCode.OK}
+    assert {call.code() for call in calls} == {grpc.StatusCode.OK}
 
 
 def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):
@@ -137,7 +137,7 @@ def test_largest_pictures_wait_for_at_most_the_whole_memory_limit(served, stub, 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
 
 
-def test_decoding_counts_as_what_it_takes(served, stub, monkeypatch):
+def test_decoding_counts_with_the_memory_that_it_takes(served, stub, monkeypatch):
     drawing_limit, most = served.pipeline.drawing_limit, []
     take = drawing_limit._take
     monkeypatch.setattr(drawing_limit, "_take", lambda caller, places: (take(caller, places), most.append(places)))
@@ -164,7 +164,7 @@ def unread(served, count):
 
 
 def leave(served, connection):
-    """Close a connection; wait until nothing of it is counted."""
+    """Close a connection; wait until its replies are no longer counted."""
     connection.socket.shutdown(socket.SHUT_RDWR)
     connection.listener.join()
     connection.socket.close()
@@ -180,7 +180,7 @@ def test_reply_that_its_caller_does_not_read_is_counted_until_the_caller_leaves(
     leave(served, connection)
 
 
-def test_no_more_is_drawn_for_a_caller_than_it_reads(served, monkeypatch):
+def test_drawing_waits_for_a_caller_that_does_not_read(served, monkeypatch):
     monkeypatch.setattr(served.pipeline.reply_limit, "_max_alone", 2 * REPLY)
     connection = unread(served, 4)
     wait_until(lambda: served.do(served.pipeline.reply_limit._waiting.total) == 2 * REPLY)
@@ -205,7 +205,7 @@ def test_memory_to_decode_is_known_from_the_header(file, each):
     assert images.memory_to_decode(file[:12]) == 0
 
 
-def test_what_is_no_picture_takes_nothing_to_decode():
+def test_file_that_is_no_picture_needs_no_memory_to_decode():
     assert images.memory_to_decode(b"") == images.memory_to_decode(b"GIF89a") == 0
 
 

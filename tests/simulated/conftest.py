@@ -20,7 +20,7 @@ def _simulated(request):
 
 @pytest.fixture(scope="session")
 def pair():
-    """Load a model on the CPU and on the simulated GPU, each once."""
+    """Return a function that loads a model on the CPU and on the simulated GPU, each once."""
     known = {}
 
     def loaded(spec):
@@ -33,6 +33,6 @@ def pair():
 
 @pytest.fixture
 def record():
-    """What the simulated GPU is asked from here on."""
+    """Operations of the simulated GPU, from the start of the test on."""
     device.RECORD.clear()
     return device.RECORD

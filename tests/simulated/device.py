@@ -61,7 +61,7 @@ class Event:
 
 
 @dataclass
-class Record:
+class OperationLog:
     """The operations on the device since the last `clear`, and the tensors in its memory.
 
     Attributes:
@@ -75,7 +75,7 @@ class Record:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def clear(self):
-        """Forget the operations; from now on the calling thread is the host's."""
+        """Forget the operations; the calling thread becomes the host's."""
         self.events.clear()
         self.main = threading.get_ident()
 
@@ -86,7 +86,7 @@ class Record:
 
     @property
     def waits(self):
-        """The operations for which the host waited, in their order."""
+        """Operations for which the host waited, in order."""
         return [event for event in self.events if event.waits]
 
     @property
@@ -95,9 +95,9 @@ class Record:
         return sum(self.sizes.values())
 
 
-RECORD = Record()
+RECORD = OperationLog()
 PINNED = set()
-"""Addresses of the CPU's memory that counts as page-locked."""
+"""Addresses of CPU memory that counts as page-locked."""
 _NUMBERS = itertools.count()
 
 
@@ -134,38 +134,38 @@ class Simulated(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
-        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        home = next(one.device for one in given if isinstance(one, Simulated))
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        home = next(each.device for each in given if isinstance(each, Simulated))
         device = torch.device(kwargs.pop("device", None) or home)
         _check_devices(func, given)
         if func is aten._fused_sdp_choice.default:
             return 0  # the plain way: the fused ones are other functions on every device
         RECORD.note(str(func), waits=_waits(func, given, device))
-        plain_args, plain_kwargs = pytree.tree_map_only(Simulated, lambda one: one.plain, (args, kwargs))
-        found = func(*plain_args, **plain_kwargs)
+        plain_args, plain_kwargs = pytree.tree_map_only(Simulated, lambda each: each.plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable and func._schema.name.endswith("_"):
             return args[0]
         if device.type == "cpu":
-            return found.clone() if func is aten._to_copy.default and found is plain_args[0] else found
-        return pytree.tree_map_only(torch.Tensor, lambda one: Simulated(one, device), found)
+            return result.clone() if func is aten._to_copy.default and result is plain_args[0] else result
+        return pytree.tree_map_only(torch.Tensor, lambda each: Simulated(each, device), result)
 
 
 def _check_devices(func, given):
     """Refuse operands of two devices, as a GPU does; scalars of the CPU, and some operations' indices, may differ."""
-    places = {one.device for one in given if isinstance(one, Simulated) or one.dim()}
+    places = {each.device for each in given if isinstance(each, Simulated) or each.dim()}
     if len(places) > 1 and func not in TAKES_HOST_INDICES | COPIES:
         raise RuntimeError(f"{func}: expected all tensors on one device, found {sorted(map(str, places))}")
 
 
 def _waits(func, given, device):
-    """Tell whether the host waits for an operation."""
-    from_host = [one for one in given if not isinstance(one, Simulated) and one.dim()]
+    """Return True if the host waits for an operation."""
+    from_host = [each for each in given if not isinstance(each, Simulated) and each.dim()]
     if func in READS or (func in COPIES and device.type == "cpu"):
         return True
     if func in COPIES:
         to_host = func is aten.copy_.default and not isinstance(given[0], Simulated)
-        return to_host or any(_address(one) not in PINNED for one in from_host)
-    masks = func in TAKES_HOST_INDICES and any(one.dtype in (torch.bool, torch.uint8) for one in given[1:])
+        return to_host or any(_address(each) not in PINNED for each in from_host)
+    masks = func in TAKES_HOST_INDICES and any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
     return bool(from_host) or masks
 
 
@@ -182,7 +182,7 @@ def _address(tensor):
 
 
 class _Backend(_DummyBackendModule):
-    """What torch asks of a device beside its operations."""
+    """Queries of torch to a device, besides its operations."""
 
     @staticmethod
     def get_amp_supported_dtype():
@@ -190,14 +190,14 @@ class _Backend(_DummyBackendModule):
 
 
 class Device(devices.Accelerator):
-    """The simulated device, as the server knows it."""
+    """The simulated device in the server's interface."""
 
     @classmethod
     def count(cls):
         return 1
 
     def make_current(self):
-        """Do nothing: there is one."""
+        """Do nothing: there is only one device."""
 
     def measure(self, _function):
         """Run nothing: both memory layouts of a model are equally fast."""

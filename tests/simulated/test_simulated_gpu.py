@@ -1,4 +1,4 @@
-"""Every pass, method, target, view and metric on a simulated GPU: the CPU's answers, few waits, and no graph kept."""
+"""Every pass, method, target, view and metric on a simulated GPU: the CPU's results, few waits, no kept graph."""
 
 import asyncio
 import gc
@@ -38,12 +38,12 @@ VIT = "timm:test_vit?weights=none&size=64"
 SEGMENTER = "torchvision:lraspp_mobilenet_v3_large?weights=none&size=96"
 DETECTOR = "torchvision:ssdlite320_mobilenet_v3_large?weights=none"
 FEW = {"samples": 4, "steps": 4, "scales": 2, "top_channels": 6, "window": 0.5, "stride": 0.5, "k": 0.5}
-"""Parameters with which a method takes few rows; and finds something in a grid of 2x2."""
+"""Parameters with which a method takes few rows and has a non-zero map on a grid of 2x2."""
 COMPUTED = [name for name, method in METHODS.items() if not isinstance(method, Baseline)]
 
 
 def quick(name):
-    """A method with few rows."""
+    """Return a call of a method with few rows."""
     known = {parameter.name for parameter in METHODS[name].parameters}
     return call(name, **{key: value for key, value in FEW.items() if key in known})
 
@@ -65,15 +65,15 @@ def batches_of(model, image, name, target):
     return batches
 
 
-def check_equal(found, answer, cpu):
-    """Compare an answer with the CPU's, with and without the accelerated copy, by their distances from float64's."""
+def check_equal(result, answer, cpu):
+    """Compare a result with the CPU's, with and without the accelerated copy, by the distances from float64."""
     truth = answer(exact(cpu))
-    assert min(error_ratio(found, answer(one), truth) for one in (plain(cpu), cpu)) <= 1
+    assert min(error_ratio(result, answer(each), truth) for each in (plain(cpu), cpu)) <= 1
 
 
 @contextmanager
 def without_collector():
-    """Let nothing be freed by the garbage collector inside the block."""
+    """Disable the garbage collector inside the block."""
     gc.collect()
     gc.disable()
     try:
@@ -92,23 +92,23 @@ def test_method_gives_the_maps_of_the_cpu(pair, name):
     def answer(model):
         return explain(model, noise(1, 64), job(model, [quick(name)], [ClassTarget(3)])).explanations[0].heatmap
 
-    found = answer(gpu)
+    result = answer(gpu)
     if isinstance(METHODS[name], Baseline):
-        assert np.array_equal(found, answer(cpu))
+        assert np.array_equal(result, answer(cpu))
     else:
-        check_equal(found, answer, cpu)
+        check_equal(result, answer, cpu)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, precision):
     cpu, gpu = pair(f"{RESNET}&precision={precision}")
-    found, expected, truth = (
+    result, expected, truth = (
         explain(model, noise(1, 64), job(model, ["gradcam"], [ClassTarget(3)])).explanations[0].heatmap
         for model in (gpu, cpu, exact(pair(RESNET)[0]))
     )
 
     assert gpu.accelerated is not None  # its weights are converted: the simulated GPU has no autocast
-    assert error_ratio(found, expected, truth) <= 1
+    assert error_ratio(result, expected, truth) <= 1
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_detection_gives_the_maps_of_the_cpu(pair):
     def finding(model):
         return explain(model, image, job(model, ["gradcam"], [target])).explanations[0]
 
-    found, expected = finding(gpu), finding(cpu)
+    result, expected = finding(gpu), finding(cpu)
 
-    assert found.target == expected.target
-    assert np.array_equal(found.heatmap, expected.heatmap)
+    assert result.target == expected.target
+    assert np.array_equal(result.heatmap, expected.heatmap)
 
 
 @pytest.mark.parametrize(
@@ -214,28 +214,28 @@ def test_random_weights_give_the_maps_of_the_cpu(pair):
     cpu, gpu = pair(RESNET)
     (pass_, rows), *_ = batches_of(cpu, noise(7, 64), "gradcam", ClassTarget(3))
     pass_ = replace(pass_, randomised=Randomised(4, 1))
-    found, expected = (Engine({model.info.name: model}).run(pass_, rows)[0] for model in (gpu, plain(cpu)))
+    result, expected = (Engine({model.info.name: model}).run(pass_, rows)[0] for model in (gpu, plain(cpu)))
 
-    assert error_ratio(found.maps[0][0], expected.maps[0][0], expected.maps[0][0]) <= 1
+    assert error_ratio(result.maps[0][0], expected.maps[0][0], expected.maps[0][0]) <= 1
     assert explain(gpu, noise(7, 64), job(gpu, ["gradcam"], [ClassTarget(3)])).explanations[0].score == pytest.approx(
         explain(cpu, noise(7, 64), job(cpu, ["gradcam"], [ClassTarget(3)])).explanations[0].score, rel=1e-4
     )
 
 
 @pytest.mark.parametrize("kind", ["inspect", "features"])
-def test_layers_look_as_on_the_cpu(pair, kind):
+def test_layer_inspection_equals_that_of_the_cpu(pair, kind):
     cpu, gpu = pair(RESNET)
     (pass_, _), *_ = batches_of(cpu, noise(8, 64), "gradcam", ClassTarget(3))
     rows = [Row(noise(8, 64), ClassTarget(3))]
-    found, expected = (
+    result, expected = (
         Engine({model.info.name: model}).run(replace(pass_, kind=kind), rows)[0] for model in (gpu, plain(cpu))
     )
 
-    for mine, its in zip(found.readings, expected.readings, strict=True):
+    for mine, its in zip(result.readings, expected.readings, strict=True):
         assert mine.shape == its.shape
         assert mine.activation.norm == pytest.approx(its.activation.norm, rel=1e-4)
         assert mine.gradient.norm == pytest.approx(its.gradient.norm, rel=1e-4)
-    for mine, its in zip(found.features, expected.features, strict=True):
+    for mine, its in zip(result.features, expected.features, strict=True):
         assert mine == pytest.approx(its, rel=1e-4, abs=1e-5)
 
 
@@ -291,7 +291,7 @@ def waits_before_backward(record):
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_nothing_of_a_batch_is_left_on_the_gpu_after_its_answer(pair, name):
+def test_no_tensor_of_a_batch_is_left_on_the_gpu_after_its_response(pair, name):
     _, gpu = pair(model_for(name))
     engine = Engine({gpu.info.name: gpu})
     batches = batches_of(gpu, noise(1, 64), name, ClassTarget(3))
@@ -333,15 +333,15 @@ def test_read_in_a_method_is_counted(pair, monkeypatch, record):
     assert len(record.waits) == 2
 
 
-def test_read_before_the_backward_pass_is_seen(pair, monkeypatch, record):
+def test_read_before_the_backward_pass_is_detected(pair, monkeypatch, record):
     _, gpu = pair(RESNET)
     (pass_, rows), *_ = batches_of(gpu, noise(1, 64), "gradcam", ClassTarget(3))
     engine = Engine({gpu.info.name: gpu})
     engine.run(pass_, rows)
 
-    def reading(said):
-        said.values.tolist()
-        return list(said.values.detach())
+    def reading(outputs):
+        outputs.values.tolist()
+        return list(outputs.values.detach())
 
     monkeypatch.setattr("camserve_server.targets.summary", reading)
     record.clear()
@@ -350,7 +350,7 @@ def test_read_before_the_backward_pass_is_seen(pair, monkeypatch, record):
     assert len(waits_before_backward(record)) == 1
 
 
-def test_graph_that_a_reference_cycle_keeps_is_seen(pair, monkeypatch):
+def test_graph_kept_by_a_reference_cycle_is_detected(pair, monkeypatch):
     _, gpu = pair(RESNET)
 
     class Cycle:

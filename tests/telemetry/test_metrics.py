@@ -37,13 +37,13 @@ PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def start(tiny):
-    """Start a server that is watched; yield it and what reads its metrics."""
+    """Start a server with metrics; yield it and a function that scrapes them."""
 
     @contextlib.contextmanager
     def begin(**settings):
@@ -57,36 +57,40 @@ def start(tiny):
 
 def read(url):
     """Return every sample of a scrape, by name and labels."""
-    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 -- ours
+    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 -- a test server
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
-    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 def total(samples, name, **labels):
     """Add up the samples of a name that have these labels."""
     wanted = labels.items()
-    return sum(value for (found, has), value in samples.items() if found == name and wanted <= set(has))
+    return sum(value for (sample, pairs), value in samples.items() if sample == name and wanted <= set(pairs))
 
 
 def labels_of(samples, name, label):
-    return {dict(has)[label] for found, has in samples if found == name}
+    return {dict(pairs)[label] for sample, pairs in samples if sample == name}
 
 
-def settled(scrape, name, count, **labels):
-    """Scrape until a sum has the expected value, because a call is counted just after it is answered."""
+def scrape_until(scrape, name, count, **labels):
+    """Scrape until a sum has the expected value: a call is counted just after its response is sent."""
 
-    def right():
+    def matching():
         samples = scrape()
         return total(samples, name, **labels) == count and samples
 
-    return wait_until(right)
+    return wait_until(matching)
 
 
 COUNT = "camserve_request_duration_seconds_count"
 
 
-def test_after_100_requests_with_7_errors_the_counters_say_100_and_7(start):
+def test_requests_and_errors_are_counted(start):
     wrong = [{"model": "nope"}, {"methods": "nope"}, {"layers": ["nope"]}, {"top_k": 6}, {"targets": ["nope"]}]
     asks = [{}] * 93 + wrong + wrong[:2]
     with start() as (served, scrape), camserve.Client(served.address) as client, ThreadPoolExecutor(4) as threads:
@@ -96,7 +100,7 @@ def test_after_100_requests_with_7_errors_the_counters_say_100_and_7(start):
                 client.explain(PHOTO, **given)
 
         list(threads.map(ask, asks))
-        samples = settled(scrape, COUNT, 100, rpc="Explain")
+        samples = scrape_until(scrape, COUNT, 100, rpc="Explain")
 
     assert total(samples, COUNT) - total(samples, COUNT, code="OK") == 7
     assert total(samples, COUNT, code="NOT_FOUND") == 6
@@ -108,11 +112,11 @@ def test_after_100_requests_with_7_errors_the_counters_say_100_and_7(start):
     assert total(samples, "camserve_requests_shed_total") == 0
 
 
-def test_stages_take_no_longer_than_the_requests_and_every_one_is_timed(start):
+def test_every_stage_is_timed_and_stages_are_no_longer_than_requests(start):
     with start() as (served, scrape), camserve.Client(served.address) as client:
         for _ in range(5):
             client.explain(PHOTO)
-        samples = settled(scrape, COUNT, 5, code="OK")
+        samples = scrape_until(scrape, COUNT, 5, code="OK")
 
     stages = "admission", "decode", "queue", "compute", "render"
     took = {stage: total(samples, "camserve_stage_duration_seconds_sum", stage=stage) for stage in stages}
@@ -123,32 +127,32 @@ def test_stages_take_no_longer_than_the_requests_and_every_one_is_timed(start):
     assert took["compute"] <= total(samples, "camserve_batch_duration_seconds_sum") * (1 + 1e-9)
 
 
-def test_requests_of_a_stream_are_counted_and_the_stream_is_not(start):
+def test_requests_of_a_stream_are_counted_but_not_the_stream(start):
     with start() as (served, scrape), camserve.Client(served.address) as client:
         assert len(list(client.explain_many([PHOTO] * 6))) == 6
-        samples = settled(scrape, "camserve_streams_total", 1, code="OK")
+        samples = scrape_until(scrape, "camserve_streams_total", 1, code="OK")
 
     assert total(samples, COUNT, rpc="ExplainStream", code="OK") == total(samples, COUNT) == 6
 
 
 def test_open_inference_requests_are_counted(start):
-    asked = inference_pb2.ModelInferRequest(model_name="tiny")
-    asked.inputs.add(name="image", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([jpeg(PHOTO)] * 2)
+    request = inference_pb2.ModelInferRequest(model_name="tiny")
+    request.inputs.add(name="image", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([jpeg(PHOTO)] * 2)
     unknown = inference_pb2.ModelInferRequest(model_name="made-up")
-    with start() as (served, scrape), grpc.insecure_channel(served.address) as line:
-        stub = line.unary_unary, line.stream_stream
-        one, many = (
-            call(f"/{oip.NAME}/{rpc}", type(asked).SerializeToString, answer.FromString)
-            for call, rpc, answer in zip(
-                stub,
+    with start() as (served, scrape), grpc.insecure_channel(served.address) as channel:
+        kinds = channel.unary_unary, channel.stream_stream
+        infer, stream = (
+            call(f"/{oip.NAME}/{rpc}", type(request).SerializeToString, response.FromString)
+            for call, rpc, response in zip(
+                kinds,
                 ("ModelInfer", "ModelStreamInfer"),
                 (inference_pb2.ModelInferResponse, inference_pb2.ModelStreamInferResponse),
                 strict=True,
             )
         )
-        one(asked, timeout=20)
-        assert len(list(many(iter([asked, unknown, asked]), timeout=20))) == 3
-        samples = settled(scrape, "camserve_streams_total", 1, rpc="ModelStreamInfer", code="OK")
+        infer(request, timeout=20)
+        assert len(list(stream(iter([request, unknown, request]), timeout=20))) == 3
+        samples = scrape_until(scrape, "camserve_streams_total", 1, rpc="ModelStreamInfer", code="OK")
 
     assert total(samples, COUNT, rpc="ModelInfer", method="gradcam", model="tiny", code="OK") == 1
     assert total(samples, COUNT, rpc="ModelStreamInfer", method="gradcam", model="tiny", code="OK") == 2
@@ -158,7 +162,7 @@ def test_open_inference_requests_are_counted(start):
 
 
 def test_callers_cannot_create_label_values(start):
-    """However many names are tried, there are no more series than words of ours."""
+    """The number of series is limited by the server's own names, not by those that callers send."""
     with start() as (served, scrape), camserve.Client(served.address) as client:
         client.explain(PHOTO, methods=["gradcam", "saliency"])
         for number in range(40):
@@ -184,17 +188,17 @@ def test_shed_requests_are_counted_by_reason(start):
         served.do(batcher.pause)
         with ThreadPoolExecutor(4) as threads:
             waiting = [threads.submit(client.explain, PHOTO) for _ in range(4)]
-            held = settled(scrape, "camserve_queue_rows", 4)
+            held = scrape_until(scrape, "camserve_queue_rows", 4)
             for _ in range(3):
                 with pytest.raises(camserve.ResourceExhausted):
                     client.explain(PHOTO)
             served.do(batcher.resume)
-            assert all(one.result(10) for one in waiting)
-        samples = settled(scrape, "camserve_requests_shed_total", 3, reason="queue_full")
-        served.do(batcher.fail_pending, "none will come")
+            assert all(each.result(10) for each in waiting)
+        samples = scrape_until(scrape, "camserve_requests_shed_total", 3, reason="queue_full")
+        served.do(batcher.fail_pending, "no worker is left")
         with pytest.raises(camserve.Unavailable):
             client.explain(PHOTO)
-        after = settled(scrape, "camserve_requests_shed_total", 1, reason="no_engine")
+        after = scrape_until(scrape, "camserve_requests_shed_total", 1, reason="no_engine")
 
     assert total(held, "camserve_queue_limit_rows") == total(held, "camserve_calls_in_flight") == 4
     assert total(samples, "camserve_requests_shed_total") == total(samples, COUNT, code="RESOURCE_EXHAUSTED") == 3
@@ -218,7 +222,7 @@ def test_cancelled_requests_are_counted_by_reason(start):
                 await asyncio.wait([asking])
 
         asyncio.run(leave())
-        samples = settled(scrape, "camserve_requests_cancelled_total", 1, reason="caller")
+        samples = scrape_until(scrape, "camserve_requests_cancelled_total", 1, reason="caller")
         served.do(served.pipeline.batcher.resume)
 
     assert total(samples, "camserve_requests_cancelled_total", reason="deadline") == 1
@@ -246,13 +250,13 @@ def test_loaded_and_unloaded_models_are_counted(start, tmp_path):
         with pytest.raises(camserve.FailedPrecondition):
             client.load_model("tiny", weights="broken.pth")
         client.unload_model("tiny")
-        gone = scrape()
+        unloaded = scrape()
 
     loads = "camserve_model_load_duration_seconds_count"
     assert (total(loaded, "camserve_model_version"), total(loaded, "camserve_model_ready")) == (2, 1)
-    assert total(gone, loads, model="tiny", outcome="ok") == 2
-    assert total(gone, loads, model="tiny", outcome="failed") == 1
-    assert total(gone, "camserve_model_ready", model="tiny") == 0
+    assert total(unloaded, loads, model="tiny", outcome="ok") == 2
+    assert total(unloaded, loads, model="tiny", outcome="failed") == 1
+    assert total(unloaded, "camserve_model_ready", model="tiny") == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -276,29 +280,31 @@ def documented():
         yield name, kind, tuple(re.findall(r"`(\w+)`", labels))
 
 
-def test_the_page_of_metrics_lists_every_one_with_its_type_and_labels():
+def test_metrics_page_lists_every_metric_with_its_type_and_labels():
     memory = telemetry.Memory(1, 2, 3, 4)
     now = telemetry.ServerSnapshot(
         ready=True, in_flight=1, models=[("tiny", 1, True)], engines=[telemetry.WorkerSnapshot("cuda:0", True, memory)]
     )
-    told = prometheus.PrometheusMetrics(lambda: now)
+    metrics = prometheus.PrometheusMetrics(lambda: now)
     record = telemetry.RequestTrace(
         "Explain", model="tiny", method="gradcam", seconds={"decode": 1.0}, explained=[("a", "OK")]
     )
-    told.record_request(record, "OK", 1.0)
-    told.record_request(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
-    told.record_batch(telemetry.BatchRun("tiny@1", "cam", 1, 0.0, 1.0, []))
-    told.record_load("tiny", 1.0, succeeded=True)
-    told.add_worker(0, "cpu")
+    metrics.record_request(record, "OK", 1.0)
+    metrics.record_request(telemetry.RequestTrace("ExplainStream", stream=True), "OK", 1.0)
+    metrics.record_batch(telemetry.BatchRun("tiny@1", "cam", 1, 0.0, 1.0, []))
+    metrics.record_load("tiny", 1.0, succeeded=True)
+    metrics.add_worker(0, "cpu")
     own = {"le"}
-    found = set()
-    for family in told.registry.collect():
+    results = set()
+    for family in metrics.registry.collect():
         if family.name.startswith("camserve_"):
             name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-            labels = {label for one in family.samples if not one.name.endswith("_created") for label in one.labels}
-            found.add((name, family.type if family.type != "info" else "gauge", frozenset(labels - own)))
+            labels = {
+                label for sample in family.samples if not sample.name.endswith("_created") for label in sample.labels
+            }
+            results.add((name, family.type if family.type != "info" else "gauge", frozenset(labels - own)))
 
-    assert {(name, kind, frozenset(labels)) for name, kind, labels in documented()} == found
+    assert {(name, kind, frozenset(labels)) for name, kind, labels in documented()} == results
 
 
 def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
@@ -306,8 +312,8 @@ def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
         "import sys; from camserve_server.app import server; from camserve_server.cli import commands; "
         "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
     )
-    found = fork_server.run(code)
-    assert (found.returncode, found.stdout) == (0, "[]\n")
+    result = fork_server.run(code)
+    assert (result.returncode, result.stdout) == (0, "[]\n")
 
     with serving(models=(tiny,), device="cpu", threads=1) as served, camserve.Client(served.address) as client:
         seen = []
@@ -318,14 +324,14 @@ def test_disabled_telemetry_is_not_imported_and_records_nothing(tiny):
         assert served.pipeline.batcher.telemetry is None
 
 
-# ------------------------------------------------------------------------------------------------------------ the port
+# ------------------------------------------------------------------------------------------------ the metrics endpoint
 
 
 def status(url, token=None, context=None):
-    """Return the code and the words of an answer."""
+    """Return the status code and the body of a response."""
     asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})  # noqa: S310
     try:
-        with urllib.request.urlopen(asked, timeout=10, context=context) as answer:  # noqa: S310 -- ours
+        with urllib.request.urlopen(asked, timeout=10, context=context) as answer:  # noqa: S310 -- a test server
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -338,11 +344,11 @@ def settings(**given):
 
 @contextlib.contextmanager
 def scraped(**given):
-    """Serve metrics, and nothing else; yield the address."""
+    """Serve only metrics; yield the address."""
     port = free_port()
     now = telemetry.ServerSnapshot(ready=True, in_flight=3)
-    with metrics_endpoint.open_telemetry(settings(metrics_address=str(port), **given), lambda: now) as told:
-        assert told.prometheus_metrics
+    with metrics_endpoint.open_telemetry(settings(metrics_address=str(port), **given), lambda: now) as opened:
+        assert opened.prometheus_metrics
         yield f"127.0.0.1:{port}"
 
 
@@ -365,34 +371,34 @@ def test_public_metrics_port_needs_tls_and_tokens():
 def test_metrics_need_a_token_with_the_role_observe(tmp_path):
     authority = Authority()
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    looker, known = tokens.new("prometheus", ["observe"])
-    asker, other = tokens.new("asker", ["explain"])
-    roll = tmp_path / "tokens"
-    roll.write_text(f"{known.line()}\n{other.line()}\n")
+    observer, known = tokens.new("prometheus", ["observe"])
+    explainer, other = tokens.new("explainer", ["explain"])
+    tokens_file = tmp_path / "tokens"
+    tokens_file.write_text(f"{known.line()}\n{other.line()}\n")
     trusting = ssl.create_default_context(cadata=authority.pem.decode())
-    with scraped(tls_cert=cert, tls_key=key, tokens_file=str(roll)) as address:
+    with scraped(tls_cert=cert, tls_key=key, tokens_file=str(tokens_file)) as address:
         url = f"https://{address}/metrics"
-        code, text = status(url, looker, trusting)
+        code, text = status(url, observer, trusting)
         assert (code, "camserve_calls_in_flight 3.0" in text) == (200, True)
         assert status(url, None, trusting)[0] == status(url, "wrong", trusting)[0] == 401
-        assert status(url, asker, trusting) == (403, "metrics need a token with the role observe\n")
+        assert status(url, explainer, trusting) == (403, "metrics need a token with the role observe\n")
         with pytest.raises((urllib.error.URLError, ConnectionError)):
-            status(f"http://{address}/metrics", looker)
+            status(f"http://{address}/metrics", observer)
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            status(url, looker, ssl.create_default_context())
-        assert status(url, looker, trusting)[0] == 200
+            status(url, observer, ssl.create_default_context())
+        assert status(url, observer, trusting)[0] == 200
 
 
 def test_metrics_need_a_certificate_with_mutual_tls(tmp_path):
     authority = Authority()
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    mine = authority.issue("prometheus").write(tmp_path, "prometheus")
+    client_cert = authority.issue("prometheus").write(tmp_path, "prometheus")
     (tmp_path / "ca.pem").write_bytes(authority.pem)
     with scraped(tls_cert=cert, tls_key=key, tls_client_ca=str(tmp_path / "ca.pem")) as address:
         trusting = ssl.create_default_context(cadata=authority.pem.decode())
         with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
             status(f"https://{address}/metrics", context=trusting)
-        trusting.load_cert_chain(*mine)
+        trusting.load_cert_chain(*client_cert)
         assert status(f"https://{address}/metrics", context=trusting)[0] == 200
 
 
@@ -409,7 +415,7 @@ def test_other_paths_return_only_the_path_of_the_metrics():
 
 @contextlib.contextmanager
 def slow_connections(address):
-    """Open as many connections as are served at a time, each with the beginning of a request."""
+    """Open the maximum number of connections, and send the start of a request on each."""
     with contextlib.ExitStack() as stack:
         lines = [
             stack.enter_context(socket.create_connection(address.split(":")))
@@ -429,7 +435,7 @@ def test_scrape_replaces_a_slow_connection(monkeypatch):
             status(f"http://{address}/metrics")
         now[0] += metrics_endpoint.SLOW_AFTER + 0.1
         for line in lines:
-            line.sendall(b"s")  # they are slow, and not silent
+            line.sendall(b"s")  # they are slow but still send
 
         assert status(f"http://{address}/metrics")[0] == 200
 
@@ -458,7 +464,7 @@ def test_used_metrics_port_is_reported_in_one_line(tiny):
             pass
 
 
-def test_scraping_a_hundred_times_leaves_no_thread_and_no_file():
+def test_hundred_scrapes_leave_no_open_file():
     with scraped() as address:
         assert status(f"http://{address}/metrics")[0] == 200
         before = len(list(Path("/proc/self/fd").iterdir()))
@@ -474,6 +480,6 @@ def test_prometheus_and_openmetrics_get_their_own_formats():
             ("text/plain", "text/plain"),
         ):
             asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
-            with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- ours
+            with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- a test server
                 assert answer.headers["Content-Type"].startswith(kind)
                 assert answer.read().decode().endswith("# EOF\n") == (kind != "text/plain")

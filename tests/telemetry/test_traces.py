@@ -33,12 +33,12 @@ from support import jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 STAGES = ["admission", "decode", "queue", "compute", "render"]
 EXPLAIN = "camserve.v1.ExplainService/Explain"
-THEIRS = "0af7651916cd43dd8448eb211c80319c"
+CALLERS_TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch):
-    """Keep the environment of whoever runs the tests out of them, and put the libraries' loggers back."""
+def _clean_environment(monkeypatch):
+    """Remove the variables of OpenTelemetry from the environment, and restore its loggers."""
     for name in ("OTEL_TRACES_SAMPLER", "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
     logger = logging.getLogger("opentelemetry")
@@ -49,7 +49,7 @@ def bare(monkeypatch):
 
 @pytest.fixture
 def start(tiny, monkeypatch):
-    """Start a server whose spans are kept; yield it and a list that has them once it has stopped."""
+    """Start a server with traces; yield it and a list that has its spans after it has stopped."""
 
     @contextlib.contextmanager
     def begin(**settings):
@@ -67,16 +67,16 @@ def named(spans, name):
 
 
 def children(spans, parent):
-    """Return the spans below one, by when they began."""
-    found = [span for span in spans if span.parent and span.parent.span_id == parent.context.span_id]
-    return sorted(found, key=lambda span: (span.start_time, span.end_time))
+    """Return the child spans of a span, sorted by their start."""
+    children_ = [span for span in spans if span.parent and span.parent.span_id == parent.context.span_id]
+    return sorted(children_, key=lambda span: (span.start_time, span.end_time))
 
 
 def key(context):
     return context.trace_id, context.span_id
 
 
-async def all_at_once(served, count):
+async def explain_at_once(served, count):
     """Send a number of requests that all wait when the first batch is formed."""
     async with camserve.AsyncClient(served.address) as client:
         served.do(served.pipeline.batcher.pause)
@@ -88,7 +88,7 @@ async def all_at_once(served, count):
 
 def test_concurrent_requests_have_stages_and_batches_link_to_them(start):
     with start() as (served, spans):
-        asyncio.run(all_at_once(served, 50))
+        asyncio.run(explain_at_once(served, 50))
         batches_ran = served.pipeline.batcher.stats.batches
 
     requests, batches = named(spans, EXPLAIN), named(spans, "batch")
@@ -121,18 +121,20 @@ def test_stages_have_their_real_times(start):
         stages = children(spans, request)
         assert before <= request.start_time <= stages[0].start_time
         assert stages[-1].end_time <= request.end_time <= after
-        for one, next_ in itertools.pairwise(stages):
-            assert one.start_time <= one.end_time <= next_.start_time + 1000  # ns: a clock's float has no more digits
+        for stage, next_ in itertools.pairwise(stages):
+            assert (
+                stage.start_time <= stage.end_time <= next_.start_time + 1000
+            )  # ns: a clock's float has no more digits
         took = {stage.name: (stage.end_time - stage.start_time) / 1e6 for stage in stages}
-        timing = answer.timing  # of the same readings of one clock, but for rounding
+        timing = answer.timing  # from the same clock readings, up to rounding
         assert took["decode"] == pytest.approx(timing.decode_ms, abs=0.001)
         assert took["compute"] == pytest.approx(timing.compute_ms, abs=0.001)
-        assert took["queue"] <= timing.queue_ms + 0.001  # which ends when the batch begins, not when it is formed
+        assert took["queue"] <= timing.queue_ms + 0.001  # it ends when the batch begins, not when it is formed
 
 
 @contextlib.contextmanager
 def logged():
-    """Read the log as it would be written in JSON."""
+    """Capture the log as JSON lines."""
     written, logger = io.StringIO(), logging.getLogger("camserve_server")
     handler = logging.StreamHandler(written)
     handler.setFormatter(logs.JsonFormatter())
@@ -145,7 +147,7 @@ def logged():
         logger.handlers[:], logger.level, logger.propagate = before
 
 
-def explained(address, *metadata):
+def explain(address, *metadata):
     with grpc.insecure_channel(address) as channel:
         request = explain_pb2.ExplainRequest(image=jpeg(PHOTO))
         return explain_pb2_grpc.ExplainServiceStub(channel).Explain(request, metadata=metadata, timeout=20)
@@ -153,23 +155,23 @@ def explained(address, *metadata):
 
 def test_request_joins_its_callers_trace_and_logs_its_id(start):
     with logged() as lines, start() as (served, spans):
-        explained(served.address, ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-01"), ("x-request-id", "mine"))
-        explained(served.address, ("traceparent", "no such thing"), ("x-request-id", "own"))
+        explain(served.address, ("traceparent", f"00-{CALLERS_TRACE}-b7ad6b7169203331-01"), ("x-request-id", "mine"))
+        explain(served.address, ("traceparent", "no such thing"), ("x-request-id", "own"))
 
     of = {span.attributes["camserve.request_id"]: span for span in named(spans, EXPLAIN)}
-    assert f"{of['mine'].context.trace_id:032x}" == THEIRS
+    assert f"{of['mine'].context.trace_id:032x}" == CALLERS_TRACE
     assert f"{of['mine'].parent.span_id:016x}" == "b7ad6b7169203331"
     assert (of["mine"].kind, of["own"].parent) == (SpanKind.SERVER, None)
-    said = {line["request_id"]: line["trace_id"] for line in lines() if line["message"] == "Explain"}
-    assert said == {"mine": THEIRS, "own": f"{of['own'].context.trace_id:032x}"}
+    logged_ids = {line["request_id"]: line["trace_id"] for line in lines() if line["message"] == "Explain"}
+    assert logged_ids == {"mine": CALLERS_TRACE, "own": f"{of['own'].context.trace_id:032x}"}
 
 
 def test_unsampled_request_is_not_recorded_but_logs_its_trace(start):
     with logged() as lines, start() as (served, spans):
-        explained(served.address, ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-00"))
+        explain(served.address, ("traceparent", f"00-{CALLERS_TRACE}-b7ad6b7169203331-00"))
 
     assert not spans
-    assert [line["trace_id"] for line in lines() if line["message"] == "Explain"] == [THEIRS]
+    assert [line["trace_id"] for line in lines() if line["message"] == "Explain"] == [CALLERS_TRACE]
 
 
 def test_sampler_is_configurable_and_batches_follow_their_requests(start, monkeypatch):
@@ -177,11 +179,11 @@ def test_sampler_is_configurable_and_batches_follow_their_requests(start, monkey
     monkeypatch.setenv("OTEL_SERVICE_NAME", "maps")
     with start() as (served, spans), futures.ThreadPoolExecutor(4) as threads:
         served.do(served.pipeline.batcher.pause)
-        sampled = ("traceparent", f"00-{THEIRS}-b7ad6b7169203331-01")
-        asking = [threads.submit(explained, served.address, *more) for more in ([sampled], [], [])]
+        sampled = ("traceparent", f"00-{CALLERS_TRACE}-b7ad6b7169203331-01")
+        asking = [threads.submit(explain, served.address, *more) for more in ([sampled], [], [])]
         wait_until(lambda: rows_waiting(served) == 3)
         served.do(served.pipeline.batcher.resume)
-        assert all(one.result(20) for one in asking)
+        assert all(each.result(20) for each in asking)
 
     assert len(named(spans, EXPLAIN)) == len(named(spans, "batch")) == 1
     assert len(named(spans, "batch")[0].links) == 3
@@ -205,7 +207,7 @@ def test_span_is_an_error_if_the_server_is_at_fault_and_has_the_reason(start):
     with start() as (served, spans), camserve.Client(served.address, retries=0) as client:
         with pytest.raises(camserve.NotFound):
             client.explain(PHOTO, model="nope")
-        served.do(served.pipeline.batcher.fail_pending, "none will come")
+        served.do(served.pipeline.batcher.fail_pending, "no worker is left")
         with pytest.raises(camserve.Unavailable):
             client.explain(PHOTO)
 
@@ -229,17 +231,17 @@ def test_long_request_has_100_spans_and_counts_the_dropped_ones(start):
 
 
 def test_recorded_trace_is_an_exemplar_of_the_histogram(start):
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     with start(metrics_address=str(port)) as (served, spans):
-        explained(served.address)
+        explain(served.address)
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
         asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=accept)
         with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- ours
             text = answer.read().decode()
 
-    (found,) = set(re.findall(r'# {trace_id="(\w+)"}', text))
-    assert found == f"{named(spans, EXPLAIN)[0].context.trace_id:032x}"
+    (exemplar,) = set(re.findall(r'# {trace_id="(\w+)"}', text))
+    assert exemplar == f"{named(spans, EXPLAIN)[0].context.trace_id:032x}"
 
 
 def test_traces_without_the_extra_name_what_to_install(monkeypatch):
@@ -267,17 +269,17 @@ def test_missing_exporter_is_reported_in_one_line(name, value, words, monkeypatc
 def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     with logged() as lines, serving(models=(tiny,), device="cpu", threads=1, traces=True) as served:
-        explained(served.address)
+        explain(served.address)
 
     (line,) = (line for line in lines() if line["message"] == "Explain")
     assert len(line["trace_id"]) == 32
 
 
 def test_unresponsive_collector_does_not_block_the_stop(tiny, monkeypatch):
-    """The exporter would try for an hour, so the test passes if it ends at all."""
+    """The exporter's timeout is an hour, so the test passes if it ends at all."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 0.01)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts connections and never responds
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with logged():
             chosen = config.load(
@@ -285,47 +287,47 @@ def test_unresponsive_collector_does_not_block_the_stop(tiny, monkeypatch):
                 environment={},
             )
             with server.serve_in_thread(chosen) as address:
-                explained(address)
+                explain(address)
 
     for thread in threading.enumerate():
         if thread.name == "traces":
-            thread.join()  # it has given up too
+            thread.join()  # it ends at the timeout too
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it is sent, as a collector would."""
+    """Collector that keeps the spans it receives."""
 
     def __init__(self):
-        self.spans, self.came = [], threading.Event()
+        self.spans, self.received = [], threading.Event()
 
     def Export(self, request, _context):  # noqa: N802 -- the RPC's name
         for part in request.resource_spans:
-            attributes = {one.key: one.value.string_value for one in part.resource.attributes}
+            attributes = {attribute.key: attribute.value.string_value for attribute in part.resource.attributes}
             self.spans += [(attributes, span) for scope in part.scope_spans for span in scope.spans]
-        self.came.set()
+        self.received.set()
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
 @pytest.fixture
 def collector():
-    found = Collector()
+    collector_ = Collector()
     listening = grpc.server(futures.ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, listening)
-    found.port = listening.add_insecure_port("127.0.0.1:0")
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector_, listening)
+    collector_.port = listening.add_insecure_port("127.0.0.1:0")
     listening.start()
-    yield found
+    yield collector_
     listening.stop(None).wait()
 
 
 def test_spans_are_sent_to_the_configured_collector(collector, tiny, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.port}")
     with serving(models=(tiny,), device="cpu", threads=1, traces=True) as served:
-        explained(served.address)
+        explain(served.address)
 
-    assert collector.came.is_set()  # before the server had stopped
+    assert collector.received.is_set()  # before the server had stopped
     assert sorted(span.name for _, span in collector.spans) == sorted(
         [EXPLAIN, "batch", *STAGES[:4]]
-    )  # it asked for no picture
+    )  # no picture was requested
     assert {of["service.name"] for of, _ in collector.spans} == {"camserve"}
     (batch,) = (span for _, span in collector.spans if span.name == "batch")
     (request,) = (span for _, span in collector.spans if span.name == EXPLAIN)

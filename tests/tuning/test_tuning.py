@@ -47,32 +47,32 @@ def cells(line, **seconds):
     return tuple(Measurement(line, int(name[1:]), took) for name, took in seconds.items())
 
 
-def chosen(*found, latency=1.0, usual="float32", **options):
-    return choice.choose(Survey(found, ()), {"net": usual}, latency, **options)
+def chosen(*measured_cells, latency=1.0, usual="float32", **options):
+    return choice.choose(Survey(measured_cells, ()), {"net": usual}, latency, **options)
 
 
 # Measurements
 
 
 def test_batches_grow_while_they_gain_more_than_5_percent():
-    """Up to 8 images a batch takes no longer than one; from there on an image takes its time."""
+    """A batch of up to 8 images takes as long as one image; each further image adds time."""
     machine = Machine(lambda _line, batch: max(1.0, batch / 8))
-    found = machine.survey([ONE])
-    assert [cell.batch for cell in found.measurements] == [1, 2, 4, 8, 16]
-    assert found.left_out == ()
+    result = machine.survey([ONE])
+    assert [cell.batch for cell in result.measurements] == [1, 2, 4, 8, 16]
+    assert result.left_out == ()
 
 
 def test_batches_stop_growing_after_one_that_is_too_slow():
-    found = Machine(lambda _line, batch: batch**0.5).survey([ONE], latency=1.9)
-    assert [cell.batch for cell in found.measurements] == [1, 2, 4]
+    result = Machine(lambda _line, batch: batch**0.5).survey([ONE], latency=1.9)
+    assert [cell.batch for cell in result.measurements] == [1, 2, 4]
 
 
 def test_variants_take_turns_and_the_first_round_is_a_warmup():
     seconds = iter([50, 50, 1, 2, 1, 2, 1, 2])
     machine = Machine(lambda _line, _batch: next(seconds))
-    found = machine.survey([ONE, TWO], latency=0.5)
+    result = machine.survey([ONE, TWO], latency=0.5)
     assert machine.ran == [(ONE, 1), (TWO, 1)] * 4
-    assert [cell.seconds for cell in found.measurements] == [1, 2]
+    assert [cell.seconds for cell in result.measurements] == [1, 2]
 
 
 def test_single_slow_round_does_not_change_the_median():
@@ -83,12 +83,12 @@ def test_single_slow_round_does_not_change_the_median():
 @pytest.mark.parametrize("seconds", [5, 20, 60, 300])
 def test_time_limit_is_kept_and_skipped_batches_are_reported(seconds):
     machine = Machine(lambda _line, batch: 0.9 * batch**0.9)
-    found = machine.survey([ONE, TWO, HALF], seconds)
+    result = machine.survey([ONE, TWO, HALF], seconds)
     assert machine.now <= seconds + 0.9
-    assert found.left_out
-    told = {(cell.variant, cell.batch) for cell in found.measurements} | set(found.left_out)
+    assert result.left_out
+    attempted_cells = {(cell.variant, cell.batch) for cell in result.measurements} | set(result.left_out)
     for line in (ONE, TWO, HALF):
-        batches = [batch for its, batch in told if its == line]
+        batches = [batch for its, batch in attempted_cells if its == line]
         assert sorted(batches) == list(survey.BATCHES[: len(batches)])
 
 
@@ -98,9 +98,9 @@ def test_out_of_memory_ends_the_growth_of_one_variant_only():
             raise OutOfMemory("the device has no memory for this", retry_after=1.0)
         return 0.1
 
-    found = Machine(run).survey([ONE, TWO])
-    assert [(cell.batch, cell.seconds) for cell in found.measurements if cell.variant == ONE][-1] == (4, math.inf)
-    assert [cell.batch for cell in found.measurements if cell.variant == TWO] == list(survey.BATCHES)
+    result = Machine(run).survey([ONE, TWO])
+    assert [(cell.batch, cell.seconds) for cell in result.measurements if cell.variant == ONE][-1] == (4, math.inf)
+    assert [cell.batch for cell in result.measurements if cell.variant == TWO] == list(survey.BATCHES)
 
 
 # Choice
@@ -129,25 +129,25 @@ def test_fewer_threads_are_chosen_where_they_are_faster():
 
 
 def test_faster_precision_is_chosen_only_if_allowed():
-    found = *cells(TWO, b1=0.3), *cells(HALF, b1=0.1)
-    assert chosen(*found).measurements["net"].variant.precision == "float32"
-    assert chosen(*found, any_precision=True).measurements["net"].variant.precision == "bfloat16"
-    assert chosen(*found, usual="bfloat16").measurements["net"].variant.precision == "bfloat16"
+    result = *cells(TWO, b1=0.3), *cells(HALF, b1=0.1)
+    assert chosen(*result).measurements["net"].variant.precision == "float32"
+    assert chosen(*result, any_precision=True).measurements["net"].variant.precision == "bfloat16"
+    assert chosen(*result, usual="bfloat16").measurements["net"].variant.precision == "bfloat16"
 
 
-def test_a_batch_without_memory_is_not_chosen():
+def test_batch_without_memory_is_not_chosen():
     assert chosen(*cells(TWO, b1=0.1, b2=math.inf), latency=math.inf).batch == 1
 
 
 def test_choice_is_fair_to_several_models():
-    """One thread is twice as fast for the small one, and a quarter for the large one."""
+    """One thread is twice as fast for the small model, and a quarter as fast for the large one."""
     small, large = Variant("small", "float32", 1), Variant("large", "float32", 1)
-    found = (
+    result = (
         *(*cells(small, b1=0.1), *cells(Variant("small", "float32", 2), b1=0.2)),
         *(*cells(large, b1=0.8), *cells(Variant("large", "float32", 2), b1=0.2)),
     )
     usual = {"small": "float32", "large": "float32"}
-    best = choice.choose(Survey(found, ()), usual, 1.0)
+    best = choice.choose(Survey(result, ()), usual, 1.0)
     assert best.threads == 2
     with pytest.raises(ConfigError, match="allow more seconds"):
         choice.choose(Survey(cells(small, b1=0.1), ()), usual, 1.0)
@@ -156,9 +156,12 @@ def test_choice_is_fair_to_several_models():
 # Report
 
 
-def tuned(*found, left=(), **options):
+def tuned(*measured_cells, left=(), **options):
     return report.TuningResult(
-        Survey(found, left), chosen(*found, **options), {("net", "bfloat16"): 0.99987}, {"net": "net=timm:resnet18"}
+        Survey(measured_cells, left),
+        chosen(*measured_cells, **options),
+        {("net", "bfloat16"): 0.99987},
+        {"net": "net=timm:resnet18"},
     )
 
 
@@ -228,7 +231,7 @@ def test_invalid_file_is_not_overwritten(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Be in an empty folder, with no settings from elsewhere, and leave torch's threads as they are."""
+    """Change to an empty folder, remove settings from the environment, and restore torch's threads."""
     for name in os.environ:
         if name.startswith("CAMSERVE_"):
             monkeypatch.delenv(name)
@@ -246,8 +249,8 @@ def run(*arguments):
 
 
 def test_tuned_settings_are_written_and_can_be_served(folder):
-    found = run(MODEL, "--write", "camserve.toml", "--latency-ms", "60000")
-    assert found.exit_code == 0, found.output
+    result = run(MODEL, "--write", "camserve.toml", "--latency-ms", "60000")
+    assert result.exit_code == 0, result.output
 
     settings = config.load(folder / "camserve.toml", environment={})
     assert settings.models == (MODEL,)
@@ -261,13 +264,13 @@ def test_tuned_settings_are_written_and_can_be_served(folder):
 
 
 def test_settings_are_printed_after_the_table_without_a_file(folder):
-    found = run(MODEL)
-    assert found.exit_code == 0, found.output
-    heading, *lines = found.stdout.splitlines()
+    result = run(MODEL)
+    assert result.exit_code == 0, result.output
+    heading, *lines = result.stdout.splitlines()
     assert heading.split()[:3] == ["model", "precision", "threads"]
     assert sum(line.rstrip().endswith("chosen") for line in lines) == 1
     assert tomllib.loads("\n".join(lines[-3:]))["models"] == [MODEL]
-    assert "\x1b" not in found.stdout
+    assert "\x1b" not in result.stdout
     assert list(folder.iterdir()) == []
 
 
@@ -288,23 +291,23 @@ def test_errors_are_reported_before_any_measurement(arguments, words, folder, mo
     monkeypatch.setattr(bench.Bench, "run", lambda *_: pytest.fail("it was measured"))
     (folder / "here.toml").write_text("threads = 1\n")
     (folder / "wrong.toml").write_text("thread = 1\n")
-    found = run(*arguments)
-    assert found.exit_code == 2, found.output
-    assert found.stderr.splitlines()[-1].startswith("error: ")
-    assert words in found.stderr
-    assert found.stdout == ""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert words in result.stderr
+    assert result.stdout == ""
 
 
 def test_models_default_to_those_of_the_file(folder):
     (folder / "camserve.toml").write_text(f'models = ["{MODEL}"]\nmax_queue_rows = 7\n')
-    found = run("--write", "camserve.toml", "--force")
-    assert found.exit_code == 0, found.output
+    result = run("--write", "camserve.toml", "--force")
+    assert result.exit_code == 0, result.output
     settings = config.load(folder / "camserve.toml", environment={})
     assert (settings.models, settings.max_queue_rows) == ((MODEL,), 7)
 
 
 def test_another_precisions_maps_are_compared_for_the_same_class(monkeypatch):
-    """Float32 is like itself; a model with other weights, said to be another precision, is found out."""
+    """Float32 equals itself. A model with other weights that claims another precision is detected."""
     monkeypatch.setattr(bench, "precisions", lambda _device: ("float32", "bfloat16"))
     ready = bench.prepare(server.specs_by_name([MODEL]), "cpu")
     kinds = ready.models["resnet18"]
@@ -327,12 +330,12 @@ def test_failure_in_a_precision_names_the_model(monkeypatch):
         ready.run(Variant("resnet18", "float32", torch.get_num_threads()), 1)
 
 
-@pytest.mark.parametrize(("load", "told"), [((9.0, 0, 0), True), ((0.1, 0, 0), False)])
-def test_busy_machine_is_reported(load, told, monkeypatch, capsys):
+@pytest.mark.parametrize(("load", "reported"), [((9.0, 0, 0), True), ((0.1, 0, 0), False)])
+def test_busy_machine_is_reported(load, reported, monkeypatch, capsys):
     monkeypatch.setattr(os, "getloadavg", lambda: load)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     commands._announce(["net"], 60)
-    assert ("busy (load 9.0)" in capsys.readouterr().err) is told
+    assert ("busy (load 9.0)" in capsys.readouterr().err) is reported
 
 
 @pytest.mark.parametrize("can", ["amx_bf16", "avx512_bf16", ""])
@@ -348,7 +351,7 @@ def test_cpu_is_measured_in_its_native_precisions(can, monkeypatch):
     [("cuda:0", ("float32", "float16")), ("cuda:1", ("float32", "bfloat16", "float16"))],
 )
 def test_gpu_is_measured_in_its_native_precisions(monkeypatch, device, precisions):
-    """Below compute capability 8.0 bfloat16 is imitated."""
+    """GPUs below compute capability 8.0 emulate bfloat16."""
     capabilities = {torch.device("cuda:0"): (7, 5), torch.device("cuda:1"): (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.get)
 
@@ -367,6 +370,6 @@ def test_variant_sets_its_threads_and_they_are_restored(monkeypatch):
 
 def test_images_are_always_the_same_and_all_different():
     some, again = bench.images((32, 48), 4), bench.images((32, 48), 4)
-    assert [one.shape for one in some] == [(32, 48, 3)] * 4
-    assert all(np.array_equal(one, other) for one, other in zip(some, again, strict=True))
-    assert len({one.tobytes() for one in some}) == 4
+    assert [each.shape for each in some] == [(32, 48, 3)] * 4
+    assert all(np.array_equal(each, other) for each, other in zip(some, again, strict=True))
+    assert len({each.tobytes() for each in some}) == 4

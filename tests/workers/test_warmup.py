@@ -98,7 +98,7 @@ def test_gpu_is_warmed_up_for_each_kind_and_size(batches, max_rows, sizes):
 
 @pytest.mark.usefixtures("gpu")
 def test_each_stream_of_a_gpu_is_warmed_up(batches):
-    """Each has its own thread, which has its own convolution plans."""
+    """Each stream has its own thread with its own convolution plans."""
     engine, _ = loaded(2, streams=True)
 
     assert engine._replicas.keys() == {"tiny@1"}

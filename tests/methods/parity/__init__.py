@@ -78,12 +78,12 @@ class Subject:
         return plain[method] if method in plain else self.finding(call(method, **parameters)).heatmap
 
     def finding(self, asked, *layers, fusion=None):
-        """What our service finds for a call, on its own layer or others."""
-        (found,) = self.explanations([asked], *layers, fusion=fusion)
-        return found
+        """Return the service's explanation for a method call, on its own layer or others."""
+        (explanation,) = self.explanations([asked], *layers, fusion=fusion)
+        return explanation
 
     def explanations(self, asked, *layers, fusion=None):
-        """What our service finds for several calls."""
+        """Return the service's explanations for several method calls."""
         wanted = job(self.model, asked, [ClassTarget(self.index)], layers or [self.layer], fusion=fusion)
         return explain(self.model, self.image, wanted).explanations
 
@@ -94,7 +94,7 @@ class Subject:
 
     @property
     def input(self):
-        """What the model gets, [1,3,H,W], in the oracles' precision."""
+        """The model's input, [1,3,H,W], in the oracles' precision."""
         exact = inputs(self.model, self.image)
         if self.rounded:
             up = torch.rand(exact.shape, generator=torch.Generator().manual_seed(self.rounded)) < 0.5
@@ -128,7 +128,7 @@ class Subject:
 def together(subject):
     """Our raw map of every CAM that one pass over the image as it is answers, by name."""
     names = [name for name in METHODS if runs_unchanged(call(name))]
-    return dict(zip(names, (one.heatmap for one in subject.explanations(names)), strict=True))
+    return dict(zip(names, (explanation.heatmap for explanation in subject.explanations(names)), strict=True))
 
 
 @kept
@@ -147,7 +147,7 @@ def gradients(subject, image):
 
     with subject.module.register_forward_hook(keep):
         (gradient,) = torch.autograd.grad(subject.theirs(image)[0, subject.index], kept[-1:])
-    return tuple(subject.reshape(one.detach())[0].numpy() for one in (kept[-1], gradient))
+    return tuple(subject.reshape(each.detach())[0].numpy() for each in (kept[-1], gradient))
 
 
 @lru_cache(maxsize=1)  # cases go model by model; all of them at once would hold gigabytes
@@ -156,23 +156,23 @@ def subjects(name):
     spec, layer, names = MODELS[name]
     model = models.load(models.parse(spec))
     theirs = unfrozen(model.module)
-    found = []
-    for image in (photo(one, model.info.preprocess.size[0]) for one in names):
+    results = []
+    for image in (photo(name, model.info.preprocess.size[0]) for name in names):
         (result,) = run(model, [Row(image, RankTarget(0))], kind="score")
-        found.append(Subject(model, theirs, layer or model.info.default_layer, image, result.target.index))
-    return found
+        results.append(Subject(model, theirs, layer or model.info.default_layer, image, result.target.index))
+    return results
 
 
 def unfrozen(module):
     """Copy a model that can be differentiated from its first parameter on; the numbers in it are shared."""
     first, *rest = module.parameters()
-    shared = {id(one): nn.Parameter(one.data, requires_grad=False) for one in rest}
+    shared = {id(each): nn.Parameter(each.data, requires_grad=False) for each in rest}
     return copy.deepcopy(module, {id(first): nn.Parameter(first.data), **shared})
 
 
 @dataclass(frozen=True)
 class Distances:
-    """How far two float32 maps are from the truth, as shares of its largest value."""
+    """Distances of two float32 maps from the exact map, as shares of its largest value."""
 
     ours: float
     plain: float
@@ -222,17 +222,17 @@ class Case:
 
     def distances(self):
         """Measure the distances on the photo on which ours comes closest to its limit."""
-        return max((self.on(one) for one in subjects(self.model)[: self.photos]), key=lambda found: found.ratio)
+        return max((self.on(each) for each in subjects(self.model)[: self.photos]), key=lambda each: each.ratio)
 
     def on(self, subject):
         """Measure the distances on one photo."""
         truth, ours = np.asarray(self.theirs(subject.exact), np.float64), self._ours(subject)
-        found = Distances(gap(ours, self._turned(ours, truth)), 0)
+        result = Distances(gap(ours, self._turned(ours, truth)), 0)
         for plain in self.plain(subject):
-            found = replace(found, plain=max(found.plain, gap(plain, self._turned(plain, truth))))
-            if found.ratio <= 1:
+            result = replace(result, plain=max(result.plain, gap(plain, self._turned(plain, truth))))
+            if result.ratio <= 1:
                 break
-        return found
+        return result
 
     def plain(self, subject):
         """Run the oracle in plain float32: as it is, without oneDNN's kernels, and with the input rounded otherwise.
@@ -248,7 +248,7 @@ class Case:
 
     def likeness(self):
         """Measure the least correlation with the oracle over the model's photos."""
-        return min(correlation(self._ours(one), self.theirs(one)) for one in subjects(self.model))
+        return min(correlation(self._ours(each), self.theirs(each)) for each in subjects(self.model))
 
     def _ours(self, subject):
         return self.ours(subject) if self.ours else subject.ours(self.method, **self.parameters)

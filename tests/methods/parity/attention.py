@@ -35,8 +35,8 @@ def torch_cam(subject):
     """The map of torchcam's LeGrad, which is the mean over blocks where ours is the sum."""
     blocks = blocks_of(subject.theirs)
     with LeGrad(subject.theirs, blocks) as cam:
-        (found,) = cam(subject.index, subject.theirs(subject.input), normalized=False)
-    return found[0].numpy() * len(blocks)
+        (result,) = cam(subject.index, subject.theirs(subject.input), normalized=False)
+    return result[0].numpy() * len(blocks)
 
 
 CASES = [

@@ -28,7 +28,7 @@ RECTIFIED = ("efficientnet_lite0", "resnet50", "vgg16")
 
 @kept
 def hooked(subject):
-    """What pytorch-grad-cam's own hooks see: activations and gradients [1,C,h,w]."""
+    """Return the activations and gradients, [1,C,h,w], that pytorch-grad-cam's hooks record."""
     with pytorch_grad_cam.GradCAM(subject.theirs, [subject.module], subject.reshape) as cam:
         cam(subject.input, subject.targets)
         seen = cam.activations_and_grads
@@ -49,12 +49,12 @@ def grad_cam(peer, *, eigen=False, **options):
 
 def grad_cam_shapley(subject):
     """The raw map of pytorch-grad-cam's ShapleyCAM, whose graph can be gone through once."""
-    found = []
+    results = []
     with pytorch_grad_cam.ShapleyCAM(subject.theirs, [subject.module], subject.reshape) as cam:
         weigh = cam.get_cam_image
-        cam.get_cam_image = lambda *args: found.append(weigh(*args)) or found[0]
+        cam.get_cam_image = lambda *args: results.append(weigh(*args)) or results[0]
         cam(subject.input, subject.targets)
-    return found[0][0]
+    return results[0][0]
 
 
 def torch_cam(peer, **options):
@@ -70,8 +70,8 @@ def torch_cam(peer, **options):
 
 def captum(subject):
     """The signed map of captum's LayerGradCam, on the layer's own grid."""
-    found = LayerGradCam(subject.theirs, subject.module).attribute(subject.input, subject.index)
-    return found.detach()[0, 0].numpy()
+    result = LayerGradCam(subject.theirs, subject.module).attribute(subject.input, subject.index)
+    return result.detach()[0, 0].numpy()
 
 
 def plus_plus(subject):
@@ -103,7 +103,7 @@ def smooth_plus_plus(subject):
     image = subject.input
     deviation = NOISY["noise"] * (image.max() - image.min())
     seen = [gradients(subject, image + deviation * drawn(image, index))[1] for index in range(NOISY["samples"])]
-    first, second, third = (np.mean([one**power for one in seen], 0) for power in (1, 2, 3))
+    first, second, third = (np.mean([each**power for each in seen], 0) for power in (1, 2, 3))
     a, _ = captured(subject)
     below = 2 * second + third * a.sum((1, 2), keepdims=True)
     shares = np.divide(second, below, out=np.zeros_like(second), where=below != 0)
@@ -127,10 +127,10 @@ def fullgrad(subject):
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d | nn.BatchNorm2d) and bias_of(layer) is not None:
             layer.register_forward_hook(keep)
-    found = torch.autograd.grad(model(image)[0, subject.index], [image, *(output for output, _ in kept)])
-    terms = [image * found[0]]
-    terms += [one * bias[None, :, None, None] for one, (_, bias) in zip(found[1:], kept, strict=True)]
-    return sum(spread(one.detach(), subject.size) for one in terms)
+    result = torch.autograd.grad(model(image)[0, subject.index], [image, *(output for output, _ in kept)])
+    terms = [image * result[0]]
+    terms += [each * bias[None, :, None, None] for each, (_, bias) in zip(result[1:], kept, strict=True)]
+    return sum(spread(each.detach(), subject.size) for each in terms)
 
 
 def bias_of(layer):

@@ -1,4 +1,4 @@
-"""A model made for parity: every bias is drawn, where a fresh one has none to speak of."""
+"""A model made for parity: all its biases are random, because nearly all of those of a fresh model are zero."""
 
 from torch import nn
 from torchvision.models import get_model

@@ -23,14 +23,14 @@ def attributed(peer, fold, *, plain_relus=False, **options):
 
     def theirs(subject):
         module = unfrozen(subject.theirs)
-        for one in module.modules():
-            if plain_relus and isinstance(one, nn.ReLU):
-                one.inplace = False  # captum sets hooks on them
+        for each in module.modules():
+            if plain_relus and isinstance(each, nn.ReLU):
+                each.inplace = False  # captum sets hooks on them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             made = peer(module, module.get_submodule(subject.layer)) if peer is attr.GuidedGradCam else peer(module)
-            found = made.attribute(subject.input.contiguous().requires_grad_(), target=subject.index, **options)
-        return fold(found[0].detach()).numpy()
+            result = made.attribute(subject.input.contiguous().requires_grad_(), target=subject.index, **options)
+        return fold(result[0].detach()).numpy()
 
     return theirs
 
@@ -49,10 +49,10 @@ def tunnel(kind, share):
     def theirs(subject):
         image = subject.input
         drawn = [torch.Generator().manual_seed(SEED["seed"] * 100_003 + index) for index in range(SEED["samples"])]
-        noises = torch.stack([torch.randn(image[0].shape, generator=one) for one in drawn])
+        noises = torch.stack([torch.randn(image[0].shape, generator=each) for each in drawn])
         planned = share * (image.max() - image.min()) * noises.to(image.dtype)
         with patch.object(torch, "normal", lambda _mean, _std: planned):
-            found = attr.NoiseTunnel(attr.Saliency(subject.theirs)).attribute(
+            result = attr.NoiseTunnel(attr.Saliency(subject.theirs)).attribute(
                 image.requires_grad_(),
                 nt_type=kind,
                 nt_samples=SEED["samples"],
@@ -60,13 +60,13 @@ def tunnel(kind, share):
                 target=subject.index,
                 abs=False,
             )
-        return strongest(found[0].detach()).numpy()
+        return strongest(result[0].detach()).numpy()
 
     return theirs
 
 
 def cells(size, count):
-    """Which cell of a grid every pixel is in, [1,H,W]."""
+    """Return the index of the grid cell that each pixel lies in, [1,H,W]."""
     rows, columns = (torch.arange(side) * count // side for side in size)
     return (rows[:, None] * count + columns)[None]
 
@@ -75,10 +75,10 @@ def shapley(subject):
     """Captum's KernelShap over the cells of a grid, with our seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        found = attr.KernelShap(subject.theirs).attribute(
+        result = attr.KernelShap(subject.theirs).attribute(
             subject.input, target=subject.index, feature_mask=cells(subject.size, 4), n_samples=40
         )
-    return found[0, 0].numpy()
+    return result[0, 0].numpy()
 
 
 def scorecam(subject):
@@ -133,7 +133,7 @@ CASES = [
         f"{CAPTUM} Occlusion",
         attributed(
             attr.Occlusion,
-            lambda found: found[0],
+            lambda each: each[0],
             sliding_window_shapes=(3, 40, 40),
             strides=(3, 22, 22),
             perturbations_per_eval=36,  # not one by one, with the kernels of the image itself, whose rounding cancels

@@ -360,9 +360,9 @@ def explain(client, image):
     return explanation.heatmap.tolist()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(tiny):
-    """Answers of a CPU."""
+    """Heatmaps of a CPU. They are computed before `gpu` replaces the device."""
     with serving(models=(tiny,), device="cpu", threads=1) as served, camserve.Client(served.address) as client:
         return [explain(client, image) for image in IMAGES]
 

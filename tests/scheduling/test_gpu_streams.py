@@ -42,7 +42,7 @@ class Gpu:
 
     def __call__(self, pass_, rows, stream=None):
         with self.lock:
-            batch = Held(pass_, [one.target.index for one in rows], stream, len(self.running))
+            batch = Held(pass_, [row.target.index for row in rows], stream, len(self.running))
             self.sent.append(batch)
             self.running.append(batch)
         try:
@@ -52,7 +52,7 @@ class Gpu:
                 self.running.remove(batch)
         if batch.error:
             raise batch.error
-        return [RowResult(np.zeros(1, np.float32), one.target, float(one.target.index)) for one in rows]
+        return [RowResult(np.zeros(1, np.float32), row.target, float(row.target.index)) for row in rows]
 
     async def until_sent(self, count):
         await wait_in_loop_until(lambda: len(self.sent) >= count)
@@ -149,7 +149,7 @@ async def test_batch_that_fails_is_split_in_its_stream_and_the_other_is_answered
     gpu = Gpu(is_open=True)
 
     def faulty(pass_, rows, stream=None):
-        if any(one.copy for one in rows):
+        if any(row.copy for row in rows):
             raise NotFound("no such thing")
         return gpu(pass_, rows, stream)
 
@@ -157,7 +157,7 @@ async def test_batch_that_fails_is_split_in_its_stream_and_the_other_is_answered
         asked = [asyncio.create_task(ask(batcher, [value], poison={3, 12})) for value in range(32)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
 
-    assert [value for value, one in enumerate(answers) if isinstance(one, NotFound)] == [3, 12]
+    assert [value for value, each in enumerate(answers) if isinstance(each, NotFound)] == [3, 12]
     assert all(answers[value] == [float(value)] for value in set(range(32)) - {3, 12})
 
 
@@ -199,7 +199,7 @@ async def test_nothing_is_sent_between_the_loss_of_a_batch_and_its_second_run():
 
 
 async def test_lost_rows_are_not_forgotten_while_a_stream_of_another_engine_is_idle():
-    """What wakes an engine for them wakes that stream too, which may not run them."""
+    """The event that wakes an engine for these rows also wakes that stream, which must not run them."""
     gpus = Gpu(), Gpu()
     async with Batcher(*gpus, max_batch_rows=1, streams=True) as batcher:
         batcher.pause(1)
@@ -226,7 +226,7 @@ async def test_lethal_request_in_one_of_two_batches_fails_no_other():
         asked = [asyncio.create_task(ask(batcher, [value], poison={3, 12})) for value in range(16)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
 
-    assert [value for value, one in enumerate(answers) if not isinstance(one, list)] == [3, 12]
+    assert [value for value, each in enumerate(answers) if not isinstance(each, list)] == [3, 12]
     assert worker.deaths <= 4
 
 
@@ -254,7 +254,7 @@ async def test_new_caller_waits_only_for_the_batches_that_already_run(came_befor
     assert [1000] in begun[: 1 + came_before]
 
 
-async def test_batches_are_held_back_for_company_on_a_gpu_too():
+async def test_batches_on_a_gpu_also_wait_for_more_rows():
     gpu = Gpu(is_open=True)
     async with Batcher(gpu, max_batch_rows=4, max_delay=0.02, streams=True) as batcher:
         async with asyncio.timeout(60):
@@ -271,7 +271,7 @@ async def test_batches_of_a_gpu_that_stops_are_answered():
         asked[0].add_done_callback(lambda _: gpu.open())
     answers = await asyncio.gather(*asked, return_exceptions=True)
 
-    assert all(isinstance(one, Unavailable) for one in answers)
+    assert all(isinstance(each, Unavailable) for each in answers)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -283,15 +283,15 @@ async def test_every_request_is_answered_once_and_exclusive_batches_run_alone(se
         batcher.allow(300 * 2**10)
         batcher.learn("net", layered(**{f"layer{place}": 4096 for place in range(1, 17)}))
         values = [[draw.randrange(1000) for _ in range(draw.randint(1, 12))] for _ in range(80)]
-        asked = [asyncio.create_task(ask(batcher, one, draw.choice(kinds))) for one in values]
+        asked = [asyncio.create_task(ask(batcher, value, draw.choice(kinds))) for value in values]
         for late in draw.sample(range(80), 10):
             await asyncio.sleep(0)
             asked[late].cancel()
         answers = await asyncio.gather(*asked, return_exceptions=True)
 
-    answered = [(one, answer) for one, answer in zip(values, answers, strict=True) if isinstance(answer, list)]
+    answered = [(each, answer) for each, answer in zip(values, answers, strict=True) if isinstance(answer, list)]
     assert len(answered) >= 70
-    assert all(answer == [float(value) for value in one] for one, answer in answered)
+    assert all(answer == [float(value) for value in each] for each, answer in answered)
     assert all(batch.beside == 0 for batch in gpu.sent if batch.stream is None)
     assert max(batch.beside for batch in gpu.sent) <= 1
 
@@ -438,7 +438,7 @@ def test_row_that_runs_alone_shares_the_gpu_again_after_many_that_record_success
 
 
 async def test_row_that_takes_all_memory_fails_alone_and_shrinks_no_batch():
-    gpu = Full(room=20, weigh=lambda rows: sum(100 if one.copy else 1 for one in rows))
+    gpu = Full(room=20, weigh=lambda rows: sum(100 if row.copy else 1 for row in rows))
     async with Batcher(gpu, max_batch_rows=8, streams=True) as batcher:
         asked = [asyncio.create_task(ask(batcher, [value], poison={3})) for value in range(8)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -449,7 +449,7 @@ async def test_row_that_takes_all_memory_fails_alone_and_shrinks_no_batch():
         await asyncio.gather(*more)
 
     assert isinstance(answers[3], OutOfMemory)
-    assert [one for value, one in enumerate(answers) if value != 3] == [[float(v)] for v in range(8) if v != 3]
+    assert [each for value, each in enumerate(answers) if value != 3] == [[float(v)] for v in range(8) if v != 3]
     assert len(gpu.sent[-1].values) == 8
 
 
@@ -510,9 +510,9 @@ def test_measured_kind_scales_the_estimate_of_its_other_layers():
 def test_number_of_inputs_follows_from_measured_rows_and_the_memory_that_is_allowed():
     capacity = Capacity(64, 60.0)
     capacity.learn("net", layered(layer4=2**10), {"cam": 10 * 2**20, "saliency": 100 * 2**20})
-    found = []
+    results = []
     for mib in (0, 5, 100, 999, 10_000):
         capacity.allow(mib * 2**20)
-        found.append((inputs(capacity, CAM), inputs(capacity, SALIENCY), capacity.may_share(SALIENCY)))
+        results.append((inputs(capacity, CAM), inputs(capacity, SALIENCY), capacity.may_share(SALIENCY)))
 
-    assert found == [(64, 64, True), (1, 1, False), (10, 1, True), (64, 9, True), (64, 64, True)]
+    assert results == [(64, 64, True), (1, 1, False), (10, 1, True), (64, 9, True), (64, 64, True)]
