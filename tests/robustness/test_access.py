@@ -29,7 +29,7 @@ from camserve_server.cli import commands
 from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging import images
-from robustness import hygiene
+from robustness import error_checks
 from robustness.authority import Authority
 from support import PHOTOS, serving, wait_until
 
@@ -580,7 +580,7 @@ def test_a_refusal_is_short_has_the_requests_id_and_tells_nothing_of_the_inside(
         error = status_of(line, (*metadata, ("x-request-id", "mine")))
 
         assert dict(error.trailing_metadata())["x-request-id"] == "mine"
-        assert hygiene.faults(error) == []
+        assert error_checks.faults(error) == []
 
 
 def test_tokens_are_changed_while_the_server_runs(start, tmp_path, monkeypatch):
@@ -643,7 +643,7 @@ def test_stream_accepts_no_request_once_its_token_is_revoked(start, tmp_path, me
 
     assert answered == ["first", "second"]
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert hygiene.faults(caught.value) == []
+    assert error_checks.faults(caught.value) == []
 
 
 def test_stream_answers_what_it_accepted_before_its_token_was_revoked(start, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from camserve_server.models import checkpoint
 from camserve_server.models.checkpoint import SizeBudget
 from camserve_server.models.load import _check_finite as check_finite
 from camserve_server.models.pickles import CorruptFileError
-from robustness import watched
+from robustness import process_audit
 
 MIB = 2**20
 BUDGET = SizeBudget(MIB, MIB, 64 * MIB)
@@ -258,7 +258,7 @@ def outcomes(tmp_path_factory):
     (folder / "pins.json").write_text(json.dumps({"one bit flipped, pinned.safetensors": whole}))
     (folder / "control" / "a command.pickle").write_bytes(saved(Runs(folder / "controls-canary")))
     (folder / "control" / "inflating.pth").write_bytes(inflating())
-    return watched.run("load_them", folder) | {"folder": folder}
+    return process_audit.run_module("loading", folder) | {"folder": folder}
 
 
 @pytest.mark.parametrize("name", NAMES)

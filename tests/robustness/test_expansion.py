@@ -16,7 +16,7 @@ from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api import deserialization
 from camserve_server.api.codec.footprint import footprint, shape_of
 from camserve_server.api.oip.v2 import inference_pb2
-from robustness import hygiene, nets
+from robustness import error_checks, nets
 from server_process import server_process
 from support import PHOTOS, give_back_memory, serving, wait_until
 
@@ -102,7 +102,7 @@ def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypa
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert error.details().endswith("is the limit") or "which is the limit" in error.details()
-    assert hygiene.faults(error) == []
+    assert error_checks.faults(error) == []
     assert parsed == []
 
 
@@ -181,7 +181,7 @@ def test_message_above_the_limit_once_unpacked_is_refused(line, pack):
     error = refused(line, EXPLAIN, pack(bytes(17 * MIB)), grpc.Compression.NoCompression)
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert hygiene.faults(error) == []
+    assert error_checks.faults(error) == []
 
 
 class Fake(deserialization.MessageParser):

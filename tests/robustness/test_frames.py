@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from camserve_server.api import connection_limits, health
 from camserve_server.core import config
-from robustness import flood_it
-from robustness.flood_it import (
+from robustness import http2_flood
+from robustness.http2_flood import (
     ACKNOWLEDGED,
     DATA,
     END_OF_HEADERS,
@@ -43,7 +43,7 @@ async def port():
     await server.stop(None)
 
 
-class Listener(flood_it.Connection):
+class Listener(http2_flood.Connection):
     """A connection that counts the frames that it receives.
 
     Attributes:
@@ -80,9 +80,9 @@ FLOODS = {
     "a window of nothing": frame(WINDOW, 0, 0, bytes(4)),
     "empty DATA": OPENED + frame(DATA, 0, 1) * 20_000,
     "CONTINUATION of nothing": BEGUN + frame(CONTINUATION, 0, 1) * 20_000,
-    "CONTINUATION without end": BEGUN + frame(CONTINUATION, 0, 1, flood_it.plain(b"x-a", bytes(50)) * 250) * 60,
+    "CONTINUATION without end": BEGUN + frame(CONTINUATION, 0, 1, http2_flood.plain(b"x-a", bytes(50)) * 250) * 60,
     "PRIORITY": b"".join(frame(PRIORITY, 0, number, bytes(5)) for number in NUMBERS),
-    "resets of what was never opened": b"".join(frame(RESET, 0, number, flood_it.CANCEL) for number in NUMBERS),
+    "resets of what was never opened": b"".join(frame(RESET, 0, number, http2_flood.CANCEL) for number in NUMBERS),
     "headers that name a large one again and again": frame(
         HEADERS, END_OF_HEADERS, 1, OPENINGS[0] + b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4000 + b"\xbe" * 12_000
     ),

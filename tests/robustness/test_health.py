@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.api import health
-from robustness import flood_it, nets
+from robustness import http2_flood, nets
 from support import PHOTOS, serving
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -47,7 +47,7 @@ async def until(there):
 
 async def stuck(port, count=1):
     """Watch over a connection that accepts no answers; return it once the server has tried to answer."""
-    connection = flood_it.Connection("127.0.0.1", port, flood_it.NO_WINDOW)
+    connection = http2_flood.Connection("127.0.0.1", port, http2_flood.NO_WINDOW)
     for _ in range(count):
         connection.send(WATCH, b"")
     await until(lambda: connection.statuses == count)  # headers need no window, and come with the first status

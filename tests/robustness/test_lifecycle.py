@@ -29,7 +29,7 @@ from camserve_server.core import config
 from camserve_server.core.errors import ConfigError
 from camserve_server.models.values import ModelInfo
 from camserve_server.serving import repository, worker_pool
-from robustness import hygiene
+from robustness import error_checks
 from support import alive, children, serving, wait_in_loop_until, wait_until
 
 NETS = '''
@@ -631,4 +631,4 @@ def test_refusals_have_their_requests_id_and_tell_nothing_of_the_server(place):
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 stub.LoadModel(models_pb2.LoadModelRequest(name=name, weights=weights))
-            assert not hygiene.faults(caught.value, sent=(weights,))
+            assert not error_checks.faults(caught.value, sent=(weights,))

@@ -17,7 +17,7 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.scheduling import admission
 from camserve_server.serving import memory
-from robustness import hygiene, nets
+from robustness import error_checks, nets
 from support import serving
 
 SECURITY = (Path(__file__).parents[2] / "SECURITY.md").read_text()
@@ -215,7 +215,7 @@ def test_metadata_has_one_limit_and_not_chance_between_two(line):
         for _ in range(5):
             error = asked(line, "ModelService/ListModels", models_pb2.ListModelsRequest(), size)
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert hygiene.told(error.details()) == []
+            assert error_checks.leaks(error.details()) == []
     assert call(b"", timeout=10)
 
 
@@ -224,6 +224,6 @@ def test_a_message_has_the_same_limit_before_and_after_it_is_unpacked(line):
     for packed in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
         error = asked(line, "ExplainService/Explain", large, compression=packed)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert hygiene.told(error.details()) == []
+        assert error_checks.leaks(error.details()) == []
     small = asked(line, "ExplainService/Explain", explain_pb2.ExplainRequest(image=bytes(1000)))
     assert small.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -12,7 +12,7 @@ from PIL import Image
 
 import camserve
 from camserve_server.core.errors import OutOfMemory
-from robustness import hygiene, soaked, tree
+from robustness import error_checks, soak_models, tree
 from rounding import check_same
 from support import give_back_memory, rows_waiting, serving, wait_until
 
@@ -21,7 +21,7 @@ FAILS = {
     "raising hook": camserve.Internal,
     "bad layer": camserve.CamserveError,
 }
-POISONED = "poisoned=robustness.soaked:poisoned?size=32"
+POISONED = "poisoned=robustness.soak_models:poisoned?size=32"
 ASKED = {"overlay": None, "targets": 2}
 
 
@@ -65,13 +65,13 @@ def in_one_batch(served, client, images):
 @pytest.mark.parametrize("colour", [*FAILS, "not a number"])
 @pytest.mark.parametrize("position", range(8))
 def test_seven_neighbours_of_a_poisoned_row_are_right(colour, position, served, client, photos, alone):
-    images = [*photos[:position], soaked.image(colour), *photos[position + 1 :]]
+    images = [*photos[:position], soak_models.image(colour), *photos[position + 1 :]]
     outcomes = in_one_batch(served, client, images)
     own = outcomes[position]
 
     if colour in FAILS:
         assert isinstance(own, FAILS[colour])
-        assert hygiene.of_client(own) == []
+        assert error_checks.client_faults(own) == []
     else:
         assert own.verdict == "NON_FINITE"
     for number in {*range(8)} - {position}:
@@ -91,13 +91,13 @@ def memory():
 
 def without_memory(client, times):
     """Ask for what takes all memory, so many times; return how far memory rose, as a share, and the errors."""
-    image, errors = png(soaked.image("out of memory")), []
+    image, errors = png(soak_models.image("out of memory")), []
 
     def ask():
         with pytest.raises(camserve.CamserveError) as told:
             client.explain(image, **ASKED)
         errors.append(type(told.value))
-        assert hygiene.of_client(told.value) == []
+        assert error_checks.client_faults(told.value) == []
         told.value.__traceback__ = None
 
     for _ in range(5):  # so that what is made once is there

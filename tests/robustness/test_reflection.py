@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from camserve_server.api import health, reflection
 from camserve_server.core import errors
-from robustness import hygiene, nets
+from robustness import error_checks, nets
 from support import serving
 
 ASK = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -47,7 +47,7 @@ def test_every_hostile_question_is_answered_and_nothing_of_the_inside_told(line)
     assert [one.original_request for one in replies] == list(HOSTILE)
     told = [one.error_response.error_message for one in replies if one.HasField("error_response")]
     assert len(told) > len(HOSTILE) // 2
-    assert [text for text in told if hygiene.told(text)] == []
+    assert [text for text in told if error_checks.leaks(text)] == []
 
 
 def test_a_question_that_is_too_long_is_refused_after_those_before_it_are_answered(line):
@@ -57,7 +57,7 @@ def test_a_question_that_is_too_long_is_refused_after_those_before_it_are_answer
         with pytest.raises(grpc.RpcError) as caught:
             answered.extend(replies)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert hygiene.faults(caught.value) == []
+        assert error_checks.faults(caught.value) == []
         assert len(answered) == 1
 
 

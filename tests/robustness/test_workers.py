@@ -30,7 +30,7 @@ from camserve_server.serving import pool_health, worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers import worker as worker_module
-from robustness import hygiene
+from robustness import error_checks
 from support import StoppedClock, alive, children, wait_until
 
 NETS = '''
@@ -383,7 +383,7 @@ def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
 
     assert outcomes == [None] * 8
     assert "the worker was killed, probably out of memory: exit -9" in lethal.message
-    assert hygiene.of_client(lethal) == []
+    assert error_checks.client_faults(lethal) == []
     assert 1 <= log.count("a worker process ended: the worker was killed, probably out of memory: exit -9") <= 2
 
 
@@ -397,7 +397,7 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
                 client.explain(IMAGE, overlay=None)
                 codes.append("OK")
             except camserve.CamserveError as error:
-                codes.extend([error.code.name, *hygiene.of_client(error)])
+                codes.extend([error.code.name, *error_checks.client_faults(error)])
 
     with served(folder) as (process, client, address), ThreadPoolExecutor(32) as pool:
         for _ in range(32):
