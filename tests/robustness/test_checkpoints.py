@@ -265,9 +265,9 @@ def outcomes(tmp_path_factory):
 def test_hostile_file_is_refused_with_a_reason_and_costs_little(outcomes, name):
     outcome = outcomes[name]
     assert outcome["error"] == "ConfigError"
-    assert len(outcome["words"]) <= 512
-    assert outcome["words"].isprintable()
-    assert str(outcomes["folder"]) not in outcome["words"]
+    assert len(outcome["message"]) <= 512
+    assert outcome["message"].isprintable()
+    assert str(outcomes["folder"]) not in outcome["message"]
     assert outcome["mb"] <= 100
 
 
@@ -275,7 +275,7 @@ def test_hostile_file_is_refused_with_a_reason_and_costs_little(outcomes, name):
 def test_hostile_file_opens_no_other_file_and_starts_no_process(outcomes, name):
     path = str(outcomes["folder"] / "hostile" / name)
     assert set(outcomes[name]["opened"]) <= {path}
-    assert outcomes[name]["else"] == []
+    assert outcomes[name]["others"] == []
 
 
 def test_no_command_in_a_file_was_run(outcomes):
@@ -285,7 +285,7 @@ def test_no_command_in_a_file_was_run(outcomes):
 def test_detectors_see_a_command_and_an_inflated_file(outcomes):
     """Both detectors are triggered on purpose, through torch.load."""
     assert (outcomes["folder"] / "controls-canary").exists()
-    assert any(event == "os.system" for event, _ in outcomes["a command.pickle"]["else"])
+    assert any(event == "os.system" for event, _ in outcomes["a command.pickle"]["others"])
     assert outcomes["inflating.pth"]["mb"] > 200
 
 
@@ -311,7 +311,12 @@ def optimised():
         "large": 2**70,
         "none": None,
     }
-    return {"model": net.state_dict(), "optimiser": optimiser.state_dict(), "s": schedule.state_dict(), "words": words}
+    return {
+        "model": net.state_dict(),
+        "optimiser": optimiser.state_dict(),
+        "s": schedule.state_dict(),
+        "message": words,
+    }
 
 
 def tensors():

@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api import oip
 from camserve_server.core import logs
-from robustness import error_checks, nets
-from support import serving, wait_until
+from robustness import error_checks
+from support import wait_until
 
 SERVICES = (
     explain_pb2.DESCRIPTOR.services_by_name["ExplainService"],
@@ -27,15 +27,6 @@ RPCS = {f"/{oip.known_as(service.full_name)}/{rpc.name}": rpc for service in SER
 INVALID = (b"\xff\xff\xff", b"\x0a", b"\x0a\x05ab", b"\x0f", b"\x00", b"\x0a\x02\xc3\x28")
 """A varint without end, a field without a value, a truncated field, an unknown wire type, the field number 0, and text
 that is not UTF-8. In all of our messages but one, field 1 is text; in that one it is a message."""
-
-
-@pytest.fixture(scope="module")
-def channel():
-    with (
-        serving(models=(nets.TINY,), device="cpu", threads=1) as served,
-        grpc.insecure_channel(served.address) as channel,
-    ):
-        yield channel
 
 
 @pytest.fixture

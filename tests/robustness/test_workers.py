@@ -98,9 +98,9 @@ SIZE = "?size=32"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("nets")
-    (place / "worker_nets.py").write_text(NETS)
-    return place
+    path = tmp_path_factory.mktemp("nets")
+    (path / "worker_nets.py").write_text(NETS)
+    return path
 
 
 def setup(folder, threads=1, **changes):
@@ -160,10 +160,10 @@ def test_worker_process_answers_as_an_in_process_worker_to_the_bit(worker, folde
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    "how", [{"partitioned": True, "threads": 2}, {"streams": True}], ids=["partitioned", "streams"]
+    "options", [{"partitioned": True, "threads": 2}, {"streams": True}], ids=["partitioned", "streams"]
 )
-def test_two_batches_at_once_are_answered_as_one_alone_to_the_bit(folder, how):
-    process = Worker(setup(folder, **how))
+def test_two_batches_at_once_are_answered_as_one_alone_to_the_bit(folder, options):
+    process = Worker(setup(folder, **options))
     try:
         info = process.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         for kind in ("cam", "saliency"):
@@ -251,7 +251,7 @@ def test_model_whose_weights_changed_is_lost_when_it_is_loaded_again(tmp_path):
 
 
 @pytest.mark.usefixtures("forked")
-def test_model_that_kills_every_new_process_is_given_up(tmp_path):
+def test_model_that_kills_every_new_process_is_no_longer_loaded(tmp_path):
     state, lost = StateEvents(), []
     (tmp_path / "deadly_nets.py").write_text(NETS + DEADLY)
     process = Worker(setup(tmp_path), on_ready=state.on_ready, on_exit=state.on_exit, on_model_lost=lost.append)
