@@ -1,4 +1,4 @@
-"""Fixtures that tests of several rooms share, and hooks for every test run."""
+"""Fixtures that tests of several folders share, and hooks of every test run."""
 
 import gc
 import logging
@@ -20,9 +20,9 @@ __all__ = ["pytest_terminal_summary"]
 
 
 def pytest_collection_finish():
-    """Take the libraries and pytest's own objects out of the garbage collector's rounds.
+    """Exclude the objects of libraries and pytest from garbage collection.
 
-    Tests and the code under test run the collector themselves: it took 0.3 s each time with all of them.
+    Tests and the code under test call the collector, and each call took 0.3 s with all of these objects.
     """
     gc.collect()
     gc.freeze()
@@ -37,7 +37,7 @@ def fork_server_process():
 
 @pytest.fixture(scope="module")
 def forked(fork_server_process):
-    """Worker processes of the tests start at once; otherwise each imports torch itself, which takes seconds."""
+    """Worker processes fork from the fork server, because a new process takes seconds to import torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "_fork_servers", [fork_server_process])
         yield
@@ -45,7 +45,7 @@ def forked(fork_server_process):
 
 @pytest.fixture(autouse=True)
 def _logger_as_before():
-    """Undo `logs.configure` of commands: pytest's `caplog` gets what the server's logger hands on to the root."""
+    """Undo `logs.configure` of commands: pytest's `caplog` needs the server's logger to propagate to the root."""
     logger = logging.getLogger("camserve_server")
     before = list(logger.handlers), logger.level, logger.propagate
     yield
@@ -55,7 +55,7 @@ def _logger_as_before():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A model that is there at once."""
+    """Specification of a model that loads at once."""
     folder = tmp_path_factory.mktemp("nets")
     (folder / "server_nets.py").write_text(TINY)
     sys.path.insert(0, str(folder))
@@ -65,7 +65,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Have torch see GPUs, by their compute capabilities."""
+    """Function that makes torch report GPUs with these compute capabilities."""
 
     def see(*capabilities):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
@@ -96,7 +96,7 @@ def photos():
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Load a model from a factory, as from a user's own module."""
+    """Function that loads a model from a factory, as from a user's module."""
 
     def load(factory, size=16, **options):
         module = ModuleType("planted")
@@ -111,7 +111,7 @@ def plant(monkeypatch):
 def smooth(plant):
     """A model without kinks.
 
-    Where there is a ReLU, rounding may move a value across zero, and the gradient jumps: by 2 % of the largest value
-    between float32 and float64 for noisy photos in the embedded model.
+    At a ReLU, rounding may move a value across zero, so that the gradient jumps. In the embedded model, float32 and
+    float64 differ by 2 % of the largest value for noisy photos.
     """
-    return plant(lambda: Toy(lambda net, seen: torch.tanh(net.layer(seen))))
+    return plant(lambda: Toy(lambda net, images: torch.tanh(net.layer(images))))

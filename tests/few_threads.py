@@ -1,4 +1,4 @@
-"""Fixture for the rooms whose tests compute: torch has one thread, unless OMP_NUM_THREADS says otherwise."""
+"""Fixture for tests that compute: torch uses one thread unless OMP_NUM_THREADS sets another number."""
 
 import os
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def few_threads():
-    # Two threads for operations as small as these wait for each other more than they work.
+    # With two threads, operations as small as these spend more time on synchronization than on work.
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield

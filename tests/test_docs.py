@@ -1,4 +1,4 @@
-"""What the documents say is so."""
+"""Documentation: examples run as printed, and lists and tables match the code."""
 
 import importlib.util
 import re

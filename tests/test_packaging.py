@@ -1,4 +1,4 @@
-"""What is published: a wheel that works where nothing but its own dependencies is installed, and its sources."""
+"""Published packages: a wheel that works with only its own dependencies, and a source distribution."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.telemetry` makes of what it finds; it starts three servers only there."""
+"""Figures and tables of `python -m benchmarks.telemetry`, which itself starts three servers."""
 
 import pytest
 from benchmarks import perf_analyzer, telemetry

@@ -1,4 +1,4 @@
-"""What `make bench-torchserve` counts is what happened; the servers themselves run only there."""
+"""Counts of `make bench-torchserve` are right; only the benchmark itself starts the servers."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What `make bench-triton` asks perf_analyzer for, and what it makes of its report; the program runs only there."""
+"""Arguments for perf_analyzer in `make bench-triton`, and its report as a table; only the benchmark runs it."""
 
 import base64
 import json

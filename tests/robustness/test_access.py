@@ -255,7 +255,7 @@ def der(pair):
 
 
 def test_certificates_are_renewed_under_load_without_a_failed_call(start, authority, tmp_path, ca):
-    """The files are log_text one after the other, as tools do, so that they do not match for a moment."""
+    """The files are written one after the other, as tools do, so that they do not match for a moment."""
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
     renewals = 0
     with start(tls_cert=cert, tls_key=key) as served, Callers(served.address, ca) as callers:
@@ -568,7 +568,7 @@ def test_unknown_rpc_is_unimplemented_for_an_admin(channel, token_file):
 
 
 async def test_stream_without_a_token_is_refused_before_its_first_message(guarded):
-    """What gRPC loses of that, when the stream breaks while it is log_text to, is heard of the next one."""
+    """Repeated, because gRPC may lose the error if the stream breaks during a write."""
     for _ in range(20):
         async with camserve.AsyncClient(guarded.address) as client:
             with pytest.raises(camserve.Unauthenticated):
