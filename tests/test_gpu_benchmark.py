@@ -100,7 +100,7 @@ def test_the_bottleneck_is_what_is_busiest(changed, named):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """A CPU that is taken for a GPU: what only a GPU does is done there, or fails in words."""
+    """Replace the GPU by the CPU: functions of torch that need a GPU return fixed values."""
     monkeypatch.setattr(type(scale_of("cpu", quick=True)), "gpu", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)

@@ -105,13 +105,13 @@ def exchanges():
         tape.recording(address) as (front, passed),
         camserve.Client(front, retries=0) as client,
     ):
-        known = {method.name: {each.name for each in method.parameters} for method in client.methods()}
+        known = {method.name: {parameter.name for parameter in method.parameters} for method in client.methods()}
         recorded = {}
         for name, (function, args, options) in {**calls.everything(known), **calls.LOADING}.items():
             passed.clear()
             recorded[name] = {"value": answered(client, function, args, options), "exchanges": list(passed)}
         with grpc.insecure_channel(address) as channel:
-            inferences = {name: inference(channel, *each) for name, each in calls.inference_calls().items()}
+            inferences = {name: inference(channel, *call) for name, call in calls.inference_calls().items()}
     storage.pack("calls", recorded)
     storage.pack("inferences", inferences)
 

@@ -100,12 +100,12 @@ def recording(address):
             entry = {"rpc": path, "requests": [], "replies": []}
             entries.append(entry)
 
-            def noted():
+            def record_requests():
                 for request in requests:
                     entry["requests"].append(text(request))
                     yield request
 
-            for reply in channel.stream_stream(path)(noted()):
+            for reply in channel.stream_stream(path)(record_requests()):
                 entry["replies"].append(text(reply))
                 yield reply
 
@@ -121,11 +121,11 @@ def answered(entry, context):
     return data_of(entry["replies"][0])
 
 
-class Replayed:
-    """A server that answers calls with recorded replies, in their order.
+class ReplayServer:
+    """Server that answers calls with recorded replies in order.
 
     Attributes:
-        address: Where it listens.
+        address: The server's address.
         entries: The recorded exchanges that are left.
         requests: Pairs of an RPC and its requests, received since `play` was called.
     """
@@ -160,6 +160,6 @@ class Replayed:
 @contextmanager
 def replaying():
     """Yield a server that replays recorded replies."""
-    played = Replayed()
-    with listening(played.unary, played.stream) as played.address:
-        yield played
+    server = ReplayServer()
+    with listening(server.unary, server.stream) as server.address:
+        yield server

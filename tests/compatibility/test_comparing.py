@@ -1,4 +1,4 @@
-"""The comparisons report the changes that they are there for, and no additions."""
+"""The comparisons report removals and changes, but no additions."""
 
 import copy
 
@@ -82,7 +82,7 @@ def heat(now, *values):
         (lambda now: setattr(now.explanations[0], "verdict", explain_pb2.VERDICT_FLAT), ".verdict"),
     ],
 )
-def test_a_changed_field_of_a_reply_is_reported(change, place):
+def test_changed_field_of_a_reply_is_reported(change, place):
     then, now = reply(), reply()
     change(now)
     (line,) = comparing.differences(then, now, KNOWN)
