@@ -148,7 +148,7 @@ def test_client_certificate_is_required_if_configured(mutual, authority, ca, tmp
     cert, key = authority.issue("caller").write(tmp_path, "caller")
 
     assert models_of(mutual, tls=ca, client_cert=cert, client_key=key) == ["tiny"]
-    assert "a certificate of ylogger" in refusal(mutual, tls=ca)
+    assert "a certificate of yours" in refusal(mutual, tls=ca)
 
 
 def test_untrusted_or_expired_client_certificate_is_refused(mutual, authority, ca, tmp_path):
