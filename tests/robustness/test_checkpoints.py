@@ -391,8 +391,8 @@ def test_error_names_the_removed_prefix(tmp_path):
 def test_recompressed_archive_is_read(tmp_path):
     file = io.BytesIO()
     with (
-        zipfile.ZipFile(io.BytesIO(VALID_TORCH)) as original,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as recompressed,
+        zipfile.ZipFile(io.BytesIO(VALID_TORCH)) as source,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target,
     ):
         for name in source.namelist():
             target.writestr(name, source.read(name))
