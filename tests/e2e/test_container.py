@@ -145,7 +145,7 @@ def test_compose_keeps_the_health_check_of_the_image(service):
 
 @services
 def test_compose_sets_only_existing_settings(service):
-    known = {config.ENVIRONMENT + name.upper() for name in (*config.Settings.model_fields, *cli.ACCESS)}
+    known = {config.ENVIRONMENT + name.upper() for name in (*config.Settings.model_fields, *cli.ACCESS_OPTIONS)}
     own = ("CAMSERVE_INSECURE", "CAMSERVE_METRICS_ADDRESS", "CAMSERVE_DEVICE")
     passed = {name: value for name, value in service["environment"].items() if name not in own}
 
