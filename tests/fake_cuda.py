@@ -79,7 +79,7 @@ class Driver:
         return Counter(int(line.split()[0]) for line in lines if line.split()[1] == word)
 
 
-def compiled(folder, version=99_000):
+def compile_driver(folder, version=99_000):
     """Compile a driver for a version of CUDA, such as 12020 for 12.2; skip the test without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not compiler:

@@ -102,8 +102,8 @@ def _members(subject):
     public = {name for name in dir(subject) if not name.startswith("_")} | (
         {"__enter__", "__aenter__"} & set(dir(subject))
     )
-    ours = {name for name in public - fields if not hasattr(BaseException, name)}
-    return {name: _member(inspect.getattr_static(subject, name), getattr(subject, name)) for name in sorted(ours)}
+    own = {name for name in public - fields if not hasattr(BaseException, name)}
+    return {name: _member(inspect.getattr_static(subject, name), getattr(subject, name)) for name in sorted(own)}
 
 
 def _member(static, subject):

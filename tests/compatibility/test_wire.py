@@ -109,13 +109,13 @@ def changed_requests(replay_server, name):
 @pytest.mark.parametrize("name", [*CALLS, *calls.LOADING])
 def test_client_sends_and_reads_as_recorded(name, replay_server, client):
     replay_server.play(RECORDED[name]["exchanges"])
-    value = record.answered(client, *{**CALLS, **calls.LOADING}[name])
+    value = record.call_outcome(client, *{**CALLS, **calls.LOADING}[name])
 
     assert changed_requests(replay_server, name) == []
     assert comparing.lost(RECORDED[name]["value"], value) == []
 
 
-async def answered(client, function, args, options):
+async def call_outcome(client, function, args, options):
     try:
         if function == "explain_many":
             return surfaces.value([result async for result in client.explain_many(*args, **options)])
@@ -128,7 +128,7 @@ async def test_async_client_sends_and_reads_as_recorded(replay_server):
     async with camserve.AsyncClient(replay_server.address, retries=0) as client:
         for name, call in {**CALLS, **calls.LOADING}.items():
             replay_server.play(RECORDED[name]["exchanges"])
-            value = await answered(client, *call)
+            value = await call_outcome(client, *call)
 
             assert changed_requests(replay_server, name) == [], name
             assert comparing.lost(RECORDED[name]["value"], value) == [], name

@@ -278,12 +278,12 @@ def running(image, *options):
 
 
 def wait_until_healthy(name):
-    while inspected(name, "State.Health.Status") != "healthy":
-        assert inspected(name, "State.Status") == "running", docker("logs", name)
+    while inspect(name, "State.Health.Status") != "healthy":
+        assert inspect(name, "State.Status") == "running", docker("logs", name)
         time.sleep(0.5)
 
 
-def inspected(name, path):
+def inspect(name, path):
     return docker("inspect", "--format", f"{{{{.{path}}}}}", name)
 
 
@@ -333,8 +333,8 @@ def test_stopped_container_finishes_its_calls_and_exits_with_0(image):
         explain_the_cat(address)
         docker("stop", name)
 
-        assert inspected(name, "State.ExitCode") == "0"
-        assert inspected(name, "State.OOMKilled") == "false"
+        assert inspect(name, "State.ExitCode") == "0"
+        assert inspect(name, "State.OOMKilled") == "false"
 
 
 @pytest.mark.timeout(300)

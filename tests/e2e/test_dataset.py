@@ -79,7 +79,7 @@ def address(tmp_path_factory):
         sys.path.remove(str(folder))
 
 
-def encoded(number=0):
+def photo_file(number=0):
     """Return the file of a small photo, in a different colour for each number."""
     file = io.BytesIO()
     Image.new("RGB", (16, 12), (number % 256, number // 256, 99)).save(file, "PNG")
@@ -92,7 +92,7 @@ def photos(tmp_path):
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(5):
-        (folder / ("more" if number > 2 else ".") / f"{number}.png").write_bytes(encoded(number))
+        (folder / ("more" if number > 2 else ".") / f"{number}.png").write_bytes(photo_file(number))
     (folder / "bad.jpg").write_bytes(b"rubbish")
     (folder / "empty.png").touch()
     (folder / "notes.txt").write_text("no photo")
@@ -150,7 +150,7 @@ def test_row_has_the_values_of_the_clients_result(run, photos, tmp_path, address
 def test_second_run_explains_only_new_photos(run, photos, tmp_path):
     run(photos)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.jpg")}
-    (photos / "more" / "new.png").write_bytes(encoded(77))
+    (photos / "more" / "new.png").write_bytes(photo_file(77))
     result = run(photos)
 
     assert "8 photos are done (7 by earlier runs)" in result.output
@@ -363,7 +363,7 @@ def test_failure_of_a_store_is_not_an_error_of_the_photo(monkeypatch, tmp_path):
 
 def test_photo_with_a_long_unicode_name_is_explained(run, tmp_path):
     (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / f"{'🐈' * 62}.png").write_bytes(encoded())
+    (tmp_path / "photos" / f"{'🐈' * 62}.png").write_bytes(photo_file())
     result = run(tmp_path / "photos", options=("--model", "tiny", "--heatmaps", "--receipts"))
 
     assert result.exit_code == 0, result.output
@@ -412,7 +412,7 @@ def test_error_names_a_corrupt_part(run, photos, tmp_path):
 @pytest.mark.parametrize("kind", ["bytes", "hugging face", "paths"])
 def test_photos_are_read_from_a_parquet_file(kind, run, photos, tmp_path):
     """Photos may be bytes, structs with bytes as Hugging Face's datasets write them, or paths."""
-    files = [encoded(n) for n in range(40)]
+    files = [photo_file(n) for n in range(40)]
     if kind == "paths":
         cells = pa.array([f"more/{n}.png" for n in (3, 4)])
     else:
@@ -458,7 +458,7 @@ def test_photos_are_read_from_an_object_store(run, photos, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
 def test_photo_with_a_name_that_is_not_utf_8_is_explained_once(run, photos, tmp_path):
-    Path(os.fsdecode(os.fsencode(photos) + b"/\xff.png")).write_bytes(encoded())
+    Path(os.fsdecode(os.fsencode(photos) + b"/\xff.png")).write_bytes(photo_file())
     run(photos)
     result = run(photos)
 
@@ -477,7 +477,7 @@ def test_killed_and_resumed_job_has_each_of_500_photos_once(address, photos, tmp
     for path in photos.rglob("*.*"):
         path.unlink()
     for number in range(500):
-        (photos / f"{number}.png").write_bytes(encoded(number))
+        (photos / f"{number}.png").write_bytes(photo_file(number))
     out, program = tmp_path / "out", Path(sys.executable).with_name("camserve")
     command = [program, "explain", photos, "-o", out, "--resume", "--model", "slow", "--server", address]
 

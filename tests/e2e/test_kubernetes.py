@@ -36,12 +36,12 @@ MANIFESTS = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml")) if 
 KSERVE_FOLDER = ROOT / "deploy" / "kserve"
 KSERVE = read(KSERVE_FOLDER / "inferenceservice.yaml")
 POD = MANIFESTS["deployment"]["spec"]["template"]
-OWN = ("minReplicas", "maxReplicas", "timeout", "deploymentStrategy")  # KServe's; the rest of a predictor is a pod's
+KSERVE_FIELDS = ("minReplicas", "maxReplicas", "timeout", "deploymentStrategy")  # the other fields are those of a pod
 
 
 def predictor(service):
     """Return the pod of an InferenceService."""
-    spec = {key: value for key, value in service["spec"]["predictor"].items() if key not in OWN}
+    spec = {key: value for key, value in service["spec"]["predictor"].items() if key not in KSERVE_FIELDS}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "predictor"}, "spec": spec}
 
 
@@ -61,12 +61,12 @@ GPUS = [name for name in FOLDERS if name.endswith("-gpu")]
 
 
 @functools.cache
-def built(folder):
+def build(folder):
     """Return the objects that kustomize generates from a folder, by kind."""
     if shutil.which("kubectl") is None:
         pytest.skip(needs.KUBECTL)
-    shown = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True, timeout=60)
-    return {item["kind"]: item for item in yaml.safe_load_all(shown.stdout)}
+    generated = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True, timeout=60)
+    return {item["kind"]: item for item in yaml.safe_load_all(generated.stdout)}
 
 
 def pod_of(objects):
@@ -79,7 +79,7 @@ def pod_of(objects):
 def pod(request):
     """Return the server's pod of every deployment."""
     plain = {"kubernetes": POD["spec"], "kserve": PREDICTOR["spec"]}
-    return plain.get(request.param) or pod_of(built(FOLDERS[request.param]))
+    return plain.get(request.param) or pod_of(build(FOLDERS[request.param]))
 
 
 def environment(pod):
@@ -145,9 +145,9 @@ def test_settings_are_valid_for_the_server():
 
 
 def test_environment_has_only_existing_settings(pod):
-    named = {name.removeprefix(config.ENVIRONMENT).lower() for name in environment(pod)}
+    settings = {name.removeprefix(config.ENVIRONMENT).lower() for name in environment(pod)}
 
-    assert named <= set(config.Settings.model_fields)
+    assert settings <= set(config.Settings.model_fields)
     assert settings_of(pod).insecure
 
 
@@ -354,7 +354,7 @@ def test_changed_settings_change_the_pods(tmp_path):
         settings.write("max_queue_rows = 100\n")
     names = []
     for folder in (FOLDER, tmp_path / "changed"):
-        objects = built(folder)
+        objects = build(folder)
         volumes = objects["Deployment"]["spec"]["template"]["spec"]["volumes"]
         names.append(next(volume["configMap"]["name"] for volume in volumes if "configMap" in volume))
         assert objects["ConfigMap"]["metadata"]["name"] == names[-1]
@@ -376,7 +376,7 @@ def test_server_may_query_dns_of_cluster_and_node():
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", GPUS)
 def test_every_manifest_for_gpus_matches_the_schema_of_kubernetes(name, version):
-    objects = dict(built(FOLDERS[name]))
+    objects = dict(build(FOLDERS[name]))
     if service := objects.pop("InferenceService", None):
         wrapped = copy.deepcopy(MANIFESTS["deployment"])
         wrapped["spec"]["strategy"] = service["spec"]["predictor"]["deploymentStrategy"]
@@ -387,7 +387,7 @@ def test_every_manifest_for_gpus_matches_the_schema_of_kubernetes(name, version)
 
 @pytest.mark.parametrize("name", GPUS)
 def test_gpu_overlay_changes_only_the_pods_and_their_scaling(name):
-    plain, gpu = built(FOLDERS[name.removesuffix("-gpu")]), built(FOLDERS[name])
+    plain, gpu = build(FOLDERS[name.removesuffix("-gpu")]), build(FOLDERS[name])
     changed = {kind for kind in plain if gpu[kind] != plain[kind]}
 
     assert gpu.keys() == plain.keys()
@@ -396,8 +396,8 @@ def test_gpu_overlay_changes_only_the_pods_and_their_scaling(name):
 
 @pytest.mark.parametrize("name", GPUS)
 def test_gpu_pod_reserves_a_gpu_tolerates_the_taint_and_uses_no_cpu(name):
-    pod = pod_of(built(FOLDERS[name]))
-    plain = pod_of(built(FOLDERS[name.removesuffix("-gpu")]))
+    pod = pod_of(build(FOLDERS[name]))
+    plain = pod_of(build(FOLDERS[name.removesuffix("-gpu")]))
 
     assert (gpus(pod), gpus(plain)) == (1, 0)
     assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
@@ -407,8 +407,8 @@ def test_gpu_pod_reserves_a_gpu_tolerates_the_taint_and_uses_no_cpu(name):
 
 @pytest.mark.parametrize("name", GPUS)
 def test_gpu_rollout_needs_no_spare_gpu(name):
-    objects = built(FOLDERS[name])
-    plain = built(FOLDERS["kubernetes"])["Deployment"]["spec"]["strategy"]["rollingUpdate"]
+    objects = build(FOLDERS[name])
+    plain = build(FOLDERS["kubernetes"])["Deployment"]["spec"]["strategy"]["rollingUpdate"]
     strategies = [
         item["spec"]["strategy"] if kind == "Deployment" else item["spec"]["predictor"]["deploymentStrategy"]
         for kind, item in objects.items()
@@ -420,7 +420,7 @@ def test_gpu_rollout_needs_no_spare_gpu(name):
 
 
 def test_gpu_rollout_or_drain_leaves_a_serving_pod():
-    objects = built(FOLDERS["kubernetes-gpu"])
+    objects = build(FOLDERS["kubernetes-gpu"])
     strategy = objects["Deployment"]["spec"]["strategy"]["rollingUpdate"]
     least = objects["HorizontalPodAutoscaler"]["spec"]["minReplicas"]
 
@@ -429,7 +429,7 @@ def test_gpu_rollout_or_drain_leaves_a_serving_pod():
 
 
 def test_gpu_autoscaling_starts_when_more_than_two_batches_wait():
-    (metric,) = built(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    (metric,) = build(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
     rows = int(metric["pods"]["target"]["averageValue"])
 
     assert rows % pool_sizing.GPU_BATCH == 0

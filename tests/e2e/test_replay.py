@@ -44,7 +44,7 @@ def receipt_of(client, methods="gradcam", **options):
     return camserve.Receipt.from_json(explanation.receipt.to_json())
 
 
-def edited(receipt, **changes):
+def edit(receipt, **changes):
     return camserve.Receipt.from_json(json.dumps({**json.loads(receipt.to_json()), **changes}))
 
 
@@ -119,7 +119,7 @@ def test_other_weights_are_reported(client, other_weights):
 
 def test_other_parameter_is_reported_by_its_map(client):
     receipt = receipt_of(client, ("smoothgrad", {"samples": 5, "seed": 11}))
-    changed = edited(receipt, parameters={**receipt.parameters, "seed": 12})
+    changed = edit(receipt, parameters={**receipt.parameters, "seed": 12})
 
     replay = client.replay(changed, PHOTOS["chelsea"])
 
@@ -128,13 +128,13 @@ def test_other_parameter_is_reported_by_its_map(client):
 
 
 def test_other_version_is_reported_only_if_numbers_differ(client):
-    receipt = edited(receipt_of(client), versions={"torch": "1.0", "camserve": "0.0"})
+    receipt = edit(receipt_of(client), versions={"torch": "1.0", "camserve": "0.0"})
 
     replay = client.replay(receipt, PHOTOS["chelsea"])
     assert replay.same
     assert {check.name for check in replay.checks if not check.same} >= {"torch", "camserve"}
 
-    replay = client.replay(edited(receipt, score=1e6), PHOTOS["chelsea"])
+    replay = client.replay(edit(receipt, score=1e6), PHOTOS["chelsea"])
     assert replay.differences[0].endswith(", was 1e+06")
     assert f"torch is {torch.__version__.split('+')[0]}" in " ".join(replay.differences)
 
@@ -154,9 +154,9 @@ def test_invalid_receipt_raises_the_clients_errors(client):
     receipt = receipt_of(client, ("smoothgrad", {"samples": 5}))
 
     with pytest.raises(camserve.NotFound, match='unknown model "other": the server has net'):
-        client.replay(edited(receipt, model="other"), PHOTOS["chelsea"])
+        client.replay(edit(receipt, model="other"), PHOTOS["chelsea"])
     with pytest.raises(camserve.InvalidArgument, match="1 to 512, not 0"):
-        client.replay(edited(receipt, parameters={"samples": 0}), PHOTOS["chelsea"])
+        client.replay(edit(receipt, parameters={"samples": 0}), PHOTOS["chelsea"])
 
 
 def test_long_method_reports_progress(client):

@@ -50,7 +50,7 @@ def plain(values):
     return [value.hex() if isinstance(value, bytes) else value for value in values.ravel().tolist()]
 
 
-def ours(address, image, parameters=PARAMETERS):
+def explain_natively(address, image, parameters=PARAMETERS):
     """Send the same request by our own API."""
     with camserve.Client(address) as client:
         explanation = client.explain(
@@ -85,7 +85,7 @@ def about(client):
     }
 
 
-def inferred(client, address, data, pixels):
+def infer(client, address, data, pixels):
     """Send files and pixels, and the same by our own API."""
     wanted = [triton.InferRequestedOutput(name) for name in NAMES]
     planes = np.ascontiguousarray(pixels.transpose(2, 0, 1))
@@ -104,10 +104,14 @@ def inferred(client, address, data, pixels):
     }
     label = client.infer(MODEL, [inputs["file"]], outputs=[triton.InferRequestedOutput("label")])
     responses["all"], responses["one"] = outputs_of(client.infer(MODEL, [inputs["file"]])), outputs_of(label)
-    return {"triton": responses, "ours": ours(address, data), "ours by pixels": ours(address, pixels)}
+    return {
+        "triton": responses,
+        "ours": explain_natively(address, data),
+        "ours by pixels": explain_natively(address, pixels),
+    }
 
 
-def typed(address, data):
+def infer_typed(address, data):
     """Send a request with a plain stub, with the file in the tensor's typed contents."""
     request = service_pb2.ModelInferRequest(model_name=MODEL)
     request.inputs.add(name="image", datatype="BYTES", shape=[1]).contents.bytes_contents.append(data)
@@ -120,13 +124,13 @@ def typed(address, data):
         return stub.ModelInfer(request).raw_output_contents[0][4:].hex()
 
 
-async def awaited(address, data):
+async def infer_async(address, data):
     async with aio.InferenceServerClient(address) as client:
         result = await client.infer(MODEL, [files(data)], parameters=PARAMETERS, client_timeout=20)
         return outputs_of(result)["values"]["overlay"]
 
 
-def streamed(client, data):
+def stream(client, data):
     """Send six requests over one stream, one of them invalid; return the responses in order of arrival."""
     responses = queue.Queue()
     client.start_stream(lambda result, error: responses.put((result, error)))
@@ -139,14 +143,14 @@ def streamed(client, data):
     answers = [responses.get(timeout=60) for _ in range(6)]
     client.stop_stream()
     final = answers[5][0].get_response().parameters["triton_final_response"].bool_param
-    return {"answers": [_streamed(*answer) for answer in answers], "final": final}
+    return {"answers": [_stream_item(*answer) for answer in answers], "final": final}
 
 
-def _streamed(result, error):
+def _stream_item(result, error):
     return str(error) if error else [result.get_response().id, result.as_numpy("class_id").ravel().tolist()]
 
 
-def refused(client, data):
+def errors_of(client, data):
     """Return the errors of invalid requests."""
     image = files(data)
     cases = {
@@ -200,11 +204,11 @@ def main(address, photo):
     with triton.InferenceServerClient(address) as client:
         responses = {
             "about": about(client),
-            "inferred": inferred(client, address, data, pixels),
-            "typed": typed(address, data),
-            "awaited": asyncio.run(awaited(address, data)),
-            "streamed": streamed(client, data),
-            "refused": refused(client, data),
+            "inferred": infer(client, address, data, pixels),
+            "typed": infer_typed(address, data),
+            "awaited": asyncio.run(infer_async(address, data)),
+            "streamed": stream(client, data),
+            "refused": errors_of(client, data),
             "statistics": client.get_inference_statistics(MODEL, as_json=True)["model_stats"],
             "repository": repository(client),
             "beside": beside_the_servers_own(),

@@ -86,7 +86,7 @@ DEAR = (
 )
 
 
-def mixed(chance, model="", poisons=()):
+def random_requests(chance, model="", poisons=()):
     """Yield endless random requests: many methods, invalid requests, short deadlines, cancelled calls."""
     codes, photos = grpc.StatusCode, [photo(number) for number in range(12)]
 
@@ -201,5 +201,5 @@ def rate(answers, since, until):
     return (len(ended) - first) / (ended[-1] - ended[0])
 
 
-def seeded(seed, **options):
-    return mixed(random.Random(seed), **options)
+def seeded_requests(seed, **options):
+    return random_requests(random.Random(seed), **options)

@@ -75,7 +75,7 @@ def photo_of(height, width, *flags):
     return cv2.imencode(".jpg", picture, flags)[1].tobytes()
 
 
-def padded(image, size=MESSAGE):
+def pad_jpeg(image, size=MESSAGE):
     """Return a JPEG file with bytes after its end, which decoders ignore."""
     return image + bytes(size - len(image))
 
@@ -187,12 +187,12 @@ def largest_response(**fields):
     return request
 
 
-def copied(name, copies):
+def request_with_copies(name, copies):
     """Return a request for a method that makes noisy copies of the photo."""
     return explaining(method(name, samples=copies))
 
 
-def similar():
+def request_with_similarity_targets():
     """Return a request with the largest number of similarity targets, each with an image."""
     image = photo_of(960, 960)
     return explaining(targets=[explain_pb2.Target(similarity=explain_pb2.Similarity(image=image)) for _ in range(16)])
@@ -209,8 +209,8 @@ LOADS = {
     "forward passes": lambda caller: caller.send(explaining(overlay=0), CALLS),
     "overlays": lambda caller: caller.send(explaining(), CALLS),
     "saliency": lambda caller: caller.send(explaining(method("saliency")), 64),
-    "smoothgrad": lambda caller: caller.send(copied("smoothgrad", 32), 4),
-    "vargrad": lambda caller: caller.send(copied("vargrad", 32), 4),
+    "smoothgrad": lambda caller: caller.send(request_with_copies("smoothgrad", 32), 4),
+    "vargrad": lambda caller: caller.send(request_with_copies("vargrad", 32), 4),
     "vargrad of 16 targets": lambda caller: caller.send(explaining(method("vargrad", samples=2), targets=TARGETS), 8),
     "fullgrad": lambda caller: caller.send(explaining(method("fullgrad")), 24),
     "shapleycam on early layers": lambda caller: caller.send(explaining(method("shapleycam"), layers=EARLY), 2),
@@ -234,14 +234,14 @@ LOADS = {
     "16 maps of 3 megapixels as PNG": lambda caller: caller.send(
         explaining(image=photo_of(1700, 1800), targets=TARGETS, overlay=PNG), 8
     ),
-    "targets that are images": lambda caller: caller.send(similar(), 8),
-    "large messages": lambda caller: caller.send(explaining(image=padded(PHOTO)), 50),
-    "large messages of one stream": lambda caller: caller.stream(explaining(image=padded(PHOTO)), 32),
-    "large messages of 32 streams": lambda caller: caller.stream(explaining(image=padded(PHOTO)), 2, 32),
+    "targets that are images": lambda caller: caller.send(request_with_similarity_targets(), 8),
+    "large messages": lambda caller: caller.send(explaining(image=pad_jpeg(PHOTO)), 50),
+    "large messages of one stream": lambda caller: caller.stream(explaining(image=pad_jpeg(PHOTO)), 32),
+    "large messages of 32 streams": lambda caller: caller.stream(explaining(image=pad_jpeg(PHOTO)), 2, 32),
     "tensors": lambda caller: caller.send(inferring(8), 32),
     "tensors of 32 streams": lambda caller: caller.stream_infer(inferring(8), 1, 32),
-    "large photos in large messages": lambda caller: caller.send(explaining(image=padded(LARGEST)), 16),
+    "large photos in large messages": lambda caller: caller.send(explaining(image=pad_jpeg(LARGEST)), 16),
     "smoothgrad of large photos": lambda caller: caller.send(
-        explaining(method("smoothgrad", samples=16), image=padded(LARGEST), overlay=PNG), 8
+        explaining(method("smoothgrad", samples=16), image=pad_jpeg(LARGEST), overlay=PNG), 8
     ),
 }

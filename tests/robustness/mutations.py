@@ -23,7 +23,7 @@ def picture(width=40, height=32):
     return Image.fromarray(image)
 
 
-def saved(image, form, **options):
+def encode(image, form, **options):
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
@@ -35,20 +35,20 @@ def photos():
     exif = Image.Exif()
     exif[0x0112] = 6
     return {
-        "jpeg": saved(whole, "JPEG", quality=80),
-        "progressive.jpeg": saved(whole, "JPEG", quality=70, progressive=True, exif=exif),
-        "cmyk.jpeg": saved(whole.convert("CMYK"), "JPEG"),
-        "png": saved(whole, "PNG"),
-        "palette.png": saved(whole.quantize(16), "PNG", transparency=0),
-        "deep.png": saved(Image.fromarray(np.asarray(whole.convert("L"), np.uint16) * 257), "PNG"),
-        "animated.png": saved(whole, "PNG", save_all=True, append_images=[whole.rotate(90)]),
-        "webp": saved(whole, "WEBP", quality=70),
-        "lossless.webp": saved(whole.convert("RGBA"), "WEBP", lossless=True),
-        "animated.webp": saved(whole, "WEBP", save_all=True, append_images=[whole.rotate(90)]),
-        "gif": saved(whole.quantize(16), "GIF"),
-        "bmp": saved(whole, "BMP"),
-        "palette.bmp": saved(whole.quantize(16), "BMP"),
-        "tiff": saved(whole, "TIFF", compression="tiff_lzw"),
+        "jpeg": encode(whole, "JPEG", quality=80),
+        "progressive.jpeg": encode(whole, "JPEG", quality=70, progressive=True, exif=exif),
+        "cmyk.jpeg": encode(whole.convert("CMYK"), "JPEG"),
+        "png": encode(whole, "PNG"),
+        "palette.png": encode(whole.quantize(16), "PNG", transparency=0),
+        "deep.png": encode(Image.fromarray(np.asarray(whole.convert("L"), np.uint16) * 257), "PNG"),
+        "animated.png": encode(whole, "PNG", save_all=True, append_images=[whole.rotate(90)]),
+        "webp": encode(whole, "WEBP", quality=70),
+        "lossless.webp": encode(whole.convert("RGBA"), "WEBP", lossless=True),
+        "animated.webp": encode(whole, "WEBP", save_all=True, append_images=[whole.rotate(90)]),
+        "gif": encode(whole.quantize(16), "GIF"),
+        "bmp": encode(whole, "BMP"),
+        "palette.bmp": encode(whole.quantize(16), "BMP"),
+        "tiff": encode(whole, "TIFF", compression="tiff_lzw"),
     }
 
 

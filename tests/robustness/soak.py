@@ -184,7 +184,7 @@ def soak(server, model, seconds, *, every=1.0, seed=0):
         every: seconds between samples.
         seed: seed of the random requests.
     """
-    requests = load.seeded(seed, model=model, poisons=poisons(model))
+    requests = load.seeded_requests(seed, model=model, poisons=poisons(model))
     load.run(server.process.address, CROWD, min(5.0, seconds / 3), requests)  # fills caches
     time.sleep(min(2.0, seconds / 4))
     before, had = sample(server.process), worker_counts(server, model)
