@@ -150,7 +150,7 @@ def test_compose_sets_only_existing_settings(service):
     passed = {name: value for name, value in service["environment"].items() if name not in own}
 
     assert {name for name in service["environment"] if not name.startswith("OTEL_")} <= known
-    assert set(passed.values()) == {None}  # as the server has it, unless the environment says
+    assert set(passed.values()) == {None}  # compose passes a variable on only if it is set
 
 
 @services

@@ -112,7 +112,7 @@ def test_every_manifest_matches_the_schema_of_kubernetes(manifest, version):
 @pytest.mark.parametrize(
     "plant",
     [
-        lambda pod: container(pod)["readinessProbe"]["grpc"].update(port="grpc"),  # it takes no name
+        lambda pod: container(pod)["readinessProbe"]["grpc"].update(port="grpc"),  # has no name
         lambda pod: pod.update(terminationGracePeriodSecond=30),
         lambda pod: container(pod)["lifecycle"]["preStop"].update(sleep=5),
     ],
@@ -243,7 +243,7 @@ def test_manifests_agree_on_pods_and_ports():
 
     assert MANIFESTS["deployment"]["spec"]["selector"]["matchLabels"] == labels
     assert MANIFESTS["service"]["spec"]["selector"] == labels
-    assert MANIFESTS["service"]["spec"]["clusterIP"] == "None"  # for clients that choose among the pods
+    assert MANIFESTS["service"]["spec"]["clusterIP"] == "None"  # for clients that balance calls among the pods
     assert MANIFESTS["pdb"]["spec"]["selector"]["matchLabels"] == labels
     assert MANIFESTS["networkpolicy"]["spec"]["podSelector"]["matchLabels"] == labels
     assert MANIFESTS["hpa"]["spec"]["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]

@@ -162,7 +162,7 @@ class Callers:
 
         async def caller():
             await asyncio.sleep(chance.uniform(0, min(0.5, seconds / 8)))
-            while True:  # at least once, however busy the machine is
+            while True:  # at least one request, even on a busy machine
                 pause = chance.uniform(0.8, 1.2) * await self.send(next(requests))
                 await asyncio.sleep(min(pause, max(0.0, until - time.perf_counter())))
                 if time.perf_counter() >= until:

@@ -22,7 +22,7 @@ COLOURS = {
     "bad layer": (255, 255, 0),
     "count": (255, 255, 255),
 }
-COUNTS_FILE = "SOAK_COUNTS_FILE"  # environment variable: the file that receives the counts of the engine's process
+COUNTS_FILE = "SOAK_COUNTS_FILE"  # environment variable: the file that receives the counts of the worker process
 LEAKED = []
 
 

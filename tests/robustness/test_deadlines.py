@@ -90,7 +90,7 @@ def heatmap(response):
 
 @contextlib.asynccontextmanager
 async def blocker(served, explain):
-    """Keep the engine busy with one batch inside the block."""
+    """Keep the worker busy with one batch inside the block."""
     gate, batches = sys.modules["slow_nets"].GATE, served.pipeline.batcher.stats.batches
     gate.permits = 0
     try:
@@ -110,7 +110,7 @@ def gate(served):  # noqa: ARG001 -- imports the model
 
 
 async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, explain):
-    """All of them end and leave the queue while that batch still runs, and none is executed."""
+    """All calls end and leave the queue while the batch before them still runs, and none runs."""
     batcher, requests = served.pipeline.batcher, [request(photo(number)) for number in range(20)]
 
     async def call(number):
@@ -123,7 +123,7 @@ async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, ex
     async with blocker(served, explain):
         rows = batcher.stats.rows
         codes = await asyncio.gather(*map(call, range(200)))
-        await wait_in_loop_until(lambda: batcher.admitted == 1)  # the call that blocks the engine
+        await wait_in_loop_until(lambda: batcher.admitted == 1)  # the call that blocks the worker
         assert rows_waiting(served) == 0
     await explain(request(photo(0)))
 

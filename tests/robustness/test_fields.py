@@ -287,7 +287,7 @@ def with_expected_field(case):
 
 @pytest.mark.parametrize("count", [None, MANY])
 def test_too_long_list_is_refused_before_any_work(channel, cost, count):
-    """Lists are too long by one element, and by far."""
+    """Lists are too long by one element and by thousands."""
     cases = [
         with_expected_field(too_long(entry, count or getattr(LIMITS, LISTS[f"camserve.v1.{entry.name}"]) + 1))
         for entry in fields.LISTS

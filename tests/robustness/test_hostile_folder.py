@@ -49,12 +49,12 @@ def run(folder, *command):
 
 
 def test_photos_are_explained_without_importing_from_the_current_folder(folder):
-    """With --resume, which starts a worker process."""
+    """The flag --resume starts a worker process."""
     assert run(folder, PROGRAM, *EXPLAIN, "--model", SMALL) == (0, [])
 
 
 def test_settings_are_checked_without_importing_from_their_folder(folder):
-    """Exceptions are a module that they name, and its own imports from there."""
+    """Only a module that the settings name is imported from there, with its own imports."""
     assert run(folder, PROGRAM, "check-config", "small.toml", "--load") == (0, [])
 
 

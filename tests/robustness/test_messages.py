@@ -90,7 +90,7 @@ def test_messages_before_an_invalid_one_of_a_stream_are_answered(channel):
 def test_invalid_message_is_logged(channel, log_text):
     send(channel, "/camserve.v1.ExplainService/InspectLayers", b"\xff", metadata=(("x-request-id", "broken"),))
 
-    wait_until(lambda: "request_id=broken" in log_text.getvalue())  # the line is log_text after the answer
+    wait_until(lambda: "request_id=broken" in log_text.getvalue())  # the line is written after the answer
     assert "InspectLayers code=INVALID_ARGUMENT" in log_text.getvalue()
     assert "the message is not a camserve.v1.InspectLayersRequest" in log_text.getvalue()
 

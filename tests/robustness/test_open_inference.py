@@ -143,7 +143,7 @@ def test_table_has_every_list_of_the_protocol_but_tensor_numbers():
 
 @pytest.mark.parametrize("count", [None, MANY])
 def test_too_long_list_is_refused_before_any_work(channel, count, cost):
-    """Lists are too long by one element, and by far."""
+    """Lists are too long by one element and by thousands."""
     cases = [(path, too_many(path, count or getattr(LIMITS, LISTS[path[1][-1].full_name]) + 1)) for path in LISTED]
 
     assert len(cases) >= 14

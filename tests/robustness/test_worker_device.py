@@ -1,4 +1,4 @@
-"""Device of a worker: all its threads use that process, and a process that can no longer use it is replaced."""
+"""Device of a worker: all its threads use it, and a process that can no longer use it is replaced."""
 
 import os
 import signal

@@ -303,7 +303,7 @@ def test_lost_model_is_listed_as_failed_and_unhealthy_if_it_was_the_last(tmp_pat
 
 
 def test_worker_process_ends_when_its_server_is_killed(tmp_path):
-    """Even a stopped one, because the kernel kills it."""
+    """The kernel kills the worker, even if it is stopped."""
     code = (
         "import sys, time; from camserve_server.workers import Setup, Worker\n"
         "up = __import__('threading').Event()\n"
@@ -388,7 +388,7 @@ def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
 
 
 def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
-    """Kill a worker, then stop one, while 32 callers have one request each under way; CAMSERVE_TEST_ROUNDS times."""
+    """Kill a worker, then stop one, while 32 callers have one request each in flight; CAMSERVE_TEST_ROUNDS times."""
     codes, done, rounds = [], threading.Event(), int(os.environ.get("CAMSERVE_TEST_ROUNDS", "1"))
 
     def work(client):
