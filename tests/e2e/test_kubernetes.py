@@ -112,7 +112,7 @@ def test_every_manifest_matches_the_schema_of_kubernetes(manifest, version):
 @pytest.mark.parametrize(
     "plant",
     [
-        lambda pod: container(pod)["readinessProbe"]["grpc"].update(port="grpc"),  # has no name
+        lambda pod: container(pod)["readinessProbe"]["grpc"].update(port="grpc"),  # must be a number
         lambda pod: pod.update(terminationGracePeriodSecond=30),
         lambda pod: container(pod)["lifecycle"]["preStop"].update(sleep=5),
     ],
