@@ -33,7 +33,7 @@ STRETCHES = 3
 OUTSTANDING, CHANNELS = 200, 4
 PAUSE = 0.02  # seconds after which a greedy caller retries a refused request
 FLOODS = {"stuck": ("200",), "silent": ("400",), "reset": ("5000", "3600")}
-FLOOD = (sys.executable, str(HERE / "tests" / "robustness" / "flood_it.py"))
+FLOOD = (sys.executable, str(HERE / "tests" / "robustness" / "http2_flood.py"))
 
 Call = Callable[[explain_pb2.ExplainRequest], float]
 

@@ -1,4 +1,4 @@
-"""Models that know where red and green are, so that the answer of an explanation is known."""
+"""Models that detect red and green, so that the right explanation is known."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ RED, GREEN = (255, 0, 0), (0, 255, 0)
 
 
 def painted(size=64, **squares):
-    """A black image with squares: colour name = (top, left, side)."""
+    """Return a black image with squares: colour name = (top, left, side)."""
     image = np.zeros((size, size, 3), np.uint8)
     for name, (top, left, side) in squares.items():
         image[top : top + side, left : left + side] = {"red": RED, "green": GREEN}[name]
@@ -17,7 +17,7 @@ def painted(size=64, **squares):
 
 
 class Colours(nn.Module):
-    """Sees for every pixel how black, red and green its surroundings are."""
+    """Segmentation model: scores of black, red and green around every pixel."""
 
     def __init__(self):
         super().__init__()
@@ -31,13 +31,13 @@ class Colours(nn.Module):
 
     def forward(self, images):
         raw = images * 0.225 + 0.45
-        seen = self.smooth(torch.relu(self.colours(raw)))
-        logits = self.head(seen)
+        smooth = self.smooth(torch.relu(self.colours(raw)))
+        logits = self.head(smooth)
         return {"out": functional.interpolate(logits, images.shape[2:], mode="bilinear", align_corners=False)}
 
 
 class Finder(nn.Module):
-    """Finds one red and one green thing: as certain as the colour is bright, and where it is."""
+    """Detector of one red and one green object, with the brightness as score."""
 
     num_classes = 3
 
@@ -51,7 +51,7 @@ class Finder(nn.Module):
 
     def forward(self, images):
         bright = self.smooth(torch.relu(self.seen(torch.stack(list(images)) * 0.225 + 0.45)))
-        return [self._objects(one) for one in bright]
+        return [self._objects(image) for image in bright]
 
     def _objects(self, bright):
         scores, boxes, labels = [], [], []

@@ -22,7 +22,7 @@ __all__ = ["pytest_terminal_summary"]
 def pytest_collection_finish():
     """Exclude the objects of the libraries and of pytest from garbage collection.
 
-    Tests and the code under test run the collector themselves: it took 0.3 s each time with all of them.
+    Tests and the code under test call the collector, and each call took 0.3 s with all of these objects.
     """
     gc.collect()
     gc.freeze()
@@ -111,7 +111,7 @@ def plant(monkeypatch):
 def smooth(plant):
     """A model without kinks.
 
-    Where there is a ReLU, rounding may move a value across zero, and the gradient jumps: by 2 % of the largest value
-    between float32 and float64 for noisy photos in the embedded model.
+    At a ReLU, rounding may move a value across zero, so that the gradient jumps. In the embedded model, float32 and
+    float64 differ by 2 % of the largest value for noisy photos.
     """
-    return plant(lambda: Toy(lambda net, seen: torch.tanh(net.layer(seen))))
+    return plant(lambda: Toy(lambda net, images: torch.tanh(net.layer(images))))

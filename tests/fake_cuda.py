@@ -1,7 +1,7 @@
-"""A driver of CUDA's without a GPU: a library that is found as libcuda.so.1, and does what a test wants of it.
+"""Fake CUDA driver: a library named libcuda.so.1 that finds no GPU and whose start tests control.
 
-libcudart asks a driver for its version and then to start, before anything else; so far this one goes. It writes down
-which process it starts in, and has started once the test says so.
+libcudart first gets the driver's version and then calls cuInit; the fake implements these two calls. It logs
+the process in which it starts, and its start ends when the test allows it.
 """
 
 import shutil
@@ -58,29 +58,29 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned lo
 
 @dataclass
 class Driver:
-    """A driver, and what it did.
+    """A fake driver and its log.
 
     Attributes:
-        folder: that it is in.
-        environment: variables by which a process finds it.
+        folder: the folder of the library and its log.
+        environment: variables with which a process loads the library.
     """
 
     folder: Path
     environment: dict[str, str]
 
     def go(self):
-        """Let it start, in whatever process."""
+        """Allow the start, in all processes."""
         (self.folder / "gate").touch()
 
     def processes(self, word):
-        """Return how often it noted a word, "starts" or "started", by the id of the process."""
+        """Return the number of log entries of a word, "starts" or "started", by process id."""
         log = self.folder / "log"
         lines = log.read_text().splitlines() if log.exists() else []
         return Counter(int(line.split()[0]) for line in lines if line.split()[1] == word)
 
 
-def compiled(folder, version=99_000):
-    """Return a driver for CUDA of a version, 12020 for 12.2, that finds no GPU; skip the test without a C compiler."""
+def compile_driver(folder, version=99_000):
+    """Compile a driver for a version of CUDA, such as 12020 for 12.2; skip the test without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         pytest.skip(needs.COMPILER)

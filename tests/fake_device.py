@@ -1,7 +1,6 @@
-""" "cpu:1": it computes on the CPU, and notes which device each thread had made current.
+"""Fake device "cpu:1" that computes on the CPU and logs the current device of each thread.
 
-As with GPUs, a thread's current device is the first at the beginning, and after some errors a process cannot use its
-device any more.
+As with GPUs, a new thread's current device is the first one, and some errors leave a process unable to use its device.
 """
 
 import os
@@ -14,9 +13,9 @@ NAME = "cpu:1"
 
 
 class Fake(devices.Device):
-    """The device. Each use of it is a line of `log`: the thread, the device that it had made current, and the use.
+    """Fake device. Each use is a line of `log`: the thread, its current device, and the kind of use.
 
-    A use that the file `fatal` beside it names is the last that goes well in its process.
+    If the file `fatal` next to the log names a kind of use, the first such use and all later ones in that process fail.
     """
 
     is_cpu = False
@@ -71,17 +70,17 @@ class _Context:
 
 
 def install(log):
-    """Have this process, and those that are forked from it, find the device by its name."""
+    """Register the device by its name, in this process and those that fork from it."""
     Fake.log = Path(log)
-    devices.KINDS["cpu"] = _named
+    devices.KINDS["cpu"] = _device_of
     devices.device_for.cache_clear()
 
 
-def _named(name):
-    """Return the device, or the real CPU, which a server of another test may still use."""
+def _device_of(name):
+    """Return the fake device, or the real CPU, which a server of another test may still use."""
     return Fake(name) if name == NAME else devices.Device(name)
 
 
 def uses(log):
-    """Return the uses: the thread, the device that it had made current, and the use."""
+    """Return the logged uses: the thread, its current device, and the kind of use."""
     return [(thread, int(index), use) for thread, index, use in map(str.split, log.read_text().splitlines())]

@@ -1,4 +1,4 @@
-"""A device that computes on the CPU, and that everything else takes for a GPU."""
+"""Fake GPU that computes on the CPU."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ from camserve_server.models.acceleration import onednn
 
 
 class FakeGpu(devices.Device):
-    """A GPU that takes equally long for everything."""
+    """Fake GPU on which everything takes equally long."""
 
     is_cpu = False
 
@@ -23,7 +23,7 @@ class FakeGpu(devices.Device):
 
 @contextmanager
 def fake_gpu(kind=FakeGpu):
-    """Put a fake GPU in the place of the CPU."""
+    """Replace the CPU by a fake GPU inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices.KINDS, "cpu", kind)
         patch.setattr(onednn, "is_supported", lambda *_: False)
@@ -35,22 +35,22 @@ def fake_gpu(kind=FakeGpu):
 
 
 class Convolutions(TorchFunctionMode):
-    """Notes the images and the weights that convolutions are given."""
+    """Records the images and weights that convolutions get."""
 
     def __init__(self):
         super().__init__()
-        self.given = []
+        self.inputs = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is functional.conv2d:
-            self.given.append(args[:2])
+            self.inputs.append(args[:2])
         return func(*args, **(kwargs or {}))
 
     @property
     def images(self):
-        """The images that the model was given."""
-        return self.given[0][0]
+        """The images that the model got."""
+        return self.inputs[0][0]
 
     def are_channels_last(self):
-        """Return whether the model's images are channels last in memory, and not contiguous."""
+        """Return True if the model's images have the memory format channels last."""
         return self.images.is_contiguous(memory_format=torch.channels_last)

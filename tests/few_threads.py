@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def few_threads():
-    # Two threads for operations as small as these wait for each other more than they work.
+    # With two threads, operations as small as these spend more time on synchronization than on work.
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield

@@ -1,8 +1,8 @@
-"""Fork server for programs of tests: one process imports the server and torch once, and every program is a fork of it.
+"""Fork server for programs of tests: one process imports the server and torch, and every program forks from it.
 
-A new Python process takes seconds to import torch. A fork runs the same program with the import done: it has a process
-id, a folder, an environment, standard output and signals of its own, and ends with its own exit code. What the dynamic
-linker and Python read only as a process starts (LD_LIBRARY_PATH, PYTHONPATH, OMP_NUM_THREADS) stays as it is here.
+A new Python process takes seconds to import torch; a fork has the import done. Each fork has its own process id,
+working folder, environment, standard output, signals and exit code. Variables that are read only when a process starts
+(LD_LIBRARY_PATH, PYTHONPATH, OMP_NUM_THREADS) keep the values of the fork server.
 """
 
 import atexit
@@ -25,23 +25,24 @@ from typing import NoReturn
 TESTS = Path(__file__).parent
 SERVER = "from camserve_server.cli import main; main()"
 """The program `camserve-server`."""
-_NUMBER, _MOST = struct.Struct("i"), 2**20
+_NUMBER, _MAX_REQUEST = struct.Struct("i"), 2**20  # a process id or exit code; bytes
 
 
 class Process:
     """A forked process, with the methods of `subprocess.Popen` that tests use.
 
     Attributes:
-        pid: its id.
-        returncode: its exit code, or the signal that ended it, negative; None while it runs or nobody has asked.
+        pid: the process id.
+        returncode: the exit code, or the negative number of the signal that ended it; None until `poll` or `wait`
+            has returned after the end.
     """
 
-    def __init__(self, line):
-        self._line, self.returncode = line, None
-        self.pid = self._received()
+    def __init__(self, status_socket):
+        self._socket, self.returncode = status_socket, None
+        self.pid = self._receive()
 
-    def _received(self):
-        answer = self._line.recv(_NUMBER.size)
+    def _receive(self):
+        answer = self._socket.recv(_NUMBER.size)
         assert answer, "the fork server has ended"
         return _NUMBER.unpack(answer)[0]
 
@@ -52,10 +53,10 @@ class Process:
 
     def wait(self, timeout=None):
         if self.returncode is None:
-            if not select.select([self._line], [], [], timeout)[0]:
+            if not select.select([self._socket], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a forked program", timeout)
-            self.returncode = self._received()
-            self._line.close()
+            self.returncode = self._receive()
+            self._socket.close()
         return self.returncode
 
     def send_signal(self, number):
@@ -77,18 +78,22 @@ class Process:
 
 def start(code, *arguments, cwd=None, stdout=None, stderr=None, pass_fds=()):
     """Start a program, as `subprocess.Popen([sys.executable, "-c", code, *arguments])` does."""
-    mine, theirs = socket.socketpair()
-    order = {"code": code, "arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd())}
-    order |= {"environment": dict(os.environ), "pass_fds": list(pass_fds)}
-    with theirs:
+    own_socket, child_socket = socket.socketpair()
+    request = {"code": code, "arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd())}
+    request |= {"environment": dict(os.environ), "pass_fds": list(pass_fds)}
+    with child_socket:
         standard = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
-        numbers = [theirs.fileno(), *(one if isinstance(one, int) else one.fileno() for one in standard), *pass_fds]
-        socket.send_fds(_fork_server(), [json.dumps(order).encode()], numbers)
-    return Process(mine)
+        numbers = [
+            child_socket.fileno(),
+            *(file if isinstance(file, int) else file.fileno() for file in standard),
+            *pass_fds,
+        ]
+        socket.send_fds(_fork_server(), [json.dumps(request).encode()], numbers)
+    return Process(own_socket)
 
 
 def run(code, *arguments, cwd=None):
-    """Run a program to its end; return its exit code and what it wrote, as `subprocess.run` does."""
+    """Run a program to its end; return its exit code and output, as `subprocess.run` does."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         with start(code, *arguments, cwd=cwd, stdout=out, stderr=errors) as process:
             code = process.wait()
@@ -100,83 +105,83 @@ def run(code, *arguments, cwd=None):
 @functools.cache
 def _fork_server():
     """Start the fork server of this test run, which ends when this process does."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        theirs.set_inheritable(True)
+    own_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with child_socket:
+        child_socket.set_inheritable(True)
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        code = f"import sys, fork_server; sys.path.remove({str(TESTS)!r}); fork_server.serve({theirs.fileno()})"
+        code = f"import sys, fork_server; sys.path.remove({str(TESTS)!r}); fork_server.serve({child_socket.fileno()})"
         os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ | {"PYTHONPATH": path})
-    atexit.register(mine.close)
-    return mine
+    atexit.register(own_socket.close)
+    return own_socket
 
 
 # --- in the fork server's own process ---
 
 
 def serve(number):
-    """Fork a program for every order, and report the exit code of each, until there are no more orders."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the server's own program has it before it imports gRPC
-    from camserve_server import cli  # noqa: F401, PLC0415 -- so that no program has to
-    from camserve_server.app import server  # noqa: F401, PLC0415 -- so that no program has to
-    from camserve_server.cli import commands  # noqa: F401, PLC0415 -- so that no program has to
-    from camserve_server.workers import in_process  # noqa: F401, PLC0415 -- the same
+    """Fork a program for every request and report its exit code, until the socket is closed."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the server's program sets it before it imports gRPC too
+    from camserve_server import cli  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.app import server  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.cli import commands  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.workers import in_process  # noqa: F401, PLC0415 -- so that forks need not
 
     gc.collect()
-    gc.freeze()  # what the collector touches is no longer shared
-    line, known = socket.socket(fileno=number), selectors.DefaultSelector()
-    known.register(line, selectors.EVENT_READ)
+    gc.freeze()  # a collection would write to shared pages, and copy them
+    requests, selector = socket.socket(fileno=number), selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
     while True:
-        for key, _ in known.select():
+        for key, _ in selector.select():
             if key.data:
-                _report(known, key)
+                _report(selector, key)
             else:
-                _follow(line, known)
+                _handle_request(requests, selector)
 
 
-def _follow(line, known):
-    order, numbers, *_ = socket.recv_fds(line, _MOST, 16)
-    if not order:
-        for key in known.get_map().values():
+def _handle_request(requests, selector):
+    request, numbers, *_ = socket.recv_fds(requests, _MAX_REQUEST, 16)
+    if not request:
+        for key in selector.get_map().values():
             if key.data:
                 os.kill(key.data[0], signal.SIGKILL)
         os._exit(0)
     pid = os.fork()
     if not pid:
-        for key in list(known.get_map().values()):  # of which a program needs none
+        for key in list(selector.get_map().values()):  # a program needs none of them
             if key.data:
                 os.close(key.fd)
                 os.close(key.data[1])
-        known.close()
-        line.close()
-        _become(json.loads(order), numbers)
+        selector.close()
+        requests.close()
+        _run_program(json.loads(request), numbers)
     os.write(numbers[0], _NUMBER.pack(pid))
-    for one in numbers[1:]:
-        os.close(one)
-    known.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, numbers[0]))
+    for number in numbers[1:]:
+        os.close(number)
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, numbers[0]))
 
 
-def _report(known, key):
+def _report(selector, key):
     pid, status = key.data
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+    with contextlib.suppress(BrokenPipeError):  # the test no longer waits for the program
         os.write(status, _NUMBER.pack(code))
-    known.unregister(key.fileobj)
+    selector.unregister(key.fileobj)
     os.close(key.fd)
     os.close(status)
 
 
-def _become(order, numbers) -> NoReturn:
-    """Run a program in this process, and end as Python itself does."""
+def _run_program(request, numbers) -> NoReturn:
+    """Run a program in this process, and exit as Python does."""
     os.close(numbers[0])
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, one in enumerate((nothing, *numbers[1:3])):
-        os.dup2(one, target)
-        os.close(one)
-    # The caller's numbers of descriptors are not those of this process.
-    passed = dict(zip(map(str, order["pass_fds"]), map(str, numbers[3:]), strict=True))
-    os.chdir(order["cwd"])
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, number in enumerate((null, *numbers[1:3])):
+        os.dup2(number, target)
+        os.close(number)
+    # The caller's descriptors have other numbers in this process.
+    passed = dict(zip(map(str, request["pass_fds"]), map(str, numbers[3:]), strict=True))
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(order["environment"])
-    sys.argv = ["-c", *(passed.get(one, one) for one in order["arguments"])]
-    exec(compile(order["code"], "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102 -- a test's own
+    os.environ.update(request["environment"])
+    sys.argv = ["-c", *(passed.get(argument, argument) for argument in request["arguments"])]
+    exec(compile(request["code"], "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102 -- a test's program
     sys.exit()

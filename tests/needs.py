@@ -1,8 +1,8 @@
-"""Reasons for skips: what some tests need besides Python, and the command that installs it."""
+"""Reasons for skips: programs and packages that some tests need, with the command that installs each."""
 
 
 def missing(name: str, command: str) -> str:
-    """Return the reason of a skip."""
+    """Return the reason for a skip."""
     return f"{name} is not installed: {command}"
 
 

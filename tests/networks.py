@@ -1,4 +1,4 @@
-"""Networks of the test's own process, as a data scientist holds them, and what of them may change."""
+"""Networks in the test's process, as users have them, and comparisons of their state."""
 
 import copy
 
@@ -10,7 +10,7 @@ from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
 
 
 def trained():
-    """A network in the middle of its training: one part frozen, a hook of its own, batch norms in training mode."""
+    """Return a network in the middle of its training: one layer frozen, one in evaluation mode."""
     torch.manual_seed(0)
     module = resnet18(num_classes=5)
     module.layer1.requires_grad_(requires_grad=False)
@@ -19,27 +19,27 @@ def trained():
 
 
 def state_of(module):
-    """Everything that serving might change in a network."""
+    """Return everything that serving might change in a network."""
     return {
-        "modes": {name: one.training for name, one in module.named_modules()},
-        "gradients": {name: (one.requires_grad, one.grad) for name, one in module.named_parameters()},
-        "places": {name: one.data_ptr() for name, one in module.state_dict(keep_vars=True).items()},
-        "values": {name: one.clone() for name, one in module.state_dict().items()},
-        "hooks": [(name, list(one._forward_hooks.values())) for name, one in module.named_modules()],
+        "modes": {name: part.training for name, part in module.named_modules()},
+        "gradients": {name: (parameter.requires_grad, parameter.grad) for name, parameter in module.named_parameters()},
+        "addresses": {name: tensor.data_ptr() for name, tensor in module.state_dict(keep_vars=True).items()},
+        "values": {name: tensor.clone() for name, tensor in module.state_dict().items()},
+        "hooks": [(name, list(part._forward_hooks.values())) for name, part in module.named_modules()],
         "count": hook_count(module),
     }
 
 
 def changes(before, after):
-    """Name what is not the same in two states of a network."""
-    values = [name for name, one in before["values"].items() if not torch.equal(one, after["values"][name])]
+    """Return the names of the values that differ between two states of a network."""
+    values = [name for name, value in before["values"].items() if not torch.equal(value, after["values"][name])]
     return values + [key for key in before if key != "values" and before[key] != after[key]]
 
 
 def gradcam(module, image):
-    """Grad-CAM of class 3 at layer4, by a hook of torch's own: the oracle."""
-    module, kept = copy.deepcopy(module).eval(), []
-    module.layer4.register_forward_hook(lambda _module, _args, output: kept.append(output) or output.retain_grad())
-    mean, std = (torch.tensor(one, dtype=image.dtype)[:, None, None] for one in (IMAGENET_MEAN, IMAGENET_STD))
+    """Return Grad-CAM of class 3 at layer4, computed with one of torch's hooks, as the expected value."""
+    module, outputs = copy.deepcopy(module).eval(), []
+    module.layer4.register_forward_hook(lambda _module, _args, output: outputs.append(output) or output.retain_grad())
+    mean, std = (torch.tensor(values, dtype=image.dtype)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
     module(((image / 255 - mean) / std)[None].requires_grad_())[0, 3].backward()
-    return (kept[0].grad.mean((2, 3), keepdim=True) * kept[0]).sum(1)[0].detach().numpy()
+    return (outputs[0].grad.mean((2, 3), keepdim=True) * outputs[0]).sum(1)[0].detach().numpy()

@@ -1,4 +1,4 @@
-"""A server in a process of its own, started as its users start it."""
+"""Server in another process, started by its command."""
 
 import contextlib
 import os
@@ -13,8 +13,11 @@ import camserve
 from support import wait_until
 
 COMMAND = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
-STOP_TIMEOUT = 60  # seconds until a server that was told to stop is killed
-OF_THE_TESTS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")  # set by an in-process server; users have neither
+STOP_TIMEOUT = 60  # seconds after SIGTERM until a server is killed
+TEST_VARIABLES = (
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)  # set by servers in this process
 
 
 def free_port():
@@ -31,16 +34,16 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(models, *flags):
-    """Serve models in a new process inside the block, from when it is ready.
+    """Serve models in a new process inside the block; the block starts when the server is ready.
 
     Raises:
-        ChildProcessError: it ended before it was ready; its log is in the message.
+        ChildProcessError: the server ended before it was ready; the message has its log.
     """
     address = f"127.0.0.1:{free_port()}"
-    named = [word for model in models for word in ("--model", model)]
-    environment = {key: value for key, value in os.environ.items() if key not in OF_THE_TESTS}
+    model_flags = [part for model in models for part in ("--model", model)]
+    environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*COMMAND, *named, "--address", address, *flags], stderr=log, env=environment)
+        process = subprocess.Popen([*COMMAND, *model_flags, "--address", address, *flags], stderr=log, env=environment)
 
         def ready():
             if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""What several tests need: a server whose insides are within reach, and photos to send it."""
+"""Helpers that many tests share: a server in this process, photos, and functions that wait."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ GPU = pytest.param(
     "cuda:0",
     marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.CUDA)),
 )
-"""A device that a test is run on too, where there is one."""
+"""Parameter for tests that also run on a GPU, if there is one."""
 
 SKIMAGE = Path(skimage.__file__).parent / "data"
 SKLEARN = Path(sklearn.__file__).parent / "datasets" / "images"
@@ -51,24 +51,24 @@ def tiny():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 """
-"""A user's own module, with a model that is there at once."""
+"""Source of a user's module with a model that loads at once."""
 
 
 def wait_until(condition):
     """Return the first true result of a condition that has no event of its own.
 
-    There is no deadline: pytest's timeout ends a test that waits in vain, so a busy machine fails no test.
+    There is no deadline, so that a busy machine fails no test: pytest's timeout ends a test that waits for ever.
     """
-    while not (found := condition()):
+    while not (result := condition()):
         time.sleep(0.005)
-    return found
+    return result
 
 
 async def wait_in_loop_until(condition):
     """Do the same in a running event loop, independently of its clock."""
-    while not (found := condition()):
+    while not (result := condition()):
         await asyncio.to_thread(time.sleep, 0.002)
-    return found
+    return result
 
 
 def rows_waiting(served):
@@ -77,7 +77,7 @@ def rows_waiting(served):
 
 
 class StoppedClock:
-    """The clock of the running event loop inside the block: it stands still until it is advanced."""
+    """Clock of the running event loop that stops inside the block and moves only by `advance`."""
 
     def __enter__(self):
         self._loop = asyncio.get_running_loop()
@@ -86,19 +86,21 @@ class StoppedClock:
         return self
 
     def __exit__(self, *_):
-        del self._loop.time  # the class's own is back
+        del self._loop.time  # restores the method of the class
 
     def _read(self):
-        self._now += 1e-6  # no two readings of a clock are the same
+        self._now += 1e-6  # readings of a real clock are never equal
         return self._now
 
     def advance(self, seconds):
-        """Let so many seconds pass at once; timers that are due run when the loop is next entered."""
+        """Advance the clock by `seconds`; due timers run when the loop runs next."""
         self._now += seconds
 
 
 @dataclass
 class Served:
+    """A server in a thread of this process: its address, its pipeline and its event loop."""
+
     address: str
     pipeline: Pipeline
     loop: asyncio.AbstractEventLoop
@@ -131,7 +133,7 @@ def serving(**settings):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    port, pipeline, loop, stop = started.result()  # however busy the machine is: pytest's timeout ends what hangs
+    port, pipeline, loop, stop = started.result()  # no deadline: pytest's timeout ends a hang
     try:
         yield Served(f"127.0.0.1:{port}", pipeline, loop)
     finally:
@@ -140,7 +142,7 @@ def serving(**settings):
 
 
 def give_back_memory():
-    """Return to the system what earlier tests freed: in a heap that keeps it, new memory would not show."""
+    """Return freed memory to the system, so that new allocations show in the process's size."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -153,17 +155,17 @@ def jpeg(image, quality=92):
 
 
 def children(process_id):
-    """Return the ids of the processes that one has started."""
-    found = []
+    """Return the ids of a process's children."""
+    result = []
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             if int(status.read_text().rpartition(")")[2].split()[1]) == process_id:
-                found.append(int(status.parent.name))
-    return found
+                result.append(int(status.parent.name))
+    return result
 
 
 def alive(process_id):
-    """Return whether a process is there, and not only remembered."""
+    """Return True if a process runs, and is not a zombie."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""The documents agree with the code."""
+"""Documentation: examples run as printed, and lists and tables match the code."""
 
 import importlib.util
 import re

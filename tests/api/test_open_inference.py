@@ -22,7 +22,7 @@ from camserve_server.core.errors import InvalidArgument, NotFound, ServiceError
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.models.values import UnavailableModel
-from robustness import hygiene, nets
+from robustness import error_checks, nets
 from support import PHOTOS, jpeg, serving
 
 PAGE = (Path(__file__).parents[2] / "docs/triton-and-kserve.md").read_text(encoding="utf-8")
@@ -371,8 +371,8 @@ REFUSED = {
 
 
 def field_of(error):
-    assert hygiene.faults(error) == []
-    return hygiene.field_of(error)
+    assert error_checks.faults(error) == []
+    return error_checks.field_of(error)
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -185,12 +185,12 @@ def inference_calls():
     photo = png(PIXELS)
     tensor = {"name": "image", "datatype": "BYTES", "shape": [1]}
     image = {**tensor, "contents": {"bytes_contents": [photo]}}
-    asked = inference("ModelInferRequest", model_name="classifier", id="7", inputs=[image])
-    packed = inference("ModelInferRequest", model_name="classifier", inputs=[tensor])
-    packed.raw_input_contents.append(len(photo).to_bytes(4, "little") + photo)
-    named = inference("ModelInferRequest", model_name="classifier", inputs=[image])
-    named.parameters["method"].string_param = "layercam"
-    named.outputs.add(name="heatmap")
+    typed = inference("ModelInferRequest", model_name="classifier", id="7", inputs=[image])
+    raw = inference("ModelInferRequest", model_name="classifier", inputs=[tensor])
+    raw.raw_input_contents.append(len(photo).to_bytes(4, "little") + photo)
+    with_parameters = inference("ModelInferRequest", model_name="classifier", inputs=[image])
+    with_parameters.parameters["method"].string_param = "layercam"
+    with_parameters.outputs.add(name="heatmap")
     return {
         "live": ("ServerLive", inference("ServerLiveRequest")),
         "ready": ("ServerReady", inference("ServerReadyRequest")),
@@ -199,11 +199,11 @@ def inference_calls():
         "model metadata": ("ModelMetadata", inference("ModelMetadataRequest", name="classifier")),
         "model configuration": ("ModelConfig", inference("ModelConfigRequest", name="classifier")),
         "models": ("RepositoryIndex", inference("RepositoryIndexRequest")),
-        "infer": ("ModelInfer", asked),
-        "infer from raw contents": ("ModelInfer", packed),
-        "infer with parameters": ("ModelInfer", named),
+        "infer": ("ModelInfer", typed),
+        "infer from raw contents": ("ModelInfer", raw),
+        "infer with parameters": ("ModelInfer", with_parameters),
         "infer of an unknown model": ("ModelInfer", inference("ModelInferRequest", model_name="absent")),
-        "stream": ("ModelStreamInfer", asked),
+        "stream": ("ModelStreamInfer", typed),
     }
 
 

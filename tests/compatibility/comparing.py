@@ -27,24 +27,24 @@ PROSE = {"message", "verdict_message", "summary", "formula", "reason", "descript
 IMAGES = {"image", "overlay", "heatmap_image", "picture"}
 
 
-def lost(record, now, place=""):
+def lost(record, now, path=""):
     """Return a line for each removal or change between two JSON values.
 
     An object may gain keys, and a list may gain items at its end. A set is written as an object with empty values.
     """
     if isinstance(record, dict) and isinstance(now, dict):
-        gone = [f"{place}.{key}: gone" for key in record if key not in now]
-        return gone + [line for key in record if key in now for line in lost(record[key], now[key], f"{place}.{key}")]
+        gone = [f"{path}.{key}: gone" for key in record if key not in now]
+        return gone + [line for key in record if key in now for line in lost(record[key], now[key], f"{path}.{key}")]
     if isinstance(record, list) and isinstance(now, list):
-        gone = [f"{place}[{number}:]: gone"] if (number := len(now)) < len(record) else []
+        gone = [f"{path}[{number}:]: gone"] if (number := len(now)) < len(record) else []
         pairs = enumerate(zip(record, now, strict=False))
-        return gone + [line for at, (then, new) in pairs for line in lost(then, new, f"{place}[{at}]")]
-    return [] if record == now else [f"{place}: {now!r}, and it was {record!r}"]
+        return gone + [line for at, (then, new) in pairs for line in lost(then, new, f"{path}[{at}]")]
+    return [] if record == now else [f"{path}: {now!r}, and it was {record!r}"]
 
 
 def close(then, now):
-    """Return whether two arrays differ by no more than rounding."""
-    then, now = (np.asarray(each, np.float64) for each in (then, now))
+    """Return True if two arrays differ by no more than rounding."""
+    then, now = (np.asarray(values, np.float64) for values in (then, now))
     if then.shape != now.shape or not np.array_equal(np.isnan(then), np.isnan(now)):
         return False
     largest = np.nanmax(np.abs(then), initial=0.0)
@@ -52,78 +52,78 @@ def close(then, now):
 
 
 def close_number(then, now):
-    """Return whether two scores differ by no more than rounding. Near zero, float32 errs by as much as at one."""
+    """Return True if two scores differ by no more than rounding. Near zero, float32 errs by as much as at one."""
     return bool(np.isclose(then, now, rtol=CLOSE, atol=CLOSE, equal_nan=True))
 
 
 def same_picture(then, now):
-    """Return whether two files have the same format, size and, but for rounding, pixels."""
+    """Return True if two image files have the same format, size and, but for rounding, pixels."""
     if then == now:
         return True
-    before, after = (Image.open(io.BytesIO(each)) for each in (then, now))
+    before, after = (Image.open(io.BytesIO(data)) for data in (then, now))
     if (before.format, before.size) != (after.format, after.size):
         return False
-    before, after = (np.asarray(each.convert("RGB"), np.float64) for each in (before, after))
+    before, after = (np.asarray(image.convert("RGB"), np.float64) for image in (before, after))
     return bool(np.abs(before - after).mean() <= LEVELS)
 
 
-def differences(then, now, known, place=""):
+def differences(then, now, known, path=""):
     """Return a line for each field of a message that differs from the record.
 
     Args:
         then: The recorded message.
         now: The message to check.
         known: The recorded field names by message name; other fields are additions.
-        place: The path of this message in the one that contains it.
+        path: The path of this message in the one that contains it.
     """
     lines = []
     for field in then.DESCRIPTOR.fields:
         if field.name not in known[then.DESCRIPTOR.full_name] or field.name in IGNORED | PROSE:
             continue
         if field.has_presence and then.HasField(field.name) != now.HasField(field.name):
-            lines.append(f"{place}.{field.name}: {'gone' if then.HasField(field.name) else 'added'}")
+            lines.append(f"{path}.{field.name}: {'gone' if then.HasField(field.name) else 'added'}")
         elif not field.has_presence or then.HasField(field.name):
-            lines += _field(field, then, now, known, f"{place}.{field.name}")
+            lines += _field(field, then, now, known, f"{path}.{field.name}")
     return lines
 
 
-def _field(field, then, now, known, place):
+def _field(field, then, now, known, path):
     before, after = getattr(then, field.name), getattr(now, field.name)
     if field.name == "raw_output_contents":
-        return [] if _same_tensors(then, now) else [f"{place}: other values"]
+        return [] if _same_tensors(then, now) else [f"{path}: other values"]
     if field.message_type and field.message_type.GetOptions().map_entry:
-        return _map(field, before, after, known, place)
+        return _map(field, before, after, known, path)
     if field.is_repeated:
-        return _repeated(field, before, after, known, place)
+        return _repeated(field, before, after, known, path)
     if field.message_type:
-        return differences(before, after, known, place)
-    return [] if _same(field, before, after, then) else [f"{place}: {_brief(after)}, and it was {_brief(before)}"]
+        return differences(before, after, known, path)
+    return [] if _same(field, before, after, then) else [f"{path}: {_brief(after)}, and it was {_brief(before)}"]
 
 
-def _map(field, before, after, known, place):
+def _map(field, before, after, known, path):
     value = field.message_type.fields_by_name["value"]
-    lines = [f"{place}[{key}]: gone" for key in before if key not in after]
+    lines = [f"{path}[{key}]: gone" for key in before if key not in after]
     for key in (key for key in before if key in after):
         if value.message_type:
-            lines += differences(before[key], after[key], known, f"{place}[{key}]")
+            lines += differences(before[key], after[key], known, f"{path}[{key}]")
         elif before[key] != after[key]:
-            lines.append(f"{place}[{key}]: {after[key]!r}, and it was {before[key]!r}")
+            lines.append(f"{path}[{key}]: {after[key]!r}, and it was {before[key]!r}")
     return lines
 
 
-def _repeated(field, before, after, known, place):
+def _repeated(field, before, after, known, path):
     if not field.message_type:
         numbers = field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
         same = close(before, after) if numbers else list(after[: len(before)]) == list(before)
-        return [] if same else [f"{place}: {_brief(list(after))}, and it was {_brief(list(before))}"]
+        return [] if same else [f"{path}: {_brief(list(after))}, and it was {_brief(list(before))}"]
     if "name" in field.message_type.fields_by_name and field.message_type.name != "Curve":
-        named = {each.name: each for each in after}
-        lines = [f"{place}[{each.name}]: gone" for each in before if each.name not in named]
-        pairs = [(each.name, each, named[each.name]) for each in before if each.name in named]
+        by_name = {item.name: item for item in after}
+        lines = [f"{path}[{item.name}]: gone" for item in before if item.name not in by_name]
+        pairs = [(item.name, item, by_name[item.name]) for item in before if item.name in by_name]
     else:
-        lines = [] if len(before) == len(after) else [f"{place}: {len(after)}, and there were {len(before)}"]
+        lines = [] if len(before) == len(after) else [f"{path}: {len(after)}, and there were {len(before)}"]
         pairs = [(at, *pair) for at, pair in enumerate(zip(before, after, strict=False))]
-    return lines + [line for at, *pair in pairs for line in differences(*pair, known, f"{place}[{at}]")]
+    return lines + [line for at, *pair in pairs for line in differences(*pair, known, f"{path}[{at}]")]
 
 
 def _same(field, before, after, then):
@@ -137,7 +137,7 @@ def _same(field, before, after, then):
 
 
 def _same_tensors(then, now):
-    """Return whether two inferences have the same outputs."""
+    """Return True if two inferences have the same outputs."""
     if len(then.raw_output_contents) != len(now.raw_output_contents):
         return False
     for output, before, after in zip(then.outputs, then.raw_output_contents, now.raw_output_contents, strict=True):

@@ -1,4 +1,4 @@
-"""A server of this tree, and one that replays the records."""
+"""Fixtures: a server of this tree, and one that replays the records."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from compatibility import servers, tape
 
 @pytest.fixture(scope="module")
 def address():
-    """A server of this tree."""
+    """Address of a server of this tree."""
     with servers.serving() as address:
         yield address
 
 
 @pytest.fixture(scope="module")
-def played():
-    """A server that replays recorded replies."""
-    with tape.replaying() as played:
-        yield played
+def replay_server():
+    """Server that replays recorded replies."""
+    with tape.replaying() as server:
+        yield server

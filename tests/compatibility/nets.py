@@ -10,16 +10,16 @@ from torch.nn import functional
 from camserve_server.models import Preprocess, Source
 
 LABELS = ("red fox", "green frog", "blue whale", "grey seal", "tabby cat")
-SEES = Preprocess((16, 16), 16, "bilinear", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+PREPROCESS = Preprocess((16, 16), 16, "bilinear", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
 def filled(module):
-    """Give every parameter values from a formula."""
+    """Set every parameter to values from a formula."""
     start = 0
     with torch.no_grad():
         for parameter in module.parameters():
-            places = torch.arange(start, start + parameter.numel())
-            parameter.copy_(((places * 37 + places**2 * 5) % 61 - 30).reshape(parameter.shape) / 64)
+            positions = torch.arange(start, start + parameter.numel())
+            parameter.copy_(((positions * 37 + positions**2 * 5) % 61 - 30).reshape(parameter.shape) / 64)
             start += parameter.numel()
     return module
 
@@ -34,11 +34,11 @@ def classifier():
         nn.Flatten(),
         nn.Linear(6, 5),
     )
-    return Source(filled(network), SEES, LABELS)
+    return Source(filled(network), PREPROCESS, LABELS)
 
 
 class Segmenter(nn.Module):
-    """Finds a class for each pixel."""
+    """Segmentation model."""
 
     def __init__(self):
         super().__init__()
@@ -51,11 +51,11 @@ class Segmenter(nn.Module):
 
 
 def segmenter():
-    return Source(filled(Segmenter()), SEES, ("background", "fox", "frog"))
+    return Source(filled(Segmenter()), PREPROCESS, ("background", "fox", "frog"))
 
 
 class Detector(nn.Module):
-    """Finds one object of each class in a fixed place; the score rises with the image's brightness."""
+    """Detector of one object of each class at a fixed position; the score rises with the image's brightness."""
 
     num_classes = 3
 
@@ -67,21 +67,21 @@ class Detector(nn.Module):
         bright = torch.relu(self.features(torch.stack(list(images)))).mean((2, 3))
         return [
             {
-                "boxes": one.new_tensor([[2, 2, 10, 8], [4, 6, 14, 15]]),
+                "boxes": level.new_tensor([[2, 2, 10, 8], [4, 6, 14, 15]]),
                 "labels": torch.tensor([1, 2]),
-                "scores": 1 - torch.exp(-one - 0.5),
+                "scores": 1 - torch.exp(-level - 0.5),
             }
-            for one in bright
+            for level in bright
         ]
 
 
 def detector():
-    return Source(filled(Detector()), SEES, ("background", "fox", "frog"))
+    return Source(filled(Detector()), PREPROCESS, ("background", "fox", "frog"))
 
 
 def embedder():
     network = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
-    return Source(filled(network), SEES, task="embed")
+    return Source(filled(network), PREPROCESS, task="embed")
 
 
 MODELS = tuple(f"{kind}=compatibility.nets:{kind}" for kind in ("classifier", "segmenter", "detector", "embedder"))

@@ -72,7 +72,7 @@ def stub_files():
     return files
 
 
-def reflected(address):
+def reflected_files(address):
     """Return the file descriptors that a server's reflection reports, by service."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
@@ -81,7 +81,7 @@ def reflected(address):
 
 def described(address):
     """Return the messages, enums and services that a server's reflection reports."""
-    files = {file.name: file for file in reflected(address).values()}
+    files = {file.name: file for file in reflected_files(address).values()}
     return surfaces.descriptors(file for name, file in sorted(files.items()) if not name.startswith("grpc/"))
 
 
@@ -90,7 +90,7 @@ def wire():
         storage.write("wire", described(address))
 
 
-def answered(client, name, args, options):
+def call_outcome(client, name, args, options):
     """Make a call; return its result or error as JSON."""
     try:
         result = getattr(client, name)(*args, **options)
@@ -105,13 +105,13 @@ def exchanges():
         tape.recording(address) as (front, passed),
         camserve.Client(front, retries=0) as client,
     ):
-        known = {method.name: {each.name for each in method.parameters} for method in client.methods()}
+        known = {method.name: {parameter.name for parameter in method.parameters} for method in client.methods()}
         recorded = {}
         for name, (function, args, options) in {**calls.everything(known), **calls.LOADING}.items():
             passed.clear()
-            recorded[name] = {"value": answered(client, function, args, options), "exchanges": list(passed)}
+            recorded[name] = {"value": call_outcome(client, function, args, options), "exchanges": list(passed)}
         with grpc.insecure_channel(address) as channel:
-            inferences = {name: inference(channel, *each) for name, each in calls.inference_calls().items()}
+            inferences = {name: inference(channel, *call) for name, call in calls.inference_calls().items()}
     storage.pack("calls", recorded)
     storage.pack("inferences", inferences)
 

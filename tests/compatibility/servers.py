@@ -68,34 +68,34 @@ def observe(folder):
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(sys, "path", [str(folder), *sys.path]),
-        _logged() as lines,
+        _capture_log() as lines,
     ):
         with (
             camserve_server.running(nets.MODELS[:1], traces=True, metrics_address=str(port), **PLAIN) as address,
             camserve.Client(address) as client,
         ):
-            at_rest = _scraped(port)
+            at_rest = _read_metrics(port)
             client.explain(calls.PIXELS)
             wait_until(lambda: 'camserve_request_duration_seconds_count{code="OK"' in _text(port))
-            after = _scraped(port)
+            after = _read_metrics(port)
         spans = sys.modules.pop("kept_spans").kept.get_finished_spans()
     keys = [dict.fromkeys(json.loads(line), "") for line in lines if "explanations" in line]
     return {
         "at rest": at_rest,
         "after a request": after,
-        "spans": {each.name: dict.fromkeys(sorted(each.attributes), "") for each in spans},
+        "spans": {span.name: dict.fromkeys(sorted(span.attributes), "") for span in spans},
         "log": keys[0],
     }
 
 
 @contextmanager
-def _logged():
+def _capture_log():
     """Yield a list that receives the server's log lines, as JSON, when the block ends."""
     stream, logger = io.StringIO(), logging.getLogger("camserve_server")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs.JsonFormatter())
-    theirs = logging.getLogger("opentelemetry")
-    before = logger.level, theirs.handlers[:], theirs.propagate
+    exporter_logger = logging.getLogger("opentelemetry")
+    before = logger.level, exporter_logger.handlers[:], exporter_logger.propagate
     logger.addHandler(handler)
     logger.setLevel("INFO")
     lines = []
@@ -105,7 +105,7 @@ def _logged():
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
-        theirs.handlers[:], theirs.propagate = before[1:]
+        exporter_logger.handlers[:], exporter_logger.propagate = before[1:]
 
 
 def _text(port):
@@ -113,10 +113,10 @@ def _text(port):
         return answer.read().decode()
 
 
-OF_THE_MACHINE = {"version", "torch", "python", "implementation", "major", "minor", "patchlevel"}
+MACHINE_LABELS = {"version", "torch", "python", "implementation", "major", "minor", "patchlevel"}
 
 
-def _scraped(port):
+def _read_metrics(port):
     """Return the type of each metric, and the values of each label of its samples."""
     metrics = {}
     for family in text_string_to_metric_families(_text(port)):
@@ -124,7 +124,7 @@ def _scraped(port):
         for sample in family.samples:
             labels = samples.setdefault(sample.name, {})
             for name, value in sample.labels.items():
-                labels.setdefault(name, {})["" if name in OF_THE_MACHINE else value] = ""
+                labels.setdefault(name, {})["" if name in MACHINE_LABELS else value] = ""
         metrics[family.name] = {"type": family.type, "samples": samples}
     return metrics
 
@@ -181,8 +181,8 @@ def move(folder, before, after):
     for part in folder.glob("out/results/*.parquet"):
         table = parquet.read_table(part)
         keys = [after + key.removeprefix(before) for key in table.column("image").to_pylist()]
-        place = table.schema.get_field_index("image")
-        parquet.write_table(table.set_column(place, table.schema.field(place), [keys]), part, compression="zstd")
+        index = table.schema.get_field_index("image")
+        parquet.write_table(table.set_column(index, table.schema.field(index), [keys]), part, compression="zstd")
 
 
 def stopped_job(folder):
@@ -208,9 +208,11 @@ def stopped_job(folder):
 def pack(folder, path):
     """Write a folder to a zip file without timestamps."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for each in sorted(folder.rglob("*")):
-            if each.is_file() and "__pycache__" not in each.parts:
-                file.writestr(zipfile.ZipInfo(str(each.relative_to(folder))), each.read_bytes(), zipfile.ZIP_DEFLATED)
+        for source in sorted(folder.rglob("*")):
+            if source.is_file() and "__pycache__" not in source.parts:
+                file.writestr(
+                    zipfile.ZipInfo(str(source.relative_to(folder))), source.read_bytes(), zipfile.ZIP_DEFLATED
+                )
 
 
 def unpack(path, folder):

@@ -40,17 +40,17 @@ _DESCRIBED = (
     (enum.Enum, lambda member: member.value),
     (np.ndarray, lambda array: {"shape": list(array.shape), "type": str(array.dtype), **_digest(array.tobytes())}),
     (bytes, lambda data: {"bytes": len(data), **_digest(data)}),
-    (Mapping, lambda mapping: {str(key): value(each) for key, each in mapping.items()}),
-    ((list, tuple), lambda values: [value(each) for each in values]),
+    (Mapping, lambda mapping: {str(key): value(item) for key, item in mapping.items()}),
+    ((list, tuple), lambda values: [value(item) for item in values]),
     (float, repr),
 )
 
 
-def _value_of(found):
-    names = [each.name for each in dataclasses.fields(found) if not each.name.startswith("_")]
-    values = {name: value(getattr(found, name)) for name in names} | {"kind": type(found).__name__}
-    if isinstance(found, camserve.Explanation):
-        values["receipt"] = value(found.receipt)
+def _value_of(subject):
+    names = [each.name for each in dataclasses.fields(subject) if not each.name.startswith("_")]
+    values = {name: value(getattr(subject, name)) for name in names} | {"kind": type(subject).__name__}
+    if isinstance(subject, camserve.Explanation):
+        values["receipt"] = value(subject.receipt)
     return values
 
 
@@ -63,52 +63,54 @@ def client():
     return {name: _named(getattr(camserve, name)) for name in camserve.__all__}
 
 
-def _named(found):
-    if not inspect.isclass(found):
-        return {"is": "function", **_signature(found)} if inspect.isfunction(found) else {"is": "type"}
-    if issubclass(found, dict):  # a TypedDict
-        return {"is": "options", "options": dict.fromkeys(sorted(found.__annotations__), "")}
-    if issubclass(found, enum.Enum):
-        return {"is": "enum", "members": {each.name: each.value for each in found}}
-    return {"is": "class", "has": _members(found), **_made(found), **_raised(found)}
+def _named(subject):
+    if not inspect.isclass(subject):
+        return {"is": "function", **_signature(subject)} if inspect.isfunction(subject) else {"is": "type"}
+    if issubclass(subject, dict):  # a TypedDict
+        return {"is": "options", "options": dict.fromkeys(sorted(subject.__annotations__), "")}
+    if issubclass(subject, enum.Enum):
+        return {"is": "enum", "members": {each.name: each.value for each in subject}}
+    return {"is": "class", "has": _members(subject), **_constructor(subject), **_error_class(subject)}
 
 
-def _raised(found):
-    if not issubclass(found, BaseException):
+def _error_class(subject):
+    if not issubclass(subject, BaseException):
         return {}
-    bases = dict.fromkeys((each.__name__ for each in found.__mro__[1:] if each.__module__ != "builtins"), "")
-    return {"bases": bases, "code": found("words").code.name}
+    bases = dict.fromkeys((each.__name__ for each in subject.__mro__[1:] if each.__module__ != "builtins"), "")
+    return {"bases": bases, "code": subject("words").code.name}
 
 
-def _made(found):
+def _constructor(subject):
     """Return the fields of a dataclass, or the signature of another class."""
-    if not dataclasses.is_dataclass(found):
-        return {"made": _signature(found)}
-    public = [each for each in dataclasses.fields(found) if not each.name.startswith("_")]
+    if not dataclasses.is_dataclass(subject):
+        return {"made": _signature(subject)}
+    public = [each for each in dataclasses.fields(subject) if not each.name.startswith("_")]
     return {
         "fields": [f"{each.name}{_default(each)}" for each in public],
-        "frozen": found.__dataclass_params__.frozen,
+        "frozen": subject.__dataclass_params__.frozen,
     }
 
 
 def _default(field):
     if field.default is not dataclasses.MISSING:
-        return f"={_written(field.default)}"
+        return f"={_default_as_code(field.default)}"
     return "" if field.default_factory is dataclasses.MISSING else "=made"
 
 
-def _members(found):
-    fields = {each.name for each in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
-    public = {name for name in dir(found) if not name.startswith("_")} | ({"__enter__", "__aenter__"} & set(dir(found)))
-    ours = {name for name in public - fields if not hasattr(BaseException, name)}
-    return {name: _member(inspect.getattr_static(found, name), getattr(found, name)) for name in sorted(ours)}
+def _members(subject):
+    fields = {each.name for each in dataclasses.fields(subject)} if dataclasses.is_dataclass(subject) else set()
+    public = {name for name in dir(subject) if not name.startswith("_")} | (
+        {"__enter__", "__aenter__"} & set(dir(subject))
+    )
+    own = {name for name in public - fields if not hasattr(BaseException, name)}
+    return {name: _member(inspect.getattr_static(subject, name), getattr(subject, name)) for name in sorted(own)}
 
 
-def _member(static, found):
-    if not callable(found):
+def _member(static, subject):
+    if not callable(subject):
         return {"is": "property"}
-    kind = "coroutine" if inspect.iscoroutinefunction(found) else "method"
-    return {"is": f"static {kind}" if isinstance(static, staticmethod | classmethod) else kind, **_signature(found)}
+    kind = "coroutine" if inspect.iscoroutinefunction(subject) else "method"
+    return {"is": f"static {kind}" if isinstance(static, staticmethod | classmethod) else kind, **_signature(subject)}
 
 
 def _signature(function):
@@ -117,21 +119,21 @@ def _signature(function):
     names = {each.name: _default_of(each) for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
     places = [f"{each.name}{_default_of(each)}" for each in parameters if each.kind.name.startswith("POSITIONAL")]
     rest = {str(each).partition(":")[0]: "" for each in parameters if each.kind.name.startswith("VAR_")}
-    return {key: found for key, found in (("positions", places), ("names", names), ("rest", rest)) if found}
+    return {key: subject for key, subject in (("positions", places), ("names", names), ("rest", rest)) if subject}
 
 
 def _default_of(parameter):
-    return "" if parameter.default is parameter.empty else f"={_written(parameter.default)}"
+    return "" if parameter.default is parameter.empty else f"={_default_as_code(parameter.default)}"
 
 
-def _written(default):
+def _default_as_code(default):
     """Return a default as code. Functions are all alike, since their names are private."""
     if dataclasses.is_dataclass(default):
-        return _written_fields(default)
+        return _fields_as_code(default)
     return "function" if inspect.isfunction(default) else repr(default)
 
 
-def _written_fields(default):
+def _fields_as_code(default):
     """Return a dataclass instance as code, without fields at their defaults, which a later release may add."""
     values = {each.name: (getattr(default, each.name), each.default) for each in dataclasses.fields(default)}
     given = ", ".join(f"{name}={value!r}" for name, (value, usual) in values.items() if value != usual)
@@ -140,16 +142,16 @@ def _written_fields(default):
 
 def imported(module, names):
     """Return the signatures and fields of names that are imported from a module."""
-    found = importlib.import_module(module)
-    return {name: _imported(getattr(found, name)) for name in names}
+    subject = importlib.import_module(module)
+    return {name: _imported(getattr(subject, name)) for name in names}
 
 
-def _imported(found):
-    if dataclasses.is_dataclass(found):
-        return _made(found)
-    if inspect.isfunction(found):
-        return _signature(found)
-    return dict.fromkeys(found, "") if isinstance(found, Mapping) else {}
+def _imported(subject):
+    if dataclasses.is_dataclass(subject):
+        return _constructor(subject)
+    if inspect.isfunction(subject):
+        return _signature(subject)
+    return dict.fromkeys(subject, "") if isinstance(subject, Mapping) else {}
 
 
 def commands():
@@ -158,47 +160,49 @@ def commands():
 
 
 def _run(*arguments):
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT / "tests")
-    return done.stdout
+    result = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT / "tests"
+    )
+    return result.stdout
 
 
-def command(found):
+def command(subject):
     """Return a click command's options, arguments in order, and subcommands."""
-    arguments = [each for each in found.params if isinstance(each, click.Argument)]
+    arguments = [each for each in subject.params if isinstance(each, click.Argument)]
     described = {
         "arguments": [_parameter_of(each) for each in arguments],
-        "options": {flag: _option(each) for each in found.params if each not in arguments for flag in each.opts},
+        "options": {flag: _option(each) for each in subject.params if each not in arguments for flag in each.opts},
     }
-    if isinstance(found, click.Group):
-        described["commands"] = {name: command(each) for name, each in found.commands.items()}
+    if isinstance(subject, click.Group):
+        described["commands"] = {name: command(each) for name, each in subject.commands.items()}
     return described
 
 
-def _option(found):
-    described = {"is": f"{_parameter_of(found)}, default {_plain_default(found)}"}
-    if isinstance(found.type, click.Choice):
-        described["choices"] = dict.fromkeys(map(str, found.type.choices), "")
+def _option(subject):
+    described = {"is": f"{_parameter_of(subject)}, default {_plain_default(subject)}"}
+    if isinstance(subject.type, click.Choice):
+        described["choices"] = dict.fromkeys(map(str, subject.type.choices), "")
     return described
 
 
-def _parameter_of(found):
-    kind = "switch" if getattr(found, "is_flag", False) else _type(found.type)
-    parts = [kind, f"{found.nargs} values" if found.nargs != 1 else "", "required" if found.required else ""]
-    parts += ["repeated" if getattr(found, "multiple", False) else "", found.envvar or ""]
+def _parameter_of(subject):
+    kind = "switch" if getattr(subject, "is_flag", False) else _type(subject.type)
+    parts = [kind, f"{subject.nargs} values" if subject.nargs != 1 else "", "required" if subject.required else ""]
+    parts += ["repeated" if getattr(subject, "multiple", False) else "", subject.envvar or ""]
     return ", ".join(filter(None, parts))
 
 
-def _plain_default(found):
-    default = found.get_default(click.Context(click.Command("none")))
+def _plain_default(subject):
+    default = subject.get_default(click.Context(click.Command("none")))
     return repr(default) if isinstance(default, str | int | float | bool | tuple) else "none"
 
 
-def _type(found):
-    if isinstance(found, click.IntRange | click.FloatRange):
-        return f"{found.name} {found._describe_range()}"
-    if isinstance(found, click.Path):
+def _type(subject):
+    if isinstance(subject, click.IntRange | click.FloatRange):
+        return f"{subject.name} {subject._describe_range()}"
+    if isinstance(subject, click.Path):
         return "path"
-    return found.name if found.name in ("integer", "float", "text", "boolean", "choice", "datetime") else "own"
+    return subject.name if subject.name in ("integer", "float", "text", "boolean", "choice", "datetime") else "own"
 
 
 def settings():
@@ -222,29 +226,29 @@ def setting_of(name, environment):
 
 def descriptors(files):
     """Return the messages, enums and services of file descriptors."""
-    found = {"messages": {}, "enums": {}, "services": {}}
+    subject = {"messages": {}, "enums": {}, "services": {}}
     for file in files:
         for message in file.message_type:
-            _message(message, file.package, found)
+            _message(message, file.package, subject)
         for each in file.enum_type:
-            _enum(each, file.package, found)
+            _enum(each, file.package, subject)
         for service in file.service:
             rpcs = {rpc.name: _rpc(rpc) for rpc in service.method}
-            found["services"][f"{file.package}.{service.name}"] = rpcs
-    return found
+            subject["services"][f"{file.package}.{service.name}"] = rpcs
+    return subject
 
 
-def _message(message, scope, found):
+def _message(message, scope, subject):
     name = f"{scope}.{message.name}"
-    found["messages"][name] = {field.name: _field(field, message) for field in message.field}
+    subject["messages"][name] = {field.name: _field(field, message) for field in message.field}
     for inner in message.nested_type:
-        _message(inner, name, found)
+        _message(inner, name, subject)
     for inner in message.enum_type:
-        _enum(inner, name, found)
+        _enum(inner, name, subject)
 
 
-def _enum(each, scope, found):
-    found["enums"][f"{scope}.{each.name}"] = {named.name: named.number for named in each.value}
+def _enum(each, scope, subject):
+    subject["enums"][f"{scope}.{each.name}"] = {named.name: named.number for named in each.value}
 
 
 def _field(field, message):

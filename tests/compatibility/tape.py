@@ -18,8 +18,8 @@ def text(data):
     return base64.b64encode(data).decode()
 
 
-def data_of(written):
-    return base64.b64decode(written)
+def data_of(encoded):
+    return base64.b64decode(encoded)
 
 
 def messages(path):
@@ -43,7 +43,7 @@ def fields_of(error):
     for detail in status_pb2.Status.FromString(data_of(error["details"])).details:
         request = error_details_pb2.BadRequest()
         if detail.Unpack(request):
-            fields |= dict.fromkeys((each.field for each in request.field_violations), "")
+            fields |= dict.fromkeys((violation.field for violation in request.field_violations), "")
     return fields
 
 
@@ -94,18 +94,18 @@ def recording(address):
 
         def unary(path, request, context):
             entries.append(exchange(channel, path, [request], streams=False))
-            return answered(entries[-1], context)
+            return respond(entries[-1], context)
 
         def stream(path, requests, _context):
             entry = {"rpc": path, "requests": [], "replies": []}
             entries.append(entry)
 
-            def noted():
+            def record_requests():
                 for request in requests:
                     entry["requests"].append(text(request))
                     yield request
 
-            for reply in channel.stream_stream(path)(noted()):
+            for reply in channel.stream_stream(path)(record_requests()):
                 entry["replies"].append(text(reply))
                 yield reply
 
@@ -113,7 +113,7 @@ def recording(address):
             yield front, entries
 
 
-def answered(entry, context):
+def respond(entry, context):
     """Return the recorded reply, or abort with the recorded error."""
     if error := entry.get("error"):
         context.set_trailing_metadata(((DETAILS, data_of(error["details"])),))
@@ -121,11 +121,11 @@ def answered(entry, context):
     return data_of(entry["replies"][0])
 
 
-class Replayed:
-    """A server that answers calls with recorded replies, in their order.
+class ReplayServer:
+    """Server that answers calls with recorded replies in order.
 
     Attributes:
-        address: Where it listens.
+        address: The server's address.
         entries: The recorded exchanges that are left.
         requests: Pairs of an RPC and its requests, received since `play` was called.
     """
@@ -140,7 +140,7 @@ class Replayed:
 
     def unary(self, path, request, context):
         self.requests.append((path, [request]))
-        return answered(self.entries.pop(0), context)
+        return respond(self.entries.pop(0), context)
 
     def stream(self, path, requests, _context):
         """Send the recorded replies to the n-th request when the n-th request comes, under its new id."""
@@ -160,6 +160,6 @@ class Replayed:
 @contextmanager
 def replaying():
     """Yield a server that replays recorded replies."""
-    played = Replayed()
-    with listening(played.unary, played.stream) as played.address:
-        yield played
+    server = ReplayServer()
+    with listening(server.unary, server.stream) as server.address:
+        yield server

@@ -1,4 +1,4 @@
-"""The comparisons report the changes that they are there for, and no additions."""
+"""The comparisons report removals and changes, but no additions."""
 
 import copy
 
@@ -68,7 +68,7 @@ def heat(now, *values):
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("change", "path"),
     [
         (lambda now: setattr(now, "model", "other"), ".model"),
         (lambda now: setattr(now.predictions[0], "score", 2.001), ".predictions[0].score"),
@@ -82,12 +82,12 @@ def heat(now, *values):
         (lambda now: setattr(now.explanations[0], "verdict", explain_pb2.VERDICT_FLAT), ".verdict"),
     ],
 )
-def test_a_changed_field_of_a_reply_is_reported(change, place):
+def test_changed_field_of_a_reply_is_reported(change, path):
     then, now = reply(), reply()
     change(now)
     (line,) = comparing.differences(then, now, KNOWN)
 
-    assert place in line
+    assert path in line
 
 
 def test_rounding_wording_and_ids_of_a_reply_are_not_reported():

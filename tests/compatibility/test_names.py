@@ -25,7 +25,7 @@ def test_settings_have_every_recorded_name_type_range_and_default():
 def another(schema):
     """Return a value of a setting other than its default, as text and parsed."""
     if "enum" in schema:
-        value = next(each for each in schema["enum"] if each != schema["default"])
+        value = next(choice for choice in schema["enum"] if choice != schema["default"])
         return value, value
     if schema["type"] == "boolean":
         return "true", True

@@ -34,38 +34,36 @@ def client(tmp_path_factory):
     methods.METHODS.update(kept)
 
 
-def heatmap(client, *asked):
-    return client.explain(calls.PIXELS, methods=[*asked], overlay=None).explanations[0].heatmap
+def heatmap(client, *names):
+    return client.explain(calls.PIXELS, methods=[*names], overlay=None).explanations[0].heatmap
 
 
-def test_a_recorded_source_makes_its_model_with_its_labels(client):
+def test_recorded_source_makes_its_model_with_its_labels(client):
     assert client.model().source == "zoo:stripes"
     assert client.model().labels == ("plain", "striped")
 
 
 def test_recorded_methods_are_listed(client):
-    assert RECORDED["entry points"]["camserve.methods"].keys() <= {each.name for each in client.methods()}
+    assert RECORDED["entry points"]["camserve.methods"].keys() <= {method.name for method in client.methods()}
 
 
-def test_a_recorded_cam_weighs_activations_by_gradients(client):
+def test_recorded_cam_weighs_activations_by_gradients(client):
     """The layer follows a ReLU, where |A| equals A, so that the plugin's formula is that of HiResCAM."""
     layer = client.model().default_layer
-    ours, hirescam = client.explain(
+    plugin, hirescam = client.explain(
         calls.PIXELS, methods=["signed_layercam", "hirescam"], layers=layer, overlay=None
     ).explanations
 
-    assert comparing.close(hirescam.heatmap, ours.heatmap)
+    assert comparing.close(hirescam.heatmap, plugin.heatmap)
 
 
-def test_a_recorded_saliency_is_given_the_gradient(client):
+def test_recorded_saliency_is_given_the_gradient(client):
     assert comparing.close(heatmap(client, "saliency"), heatmap(client, "steepest"))
 
 
-def test_a_recorded_perturbation_is_sent_the_scores_of_its_edits(client):
-    found = heatmap(client, "unchanged")
-
-    assert comparing.close(np.ones((64, 64)), found)
+def test_recorded_perturbation_is_sent_the_scores_of_its_edits(client):
+    assert comparing.close(np.ones((64, 64)), heatmap(client, "unchanged"))
 
 
-def test_a_recorded_baseline_is_given_its_parameter(client):
+def test_recorded_baseline_is_given_its_parameter(client):
     assert comparing.close(np.full((64, 64), LEVEL), heatmap(client, ("level", {"level": LEVEL})))

@@ -10,18 +10,18 @@ from camserve.cli import main
 from compatibility import comparing, storage
 
 PHOTO = storage.FOLDER / "photo.png"
-RECEIPTS = {each.name.partition(".")[0]: each for each in sorted(storage.FOLDER.glob("*.receipt.json"))}
+RECEIPTS = {path.name.partition(".")[0]: path for path in sorted(storage.FOLDER.glob("*.receipt.json"))}
 
 
 @pytest.mark.parametrize("name", RECEIPTS)
-def test_a_recorded_receipt_is_read_and_written_as_it_was(name):
+def test_recorded_receipt_is_read_and_written_as_it_was(name):
     written = json.loads(camserve.Receipt.load(RECEIPTS[name]).to_json())
 
     assert comparing.lost(json.loads(RECEIPTS[name].read_text(encoding="utf-8")), written) == []
 
 
 @pytest.mark.parametrize("name", RECEIPTS)
-def test_a_recorded_receipt_is_replayed_to_the_same_map(name, address):
+def test_recorded_receipt_is_replayed_to_the_same_map(name, address):
     with camserve.Client(address) as client:
         replay = client.replay(camserve.Receipt.load(RECEIPTS[name]), PHOTO)
 
@@ -29,7 +29,7 @@ def test_a_recorded_receipt_is_replayed_to_the_same_map(name, address):
     assert replay.gap <= comparing.CLOSE
 
 
-def test_the_command_replays_a_recorded_receipt(address):
-    done = CliRunner().invoke(main, ["replay", str(RECEIPTS["gradcam"]), str(PHOTO), "--server", address])
+def test_command_replays_a_recorded_receipt(address):
+    result = CliRunner().invoke(main, ["replay", str(RECEIPTS["gradcam"]), str(PHOTO), "--server", address])
 
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output

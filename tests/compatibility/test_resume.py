@@ -39,23 +39,25 @@ def check_completed(folder, before):
     assert all((folder / "out" / row["overlay"]).is_file() for row in after)
 
 
-def test_a_recorded_job_is_completed_without_computing_finished_photos_again(folder):
+def test_recorded_job_is_completed_without_repeating_photos(folder):
     before = servers.rows(folder)
     with camserve_server.running(servers.JOB_MODEL, **servers.PLAIN) as address:
         (folder / "computed.txt").unlink()  # loading the model has run it
-        done = CliRunner().invoke(main, [*FLAGS, "--server", address])
+        result = CliRunner().invoke(main, [*FLAGS, "--server", address])
 
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     check_completed(folder, before)
 
 
 @pytest.mark.slow
-def test_the_servers_own_command_completes_a_recorded_job(folder):
+def test_servers_own_command_completes_a_recorded_job(folder):
     """It is slow because it starts two processes that import torch."""
     before = servers.rows(folder)
     command = "from camserve_server.cli import main; main()"
     flags = ("--model", servers.JOB_MODEL, "--device", "cpu")
-    done = subprocess.run([sys.executable, "-c", command, *FLAGS, *flags], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", command, *FLAGS, *flags], capture_output=True, text=True, check=False
+    )
 
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     check_completed(folder, before)

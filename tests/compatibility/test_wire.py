@@ -1,4 +1,4 @@
-"""Old clients and new servers understand one another, and so do new clients and old servers."""
+"""Old clients work with new servers, and new clients with old servers."""
 
 import grpc
 import pytest
@@ -10,7 +10,9 @@ RECORDED = storage.read("calls")
 INFERENCES = storage.read("inferences")
 WIRE = storage.read("wire")
 KNOWN = {name.replace("inference.", "open_inference.v2.", 1): fields for name, fields in WIRE["messages"].items()}
-PARAMETERS = {each["name"]: {one["name"] for one in each["parameters"]} for each in RECORDED["methods"]["value"]}
+PARAMETERS = {
+    method["name"]: {parameter["name"] for parameter in method["parameters"]} for method in RECORDED["methods"]["value"]
+}
 CALLS = calls.everything(PARAMETERS)
 
 
@@ -21,8 +23,8 @@ def channel(address):
 
 
 @pytest.fixture(scope="module")
-def client(played):
-    with camserve.Client(played.address, retries=0) as client:
+def client(replay_server):
+    with camserve.Client(replay_server.address, retries=0) as client:
         yield client
 
 
@@ -31,18 +33,18 @@ def test_server_describes_every_recorded_message_enum_and_rpc(address):
 
 
 def test_stubs_have_every_recorded_message_enum_and_rpc():
-    ours = {
-        part: {name: each for name, each in found.items() if name.startswith("camserve.v1.")}
-        for part, found in WIRE.items()
+    own_package = {
+        part: {name: entry for name, entry in entries.items() if name.startswith("camserve.v1.")}
+        for part, entries in WIRE.items()
     }
 
-    assert len(ours["services"]) == 3
-    assert comparing.lost(ours, surfaces.descriptors(record.stub_files())) == []
+    assert len(own_package["services"]) == 3
+    assert comparing.lost(own_package, surfaces.descriptors(record.stub_files())) == []
 
 
-def exchanged(channel, entry, *, streams):
+def changed_replies(channel, entry, *, streams):
     """Send recorded requests again; return a line for each difference from the recorded replies."""
-    requests = [tape.data_of(each) for each in entry["requests"]]
+    requests = [tape.data_of(request) for request in entry["requests"]]
     now = tape.exchange(channel, entry["rpc"], requests, streams=streams)
     if "error" in entry:
         assert "error" in now
@@ -51,7 +53,7 @@ def exchanged(channel, entry, *, streams):
     if entry["rpc"].startswith("/grpc.health."):
         return comparing.lost(entry["replies"], now["replies"])
     kind = tape.messages(entry["rpc"])[1]
-    before, after = ([kind.FromString(tape.data_of(each)) for each in one["replies"]] for one in (entry, now))
+    before, after = ([kind.FromString(tape.data_of(reply)) for reply in source["replies"]] for source in (entry, now))
     if entry["rpc"] in tape.STREAMS:
         before, after = map(by_request, (before, after))
     assert len(before) == len(after)
@@ -61,8 +63,8 @@ def exchanged(channel, entry, *, streams):
 
 def by_request(replies):
     """Return the final reply to each request of a stream, in the order of the requests."""
-    ended = [each for each in replies if each.WhichOneof("outcome") != "progress"]
-    return sorted(ended, key=lambda each: int(each.request_id.rpartition("-")[2]))
+    ended = [reply for reply in replies if reply.WhichOneof("outcome") != "progress"]
+    return sorted(ended, key=lambda reply: int(reply.request_id.rpartition("-")[2]))
 
 
 def failure(error):
@@ -73,60 +75,60 @@ def failure(error):
 @pytest.mark.parametrize("name", CALLS)
 def test_server_answers_recorded_requests_as_recorded(name, channel):
     for entry in RECORDED[name]["exchanges"]:
-        assert exchanged(channel, entry, streams=entry["rpc"] in tape.STREAMS) == []
+        assert changed_replies(channel, entry, streams=entry["rpc"] in tape.STREAMS) == []
 
 
 def test_server_unloads_and_loads_a_model_as_recorded(channel):
     for name in calls.LOADING:
         (entry,) = RECORDED[name]["exchanges"]
-        assert exchanged(channel, entry, streams=False) == [], name
+        assert changed_replies(channel, entry, streams=False) == [], name
 
 
 @pytest.mark.parametrize("name", INFERENCES)
 def test_server_answers_recorded_inferences_as_recorded(name, channel):
     entry = INFERENCES[name]
 
-    assert exchanged(channel, entry, streams=entry["rpc"].endswith("StreamInfer")) == []
+    assert changed_replies(channel, entry, streams=entry["rpc"].endswith("StreamInfer")) == []
 
 
-def sent_otherwise(played, name):
+def changed_requests(replay_server, name):
     """Return a line for each difference between the recorded requests and those that were sent."""
     entries = RECORDED[name]["exchanges"]
-    assert [path for path, _ in played.requests] == [entry["rpc"] for entry in entries]
-    found = []
-    for entry, (path, requests) in zip(entries, played.requests, strict=True):
+    assert [path for path, _ in replay_server.requests] == [entry["rpc"] for entry in entries]
+    lines = []
+    for entry, (path, requests) in zip(entries, replay_server.requests, strict=True):
         if path.startswith("/grpc.health."):
-            found += comparing.lost([tape.data_of(each) for each in entry["requests"]], requests)
+            lines += comparing.lost([tape.data_of(request) for request in entry["requests"]], requests)
             continue
         kind = tape.messages(path)[0]
         for then, now in zip(entry["requests"], requests, strict=True):
-            found += comparing.differences(*map(kind.FromString, (tape.data_of(then), now)), KNOWN)
-    return found
+            lines += comparing.differences(*map(kind.FromString, (tape.data_of(then), now)), KNOWN)
+    return lines
 
 
 @pytest.mark.parametrize("name", [*CALLS, *calls.LOADING])
-def test_client_asks_and_reads_as_recorded(name, played, client):
-    played.play(RECORDED[name]["exchanges"])
-    found = record.answered(client, *{**CALLS, **calls.LOADING}[name])
+def test_client_sends_and_reads_as_recorded(name, replay_server, client):
+    replay_server.play(RECORDED[name]["exchanges"])
+    value = record.call_outcome(client, *{**CALLS, **calls.LOADING}[name])
 
-    assert sent_otherwise(played, name) == []
-    assert comparing.lost(RECORDED[name]["value"], found) == []
+    assert changed_requests(replay_server, name) == []
+    assert comparing.lost(RECORDED[name]["value"], value) == []
 
 
-async def answered(client, function, args, options):
+async def call_outcome(client, function, args, options):
     try:
         if function == "explain_many":
-            return surfaces.value([each async for each in client.explain_many(*args, **options)])
+            return surfaces.value([result async for result in client.explain_many(*args, **options)])
         return surfaces.value(await getattr(client, function)(*args, **options))
     except camserve.CamserveError as error:
         return surfaces.value(error)
 
 
-async def test_async_client_asks_and_reads_as_recorded(played):
-    async with camserve.AsyncClient(played.address, retries=0) as client:
+async def test_async_client_sends_and_reads_as_recorded(replay_server):
+    async with camserve.AsyncClient(replay_server.address, retries=0) as client:
         for name, call in {**CALLS, **calls.LOADING}.items():
-            played.play(RECORDED[name]["exchanges"])
-            found = await answered(client, *call)
+            replay_server.play(RECORDED[name]["exchanges"])
+            value = await call_outcome(client, *call)
 
-            assert sent_otherwise(played, name) == [], name
-            assert comparing.lost(RECORDED[name]["value"], found) == [], name
+            assert changed_requests(replay_server, name) == [], name
+            assert comparing.lost(RECORDED[name]["value"], value) == [], name

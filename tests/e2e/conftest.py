@@ -1,18 +1,25 @@
-"""One server with real weights for all the tests here."""
+"""Server with real weights that the tests of this folder share."""
 
 import pytest
 
 from support import serving
 
-collect_ignore = ["with_tritonclient.py"]  # it runs in a venv of its own
+collect_ignore = ["with_tritonclient.py"]  # runs in another environment
 
 
 @pytest.fixture(scope="session")
 def served():
+    """Server with three models; the default one is efficientnet_lite0."""
     models = (
         "efficientnet_lite0",
         "torchvision:resnet18?weights=none",
         "small=torchvision:mobilenet_v3_small?weights=none&size=64",
     )
-    with serving(models=models, max_batch_mib=1024) as one:  # full batches, in which neighbours could be confused
-        yield one
+    with serving(models=models, max_batch_mib=1024) as server:  # full batches, in which rows could be confused
+        yield server
+
+
+@pytest.fixture(scope="session")
+def address(served):
+    """Address of the server."""
+    return served.address

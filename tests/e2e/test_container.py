@@ -1,4 +1,4 @@
-"""The container: what its files promise, and, where CAMSERVE_TEST_IMAGE names a built image, that the image keeps it.
+"""Files of the container, and the built image that CAMSERVE_TEST_IMAGE names, if it is set.
 
 To build one and test it: docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test
 """
@@ -37,60 +37,62 @@ LOCKED = ["--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-ne
 
 
 def instructions(text):
-    """Return the instructions of a Dockerfile, in order, as (NAME, words)."""
+    """Return the instructions of a Dockerfile in order, as pairs of name and arguments."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in joined.splitlines() if line.strip()]
 
 
 def last(name):
-    return [words for each, words in instructions(DOCKERFILE) if each == name][-1]
+    return [arguments for instruction, arguments in instructions(DOCKERFILE) if instruction == name][-1]
 
 
 ENVIRONMENT = dict(pair.split("=", 1) for pair in shlex.split(last("ENV")))
 SETTINGS = config.load(environment=ENVIRONMENT)
 
-OURS = {name: one for name, one in COMPOSE["services"].items() if "build" in one}
+OURS = {name: service for name, service in COMPOSE["services"].items() if "build" in service}
 services = pytest.mark.parametrize("service", OURS.values(), ids=OURS.keys())
 
 
-def test_every_builder_can_read_the_dockerfile():
-    """What needs a front end from a registry, or BuildKit, is not used."""
+def test_dockerfile_needs_no_buildkit():
+    """The Dockerfile uses no feature that needs BuildKit or a front end from a registry."""
     assert not re.search(r"^#\s*syntax=", DOCKERFILE, re.MULTILINE)
     assert "<<" not in DOCKERFILE
     assert "--link" not in DOCKERFILE
     assert "--mount" not in DOCKERFILE
 
 
-def test_the_image_runs_as_a_numeric_user_that_is_not_root():
+def test_image_runs_as_a_numeric_user_that_is_not_root():
     assert int(last("USER")) > 0
 
 
-def test_the_image_starts_the_server_itself_so_that_it_gets_the_signal():
+def test_server_is_the_entrypoint_and_gets_sigterm():
     assert json.loads(last("ENTRYPOINT")) == ["camserve-server"]
     assert json.loads(last("CMD")) == ["serve"]
     assert last("STOPSIGNAL") == "SIGTERM"
 
 
-def test_the_image_listens_on_every_interface_at_the_port_it_exposes():
+def test_image_listens_on_its_exposed_port_on_every_interface():
     assert SETTINGS.address == f"0.0.0.0:{last('EXPOSE')}"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:50051", "[::]:8001"])
-def test_the_health_check_asks_the_health_service_where_the_server_listens(address):
+def test_health_check_calls_the_servers_own_port(address):
     command = json.loads(last("HEALTHCHECK").partition(" CMD ")[2])
     shown = [*command[:2], re.sub(r"\S*proxy=\S+ exec", "echo", command[2])]
-    asked = subprocess.run(shown, env={"CAMSERVE_ADDRESS": address}, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        shown, env={"CAMSERVE_ADDRESS": address}, capture_output=True, text=True, check=True
+    ).stdout
 
-    assert asked.startswith("camserve health ")
-    assert asked.split()[-2:] == ["--server", f"127.0.0.1:{address.rpartition(':')[2]}"]
+    assert printed.startswith("camserve health ")
+    assert printed.split()[-2:] == ["--server", f"127.0.0.1:{address.rpartition(':')[2]}"]
 
 
-def test_the_label_says_the_version_that_is_installed():
+def test_version_label_is_the_installed_version():
     assert ("ARG", f"VERSION={PROJECT['project']['version']}") in instructions(DOCKERFILE)
 
 
-def test_the_builder_is_sent_what_the_wheel_is_made_of():
+def test_build_context_has_exactly_the_files_of_the_wheel():
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")}
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     files = ["pyproject.toml", "constraints.txt", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]]
@@ -99,13 +101,13 @@ def test_the_builder_is_sent_what_the_wheel_is_made_of():
 
 
 @services
-def test_compose_gives_the_server_longer_to_stop_than_it_takes_to_drain(service):
+def test_compose_stop_period_is_longer_than_the_drain(service):
     assert service["stop_grace_period"].endswith("s")
     assert int(service["stop_grace_period"][:-1]) > SETTINGS.drain_seconds
 
 
 @services
-def test_compose_locks_the_container_up(service):
+def test_compose_restricts_the_container(service):
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -114,7 +116,7 @@ def test_compose_locks_the_container_up(service):
 
 
 @pytest.mark.parametrize("service", COMPOSE["services"].values(), ids=COMPOSE["services"].keys())
-def test_compose_limits_the_memory_and_the_processes_of_every_service(service):
+def test_compose_limits_memory_and_processes_of_every_service(service):
     (size, unit) = re.fullmatch(r"(?:\$\{CAMSERVE_MEMORY:-)?(\d+)([mg])\}?", service["mem_limit"]).groups()
 
     assert int(size) * {"m": 1, "g": 1024}[unit] >= 512
@@ -122,7 +124,7 @@ def test_compose_limits_the_memory_and_the_processes_of_every_service(service):
 
 
 @services
-def test_compose_gives_the_server_the_memory_that_it_needs(service):
+def test_compose_memory_limit_covers_the_measured_need(service):
     """The request in the Kubernetes manifests was measured; compose sets only a limit."""
     deployment = yaml.safe_load((ROOT / "deploy/kubernetes/deployment.yaml").read_text("utf-8"))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -132,7 +134,7 @@ def test_compose_gives_the_server_the_memory_that_it_needs(service):
 
 
 @services
-def test_compose_publishes_the_port_to_this_machine_only(service):
+def test_compose_publishes_the_port_on_loopback_only(service):
     assert service["ports"] == [f"127.0.0.1:${{CAMSERVE_PORT:-50051}}:{last('EXPOSE')}"]
 
 
@@ -142,17 +144,17 @@ def test_compose_keeps_the_health_check_of_the_image(service):
 
 
 @services
-def test_compose_passes_on_settings_that_there_are(service):
+def test_compose_sets_only_existing_settings(service):
     known = {config.ENVIRONMENT + name.upper() for name in (*config.Settings.model_fields, *cli.ACCESS_OPTIONS)}
     own = ("CAMSERVE_INSECURE", "CAMSERVE_METRICS_ADDRESS", "CAMSERVE_DEVICE")
     passed = {name: value for name, value in service["environment"].items() if name not in own}
 
     assert {name for name in service["environment"] if not name.startswith("OTEL_")} <= known
-    assert set(passed.values()) == {None}  # as the server has it, unless the environment says
+    assert set(passed.values()) == {None}  # compose passes a variable on only if it is set
 
 
 @services
-def test_only_compose_which_publishes_on_loopback_sets_insecure(service):
+def test_insecure_is_set_only_in_compose(service):
     assert service["environment"]["CAMSERVE_INSECURE"] == "${CAMSERVE_INSECURE:-true}"
     with pytest.raises(ConfigError, match="CAMSERVE_INSECURE=true"):
         auth.check(SETTINGS)
@@ -170,14 +172,14 @@ def test_compose_keeps_the_models_in_a_volume(service):
 
 
 @pytest.mark.parametrize(("name", "path"), [("prometheus", "/-/healthy"), ("grafana", "/api/health")])
-def test_compose_waits_until_what_watches_the_server_answers_on_its_own_port(name, path):
+def test_compose_checks_the_health_of_monitoring_services(name, path):
     service = COMPOSE["services"][name]
-    (port,) = (one.rpartition(":")[2] for one in service["ports"])
+    (port,) = (mapping.rpartition(":")[2] for mapping in service["ports"])
 
     assert service["healthcheck"]["test"] == ["CMD", "wget", "-q", "--spider", f"http://127.0.0.1:{port}{path}"]
 
 
-def test_compose_starts_nothing_before_what_it_needs_is_healthy():
+def test_compose_starts_services_after_their_dependencies():
     for service in COMPOSE["services"].values():
         needed = service.get("depends_on", {})
         assert all(needed[name] == {"condition": "service_healthy"} for name in needed)
@@ -185,7 +187,7 @@ def test_compose_starts_nothing_before_what_it_needs_is_healthy():
     assert "prometheus" in COMPOSE["services"]["grafana"]["depends_on"]
 
 
-def test_compose_reserves_a_gpu_only_for_the_service_that_is_asked_for():
+def test_compose_reserves_a_gpu_only_for_the_gpu_service():
     cpu, gpu = COMPOSE["services"]["camserve"], COMPOSE["services"]["gpu"]
     (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
 
@@ -195,7 +197,7 @@ def test_compose_reserves_a_gpu_only_for_the_service_that_is_asked_for():
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
 
 
-def test_compose_does_not_serve_from_a_cpu_where_a_gpu_was_asked_for(monkeypatch):
+def test_compose_gpu_service_does_not_fall_back_to_the_cpu(monkeypatch):
     cpu, gpu = COMPOSE["services"]["camserve"]["environment"], COMPOSE["services"]["gpu"]["environment"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -213,7 +215,7 @@ ALLOCATOR = "import torch; print(torch._C._accelerator_getAllocatorSettings())\n
 COMPUTED = "torch.manual_seed(0); print(torch.nn.Conv2d(3, 4, 3)(torch.randn(2, 3, 9, 9)).tolist())"
 
 
-def test_torch_knows_the_allocators_setting_in_the_image_and_computes_the_same():
+def test_allocator_setting_of_the_image_is_valid_and_changes_no_bit():
     names = {name: value for name, value in ENVIRONMENT.items() if name not in ("PATH", "HOME")}
     code, printed, _ = run_python(ALLOCATOR + COMPUTED, **names)
     setting, answer = printed.split("\n")
@@ -223,7 +225,7 @@ def test_torch_knows_the_allocators_setting_in_the_image_and_computes_the_same()
     assert (plain.returncode, answer) == (0, plain.stdout.strip())
 
 
-def test_torch_refuses_a_setting_that_its_allocator_does_not_know():
+def test_torch_refuses_an_unknown_allocator_setting():
     wrong, _, reason = run_python(ALLOCATOR, PYTORCH_ALLOC_CONF="expandable:True")
 
     assert wrong
@@ -265,7 +267,7 @@ def free_address():
 
 @contextmanager
 def running(image, *options):
-    """Run the image in the host's network, locked up, until it is healthy; yield its id and its address."""
+    """Run the image in the host's network with all restrictions; yield its id and address once it is healthy."""
     address = free_address()
     name = docker("run", "-d", "--network=host", *LOCKED, *options, "-e", f"CAMSERVE_ADDRESS={address}", image)
     try:
@@ -276,12 +278,12 @@ def running(image, *options):
 
 
 def wait_until_healthy(name):
-    while inspected(name, "State.Health.Status") != "healthy":
-        assert inspected(name, "State.Status") == "running", docker("logs", name)
+    while inspect(name, "State.Health.Status") != "healthy":
+        assert inspect(name, "State.Status") == "running", docker("logs", name)
         time.sleep(0.5)
 
 
-def inspected(name, path):
+def inspect(name, path):
     return docker("inspect", "--format", f"{{{{.{path}}}}}", name)
 
 
@@ -297,7 +299,7 @@ def explain_the_cat(address):
 
 
 @pytest.mark.timeout(300)
-def test_the_container_explains_a_photo(container):
+def test_container_explains_a_photo(container):
     _, address = container
     result = explain_the_cat(address)
 
@@ -306,7 +308,7 @@ def test_the_container_explains_a_photo(container):
 
 
 @pytest.mark.timeout(300)
-def test_the_server_is_process_one_without_any_privilege(container):
+def test_server_is_process_1_without_privileges(container):
     name, _ = container
     status = dict(line.split(":\t", 1) for line in docker("exec", name, "cat", "/proc/1/status").splitlines())
     command = docker("exec", name, "cat", "/proc/1/cmdline")
@@ -318,25 +320,25 @@ def test_the_server_is_process_one_without_any_privilege(container):
 
 
 @pytest.mark.timeout(300)
-def test_the_image_holds_no_compiler_and_no_cache(container):
+def test_image_has_no_compiler_and_no_cache(container):
     name, _ = container
-    found = docker("exec", name, "sh", "-c", "command -v gcc cc g++ make nvcc; ls -d /root/.cache || true")
+    output = docker("exec", name, "sh", "-c", "command -v gcc cc g++ make nvcc; ls -d /root/.cache || true")
 
-    assert found == ""
+    assert output == ""
 
 
 @pytest.mark.timeout(300)
-def test_a_stopped_container_finishes_and_exits_with_zero(image):
+def test_stopped_container_finishes_its_calls_and_exits_with_0(image):
     with running(image, "--memory=2g") as (name, address):
         explain_the_cat(address)
         docker("stop", name)
 
-        assert inspected(name, "State.ExitCode") == "0"
-        assert inspected(name, "State.OOMKilled") == "false"
+        assert inspect(name, "State.ExitCode") == "0"
+        assert inspect(name, "State.OOMKilled") == "false"
 
 
 @pytest.mark.timeout(300)
-def test_a_new_volume_can_be_written_by_the_server(image):
+def test_server_can_write_to_a_new_volume(image):
     volume = docker("volume", "create")
     options = (*LOCKED, "--rm", "--network=none", f"--volume={volume}:{last('WORKDIR')}", "--entrypoint=mkdir")
     try:
@@ -347,7 +349,7 @@ def test_a_new_volume_can_be_written_by_the_server(image):
 
 @pytest.mark.usefixtures("_compose")
 @pytest.mark.parametrize("profile", [[], ["--profile", "gpu"]], ids=["cpu", "gpu"])
-def test_compose_reads_its_file(profile):
+def test_compose_accepts_its_file(profile):
     docker("compose", "--project-directory", str(ROOT), *profile, "config", "--quiet")
 
 

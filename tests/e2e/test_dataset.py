@@ -1,4 +1,4 @@
-"""The job over many photos: whatever ends it, started again it goes on, and every photo is in the results once."""
+"""Dataset jobs: an interrupted job can be resumed, and every photo is in the results exactly once."""
 
 import contextlib
 import io
@@ -79,8 +79,8 @@ def address(tmp_path_factory):
         sys.path.remove(str(folder))
 
 
-def encoded(number=0):
-    """The file of a small photo, each of another colour."""
+def photo_file(number=0):
+    """Return the file of a small photo, in a different colour for each number."""
     file = io.BytesIO()
     Image.new("RGB", (16, 12), (number % 256, number // 256, 99)).save(file, "PNG")
     return file.getvalue()
@@ -88,11 +88,11 @@ def encoded(number=0):
 
 @pytest.fixture
 def photos(tmp_path):
-    """Five photos in two folders, a file that is none, and one that is empty."""
+    """Folder with five photos in two folders, an invalid photo, an empty one and a text file."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for number in range(5):
-        (folder / ("more" if number > 2 else ".") / f"{number}.png").write_bytes(encoded(number))
+        (folder / ("more" if number > 2 else ".") / f"{number}.png").write_bytes(photo_file(number))
     (folder / "bad.jpg").write_bytes(b"rubbish")
     (folder / "empty.png").touch()
     (folder / "notes.txt").write_text("no photo")
@@ -101,66 +101,72 @@ def photos(tmp_path):
 
 @pytest.fixture
 def run(address, tmp_path):
-    """Run the job; return what the command ended with."""
+    """Function that runs the job and returns the command's result."""
 
-    def go(*paths, out="out", options=("--model", "tiny")):
+    def run_job(*paths, out="out", options=("--model", "tiny")):
         arguments = ["explain", *map(str, paths), "-o", str(tmp_path / out), "--resume", "--server", address, *options]
         return CliRunner().invoke(main, arguments)
 
-    return go
+    return run_job
 
 
 def rows(folder):
     return pq.read_table(folder / "results").to_pylist()
 
 
-def test_a_photo_is_a_row_and_a_picture_and_a_bad_one_a_row_with_its_error(run, photos, tmp_path):
-    done = run(photos)
+def test_each_photo_gets_a_row_and_an_invalid_one_its_error(run, photos, tmp_path):
+    result = run(photos)
 
-    assert (done.exit_code, done.output.count("7 photos are done")) == (0, 1), done.output
-    found = {Path(row["image"]).name: row for row in rows(tmp_path / "out")}
-    assert set(found) == {"0.png", "1.png", "2.png", "3.png", "4.png", "bad.jpg", "empty.png"}
-    assert found["bad.jpg"]["error"] == found["empty.png"]["error"] == "INVALID_ARGUMENT"
-    assert "not a JPEG" in found["bad.jpg"]["error_message"]
-    assert all(found[f"{n}.png"]["image"] == str(photos / ("more" if n > 2 else "") / f"{n}.png") for n in range(5))
+    assert (result.exit_code, result.output.count("7 photos are done")) == (0, 1), result.output
+    by_name = {Path(row["image"]).name: row for row in rows(tmp_path / "out")}
+    assert set(by_name) == {"0.png", "1.png", "2.png", "3.png", "4.png", "bad.jpg", "empty.png"}
+    assert by_name["bad.jpg"]["error"] == by_name["empty.png"]["error"] == "INVALID_ARGUMENT"
+    assert "not a JPEG" in by_name["bad.jpg"]["error_message"]
+    assert all(by_name[f"{n}.png"]["image"] == str(photos / ("more" if n > 2 else "") / f"{n}.png") for n in range(5))
 
 
-def test_a_row_says_what_a_client_is_told(run, photos, tmp_path, address):
+def test_row_has_the_values_of_the_clients_result(run, photos, tmp_path, address):
     run(photos / "1.png", options=("--model", "tiny", "--method", "hirescam", "--method", "gradcam", "--heatmaps"))
 
     first, second = sorted(rows(tmp_path / "out"), key=lambda row: row["explanation"])
     with camserve.Client(address) as client:
         result = client.explain(photos / "1.png", model="tiny", methods=["hirescam", "gradcam"])
         digest = client.model("tiny").digest
-    for row, each in zip((first, second), result.explanations, strict=True):
-        assert (row["method"], row["layer"], row["verdict"]) == (each.method, each.layer, each.verdict)
-        assert (row["score"], row["class_index"]) == (each.score, each.target.class_index)
-        assert (tmp_path / "out" / row["overlay"]).read_bytes() == each.overlay
-        np.testing.assert_array_equal(np.load((tmp_path / "out" / row["overlay"]).with_suffix(".npy")), each.heatmap)
-    assert [one["probability"] for one in first["predictions"]] == [one.probability for one in result.predictions]
+    for row, explanation in zip((first, second), result.explanations, strict=True):
+        assert (row["method"], row["layer"], row["verdict"]) == (
+            explanation.method,
+            explanation.layer,
+            explanation.verdict,
+        )
+        assert (row["score"], row["class_index"]) == (explanation.score, explanation.target.class_index)
+        assert (tmp_path / "out" / row["overlay"]).read_bytes() == explanation.overlay
+        heatmap = np.load((tmp_path / "out" / row["overlay"]).with_suffix(".npy"))
+        np.testing.assert_array_equal(heatmap, explanation.heatmap)
+    probabilities = [prediction["probability"] for prediction in first["predictions"]]
+    assert probabilities == [prediction.probability for prediction in result.predictions]
     assert (first["model"], first["digest"], first["width"], first["height"]) == ("tiny", digest, 16, 12)
 
 
-def test_a_second_run_does_only_what_is_new(run, photos, tmp_path):
+def test_second_run_explains_only_new_photos(run, photos, tmp_path):
     run(photos)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.jpg")}
-    (photos / "more" / "new.png").write_bytes(encoded(77))
-    done = run(photos)
+    (photos / "more" / "new.png").write_bytes(photo_file(77))
+    result = run(photos)
 
-    assert "8 photos are done (7 by earlier runs)" in done.output
+    assert "8 photos are done (7 by earlier runs)" in result.output
     assert max(Counter(row["image"] for row in rows(tmp_path / "out")).values()) == 1
     assert len(rows(tmp_path / "out")) == 8
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_photo_that_several_paths_name_is_explained_once(run, photos, tmp_path):
-    done = run(photos, photos / "more", photos / "more" / "3.png", photos / "**" / "*.png")
+def test_photo_named_by_several_paths_is_explained_once(run, photos, tmp_path):
+    result = run(photos, photos / "more", photos / "more" / "3.png", photos / "**" / "*.png")
 
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     assert len(rows(tmp_path / "out")) == 7
 
 
-def test_the_jobs_own_pictures_are_no_photos_even_beside_them(run, photos):
+def test_pictures_of_the_job_are_not_explained(run, photos):
     run(photos, out="photos")
     run(photos, out="photos")
     run(photos, out="photos/out")
@@ -169,45 +175,45 @@ def test_the_jobs_own_pictures_are_no_photos_even_beside_them(run, photos):
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("option", "message"),
     [(("--method", "gradcm"), "unknown method"), (("--layer", "x"), "unknown layer"), (("--target", "77"), "77")],
 )
-def test_what_would_be_wrong_with_every_photo_ends_the_job_and_marks_none(wish, words, run, photos, tmp_path):
-    wrong = run(photos, options=("--model", "tiny", *wish))
-    right = run(photos)
+def test_error_of_the_request_ends_the_job_without_results(option, message, run, photos, tmp_path):
+    invalid = run(photos, options=("--model", "tiny", *option))
+    valid = run(photos)
 
-    assert wrong.exit_code != 0
-    assert words in wrong.output
-    assert not list((tmp_path / "out" / "results").glob("*.parquet")) or right.exit_code == 0
-    assert (right.exit_code, right.output.count("7 photos are done.")) == (0, 1), right.output
+    assert invalid.exit_code != 0
+    assert message in invalid.output
+    assert not list((tmp_path / "out" / "results").glob("*.parquet")) or valid.exit_code == 0
+    assert (valid.exit_code, valid.output.count("7 photos are done.")) == (0, 1), valid.output
 
 
-def test_a_target_that_one_photo_does_not_have_is_that_photos_error():
-    own = [
+def test_errors_of_photos_requests_and_servers_are_distinguished():
+    photo_errors = [
         camserve.FailedPrecondition("no dog here", fields={"targets": ""}),
         camserve.InvalidArgument("too large", fields={"image": ""}),
         camserve.InvalidArgument("outside", fields={"targets[0].detection.box": ""}),
         camserve.InvalidArgument("pictures too large", fields={"rendering.max_side": ""}),
         camserve.ResourceExhausted("the message is larger than max_message_mib: 99 bytes"),
     ]
-    servers = [
+    server_errors = [
         kind("x")
         for kind in (camserve.Unavailable, camserve.Internal, camserve.DeadlineExceeded, camserve.ResourceExhausted)
     ]
-    questions = [
+    request_errors = [
         camserve.FailedPrecondition("a layer that cannot be explained"),
         camserve.InvalidArgument("no such class", fields={"targets[0].class_index": ""}),
         camserve.InvalidArgument("opacity", fields={"image": "", "rendering.alpha": ""}),
         *(kind("x") for kind in (camserve.NotFound, camserve.Unauthenticated, camserve.PermissionDenied)),
     ]
 
-    assert all(map(job._is_photo_error, own))
-    assert not any(map(job._is_photo_error, [*servers, *questions]))
-    assert all(map(job._is_request_error, questions))
-    assert not any(map(job._is_request_error, [*servers, *own]))
+    assert all(map(job._is_photo_error, photo_errors))
+    assert not any(map(job._is_photo_error, [*server_errors, *request_errors]))
+    assert all(map(job._is_request_error, request_errors))
+    assert not any(map(job._is_request_error, [*server_errors, *photo_errors]))
 
 
-QUESTION = dataset.JobSpec({"heatmap": False}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
+SPEC = dataset.JobSpec({"heatmap": False}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
 
 
 class Photos(list):
@@ -218,76 +224,80 @@ class Photos(list):
 
 
 class Client:
-    """Fails as it is told, by the photo's byte; says how many it was asked about together."""
+    """Client that returns a given error for each photo's byte.
+
+    Attributes:
+        calls: the byte of each photo, and the number of photos in flight with it.
+    """
 
     def __init__(self, **errors):
-        self.errors, self.asked = errors, []
+        self.errors, self.calls = errors, []
 
     def model(self, _name):
         return type("Model", (), {"digest": ""})
 
     def explain_many(self, images, *, in_flight, **_options):
         for image in images:
-            self.asked.append((image.decode(), in_flight))
+            self.calls.append((image.decode(), in_flight))
             yield self.errors.get(image.decode(), camserve.InvalidArgument("none", fields={"image": "none"}))
 
 
 def test_photo_that_fails_the_server_is_retried_alone_then_left_for_the_next_run(tmp_path):
     store, photos = dataset.Store(str(tmp_path)), Photos(["a1", "x1", "b1", "y1", "c1"])
     failing = Client(x=camserve.Unavailable("gone"), y=camserve.Internal("a fault"))
-    first = dataset.run(failing, photos, store, QUESTION)
+    first = dataset.run(failing, photos, store, SPEC)
     again = Client(y=camserve.Internal("a fault"))
-    second = dataset.run(again, photos, store, QUESTION)
+    second = dataset.run(again, photos, store, SPEC)
 
     assert (first.failed, first.left, first.why) == (3, 2, "a fault")
-    assert failing.asked[5:] == [("x", 1), ("y", 1)]
+    assert failing.calls[5:] == [("x", 1), ("y", 1)]
     assert (second.before, second.failed, second.left) == (3, 1, 1)
     assert Counter(row["image"] for row in rows(tmp_path)) == dict.fromkeys(["a1", "b1", "c1", "x1"], 1)
 
 
 def test_job_ends_if_every_photo_fails_and_continues_if_every_other_fails(tmp_path):
     many = Photos(f"{'xa'[n % 2]}{n}" for n in range(8 * job.RETRY_AFTER))
-    wrong = {kind: Client(x=kind("no"), a=kind("no")) for kind in (camserve.Unavailable, camserve.Internal)}
+    clients = {kind: Client(x=kind("no"), a=kind("no")) for kind in (camserve.Unavailable, camserve.Internal)}
 
     with pytest.raises(camserve.Unavailable):
-        dataset.run(wrong[camserve.Unavailable], many, dataset.Store(str(tmp_path / "gone")), QUESTION)
-    assert len(wrong[camserve.Unavailable].asked) < 3 * job.RETRY_AFTER
+        dataset.run(clients[camserve.Unavailable], many, dataset.Store(str(tmp_path / "gone")), SPEC)
+    assert len(clients[camserve.Unavailable].calls) < 3 * job.RETRY_AFTER
     assert not (tmp_path / "gone" / "results").exists()
-    faulty = dataset.run(wrong[camserve.Internal], many, dataset.Store(str(tmp_path / "faulty")), QUESTION)
+    faulty = dataset.run(clients[camserve.Internal], many, dataset.Store(str(tmp_path / "faulty")), SPEC)
     assert (faulty.total, faulty.left) == (0, len(many))
-    other = dataset.run(Client(x=camserve.Unavailable("no")), many, dataset.Store(str(tmp_path / "other")), QUESTION)
+    other = dataset.run(Client(x=camserve.Unavailable("no")), many, dataset.Store(str(tmp_path / "other")), SPEC)
     assert (other.total, other.left) == (len(many) // 2, len(many) // 2)
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_photo_that_kills_its_engine_is_left_and_its_neighbours_are_done(address, tmp_path):
-    """By a server whose engine is a process: the batch that it is in is lost with it, whoever else is in there."""
-    del address  # which has the models' folder in the path
+def test_photo_that_kills_its_worker_is_left_and_others_are_done(address, tmp_path):
+    """The server's worker is a process: when the photo ends it, its whole batch is lost and retried."""
+    del address  # puts the folder of the models on the path
     (tmp_path / "photos").mkdir()
     for number in range(6):
         colour = (255, 255, 255) if number == 2 else (number, 0, 0)
         Image.new("RGB", (16, 12), colour).save(tmp_path / "photos" / f"{number}.png")
     store, photos = dataset.Store(str(tmp_path / "out")), dataset.Photos([str(tmp_path / "photos")])
     settings = {"models": ("dataset_nets:fatal?size=32",), "device": "cpu", "threads": 1, "isolation": "process"}
-    with serving(**settings) as one, camserve.Client(one.address, retries=1) as client:
-        tally = dataset.run(client, photos, store, QUESTION)
+    with serving(**settings) as server, camserve.Client(server.address, retries=1) as client:
+        tally = dataset.run(client, photos, store, SPEC)
 
     assert (tally.explained, tally.failed, tally.left) == (5, 0, 1), tally
     assert {Path(row["image"]).name for row in rows(tmp_path / "out")} == {f"{n}.png" for n in (0, 1, 3, 4, 5)}
 
 
-def test_what_is_left_is_said_and_the_exit_code_says_so_too(run, photos, monkeypatch):
+def test_remaining_photos_are_reported_with_exit_code_1(run, photos, monkeypatch):
     monkeypatch.setattr(job, "_is_photo_error", lambda _error: False)
     monkeypatch.setattr(job, "_is_request_error", lambda _error: False)
-    done = run(photos)
+    result = run(photos)
 
-    assert done.exit_code == 1
-    assert "5 photos are done" in done.output
-    assert "2 photos are left for the next run. The last error: " in done.output
+    assert result.exit_code == 1
+    assert "5 photos are done" in result.output
+    assert "2 photos are left for the next run. The last error: " in result.output
 
 
-def test_photos_of_many_small_tables_come_out_under_their_own_names(tmp_path):
-    """While other threads read photos, the next tables are listed."""
+def test_photos_of_many_small_tables_keep_their_keys(tmp_path):
+    """The next tables are listed while other threads read photos."""
     for table in range(60):
         cells = [f"{table}#{row}".encode() for row in range(3)]
         pq.write_table(pa.table({"image": cells}), tmp_path / f"{table}.parquet")
@@ -299,14 +309,14 @@ def test_photos_of_many_small_tables_come_out_under_their_own_names(tmp_path):
     assert len(read) == 180
 
 
-def test_a_table_in_an_object_store_names_photos_there(tmp_path):
-    """Beside it, above it, from the store's root, or anywhere by a URI."""
+def test_table_in_an_object_store_refers_to_photos_there(tmp_path):
+    """Paths may be relative, above the table, absolute in its store, or URIs."""
     fsspec = pytest.importorskip("fsspec")
     (tmp_path / "4").write_bytes(b"\xff\xd8\xff4")
     names = ["1.png", "../2.png", "/elsewhere/3.png", f"file://{tmp_path}/4"]
-    for place, path in enumerate(("set/deep/1.png", "set/2.png", "elsewhere/3.png"), 1):
+    for number, path in enumerate(("set/deep/1.png", "set/2.png", "elsewhere/3.png"), 1):
         with fsspec.open(f"memory://{path}", "wb") as file:
-            file.write(b"\xff\xd8\xff%d" % place)
+            file.write(b"\xff\xd8\xff%d" % number)
     with fsspec.open("memory://set/deep/table.parquet", "wb") as file:
         pq.write_table(pa.table({"image": names}), file)
     photos = dataset.Photos(["memory://set/deep/table.parquet"], allow_outside=True)
@@ -328,40 +338,40 @@ def test_a_table_in_an_object_store_names_photos_there(tmp_path):
         ("/set/t.parquet", "/other/1.png", "/other/1.png"),
     ],
 )
-def test_a_path_in_a_table_stays_in_the_tables_store(table, path, key):
+def test_path_in_a_table_is_resolved_in_its_store(table, path, key):
     assert dataset.photos._resolve(table, path) == key
 
 
-def test_two_buckets_are_two_file_systems(monkeypatch):
+def test_each_bucket_has_its_own_file_system(monkeypatch):
     monkeypatch.setattr(dataset.photos, "filesystem", lambda uri: (uri[:7], uri[5:]))
     photos = dataset.Photos(["s3://a/x", "s3://b/y"])
 
     assert [photos._file_system(f"s3://{bucket}/z.png") for bucket in "abc"] == ["s3://a/", "s3://b/", "s3://c/"]
 
 
-def test_a_store_that_fails_says_nothing_of_the_photo(monkeypatch, tmp_path):
-    photos, found = dataset.Photos([str(tmp_path)]), {}
+def test_failure_of_a_store_is_not_an_error_of_the_photo(monkeypatch, tmp_path):
+    photos, outcomes = dataset.Photos([str(tmp_path)]), {}
     for error in (OSError("timeout"), FileNotFoundError("none")):
         store = Mock(**{"open_input_stream.side_effect": error})
         monkeypatch.setattr(photos, "_file_system", Mock(return_value=store))
         with pytest.raises(camserve.CamserveError) as raised:
             photos.read("s3://b/1.png")
-        found[type(error)] = job._is_photo_error(raised.value)
+        outcomes[type(error)] = job._is_photo_error(raised.value)
 
-    assert found == {OSError: False, FileNotFoundError: True}
+    assert outcomes == {OSError: False, FileNotFoundError: True}
 
 
-def test_a_long_name_in_any_script_is_a_photo_as_others(run, tmp_path):
+def test_photo_with_a_long_unicode_name_is_explained(run, tmp_path):
     (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / f"{'🐈' * 62}.png").write_bytes(encoded())
-    done = run(tmp_path / "photos", options=("--model", "tiny", "--heatmaps", "--receipts"))
+    (tmp_path / "photos" / f"{'🐈' * 62}.png").write_bytes(photo_file())
+    result = run(tmp_path / "photos", options=("--model", "tiny", "--heatmaps", "--receipts"))
 
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     assert [row["error"] for row in rows(tmp_path / "out")] == [None]
 
 
 @pytest.mark.parametrize("options", [(), ("--resume",)])
-def test_a_uri_to_write_to_is_refused_in_words(options, photos, tmp_path, monkeypatch):
+def test_output_to_a_uri_is_refused(options, photos, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused = CliRunner().invoke(main, ["explain", str(photos), "-o", "s3://bucket/why", *options])
 
@@ -370,7 +380,7 @@ def test_a_uri_to_write_to_is_refused_in_words(options, photos, tmp_path, monkey
     assert not (tmp_path / "s3:").exists()
 
 
-def test_a_job_goes_on_only_with_the_same_words(run, photos, tmp_path):
+def test_job_is_resumed_only_with_the_same_options(run, photos, tmp_path):
     run(photos)
     refused = run(photos, options=("--model", "tiny", "--method", "layercam", "--alpha", "0.3"))
     (tmp_path / "out" / "job.json").write_text("[")
@@ -381,7 +391,7 @@ def test_a_job_goes_on_only_with_the_same_words(run, photos, tmp_path):
     assert "is not a job" in broken.output
 
 
-def test_two_runs_in_one_folder_would_do_photos_twice_so_the_second_is_refused(run, photos, tmp_path):
+def test_second_concurrent_run_in_one_folder_is_refused(run, photos, tmp_path):
     with dataset.locked(tmp_path / "out"):
         refused = run(photos)
 
@@ -389,7 +399,7 @@ def test_two_runs_in_one_folder_would_do_photos_twice_so_the_second_is_refused(r
     assert "another run uses" in refused.output
 
 
-def test_a_part_that_is_broken_is_named(run, photos, tmp_path):
+def test_error_names_a_corrupt_part(run, photos, tmp_path):
     run(photos)
     part = min((tmp_path / "out" / "results").glob("*.parquet"))
     part.write_bytes(b"PAR1")
@@ -400,27 +410,27 @@ def test_a_part_that_is_broken_is_named(run, photos, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "hugging face", "paths"])
-def test_photos_come_out_of_a_parquet_file(kind, run, photos, tmp_path):
-    """Bytes, a struct with bytes as Hugging Face's datasets write it, or paths beside the file."""
-    files = [encoded(n) for n in range(40)]
+def test_photos_are_read_from_a_parquet_file(kind, run, photos, tmp_path):
+    """Photos may be bytes, structs with bytes as Hugging Face's datasets write them, or paths."""
+    files = [photo_file(n) for n in range(40)]
     if kind == "paths":
         cells = pa.array([f"more/{n}.png" for n in (3, 4)])
     else:
-        cells = pa.array(files if kind == "bytes" else [{"bytes": each, "path": None} for each in files])
+        cells = pa.array(files if kind == "bytes" else [{"bytes": data, "path": None} for data in files])
     columns = {"caption": pa.array(["x"] * len(cells)), "image": cells}
     pq.write_table(pa.table(columns), photos / "set.parquet", row_group_size=7)
-    done = run(photos / "set.parquet")
+    result = run(photos / "set.parquet")
 
-    assert done.exit_code == 0, done.output
-    found = {row["image"]: row for row in rows(tmp_path / "out")}
+    assert result.exit_code == 0, result.output
+    by_key = {row["image"]: row for row in rows(tmp_path / "out")}
     if kind == "paths":
-        assert set(found) == {str(photos / "more" / "3.png"), str(photos / "more" / "4.png")}
+        assert set(by_key) == {str(photos / "more" / "3.png"), str(photos / "more" / "4.png")}
     else:
-        assert set(found) == {f"{photos}/set.parquet#{n}" for n in range(40)}
-    assert not any(row["error"] for row in found.values())
+        assert set(by_key) == {f"{photos}/set.parquet#{n}" for n in range(40)}
+    assert not any(row["error"] for row in by_key.values())
 
 
-def test_a_column_that_is_not_there_is_told_with_those_that_are(run, tmp_path):
+def test_error_for_a_missing_column_lists_candidates(run, tmp_path):
     pq.write_table(pa.table({"a": [b""], "b": [b""], "n": [1]}), tmp_path / "set.parquet")
 
     assert (
@@ -431,15 +441,15 @@ def test_a_column_that_is_not_there_is_told_with_those_that_are(run, tmp_path):
     assert run(tmp_path / "set.parquet", options=("--column", "b")).exit_code == 0
 
 
-def test_photos_come_out_of_an_object_store(run, photos, tmp_path):
-    """By a URI; here one of Arrow's own, and one of fsspec's."""
+def test_photos_are_read_from_an_object_store(run, photos, tmp_path):
+    """A URI of Arrow's own file systems and one of fsspec's."""
     for path in photos.rglob("*.png"):
         fsspec = pytest.importorskip("fsspec")
         with fsspec.open(f"memory://bucket/{path.relative_to(photos)}", "wb") as file:
             file.write(path.read_bytes())
     for out, uri in (("a", photos.as_uri()), ("b", "memory://bucket")):
-        done = run(uri, out=out)
-        assert done.exit_code == 0, done.output
+        result = run(uri, out=out)
+        assert result.exit_code == 0, result.output
         keys = {row["image"] for row in rows(tmp_path / out) if not row["error"]}
         names = {"0.png", "1.png", "2.png", "more/3.png", "more/4.png"}
         assert {key.partition("photos/" if out == "a" else "bucket/")[2] for key in keys} == names
@@ -447,17 +457,17 @@ def test_photos_come_out_of_an_object_store(run, photos, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
-def test_a_name_that_is_no_text_is_explained_once_too(run, photos, tmp_path):
-    Path(os.fsdecode(os.fsencode(photos) + b"/\xff.png")).write_bytes(encoded())
+def test_photo_with_a_name_that_is_not_utf_8_is_explained_once(run, photos, tmp_path):
+    Path(os.fsdecode(os.fsencode(photos) + b"/\xff.png")).write_bytes(photo_file())
     run(photos)
-    done = run(photos)
+    result = run(photos)
 
-    assert "8 photos are done (8 by earlier runs)" in done.output
+    assert "8 photos are done (8 by earlier runs)" in result.output
     (row,) = (row for row in rows(tmp_path / "out") if r"\udcff.png" in row["image"])
     assert row["error"] is None
 
 
-def test_without_arrow_the_extra_is_named(run, photos, monkeypatch):
+def test_error_without_arrow_names_the_extra(run, photos, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.fs", None)
 
     assert 'pip install "camserve[data]"' in run(photos).output
@@ -467,7 +477,7 @@ def test_killed_and_resumed_job_has_each_of_500_photos_once(address, photos, tmp
     for path in photos.rglob("*.*"):
         path.unlink()
     for number in range(500):
-        (photos / f"{number}.png").write_bytes(encoded(number))
+        (photos / f"{number}.png").write_bytes(photo_file(number))
     out, program = tmp_path / "out", Path(sys.executable).with_name("camserve")
     command = [program, "explain", photos, "-o", out, "--resume", "--model", "slow", "--server", address]
 
@@ -483,20 +493,20 @@ def test_killed_and_resumed_job_has_each_of_500_photos_once(address, photos, tmp
     assert 0 < half < 500
     assert f"500 photos are done ({half} by earlier runs)" in ended.stdout
     assert Counter(row["image"] for row in rows(out)) == dict.fromkeys((f"{photos}/{n}.png" for n in range(500)), 1)
-    assert {row["overlay"] for row in rows(out)} == {str(each.relative_to(out)) for each in out.rglob("*.jpg")}
-    assert not [path for path in out.rglob(".*") if path.name != ".lock"]  # nothing half written stays
+    assert {row["overlay"] for row in rows(out)} == {str(path.relative_to(out)) for path in out.rglob("*.jpg")}
+    assert not [path for path in out.rglob(".*") if path.name != ".lock"]  # no temporary files remain
 
 
 class Cut(BaseException):
-    """What ends a process at any moment."""
+    """Planted interruption of a job, which no handler of Exception catches."""
 
 
 @pytest.mark.parametrize("at", range(12))
-def test_wherever_a_job_is_cut_off_the_next_run_completes_it(at, address, photos, tmp_path, monkeypatch):
-    """Whichever of its writes is the last that is done, half of the next one lying about."""
+def test_next_run_completes_a_job_interrupted_at_any_write(at, address, photos, tmp_path, monkeypatch):
+    """The job is interrupted before each of its first twelve renames of a temporary file."""
     store, count, turn = dataset.Store(str(tmp_path / "out")), 0, threading.Lock()
     monkeypatch.setattr(job, "MAX_PART_PHOTOS", 2)
-    whole = os.replace
+    replace = os.replace
 
     def cut(path, to):
         nonlocal count
@@ -504,21 +514,21 @@ def test_wherever_a_job_is_cut_off_the_next_run_completes_it(at, address, photos
             count += 1
             if count > at:
                 raise Cut
-        whole(path, to)
+        replace(path, to)
 
-    wanted = dataset.Outputs("jpeg", heatmaps=False, receipts=False)
-    question = dataset.JobSpec({"model": "tiny", "heatmap": False}, wanted)
+    outputs = dataset.Outputs("jpeg", heatmaps=False, receipts=False)
+    spec = dataset.JobSpec({"model": "tiny", "heatmap": False}, outputs)
 
-    def go(client):
-        dataset.open_job(store, question, client.model("tiny"))
-        return dataset.run(client, dataset.Photos([str(photos)]), store, question)
+    def run_job(client):
+        dataset.open_job(store, spec, client.model("tiny"))
+        return dataset.run(client, dataset.Photos([str(photos)]), store, spec)
 
     with camserve.Client(address) as client:
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", cut)
             with contextlib.suppress(Cut):
-                go(client)
-        tally = go(client)
+                run_job(client)
+        tally = run_job(client)
 
     assert tally.total == 7
     assert Counter(row["image"] for row in rows(tmp_path / "out")).most_common(1)[0][1] == 1
@@ -526,8 +536,8 @@ def test_wherever_a_job_is_cut_off_the_next_run_completes_it(at, address, photos
     assert json.loads((tmp_path / "out" / "job.json").read_text())["model"] == "tiny"
 
 
-def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
-    """A client that takes one photo after another finds only some more read, and only some answers unwritten."""
+def test_job_reads_only_a_few_photos_ahead(tmp_path):
+    """The job reads only a few photos ahead of the answers that it has written."""
     read = answered = most = 0
 
     class Photos:
@@ -546,10 +556,10 @@ def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
                 answered += 1
                 yield camserve.InvalidArgument("no", fields={"image": "no"})
 
-    question = dataset.JobSpec({}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
+    spec = dataset.JobSpec({}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
     keys = (str(n) for n in range(3000))
     done = 0
-    for _ in dataset.explain(Client(), Photos(), keys, dataset.Store(str(tmp_path)), question):
+    for _ in dataset.explain(Client(), Photos(), keys, dataset.Store(str(tmp_path)), spec):
         done += 1
         most = max(most, read - done)
 
@@ -557,7 +567,7 @@ def test_a_job_holds_a_few_photos_at_a_time_however_many_there_are(tmp_path):
     assert most <= 3 * job.THREADS
 
 
-def test_what_is_known_of_a_photo_that_is_done_is_16_bytes(monkeypatch):
+def test_a_finished_photo_takes_16_bytes_of_memory(monkeypatch):
     seen = job.KeySet()
     monkeypatch.setattr(job, "MERGE_SIZE", 1000)
 
@@ -569,18 +579,18 @@ def test_what_is_known_of_a_photo_that_is_done_is_16_bytes(monkeypatch):
 PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text(encoding="utf-8")
 
 
-def test_the_pages_python_works_when_pasted(address, photos, tmp_path, monkeypatch, capsys):
+def test_python_of_the_page_runs_as_printed(address, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
-    exec(code.replace("localhost:50051", address), {})  # noqa: S102 -- that is the promise
+    exec(code.replace("localhost:50051", address), {})  # noqa: S102 -- the page's own code
 
     assert capsys.readouterr().out == "5 2 0\n"
     assert len(rows(tmp_path / "out")) == len(list(photos.rglob("*.[pj]*g")))
 
 
-def test_the_page_names_every_column():
+def test_page_lists_every_column():
     table = PAGE.partition("| column | |\n")[2].partition("\n\n")[0]
-    named = [name.strip("` ") for line in table.splitlines() for name in line.split("|")[1].split(",")]
+    documented = [name.strip("` ") for line in table.splitlines() for name in line.split("|")[1].split(",")]
 
-    assert [name for name in named if name != "---"] == dataset.schema().names
+    assert [name for name in documented if name != "---"] == dataset.schema().names

@@ -1,4 +1,4 @@
-"""Explanations in the caller's own process: no server, no socket, and a network that stays as it was."""
+"""`Explainer`: explanations in the caller's process, without a socket and without changes of the network."""
 
 import copy
 import gc
@@ -40,8 +40,8 @@ def photo():
 
 
 def normalised(photo):
-    """The input [3,H,W] of a photo of the network's own size."""
-    mean, std = (torch.tensor(one)[:, None, None] for one in (IMAGENET_MEAN, IMAGENET_STD))
+    """Return the input [3,H,W] of a photo that has the network's input size."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
     return (torch.from_numpy(photo.copy()).permute(2, 0, 1) / 255 - mean) / std
 
 
@@ -50,25 +50,25 @@ def heatmap(explainer, image, **options):
     return explanation.heatmap
 
 
-# --- the answer ---
+# --- results ---
 
 
-def test_map_is_autograds_and_the_servers_bit_for_bit(network, photo):
+def test_map_equals_the_servers_bit_for_bit_and_autograds(network, photo):
     pixels = torch.from_numpy(photo.copy()).permute(2, 0, 1)
     with Explainer(network, **WHOLE) as explainer:
-        mine = heatmap(explainer, photo)
+        result_map = heatmap(explainer, photo)
     source = Source(network, Preprocess((64, 64), (64, 64), "bilinear", IMAGENET_MEAN, IMAGENET_STD), LABELS)
     with (
-        camserve_server.running(models={"mine": source}, threads=torch.get_num_threads()) as address,
+        camserve_server.running(models={"custom": source}, threads=torch.get_num_threads()) as address,
         camserve.Client(address) as client,
     ):
         served = heatmap(client, photo)
 
-    assert np.array_equal(mine, served)
-    assert error_ratio(mine, gradcam(network, pixels.float()), gradcam(network.double(), pixels.double())) <= 1
+    assert np.array_equal(result_map, served)
+    assert error_ratio(result_map, gradcam(network, pixels.float()), gradcam(network.double(), pixels.double())) <= 1
 
 
-def test_network_is_left_as_it_was_and_can_be_trained_on(network, photo):
+def test_network_is_unchanged_and_can_be_trained_on(network, photo):
     calls = []
     network.fc.register_forward_hook(lambda *_: calls.append(1))
     before, random = state_of(network), torch.get_rng_state()
@@ -78,7 +78,7 @@ def test_network_is_left_as_it_was_and_can_be_trained_on(network, photo):
         explainer.evaluate(photo, methods="gradcam", metrics="randomisation")
     after = changes(before, state_of(network))
     same_chance = torch.equal(random, torch.get_rng_state())
-    optimizer = torch.optim.SGD([one for one in network.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([parameter for parameter in network.parameters() if parameter.requires_grad], lr=0.1)
     network(torch.randn(2, 3, 64, 64)).sum().backward()
     optimizer.step()
 
@@ -91,8 +91,8 @@ def test_refresh_explains_the_weights_of_the_next_training_step(network, photo):
     with Explainer(network, **WHOLE) as explainer:
         first = heatmap(explainer, photo)
         with torch.no_grad():
-            for one in network.parameters():
-                one.add_(0.01 * torch.randn(one.shape, generator=torch.Generator().manual_seed(1)))
+            for parameter in network.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         explainer.refresh()
         second, (model,) = heatmap(explainer, photo), explainer.models()
     with Explainer(copy.deepcopy(network), **WHOLE) as explainer:
@@ -103,17 +103,17 @@ def test_refresh_explains_the_weights_of_the_next_training_step(network, photo):
     assert model.version == 2
 
 
-def test_parameters_that_nothing_is_folded_into_are_shared(network):
+def test_unfolded_parameters_are_shared(network):
     with Explainer(network, **WHOLE) as explainer:
         (engine,) = explainer._service._pipeline.repository._pool._workers
         (model,) = engine._models.values()
-        ours = {name: one.data_ptr() for name, one in model.module.named_parameters()}
+        addresses = {name: parameter.data_ptr() for name, parameter in model.module.named_parameters()}
 
-    assert ours == {name: one.data_ptr() for name, one in network.named_parameters()}
+    assert addresses == {name: parameter.data_ptr() for name, parameter in network.named_parameters()}
 
 
 class Uncopyable(nn.Module):
-    """A network that cannot be copied, since it holds a lock."""
+    """Network that cannot be copied because it has a lock."""
 
     def __init__(self, network):
         super().__init__()
@@ -124,17 +124,17 @@ class Uncopyable(nn.Module):
         return self.network(images)
 
 
-def test_network_that_cannot_be_copied_is_run_itself_and_put_back(network, photo):
+def test_network_that_cannot_be_copied_is_run_itself_and_restored(network, photo):
     single = Uncopyable(network)
     before = state_of(single)
     pixels = torch.from_numpy(photo.copy()).permute(2, 0, 1)
     with Explainer(single, **WHOLE) as explainer:
         loaded = changes(before, state_of(single))
-        mine = heatmap(explainer, photo, layers="network.layer4")
+        result_map = heatmap(explainer, photo, layers="network.layer4")
 
     assert (loaded, changes(before, state_of(single))) == ([], [])
     assert set(single.modes) == {(False, False, False)}
-    assert error_ratio(mine, gradcam(network, pixels.float()), gradcam(network.double(), pixels.double())) <= 1
+    assert error_ratio(result_map, gradcam(network, pixels.float()), gradcam(network.double(), pixels.double())) <= 1
 
 
 def test_network_in_half_precision_is_explained_in_float32(network, photo):
@@ -142,10 +142,10 @@ def test_network_in_half_precision_is_explained_in_float32(network, photo):
     pixels = torch.from_numpy(photo.copy()).permute(2, 0, 1)
     rounded = copy.deepcopy(half).float()
     with Explainer(half, **WHOLE) as explainer:
-        mine = heatmap(explainer, photo)
+        result_map = heatmap(explainer, photo)
 
     assert next(half.parameters()).dtype == torch.bfloat16
-    assert error_ratio(mine, gradcam(rounded, pixels.float()), gradcam(rounded.double(), pixels.double())) <= 1
+    assert error_ratio(result_map, gradcam(rounded, pixels.float()), gradcam(rounded.double(), pixels.double())) <= 1
 
 
 def test_garbage_collected_explainer_frees_its_network(network):
@@ -169,8 +169,8 @@ def test_preprocessed_tensor_gives_the_map_of_its_photo(network, photo):
         shown = np.asarray(Image.open(io.BytesIO(explainer.file_of(normalised(photo)))))
         tiles = explainer.features(normalised(photo)).picture
 
-    for one in (of_tensor, of_batch, of_array):
-        assert np.abs(one - of_photo).max() <= 1e-5 * np.abs(of_photo).max()
+    for other in (of_tensor, of_batch, of_array):
+        assert np.abs(other - of_photo).max() <= 1e-5 * np.abs(of_photo).max()
     assert (result.photo.width, result.photo.height, result.photo.seen) == (64, 64, camserve.Box(0, 0, 64, 64))
     assert np.array_equal(shown, photo)
     assert tiles.width > 64
@@ -179,31 +179,31 @@ def test_preprocessed_tensor_gives_the_map_of_its_photo(network, photo):
 def test_photos_and_tensors_share_batches(network, photo):
     images = [photo, normalised(photo)] * 4
     with Explainer(network, **WHOLE) as explainer:
-        alone = [heatmap(explainer, one) for one in images]
-        many = [one.explanations[0].heatmap for one in explainer.explain_many(images, targets=3, overlay=None)]
+        alone = [heatmap(explainer, image) for image in images]
+        many = [result.explanations[0].heatmap for result in explainer.explain_many(images, targets=3, overlay=None)]
 
-    for mine, expected in zip(many, alone, strict=True):
-        assert np.abs(mine - expected).max() <= 1e-5 * np.abs(expected).max()
+    for result_map, expected in zip(many, alone, strict=True):
+        assert np.abs(result_map - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_transform_makes_the_input_of_a_pil_image(network):
     preset = ResNet18_Weights.IMAGENET1K_V1.transforms(crop_size=64, resize_size=73)
-    given = []
+    inputs = []
 
     def transform(image):
-        given.append(image)
+        inputs.append(image)
         return preset(image)
 
     with Explainer(network, transform=transform, crop=64 / 73) as explainer, Image.open(PHOTOS["chelsea"]) as cat:
-        mine, result = heatmap(explainer, cat), explainer.explain(cat)
+        result_map, result = heatmap(explainer, cat), explainer.explain(cat)
         expected = heatmap(explainer, preset(cat))
     with Explainer(network, size=64, crop=64 / 73) as explainer:
         usual = explainer.explain(PHOTOS["chelsea"])
 
-    assert all(isinstance(one, Image.Image) for one in given)
-    assert np.array_equal(mine, expected)
+    assert all(isinstance(image, Image.Image) for image in inputs)
+    assert np.array_equal(result_map, expected)
     assert result.photo == usual.photo  # the part of the photo on which the map is drawn
-    assert len(given) == 3  # of them one is the trial
+    assert len(inputs) == 3  # the first is the trial of the constructor
 
 
 def test_transform_makes_the_input_of_an_array_if_it_takes_no_pil_image(network, photo):
@@ -211,10 +211,10 @@ def test_transform_makes_the_input_of_an_array_if_it_takes_no_pil_image(network,
         return normalised(np.ascontiguousarray(array[:64, :64]))  # a PIL image has no such slices
 
     with Explainer(network, transform=transform) as explainer:
-        mine, expected = heatmap(explainer, photo), heatmap(explainer, normalised(photo))
+        result_map, expected = heatmap(explainer, photo), heatmap(explainer, normalised(photo))
         assert explainer.explain(photo).photo.seen == camserve.Box(0, 0, 64, 64)
 
-    assert np.array_equal(mine, expected)
+    assert np.array_equal(result_map, expected)
 
 
 def test_transform_that_fails_later_fails_that_call_only(network, photo):
@@ -232,7 +232,7 @@ def test_transform_that_fails_later_fails_that_call_only(network, photo):
 
 
 def test_output_picks_the_logits_of_what_the_network_returns(network, photo):
-    class Wordy(nn.Module):
+    class Nested(nn.Module):
         def __init__(self):
             super().__init__()
             self.network = network
@@ -240,17 +240,17 @@ def test_output_picks_the_logits_of_what_the_network_returns(network, photo):
         def forward(self, images):
             return {"features": images.mean(), "prediction": {"scores": self.network(images)}}
 
-    wordy = Wordy()
-    with Explainer(wordy, output=lambda said: said["prediction"]["scores"], **WHOLE) as explainer:
-        mine = heatmap(explainer, photo, layers="network.layer4")
+    nested = Nested()
+    with Explainer(nested, output=lambda outputs: outputs["prediction"]["scores"], **WHOLE) as explainer:
+        result_map = heatmap(explainer, photo, layers="network.layer4")
     with Explainer(network, **WHOLE) as explainer:
         expected = heatmap(explainer, photo)
 
-    assert np.array_equal(mine, expected)
-    assert type(wordy) is Wordy
+    assert np.array_equal(result_map, expected)
+    assert type(nested) is Nested
 
 
-# --- what a client can do ---
+# --- methods of a client ---
 
 
 def test_explainer_does_what_a_client_does(network, photo):
@@ -262,7 +262,7 @@ def test_explainer_does_what_a_client_does(network, photo):
         errors = list(explainer.explain_many([photo, b"rubbish"], on_error="return"))
         receipt = explainer.explain(normalised(photo)).explanations[0].receipt
         replayed = explainer.replay(receipt, normalised(photo))
-        names = [one.name for one in explainer.methods()], [one.name for one in explainer.layers()]
+        names = [method.name for method in explainer.methods()], [layer.name for layer in explainer.layers()]
         inspected = explainer.inspect(photo)
 
     assert progress[-1] == (201, 201)
@@ -274,7 +274,7 @@ def test_explainer_does_what_a_client_does(network, photo):
     assert len(inspected.layers) == len(names[1])
 
 
-def test_errors_are_the_clients(network, photo):
+def test_explainer_raises_the_clients_errors(network, photo):
     with Explainer(network, **WHOLE) as explainer:
         with pytest.raises(camserve.NotFound, match=r'unknown layer "layer5".*did you mean "layer') as missing:
             explainer.explain(photo, layers="layer5")
@@ -302,7 +302,7 @@ def test_model_spec_is_explained_without_a_network(photo):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"labels": ["a", "b"]}, "2 labels for 5 classes"),
         ({"sise": 64}, 'unknown option "sise" \\(did you mean "size"\\?\\)'),
@@ -312,12 +312,12 @@ def test_model_spec_is_explained_without_a_network(photo):
         ({"mean": (0.5,)}, "mean=\\(0.5,\\): expected three numbers"),
         ({"transform": lambda _: 3}, "the transform fails with a PIL image \\(ValueError: .* is not an input"),
         ({"transform": lambda _: torch.zeros(3, 8, 8), "size": 64}, "makes inputs of 8 by 8 pixels, and size=64"),
-        ({"output": lambda said: said.nothing}, "nothing"),
+        ({"output": lambda outputs: outputs.nothing}, "nothing"),
         ({"settings": {"isolation": "process"}}, "can only be served in this process"),
     ],
 )
-def test_network_with_an_invalid_description_is_refused(network, options, words):
-    with pytest.raises(ConfigError, match=words):
+def test_network_with_an_invalid_description_is_refused(network, options, message):
+    with pytest.raises(ConfigError, match=message):
         Explainer(network, **options)
 
 
@@ -333,18 +333,18 @@ def test_spec_with_network_options_and_non_networks_are_refused():
 ALONE = """
 import os, signal, sys
 
-seen = []
-WATCHED = ("socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
-import numpy as np, torch, torchvision, timm, grpc, camserve  # with what they start as they are imported
+events = []
+RECORDED = ("socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
+import numpy as np, torch, torchvision, timm, grpc, camserve  # with the processes of their imports
 {gone}
-sys.addaudithook(lambda event, _args: seen.append(event) if event in WATCHED else None)
+sys.addaudithook(lambda event, _args: events.append(event) if event in RECORDED else None)
 from camserve_server import Explainer
 
 network = torchvision.models.resnet18(num_classes=5)
 with Explainer(network, size=64) as explainer:
     result = explainer.explain(np.zeros((64, 64, 3), np.uint8), methods=["gradcam"])
     list(explainer.explain_many([torch.zeros(3, 64, 64)] * 3))
-print(result.explanations[0].heatmap.shape, seen)
+print(result.explanations[0].heatmap.shape, events)
 """
 WINDOWS = """
 for module in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog"):
@@ -360,7 +360,9 @@ for owner, names in (
 
 @pytest.mark.parametrize("gone", ["", WINDOWS], ids=["this system", "without what Windows lacks"])
 def test_explainer_opens_no_port_and_starts_no_process(gone):
-    done = subprocess.run([sys.executable, "-c", ALONE.format(gone=gone)], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", ALONE.format(gone=gone)], capture_output=True, text=True, check=False
+    )
 
-    assert done.stderr == ""
-    assert done.stdout == "(2, 2) []\n"
+    assert result.stderr == ""
+    assert result.stdout == "(2, 2) []\n"

@@ -15,12 +15,12 @@ MIB = 2**20
 
 
 def resident():
-    """Resident memory of this process, in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 class Peak:
-    """Watches resident memory inside the block."""
+    """Measures the peak of resident memory inside the block."""
 
     def __enter__(self):
         give_back_memory()
@@ -42,20 +42,20 @@ class Peak:
         return self.high - self.start
 
 
-def broken(count):
-    """Photos truncated at random or with bits flipped, empty ones, text, and a bomb."""
+def invalid_photos(count):
+    """Yield photos truncated at random or with flipped bits, an empty one, text, and a bomb."""
     chance = random.Random(11)
     small = Image.open(PHOTOS["chelsea"]).resize((225, 150))
-    sound = []
+    valid = []
     for form in ("JPEG", "PNG", "WEBP", "BMP"):
         packed = io.BytesIO()
         small.save(packed, form)
-        sound.append(packed.getvalue())
+        valid.append(packed.getvalue())
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
     yield from (b"", b"hello, I am a cat", bomb.getvalue())
     for number in range(count - 3):
-        data = bytearray(sound[number % 4])
+        data = bytearray(valid[number % 4])
         if number % 8 < 4:
             del data[chance.randrange(1, len(data)) :]
         else:
@@ -67,14 +67,14 @@ def broken(count):
 @pytest.fixture(scope="module")
 def client():
     small = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
-    with serving(models=(small,), threads=1) as served, camserve.Client(served.address, retries=0) as one:
+    with serving(models=(small,), threads=1) as served, camserve.Client(served.address, retries=0) as client:
         for path in PHOTOS.values():
-            one.explain(path)
-        yield one
+            client.explain(path)
+        yield client
 
 
 def answer(client, data):
-    """Return how a request went."""
+    """Return the status of a request."""
     try:
         client.explain(data)
     except camserve.InvalidArgument:
@@ -82,8 +82,8 @@ def answer(client, data):
     return "OK"
 
 
-def test_300_broken_images_are_answered_or_refused_in_little_memory(client):
-    images = list(broken(300))
+def test_300_invalid_images_are_answered_in_little_memory(client):
+    images = list(invalid_photos(300))
     with Peak() as memory:
         outcomes = [answer(client, data) for data in images]
 
@@ -93,8 +93,8 @@ def test_300_broken_images_are_answered_or_refused_in_little_memory(client):
     assert client.explain(PHOTOS["chelsea"]).explanations[0].verdict in set(camserve.Verdict)
 
 
-def test_the_memory_watch_sees_what_a_bomb_would_take():
-    """The detector above is itself shown a bomb that goes off."""
+def test_memory_of_a_bomb_is_detected():
+    """Control of the check above: as much memory as a bomb would take."""
     with Peak() as memory:
         data = bytearray(200 * MIB)
         data[::4096] = b"x" * len(data[::4096])

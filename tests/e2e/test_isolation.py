@@ -1,4 +1,4 @@
-"""One bad row, through the real engine and the whole server: its neighbours in the batch are answered as if alone."""
+"""A row that fails in the model, on a whole server: the other rows of its batch are answered as if alone."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,26 +37,26 @@ def served(tmp_path_factory):
     (folder / "moody_nets.py").write_text(CODE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        with serving(models=(MOODY,), max_batch_rows=8) as one:
-            yield one
+        with serving(models=(MOODY,), max_batch_rows=8) as server:
+            yield server
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_one_bad_row_in_a_batch_of_eight_fails_alone_in_the_real_engine(served, position):
+def test_failing_row_of_a_batch_of_eight_fails_alone(served, position):
     chance = np.random.default_rng(position)
     photos = [chance.integers(0, 120, (64, 64, 3), np.uint8) for _ in range(8)]
-    batcher, asks = served.pipeline.batcher, {"overlay": None, "targets": 2}
+    batcher, options = served.pipeline.batcher, {"overlay": None, "targets": 2}
     with camserve.Client(served.address, retries=0) as client, ThreadPoolExecutor(8) as threads:
-        alone = [client.explain(photo, **asks).explanations[0].heatmap for photo in photos]
+        alone = [client.explain(photo, **options).explanations[0].heatmap for photo in photos]
         photos[position] = np.full((64, 64, 3), 255, np.uint8)
         served.do(batcher.pause)
-        asked = []
+        calls = []
         for number, photo in enumerate(photos):
-            asked.append(threads.submit(client.explain, photo, **asks))
+            calls.append(threads.submit(client.explain, photo, **options))
             wait_until(lambda: rows_waiting(served) > number)  # noqa: B023 -- called at once
         batches = batcher.stats.batches
         served.do(batcher.resume)
-        outcomes = [one.exception() or one.result().explanations[0] for one in asked]
+        outcomes = [call.exception() or call.result().explanations[0] for call in calls]
 
     assert batcher.stats.batches - batches == 1
     for number, outcome in enumerate(outcomes):

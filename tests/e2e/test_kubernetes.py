@@ -1,4 +1,4 @@
-"""The manifests are what Kubernetes takes, and agree with the server that they start."""
+"""Kubernetes manifests: they are valid, and match the server that they start."""
 
 import copy
 import functools
@@ -23,12 +23,12 @@ from camserve_server.telemetry import prometheus
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ("1.32", kubernetes_validate.latest_version())
-"""The oldest in which a pause before a stop needs no program in the container, and the newest that is known here."""
+"""The oldest version with a preStop sleep, which needs no program in the container, and the newest known version."""
 
 
 def read(path):
-    (found,) = yaml.safe_load_all(path.read_text(encoding="utf-8"))
-    return found
+    (manifest,) = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    return manifest
 
 
 KUSTOMIZATION = read(FOLDER / "kustomization.yaml")
@@ -36,12 +36,12 @@ MANIFESTS = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml")) if 
 KSERVE_FOLDER = ROOT / "deploy" / "kserve"
 KSERVE = read(KSERVE_FOLDER / "inferenceservice.yaml")
 POD = MANIFESTS["deployment"]["spec"]["template"]
-OWN = ("minReplicas", "maxReplicas", "timeout", "deploymentStrategy")  # KServe's; the rest of a predictor is a pod's
+KSERVE_FIELDS = ("minReplicas", "maxReplicas", "timeout", "deploymentStrategy")  # the other fields are those of a pod
 
 
 def predictor(service):
     """Return the pod of an InferenceService."""
-    spec = {key: value for key, value in service["spec"]["predictor"].items() if key not in OWN}
+    spec = {key: value for key, value in service["spec"]["predictor"].items() if key not in KSERVE_FIELDS}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "predictor"}, "spec": spec}
 
 
@@ -61,12 +61,12 @@ GPUS = [name for name in FOLDERS if name.endswith("-gpu")]
 
 
 @functools.cache
-def built(folder):
-    """Return what kustomize makes of a folder, by kind."""
+def build(folder):
+    """Return the objects that kustomize generates from a folder, by kind."""
     if shutil.which("kubectl") is None:
         pytest.skip(needs.KUBECTL)
-    shown = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True, timeout=60)
-    return {one["kind"]: one for one in yaml.safe_load_all(shown.stdout)}
+    generated = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True, timeout=60)
+    return {item["kind"]: item for item in yaml.safe_load_all(generated.stdout)}
 
 
 def pod_of(objects):
@@ -77,13 +77,13 @@ def pod_of(objects):
 
 @pytest.fixture(params=FOLDERS)
 def pod(request):
-    """The pods of the server, wherever one is deployed."""
+    """Return the server's pod of every deployment."""
     plain = {"kubernetes": POD["spec"], "kserve": PREDICTOR["spec"]}
-    return plain.get(request.param) or pod_of(built(FOLDERS[request.param]))
+    return plain.get(request.param) or pod_of(build(FOLDERS[request.param]))
 
 
 def environment(pod):
-    return {one["name"]: one["value"] for one in container(pod).get("env", ())}
+    return {variable["name"]: variable["value"] for variable in container(pod).get("env", ())}
 
 
 def settings_of(pod):
@@ -93,12 +93,12 @@ def settings_of(pod):
 
 
 def container(pod):
-    (found,) = pod["containers"]
-    return found
+    (result,) = pod["containers"]
+    return result
 
 
 def ports(pod):
-    return {one["name"]: one["containerPort"] for one in container(pod)["ports"]}
+    return {port["name"]: port["containerPort"] for port in container(pod)["ports"]}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -112,19 +112,19 @@ def test_every_manifest_matches_the_schema_of_kubernetes(manifest, version):
 @pytest.mark.parametrize(
     "plant",
     [
-        lambda pod: container(pod)["readinessProbe"]["grpc"].update(port="grpc"),  # it takes no name
+        lambda pod: container(pod)["readinessProbe"]["grpc"].update(port="grpc"),  # must be a number
         lambda pod: pod.update(terminationGracePeriodSecond=30),
         lambda pod: container(pod)["lifecycle"]["preStop"].update(sleep=5),
     ],
 )
-def test_a_mistake_is_found(plant):
+def test_planted_mistake_is_found(plant):
     wrong = copy.deepcopy(MANIFESTS["deployment"])
     plant(wrong["spec"]["template"]["spec"])
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
 
 
-def test_all_of_them_are_applied_together():
+def test_kustomization_applies_all_manifests():
     assert sorted(KUSTOMIZATION["resources"]) == sorted(f"{name}.yaml" for name in MANIFESTS)
     assert KUSTOMIZATION["images"][0]["name"] == container(POD["spec"])["image"].partition(":")[0]
     resources = read(KSERVE_FOLDER / "kustomization.yaml")["resources"]
@@ -133,7 +133,7 @@ def test_all_of_them_are_applied_together():
     )
 
 
-def test_the_settings_are_those_of_the_server_and_it_would_start_with_them():
+def test_settings_are_valid_for_the_server():
     assert not config.faults_of(SETTINGS)
     dockerfile = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
     address = re.search(r"CAMSERVE_ADDRESS=(\S+)", dockerfile)[1]
@@ -144,15 +144,15 @@ def test_the_settings_are_those_of_the_server_and_it_would_start_with_them():
     assert config.ADDRESS.fullmatch(settings.metrics_address)["port"] == str(ports(POD["spec"])["metrics"])
 
 
-def test_the_environment_is_of_settings_that_there_are(pod):
-    named = {name.removeprefix(config.ENVIRONMENT).lower() for name in environment(pod)}
+def test_environment_has_only_existing_settings(pod):
+    settings = {name.removeprefix(config.ENVIRONMENT).lower() for name in environment(pod)}
 
-    assert named <= set(config.Settings.model_fields)
+    assert settings <= set(config.Settings.model_fields)
     assert settings_of(pod).insecure
 
 
-def test_a_pod_has_the_time_that_its_server_may_take_to_stop(pod):
-    """The pause before SIGTERM, then the drain, then what `serve_until_signal` waits for at most."""
+def test_grace_period_covers_the_stop_of_the_server(pod):
+    """The sum of the pause before SIGTERM, the drain, and the longest wait of `serve_until_signal`."""
     settings = settings_of(pod)
     pause = container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest = pause + settings.drain_seconds + 3 * grpc_server.QUIET_TIMEOUT
@@ -161,9 +161,9 @@ def test_a_pod_has_the_time_that_its_server_may_take_to_stop(pod):
     assert longest < pod["terminationGracePeriodSeconds"]
 
 
-def test_probes_ask_for_a_health_that_the_server_has_on_its_port(pod):
+def test_probes_call_existing_health_services_on_the_servers_port(pod):
     probes = {name: container(pod)[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
-    (port,) = {one["grpc"]["port"] for one in probes.values()}
+    (port,) = {probe["grpc"]["port"] for probe in probes.values()}
 
     assert port in ports(pod).values()
     assert probes["liveness"]["grpc"]["service"] == grpc_server.LIVE
@@ -177,14 +177,14 @@ def test_every_probe_states_a_timeout_within_its_period(pod):
 
 
 def test_images_are_pinned_to_this_version(pod):
-    """A tag that moves would leave nodes with different code, since IfNotPresent looks at the name alone."""
+    """With a tag that moves, nodes could run different code, because IfNotPresent compares only names."""
     image = container(pod)
 
     assert image["image"] == f"camserve:{VERSION}-{'gpu' if gpus(pod) else 'cpu'}"
     assert image["imagePullPolicy"] == "IfNotPresent"
 
 
-def test_a_folder_replaces_the_image_that_the_one_below_it_leaves():
+def test_overlay_replaces_the_image_of_its_base():
     for name, folder in FOLDERS.items():
         (image,) = read(folder / "kustomization.yaml")["images"]
         assert image == {
@@ -198,8 +198,8 @@ def gpus(pod):
     return container(pod)["resources"]["limits"].get("nvidia.com/gpu", 0)
 
 
-def test_a_pod_requests_the_memory_that_the_documentation_measured(pod):
-    """The scheduler counts on the request, and the kernel kills the engine at the limit."""
+def test_pod_requests_the_documented_memory(pod):
+    """The scheduler reserves the request, and the kernel kills the worker at the limit."""
     parts = ("idle", "busy", "CUDA's libraries") if gpus(pod) else ("idle", "busy")
     resources = container(pod)["resources"]
 
@@ -217,15 +217,15 @@ def mebibytes(quantity):
     return int(number) * {"Mi": 1, "Gi": 1024}[unit]
 
 
-def test_a_pod_is_restarted_only_after_the_server_could_have_helped_itself(pod):
-    """A hung engine is found, and started anew, within `max_batch_seconds`; the event loop runs on meanwhile."""
+def test_liveness_probe_waits_for_the_servers_own_recovery(pod):
+    """A hung worker is restarted within `max_batch_seconds`, while the event loop goes on."""
     startup, liveness = container(pod)["startupProbe"], container(pod)["livenessProbe"]
 
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 300
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= config.Settings().max_batch_seconds
 
 
-def test_a_pod_may_do_no_more_than_the_container_needs(pod):
+def test_pod_has_only_the_privileges_that_it_needs(pod):
     context = container(pod)["securityContext"]
     user = re.search(r"^USER (\d+)", (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)[1]
 
@@ -233,17 +233,17 @@ def test_a_pod_may_do_no_more_than_the_container_needs(pod):
     assert (context["readOnlyRootFilesystem"], context["allowPrivilegeEscalation"]) == (True, False)
     assert context["capabilities"] == {"drop": ["ALL"]}
     assert not pod["automountServiceAccountToken"]
-    assert {one["mountPath"] for one in container(pod)["volumeMounts"]} >= {"/tmp", "/models"}  # noqa: S108 -- all that it writes to
+    assert {mount["mountPath"] for mount in container(pod)["volumeMounts"]} >= {"/tmp", "/models"}  # noqa: S108 -- a mount path
 
 
-def test_everything_means_the_same_pods_and_the_same_ports():
+def test_manifests_agree_on_pods_and_ports():
     labels = POD["metadata"]["labels"]
-    named = {name: one["port"] for one in MANIFESTS["service"]["spec"]["ports"] for name in (one["name"],)}
+    named = {port["name"]: port["port"] for port in MANIFESTS["service"]["spec"]["ports"]}
     opened = {port["port"] for rule in MANIFESTS["networkpolicy"]["spec"]["ingress"] for port in rule["ports"]}
 
     assert MANIFESTS["deployment"]["spec"]["selector"]["matchLabels"] == labels
     assert MANIFESTS["service"]["spec"]["selector"] == labels
-    assert MANIFESTS["service"]["spec"]["clusterIP"] == "None"  # for clients that choose among the pods
+    assert MANIFESTS["service"]["spec"]["clusterIP"] == "None"  # for clients that balance calls among the pods
     assert MANIFESTS["pdb"]["spec"]["selector"]["matchLabels"] == labels
     assert MANIFESTS["networkpolicy"]["spec"]["podSelector"]["matchLabels"] == labels
     assert MANIFESTS["hpa"]["spec"]["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
@@ -252,7 +252,7 @@ def test_everything_means_the_same_pods_and_the_same_ports():
 
 
 class Peer(NamedTuple):
-    """A pod that may call another: the labels of its namespace, and its own."""
+    """Calling pod: the labels of its namespace and its own."""
 
     namespace: dict[str, str]
     labels: dict[str, str]
@@ -265,7 +265,7 @@ CLIENT = {"camserve-client": "true"}
 
 
 def selects(selector, labels):
-    """Evaluate a label selector. One that is empty selects everything."""
+    """Evaluate a label selector. An empty one selects everything."""
     assert set(selector) <= {"matchLabels"}, "the evaluator knows no matchExpressions"
     return selector.get("matchLabels", {}).items() <= labels.items()
 
@@ -286,7 +286,12 @@ def admitted_ports(policy, labels, peer):
     if not selects(policy["spec"]["podSelector"], labels):
         return None
     rules = policy["spec"]["ingress"]
-    return {port["port"] for rule in rules if any(matches(one, peer) for one in rule["from"]) for port in rule["ports"]}
+    return {
+        port["port"]
+        for rule in rules
+        if any(matches(source, peer) for source in rule["from"])
+        for port in rule["ports"]
+    }
 
 
 BOTH = pytest.mark.parametrize(
@@ -317,13 +322,13 @@ def test_pod_label_alone_does_not_admit_another_namespace(policy, labels):
     assert admitted_ports(policy, labels, Peer({**ELSEWHERE, **CLIENT}, {})) == set()
 
 
-def test_prometheus_may_scrape_and_may_not_call():
+def test_prometheus_may_scrape_but_not_call():
     labels = POD["metadata"]["labels"]
 
     assert admitted_ports(POLICIES["deployment"], labels, Peer(MONITORING, {})) == {ports(POD["spec"])["metrics"]}
 
 
-def test_the_evaluator_sees_a_policy_that_selects_nothing_or_admits_too_much():
+def test_wrong_network_policies_are_detected():
     wrong = copy.deepcopy(POLICIES["kserve"])
     wrong["spec"]["podSelector"] = {"matchLabels": {"app": "camserve"}}
     assert admitted_ports(wrong, KSERVE_LABELS, Peer(HOME, CLIENT)) is None
@@ -333,66 +338,66 @@ def test_the_evaluator_sees_a_policy_that_selects_nothing_or_admits_too_much():
     assert admitted_ports(wide, KSERVE_LABELS, Peer(ELSEWHERE, {})) == {50051}
 
 
-def test_pods_read_the_settings_that_are_generated_with_their_hash():
+def test_pods_mount_the_generated_settings():
     (made,) = KUSTOMIZATION["configMapGenerator"]
-    (volume,) = (one["configMap"]["name"] for one in POD["spec"]["volumes"] if "configMap" in one)
-    (mount,) = (one["mountPath"] for one in container(POD["spec"])["volumeMounts"] if one["name"] == "settings")
+    (volume,) = (item["configMap"]["name"] for item in POD["spec"]["volumes"] if "configMap" in item)
+    (mount,) = (item["mountPath"] for item in container(POD["spec"])["volumeMounts"] if item["name"] == "settings")
 
     assert made["name"] == volume
     assert not {"disableNameSuffixHash"} & {*made["options"], *KUSTOMIZATION.get("generatorOptions", ())}
     assert container(POD["spec"])["args"][-1] in [f"{mount}/{name}" for name in made["files"]]
 
 
-def test_a_change_of_the_settings_is_a_change_of_the_pods(tmp_path):
+def test_changed_settings_change_the_pods(tmp_path):
     shutil.copytree(FOLDER, tmp_path / "changed")
     with (tmp_path / "changed" / "camserve.toml").open("a") as settings:
         settings.write("max_queue_rows = 100\n")
     names = []
     for folder in (FOLDER, tmp_path / "changed"):
-        found = built(folder)
-        volumes = found["Deployment"]["spec"]["template"]["spec"]["volumes"]
-        names.append(next(one["configMap"]["name"] for one in volumes if "configMap" in one))
-        assert found["ConfigMap"]["metadata"]["name"] == names[-1]
-        assert found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "camserve"
-        for one in found.values():
-            kubernetes_validate.validate(one, VERSIONS[0], strict=True)
+        objects = build(folder)
+        volumes = objects["Deployment"]["spec"]["template"]["spec"]["volumes"]
+        names.append(next(volume["configMap"]["name"] for volume in volumes if "configMap" in volume))
+        assert objects["ConfigMap"]["metadata"]["name"] == names[-1]
+        assert objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "camserve"
+        for item in objects.values():
+            kubernetes_validate.validate(item, VERSIONS[0], strict=True)
 
     assert names[0] != names[1]
 
 
-def test_the_server_may_ask_the_dns_of_the_cluster_and_of_the_node():
+def test_server_may_query_dns_of_cluster_and_node():
     (rule,) = MANIFESTS["networkpolicy"]["spec"]["egress"]
 
-    assert {(one["protocol"], one["port"]) for one in rule["ports"]} == {("UDP", 53), ("TCP", 53)}
-    assert [one["ipBlock"]["cidr"] for one in rule["to"] if "ipBlock" in one] == ["169.254.20.10/32"]
-    assert [one for one in rule["to"] if "namespaceSelector" in one]
+    assert {(port["protocol"], port["port"]) for port in rule["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert [peer["ipBlock"]["cidr"] for peer in rule["to"] if "ipBlock" in peer] == ["169.254.20.10/32"]
+    assert [peer for peer in rule["to"] if "namespaceSelector" in peer]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", GPUS)
 def test_every_manifest_for_gpus_matches_the_schema_of_kubernetes(name, version):
-    objects = dict(built(FOLDERS[name]))
+    objects = dict(build(FOLDERS[name]))
     if service := objects.pop("InferenceService", None):
         wrapped = copy.deepcopy(MANIFESTS["deployment"])
         wrapped["spec"]["strategy"] = service["spec"]["predictor"]["deploymentStrategy"]
         objects |= {"Pod": predictor(service), "Deployment": wrapped}
-    for one in objects.values():
-        kubernetes_validate.validate(one, version, strict=True)
+    for item in objects.values():
+        kubernetes_validate.validate(item, version, strict=True)
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_on_gpus_the_service_its_policies_and_its_settings_are_the_same(name):
-    plain, found = built(FOLDERS[name.removesuffix("-gpu")]), built(FOLDERS[name])
-    changed = {kind for kind in plain if found[kind] != plain[kind]}
+def test_gpu_overlay_changes_only_the_pods_and_their_scaling(name):
+    plain, gpu = build(FOLDERS[name.removesuffix("-gpu")]), build(FOLDERS[name])
+    changed = {kind for kind in plain if gpu[kind] != plain[kind]}
 
-    assert found.keys() == plain.keys()
+    assert gpu.keys() == plain.keys()
     assert changed == {"Deployment", "HorizontalPodAutoscaler", "InferenceService"} & plain.keys()
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_gpu_pod_reserves_a_gpu_tolerates_the_taint_and_uses_no_cpu(name):
-    pod = pod_of(built(FOLDERS[name]))
-    plain = pod_of(built(FOLDERS[name.removesuffix("-gpu")]))
+    pod = pod_of(build(FOLDERS[name]))
+    plain = pod_of(build(FOLDERS[name.removesuffix("-gpu")]))
 
     assert (gpus(pod), gpus(plain)) == (1, 0)
     assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
@@ -401,12 +406,12 @@ def test_gpu_pod_reserves_a_gpu_tolerates_the_taint_and_uses_no_cpu(name):
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_roll_out_on_gpus_needs_none_that_is_spare(name):
-    objects = built(FOLDERS[name])
-    plain = built(FOLDERS["kubernetes"])["Deployment"]["spec"]["strategy"]["rollingUpdate"]
+def test_gpu_rollout_needs_no_spare_gpu(name):
+    objects = build(FOLDERS[name])
+    plain = build(FOLDERS["kubernetes"])["Deployment"]["spec"]["strategy"]["rollingUpdate"]
     strategies = [
-        one["spec"]["strategy"] if kind == "Deployment" else one["spec"]["predictor"]["deploymentStrategy"]
-        for kind, one in objects.items()
+        item["spec"]["strategy"] if kind == "Deployment" else item["spec"]["predictor"]["deploymentStrategy"]
+        for kind, item in objects.items()
         if kind in ("Deployment", "InferenceService")
     ]
 
@@ -414,8 +419,8 @@ def test_a_roll_out_on_gpus_needs_none_that_is_spare(name):
     assert strategies == [{"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}]
 
 
-def test_a_roll_out_or_a_drain_on_gpus_leaves_a_pod_that_serves():
-    objects = built(FOLDERS["kubernetes-gpu"])
+def test_gpu_rollout_or_drain_leaves_a_serving_pod():
+    objects = build(FOLDERS["kubernetes-gpu"])
     strategy = objects["Deployment"]["spec"]["strategy"]["rollingUpdate"]
     least = objects["HorizontalPodAutoscaler"]["spec"]["minReplicas"]
 
@@ -424,16 +429,16 @@ def test_a_roll_out_or_a_drain_on_gpus_leaves_a_pod_that_serves():
 
 
 def test_gpu_autoscaling_starts_when_more_than_two_batches_wait():
-    (metric,) = built(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    (metric,) = build(FOLDERS["kubernetes-gpu"])["HorizontalPodAutoscaler"]["spec"]["metrics"]
     rows = int(metric["pods"]["target"]["averageValue"])
 
     assert rows % pool_sizing.GPU_BATCH == 0
     assert rows // pool_sizing.GPU_BATCH >= 3
-    assert rows < config.Settings().max_queue_rows / 4  # long before it is full
+    assert rows < config.Settings().max_queue_rows / 4  # long before the queue is full
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason=needs.CUDA_BUILD)
-def test_the_page_knows_the_size_of_cudas_libraries():
+def test_page_states_the_size_of_cudas_libraries():
     folder = Path(torch.__file__).parents[1]
     libraries = [*folder.glob("nvidia/**/*.so*"), *folder.glob("torch/lib/*cuda*.so")]
     size = sum(path.stat().st_size for path in libraries if not path.is_symlink()) / 2**20
@@ -441,7 +446,7 @@ def test_the_page_knows_the_size_of_cudas_libraries():
     assert 0.9 * documented("CUDA's libraries") < size <= documented("CUDA's libraries")
 
 
-def test_it_grows_by_a_metric_that_the_server_has():
+def test_autoscaling_uses_an_existing_metric():
     (metric,) = MANIFESTS["hpa"]["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
 
@@ -449,14 +454,15 @@ def test_it_grows_by_a_metric_that_the_server_has():
     assert f"`{name}`" in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert (
         int(metric["pods"]["target"]["averageValue"]) < config.Settings().max_queue_rows / 8
-    )  # long before it is full
+    )  # long before the queue is full
 
 
 def test_documented_scrape_and_rule_provide_the_autoscaling_metric():
     page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     scrape, rules = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
     (job,), (rule,) = scrape["scrape_configs"], rules["rules"]
-    by = {one.get("target_label", one.get("regex")): one["source_labels"] for one in job["relabel_configs"]}
+    relabelled = job["relabel_configs"]
+    by = {entry.get("target_label", entry.get("regex")): entry["source_labels"] for entry in relabelled}
     (metric,) = MANIFESTS["hpa"]["spec"]["metrics"]
 
     assert by["camserve"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_name"]

@@ -1,4 +1,4 @@
-"""The main job: a photo goes in over gRPC, an overlay and the reason come out."""
+"""Explanations of photos over gRPC: predictions, overlays and maps are right."""
 
 import io
 import random
@@ -25,12 +25,12 @@ METHODS = ["gradcam", "hirescam", "layercam", "saliency", ("smoothgrad", {"sampl
 
 @pytest.fixture(scope="module")
 def client(served):
-    with camserve.Client(served.address, retries=0, timeout=60) as one:
-        yield one
+    with camserve.Client(served.address, retries=0, timeout=60) as client:
+        yield client
 
 
-def the_cat():
-    """Chelsea's head and neck, drawn by hand around her in the photo, 451 x 300."""
+def cat_mask():
+    """Return a hand-drawn mask of the cat's head and neck in the photo of 451 x 300 pixels."""
     mask = Image.new("1", (451, 300))
     outline = [
         (60, 0),
@@ -48,7 +48,7 @@ def the_cat():
     return np.asarray(mask)
 
 
-def test_chelsea_is_an_egyptian_cat_and_the_reason_is_the_cat(client):
+def test_cat_photo_is_classified_and_explained_by_the_cat(client):
     result = client.explain(PHOTOS["chelsea"])
     explanation = result.explanations[0]
     on_image = np.nan_to_num(explanation.heatmap_on_image, nan=-np.inf)
@@ -60,26 +60,30 @@ def test_chelsea_is_an_egyptian_cat_and_the_reason_is_the_cat(client):
     assert explanation.verdict == "OK"
     assert explanation.image.size == (451, 300)
     assert explanation.heatmap.shape == (7, 7)
-    assert (hottest & the_cat()).sum() >= 0.95 * hottest.sum()
+    assert (hottest & cat_mask()).sum() >= 0.95 * hottest.sum()
 
 
-def test_the_overlay_is_hot_where_the_raw_map_is(client):
+def test_overlay_is_hot_where_the_raw_map_is(client):
     explanation = client.explain(PHOTOS["chelsea"], overlay="png", alpha=1.0, colormap="gray").explanations[0]
     drawn = np.asarray(explanation.image.convert("L"), np.float32)
     raw = explanation.heatmap_on_image
-    seen = np.isfinite(raw) & (raw != 0)
+    visible = np.isfinite(raw) & (raw != 0)
     expected = np.clip(raw, 0, None) / explanation.heatmap.max() * 255
 
-    assert np.abs(drawn - expected)[seen].max() <= 3
+    assert np.abs(drawn - expected)[visible].max() <= 3
 
 
 @pytest.mark.parametrize("photo", PHOTOS)
 def test_predictions_equal_timms_own_evaluation(client, photo):
-    """The embedded model, with the transform that timm makes for its input."""
+    """The expected values are from the embedded model with timm's transform."""
     reference = load(parse("efficientnet_lite0"))
-    wants = reference.info.preprocess
+    preprocess = reference.info.preprocess
     transform = timm.data.create_transform(
-        (3, *wants.size), interpolation=wants.interpolation, mean=wants.mean, std=wants.std, crop_pct=1.0
+        (3, *preprocess.size),
+        interpolation=preprocess.interpolation,
+        mean=preprocess.mean,
+        std=preprocess.std,
+        crop_pct=1.0,
     )
     with torch.inference_mode():
         image = Image.open(PHOTOS[photo]).convert("RGB")
@@ -90,8 +94,8 @@ def test_predictions_equal_timms_own_evaluation(client, photo):
     assert max(abs(p.probability - expected[p.class_index]) for p in result.predictions) <= 0.02
 
 
-def test_a_timm_model_gets_timms_own_transform(tmp_path):
-    """Named as timm's, with the real weights in a file, the model is evaluated as timm's configuration says."""
+def test_timm_model_gets_timms_own_transform(tmp_path):
+    """A timm model with the real weights in a file is evaluated as timm's configuration says."""
     model = load(parse("efficientnet_lite0")).module
     save_file(model.state_dict(), tmp_path / "lite0.safetensors")
     reference = timm.create_model("tf_efficientnet_lite0").eval()
@@ -110,16 +114,16 @@ def test_a_timm_model_gets_timms_own_transform(tmp_path):
             assert max(abs(p.probability - expected[p.class_index]) for p in result.predictions) <= 0.02
 
 
-def test_every_method_layer_and_target_comes_back_in_the_order_asked(client):
+def test_explanations_have_the_order_of_methods_layers_and_targets(client):
     layers = ["blocks.5", "bn2"]
     targets = ["tabby", 281 + 4, camserve.contrast("tiger cat", "tabby")]
     result = client.explain(PHOTOS["chelsea"], methods=["layercam", "saliency"], layers=layers, targets=targets)
-    got = [
+    keys = [
         (e.method, e.layer, e.target.class_index, e.contrast and e.contrast.class_index) for e in result.explanations
     ]
 
     cams = [("layercam", layer, *t) for layer in layers for t in ((281, None), (285, None), (282, 281))]
-    assert got == cams + [("saliency", "", *t) for t in ((281, None), (285, None), (282, 281))]
+    assert keys == cams + [("saliency", "", *t) for t in ((281, None), (285, None), (282, 281))]
 
 
 def test_top_k_explains_what_the_model_predicts(client):
@@ -129,7 +133,7 @@ def test_top_k_explains_what_the_model_predicts(client):
 
 
 def crops(count):
-    """Different pictures: crops of the photos, as JPEGs."""
+    """Yield different pictures: crops of the photos as JPEG files."""
     chance = random.Random(7)
     photos = [np.asarray(Image.open(path).convert("RGB")) for path in PHOTOS.values()]
     for number in range(count):
@@ -139,58 +143,58 @@ def crops(count):
         yield jpeg(photo[top : top + chance.randrange(120, 200), left : left + chance.randrange(120, 200)])
 
 
-def ask(client, number, image, model="efficientnet_lite0"):
+def explain(client, number, image, model="efficientnet_lite0"):
     methods = [METHODS[number % 3]] + ([METHODS[3 + number // 8 % 2]] if number % 8 == 0 else [])
     targets = [number * 13 % 1000] if number % 3 else [number % 1000, camserve.contrast(number % 1000, 999)]
     return client.explain(image, model=model, methods=methods, targets=targets, overlay=None)
 
 
-def test_64_concurrent_requests_are_each_answered_as_if_alone(served, client):
-    """Different images, targets and mixed methods; 1e-5 of the map's maximum; batches of at least 4 rows on average."""
+def test_64_concurrent_requests_are_answered_as_if_alone(served, client):
+    """Maps differ by at most 1e-5 of the maximum; images, targets and methods differ; a batch has 4 rows on average."""
     images = list(crops(64))
-    alone = [ask(client, number, image) for number, image in enumerate(images)]
+    alone = [explain(client, number, image) for number, image in enumerate(images)]
     stats = served.pipeline.batcher.stats
     batches, rows = stats.batches, stats.rows
     with ThreadPoolExecutor(64) as threads:
-        together = list(threads.map(lambda n: ask(client, n, images[n]), range(64)))
+        together = list(threads.map(lambda n: explain(client, n, images[n]), range(64)))
 
     assert (stats.rows - rows) / (stats.batches - batches) >= 4
-    for one, other in zip(alone, together, strict=True):
-        assert [p.class_index for p in one.predictions] == [p.class_index for p in other.predictions]
-        for mine, theirs in zip(one.explanations, other.explanations, strict=True):
-            assert (mine.method, mine.target.class_index) == (theirs.method, theirs.target.class_index)
-            assert np.abs(mine.heatmap - theirs.heatmap).max() <= 1e-5 * np.abs(mine.heatmap).max()
+    for expected, other in zip(alone, together, strict=True):
+        assert [p.class_index for p in expected.predictions] == [p.class_index for p in other.predictions]
+        for first, second in zip(expected.explanations, other.explanations, strict=True):
+            assert (first.method, first.target.class_index) == (second.method, second.target.class_index)
+            assert np.abs(first.heatmap - second.heatmap).max() <= 1e-5 * np.abs(first.heatmap).max()
 
 
 @pytest.mark.parametrize("requests", [200, pytest.param(2000, marks=pytest.mark.slow)])
-def test_no_answer_is_swapped_among_many_requests(client, requests):
-    """Each asks for a class of a picture: score and map must be that picture's, of that class."""
-    questions = requests // 10
+def test_responses_of_many_requests_are_not_swapped(client, requests):
+    """Score and map of each response must be those of its picture and class."""
+    distinct = requests // 10
     images = list(crops(20))
-    asks = {"model": "small", "overlay": None, "max_predictions": 1}
+    options = {"model": "small", "overlay": None, "max_predictions": 1}
 
     def answer(number):
         picture, target = number % 20, number * 7 % 1000
-        (explanation,) = client.explain(images[picture], targets=target, **asks).explanations
+        (explanation,) = client.explain(images[picture], targets=target, **options).explanations
         return (picture, explanation.target.class_index), explanation.score, explanation.heatmap
 
-    def same(mine, theirs):
-        return np.abs(mine - theirs).max() <= 1e-5 * np.abs(mine).max()
+    def is_same(expected, other):
+        return np.abs(expected - other).max() <= 1e-5 * np.abs(expected).max()
 
-    first = [answer(number) for number in range(questions)]  # one after the other
+    first = [answer(number) for number in range(distinct)]  # one by one
     with ThreadPoolExecutor(48) as threads:
-        then = list(threads.map(lambda number: answer(number % questions), range(requests)))
+        concurrent = list(threads.map(lambda number: answer(number % distinct), range(requests)))
 
-    assert len({heatmap.tobytes() for _, _, heatmap in first}) == questions  # no two answers are alike
-    for number, (what, score, heatmap) in enumerate(then):
-        expected, its_score, its_heatmap = first[number % questions]
-        assert what == expected
-        assert same(its_heatmap, heatmap)
-        assert score == pytest.approx(its_score, abs=1e-5 * np.ptp([one for _, one, _ in first]))
+    assert len({heatmap.tobytes() for _, _, heatmap in first}) == distinct  # no two maps are equal
+    for number, (key, score, heatmap) in enumerate(concurrent):
+        expected_key, expected_score, expected_heatmap = first[number % distinct]
+        assert key == expected_key
+        assert is_same(expected_heatmap, heatmap)
+        assert score == pytest.approx(expected_score, abs=1e-5 * np.ptp([score for _, score, _ in first]))
 
 
-def given_up(address, image, model, after):
-    """Cancel a call some time after it was sent."""
+def cancelled_call(address, image, model, after):
+    """Send a call and cancel it after some time; return the outcome by name."""
     request = explain_pb2.ExplainRequest(model=model, image=image, methods=[explain_pb2.Method(name="smoothgrad")])
     with grpc.insecure_channel(address) as channel:
         call = explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(request)
@@ -199,8 +203,8 @@ def given_up(address, image, model, after):
         return "Cancelled" if call.cancelled() else "OK"
 
 
-def mixed(served, client, images, chance, number):
-    """One request of any kind; the outcome by name."""
+def random_request(served, client, images, chance, number):
+    """Send a request of a random kind; return the outcome by name."""
     model = ("efficientnet_lite0", "resnet18")[number % 2]
     kind = chance.random()
     try:
@@ -211,9 +215,9 @@ def mixed(served, client, images, chance, number):
         elif kind < 0.3:
             client.explain(images[0], model=model, methods="smoothgrad", timeout=0.02 * chance.random() + 1e-3)
         elif kind < 0.4:
-            return given_up(served.address, images[0], model, 0.05 * chance.random())
+            return cancelled_call(served.address, images[0], model, 0.05 * chance.random())
         else:
-            ask(client, number, images[number % 12], model)
+            explain(client, number, images[number % 12], model)
     except camserve.CamserveError as error:
         return type(error).__name__
     return "OK"
@@ -221,14 +225,16 @@ def mixed(served, client, images, chance, number):
 
 @pytest.mark.parametrize("requests", [120, pytest.param(500, marks=pytest.mark.slow)])
 def test_mixed_requests_leave_the_models_as_they_were(served, client, requests):
-    """With errors and cancellations among them: no hook stays, no parameter changes."""
+    """Also after errors and cancellations, no hook remains and no parameter has changed."""
     engine = served.pipeline.batcher._workers[0].run.__self__
     before = {name: digest(model.module) for name, model in engine._models.items()}
     images = list(crops(12))
     chance = random.Random(3)
 
     with ThreadPoolExecutor(24) as threads:
-        outcomes = list(threads.map(lambda number: mixed(served, client, images, chance, number), range(requests)))
+        outcomes = list(
+            threads.map(lambda number: random_request(served, client, images, chance, number), range(requests))
+        )
 
     assert {"OK", "InvalidArgument", "NotFound", "DeadlineExceeded", "Cancelled"} == set(outcomes)
     for name, model in engine._models.items():
@@ -239,31 +245,31 @@ def test_mixed_requests_leave_the_models_as_they_were(served, client, requests):
     wait_until(lambda: served.pipeline.batcher.admitted == 0)
 
 
-def test_the_hook_count_sees_a_hook_that_stays(served):
-    """The detector above is itself shown a leak."""
+def test_remaining_hook_is_counted(served):
+    """Control of the check above: a remaining hook is counted."""
     module = next(iter(served.pipeline.batcher._workers[0].run.__self__._models.values())).module
     with module.register_forward_hook(lambda *_: None):
         assert hook_count(module) == 1
 
 
-def test_many_images_stream_back_in_order(client):
+def test_results_of_a_stream_are_in_order(client):
     images = list(crops(40))
     results = list(client.explain_many(images, overlay=None, max_predictions=1000, heatmap=False))
     alone = [client.explain(image, overlay=None, heatmap=False) for image in images[:5]]
 
     assert len(results) == 40
-    for one, other in zip(alone, results, strict=False):
-        assert one.predictions[0].class_index == other.predictions[0].class_index
-        assert one.predictions[0].score == pytest.approx(other.predictions[0].score, abs=1e-3)
+    for expected, other in zip(alone, results, strict=False):
+        assert expected.predictions[0].class_index == other.predictions[0].class_index
+        assert expected.predictions[0].score == pytest.approx(other.predictions[0].score, abs=1e-3)
 
 
-def test_a_grey_photo_upside_down_comes_back_upright(client):
-    """EXIF orientation 3: the file's rows run from the bottom up; a viewer turns them, and so must the overlay."""
+def test_overlay_of_a_rotated_grey_photo_is_upright(client):
+    """EXIF orientation 3: viewers rotate the photo by 180 degrees, and so must the overlay."""
     chelsea = Image.open(PHOTOS["chelsea"]).convert("L")
-    turned, exif = chelsea.transpose(Image.Transpose.ROTATE_180), Image.Exif()
+    rotated, exif = chelsea.transpose(Image.Transpose.ROTATE_180), Image.Exif()
     exif[0x0112] = 3
     packed = io.BytesIO()
-    turned.save(packed, "PNG", exif=exif)
+    rotated.save(packed, "PNG", exif=exif)
     overlay = client.explain(packed.getvalue(), overlay="png", alpha=0.0).explanations[0].image
 
     assert np.abs(np.asarray(overlay.convert("L"), int) - np.asarray(chelsea, int)).max() <= 1

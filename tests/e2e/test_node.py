@@ -1,4 +1,4 @@
-"""The client in Node, which has nothing but the .proto files."""
+"""The Node client, which is generated from the .proto files."""
 
 import io
 import json
@@ -25,97 +25,93 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def served():
-    with camserve_server.running("efficientnet_lite0") as address:
-        yield address
-
-
 @pytest.fixture
-def node(served, tmp_path):
-    """Run the client in an empty folder."""
+def node(address, tmp_path):
+    """Function that runs the client in an empty folder."""
 
     def run(*arguments):
-        command = [NODE, CLIENT / "explain.js", "--server", served, "--out", tmp_path / "out", *arguments]
+        command = [NODE, CLIENT / "explain.js", "--server", address, "--out", tmp_path / "out", *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
 
     return run
 
 
-def test_it_gets_the_overlay_that_our_own_client_gets(node, served, tmp_path):
-    found = node(PHOTOS["chelsea"], "--target", "tiger cat")
-    with camserve.Client(served) as client:
-        ours = client.explain(PHOTOS["chelsea"], targets="tiger cat").explanations[0]
+def test_overlay_equals_that_of_the_python_client(node, address, tmp_path):
+    result = node(PHOTOS["chelsea"], "--target", "tiger cat")
+    with camserve.Client(address) as client:
+        expected = client.explain(PHOTOS["chelsea"], targets="tiger cat").explanations[0]
 
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.startswith(f"{PHOTOS['chelsea']}: 0.38 Egyptian cat; tiger cat by {ours.layer}: ")
-    theirs = Image.open(io.BytesIO((tmp_path / "out" / "chelsea.gradcam.jpg").read_bytes()))
-    assert theirs.tobytes() == Image.open(io.BytesIO(ours.overlay)).tobytes()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{PHOTOS['chelsea']}: 0.38 Egyptian cat; tiger cat by {expected.layer}: ")
+    picture = Image.open(io.BytesIO((tmp_path / "out" / "chelsea.gradcam.jpg").read_bytes()))
+    assert picture.tobytes() == Image.open(io.BytesIO(expected.overlay)).tobytes()
 
 
-def test_several_photos_go_over_one_stream_and_one_that_is_none_harms_no_other(node, tmp_path):
+def test_invalid_photo_of_a_stream_does_not_affect_others(node, tmp_path):
     (tmp_path / "broken.jpg").write_bytes(b"no photo")
     photos = [PHOTOS["coffee"], "broken.jpg", PHOTOS["rocket"]]
-    found = node(*photos, "--method", "saliency")
+    result = node(*photos, "--method", "saliency")
 
-    assert found.returncode == 1
-    assert found.stderr.startswith("broken.jpg: ")
-    assert found.stderr.count("\n") == 1
+    assert result.returncode == 1
+    assert result.stderr.startswith("broken.jpg: ")
+    assert result.stderr.count("\n") == 1
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coffee.saliency.jpg", "rocket.saliency.jpg"]
 
 
-def test_a_photo_that_cannot_be_read_harms_no_other(node, tmp_path):
-    found = node(PHOTOS["coffee"], "nothing.jpg", PHOTOS["rocket"], "--method", "saliency")
+def test_unreadable_photo_does_not_affect_others(node, tmp_path):
+    result = node(PHOTOS["coffee"], "nothing.jpg", PHOTOS["rocket"], "--method", "saliency")
 
-    assert found.returncode == 1
-    assert found.stderr.startswith("nothing.jpg: ENOENT: no such file")
-    assert found.stderr.count("\n") == 1
-    said = {line.split(": ")[0]: line.rpartition(": ")[2] for line in found.stdout.splitlines()}
-    assert said == {str(PHOTOS[name]): str(tmp_path / "out" / f"{name}.saliency.jpg") for name in ("coffee", "rocket")}
+    assert result.returncode == 1
+    assert result.stderr.startswith("nothing.jpg: ENOENT: no such file")
+    assert result.stderr.count("\n") == 1
+    pictures = {line.split(": ")[0]: line.rpartition(": ")[2] for line in result.stdout.splitlines()}
+    assert pictures == {
+        str(PHOTOS[name]): str(tmp_path / "out" / f"{name}.saliency.jpg") for name in ("coffee", "rocket")
+    }
 
 
-def test_photos_of_one_name_get_pictures_of_their_own(node, tmp_path):
+def test_photos_with_the_same_name_get_different_pictures(node, tmp_path):
     photos = ["a/1.jpg", "b/1.jpg", "c/1-2.jpg", "d/1.JPG"]
     for path, name in zip(photos, ["coffee", "rocket", "chelsea", "coffee"], strict=True):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_bytes(PHOTOS[name].read_bytes())
-    found = node(*photos, "--method", "saliency")
+    result = node(*photos, "--method", "saliency")
 
-    assert (found.returncode, found.stderr) == (0, "")
-    said = {line.split(": ")[0]: Path(line.rpartition(": ")[2]).name for line in found.stdout.splitlines()}
-    assert said == {
+    assert (result.returncode, result.stderr) == (0, "")
+    pictures = {line.split(": ")[0]: Path(line.rpartition(": ")[2]).name for line in result.stdout.splitlines()}
+    assert pictures == {
         "a/1.jpg": "1.saliency.jpg",
         "b/1.jpg": "1-2.saliency.jpg",
         "c/1-2.jpg": "1-2-2.saliency.jpg",
         "d/1.JPG": "1-3.saliency.jpg",
     }
-    for path, name in said.items():
+    for path, name in pictures.items():
         with Image.open(tmp_path / path) as photo, Image.open(tmp_path / "out" / name) as picture:
             assert photo.size == picture.size
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_model_without_predictions_is_explained_too(node, tmp_path, count):
+def test_model_without_predictions_is_explained(node, tmp_path, count):
     photos = [PHOTOS["coffee"], PHOTOS["rocket"]][:count]
     with camserve_server.running("pooled=coloured:Pooled?size=64&task=embed") as address:
-        found = node(*photos, "--like", PHOTOS["chelsea"], "--server", address)
+        result = node(*photos, "--like", PHOTOS["chelsea"], "--server", address)
 
-    assert (found.returncode, found.stderr) == (0, "")
-    lines = found.stdout.splitlines()
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
     assert len(lines) == len(list((tmp_path / "out").iterdir())) == count
     assert all(": similarity by " in line for line in lines)
 
 
-def test_without_tls_no_proxy_is_used(node, monkeypatch):
+def test_no_proxy_is_used_without_tls(node, monkeypatch):
     for variable in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:1")  # where nothing listens
-    found = node(PHOTOS["rocket"], "--method", "edges")
+    result = node(PHOTOS["rocket"], "--method", "edges")
 
-    assert (found.returncode, found.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_hostile_server_cannot_choose_a_file_or_drive_the_terminal(node, tmp_path, count):
+def test_hostile_server_cannot_choose_files_or_control_the_terminal(node, tmp_path, count):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "out").mkdir()
@@ -125,11 +121,11 @@ def test_a_hostile_server_cannot_choose_a_file_or_drive_the_terminal(node, tmp_p
     with hostile.serving() as server:
         server.replies["Explain"] = answer.SerializeToString()
         server.stream(lambda each: [ExplainStreamResponse(request_id=each.request_id, response=answer)])
-        found = node(*photos, "--server", server.address)
+        result = node(*photos, "--server", server.address)
 
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.count("\n") == count
-    assert "\x1b" not in found.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("\n") == count
+    assert "\x1b" not in result.stdout
     assert victim.read_text() == "precious"
     names = {path.name for path in tmp_path.rglob("*")} - {"out", "victim"}
     assert names == {f"{name}._victim_2J_.jpg" for name in ("rocket", "coffee")[:count]}
@@ -149,12 +145,12 @@ try {
 """
 
 
-def test_requests_that_fail_end_the_stream_by_their_own_reason(served, tmp_path):
+def test_error_of_the_request_iterator_ends_the_stream(address, tmp_path):
     (tmp_path / "use.mjs").write_text(WITH_A_REASON % (CLIENT / "explain.js").as_uri())
-    command = [NODE, tmp_path / "use.mjs", served]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = [NODE, tmp_path / "use.mjs", address]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
-    assert (found.returncode, found.stderr, found.stdout) == (0, "", "the disk is gone\n")
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", "the disk is gone\n")
 
 
 LEFT_EARLY = """
@@ -175,7 +171,7 @@ server.addService(service, {
   },
 });
 const insecure = grpc.ServerCredentials.createInsecure();
-const port = await new Promise((done) => server.bindAsync("127.0.0.1:0", insecure, (_, found) => done(found)));
+const port = await new Promise((done) => server.bindAsync("127.0.0.1:0", insecure, (_, result) => done(result)));
 
 const image = await readFile(process.argv[2]);
 let [made, closed] = [0, false];
@@ -201,21 +197,21 @@ server.forceShutdown();
 """
 
 
-def test_photos_are_read_as_room_allows_and_not_after_cancellation(tmp_path):
+def test_photos_are_read_with_backpressure_and_not_after_cancellation(tmp_path):
     library = CLIENT / "node_modules/@grpc/grpc-js/build/src/index.js"
     (tmp_path / "use.mjs").write_text(LEFT_EARLY % (library.as_uri(), (CLIENT / "explain.js").as_uri()))
     command = [NODE, tmp_path / "use.mjs", PHOTOS["rocket"]]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    told, said = sorted(found.stdout.splitlines(), key=lambda line: line == "left")  # either end may be the first
-    told = json.loads(told)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    output, event = sorted(result.stdout.splitlines(), key=lambda line: line == "left")  # in either order
+    counts = json.loads(output)
 
-    assert (found.returncode, found.stderr, said) == (0, "", "left")
-    assert (told["got"], told["closed"]) == (20, True)
-    assert told["ahead"] <= 16 + 16 + 8  # what either end keeps ready, and what lies on the way
+    assert (result.returncode, result.stderr, event) == (0, "", "left")
+    assert (counts["got"], counts["closed"]) == (20, True)
+    assert counts["ahead"] <= 16 + 16 + 8  # the buffers of both ends, and messages on the way
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([PHOTOS["chelsea"], "--method", "grdcam"], 'did you mean "gradcam"?'),
         ([PHOTOS["chelsea"], "--model", "resnet50"], "resnet50"),
@@ -224,10 +220,10 @@ def test_photos_are_read_as_room_allows_and_not_after_cancellation(tmp_path):
         ([], "no photo given"),
     ],
 )
-def test_what_went_wrong_is_told_in_a_line(node, arguments, words):
-    found = node(*arguments)
+def test_error_is_reported_in_one_line(node, arguments, message):
+    result = node(*arguments)
 
-    assert found.returncode == 1
-    assert found.stderr.startswith("error: ")
-    assert words in found.stderr
-    assert found.stderr.count("\n") == 1
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

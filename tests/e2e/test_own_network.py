@@ -1,4 +1,4 @@
-"""A user's own network, in a file of 20 lines with its labels, is served by one entry of the configuration."""
+"""A custom network with labels, in a file of 20 lines, is served by one entry of the configuration."""
 
 import re
 import warnings
@@ -18,10 +18,10 @@ PAGE = (EXAMPLES.parent / "docs/models.md").read_text(encoding="utf-8")
 FILE = (EXAMPLES / "my_network.py").read_text(encoding="utf-8")
 
 
-def test_models_page_shows_the_example_as_it_is_in_at_most_20_lines():
-    shown = re.search(r"```python\n(\"\"\"A custom network.*?)```", PAGE, re.DOTALL).group(1)
+def test_models_page_prints_the_example_of_at_most_20_lines():
+    printed = re.search(r"```python\n(\"\"\"A custom network.*?)```", PAGE, re.DOTALL).group(1)
 
-    assert shown == FILE
+    assert printed == FILE
     assert len(FILE.splitlines()) <= 20
 
 
@@ -34,21 +34,21 @@ def served(monkeypatch):
 
 
 @pytest.mark.parametrize(("colour", "channel"), [("red", 0), ("green", 1), ("blue", 2)])
-def test_its_labels_come_back_and_the_map_points_at_what_it_looks_at(served, colour, channel):
+def test_label_and_map_of_a_custom_network_are_right(served, colour, channel):
     photo = np.full((64, 64, 3), 60, np.uint8)
     photo[30:54, 6:30, channel] = 250
     result = served.explain(photo, heatmap=True)
-    why = result.explanations[0]
-    top, left = np.unravel_index(why.heatmap.argmax(), why.heatmap.shape)
+    explanation = result.explanations[0]
+    top, left = np.unravel_index(explanation.heatmap.argmax(), explanation.heatmap.shape)
 
-    assert result.predictions[0].label == colour == why.target.label
+    assert result.predictions[0].label == colour == explanation.target.label
     assert served.model("colours").labels == ("red", "green", "blue")
     assert 30 <= top < 54
     assert 6 <= left < 30
 
 
-def test_torchscript_is_refused_with_what_to_do_instead(tmp_path, monkeypatch):
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # that it has no future
+def test_torchscript_is_refused_with_an_alternative(tmp_path, monkeypatch):
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # TorchScript is deprecated
         torch.jit.trace(torch.nn.Conv2d(3, 2, 3), torch.zeros(1, 3, 8, 8)).save(tmp_path / "net.pt")
     (tmp_path / "scripted_net.py").write_text(
         "import torch, warnings\n"

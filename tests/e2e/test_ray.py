@@ -1,4 +1,4 @@
-"""On a Ray cluster of this machine: the SDK as it is, two engines, one of them killed, and the job over many photos."""
+"""A Ray cluster on this machine: the client, two engines of which one is killed, and dataset jobs."""
 
 import importlib.util
 import os
@@ -66,10 +66,10 @@ with cluster(None, Engines(1, 1, 1, 1, 0), "cpu"):
 
 
 def test_workers_import_nothing_from_the_current_folder(tmp_path):
-    """By default Ray makes its workers search that folder first."""
+    """By default Ray's workers search that folder first."""
     (tmp_path / "colorsys.py").touch()
-    done = subprocess.run([sys.executable, "-P", "-c", IN_A_WORKER], cwd=tmp_path, capture_output=True, check=True)
-    assert not done.stdout.decode().startswith(str(tmp_path))
+    result = subprocess.run([sys.executable, "-P", "-c", IN_A_WORKER], cwd=tmp_path, capture_output=True, check=True)
+    assert not result.stdout.decode().startswith(str(tmp_path))
 
 
 ON_TWO_GPUS = """
@@ -85,28 +85,28 @@ with cluster(None, engines_of("2", 64, 1, -1), "auto") as engines:
     print(*sorted(ray.get([actor.seen.remote() for actor in actors])))
 """
 GPUS = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
-"""Ray believes that the machine has them."""
+"""Environment in which Ray assumes that the machine has two GPUs."""
 
 
-def test_ray_lets_each_engine_see_a_gpu_of_its_own():
+def test_ray_assigns_a_gpu_to_each_engine():
     command = [sys.executable, "-P", "-c", ON_TWO_GPUS]
-    done = subprocess.run(command, env=os.environ | GPUS, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "1"]
+    result = subprocess.run(command, env=os.environ | GPUS, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["0", "1"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the engine would serve: there is a GPU")
-def test_an_engine_whose_gpu_cannot_be_used_says_so_and_does_not_serve_from_the_cpu(folder):
+def test_engine_with_an_unusable_gpu_does_not_serve_from_the_cpu(folder):
     arguments = ["ray", "serve", "--insecure", "--address", f"127.0.0.1:{free_port()}", "--model", MODEL]
-    done = subprocess.run(
+    result = subprocess.run(
         [*PROGRAM, *arguments], cwd=folder, env=os.environ | GPUS, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2, done.stderr
-    assert 'device "cuda": torch sees 0 CUDA devices here' in done.stderr
+    assert result.returncode == 2, result.stderr
+    assert 'device "cuda": torch sees 0 CUDA devices here' in result.stderr
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a module of models, and photos, 500 of them, and two files that are none."""
+    """Folder with a module of models, 500 photos and two invalid ones."""
     folder = tmp_path_factory.mktemp("ray")
     (folder / "ray_nets.py").write_text(NETS)
     (folder / "photos").mkdir()
@@ -118,14 +118,14 @@ def folder(tmp_path_factory):
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def address(folder):
-    """Two engines behind Ray's proxy."""
+    """Address of Ray's proxy in front of two engines."""
     port, log = free_port(), folder / "log.txt"
     arguments = ["ray", "serve", "--engines", "2", "--insecure", "--address", f"127.0.0.1:{port}", "--model", MODEL]
     with log.open("wb") as file:
@@ -144,66 +144,66 @@ def address(folder):
 
 
 def engines(address, folder, calls=24):
-    """The processes that answer calls, and how many each of them answers."""
+    """Return the number of calls that each engine's process answers."""
     request = explain_pb2.ExplainRequest(image=(folder / "photos" / "1.png").read_bytes())
     with grpc.insecure_channel(address) as channel:
-        ask = explain_pb2_grpc.ExplainServiceStub(channel).Explain
-        waiting = [ask.future(request, timeout=60) for _ in range(calls)]
-        names = [dict(each.trailing_metadata())["x-camserve-engine"] for each in waiting if each.result()]
+        explain = explain_pb2_grpc.ExplainServiceStub(channel).Explain
+        waiting = [explain.future(request, timeout=60) for _ in range(calls)]
+        names = [dict(call.trailing_metadata())["x-camserve-engine"] for call in waiting if call.result()]
     return Counter(int(name.rpartition("-")[2]) for name in names)
 
 
 def ran(folder):
-    """The number of rows that each engine's process has run; loading a model runs some as well."""
+    """Return the number of rows that each engine's process has run, including those of loading the model."""
     return Counter(map(int, (folder / "ran").read_text().split()))
 
 
-def test_the_sdk_works_as_it_is_and_two_engines_share_its_calls_and_its_streams(address, folder):
+def test_two_engines_share_the_calls_and_streams_of_a_client(address, folder):
     photos = [folder / "photos" / f"{number}.png" for number in range(96)]
     with camserve.Client(address) as client:
         assert client.health() is camserve.Health.SERVING
         assert [model.name for model in client.models()] == ["slow"]
-        one = client.explain(photos[0])
+        result = client.explain(photos[0])
         with pytest.raises(camserve.NotFound, match='unknown layer "x"') as missing:
             client.explain(photos[0], layers="x")
         shared = engines(address, folder)
         before = ran(folder)
         many = list(client.explain_many(photos))
         worked = ran(folder) - before
-        heard = []
+        progress = []
         client.explain(
-            photos[0], methods=[("smoothgrad", {"samples": 20})], on_progress=lambda *rows: heard.append(rows)
+            photos[0], methods=[("smoothgrad", {"samples": 20})], on_progress=lambda *rows: progress.append(rows)
         )
 
-    assert one.explanations[0].verdict is camserve.Verdict.OK
+    assert result.explanations[0].verdict is camserve.Verdict.OK
     assert missing.value.fields
     assert len(shared) == 2
     assert min(shared.values()) >= 4
-    assert [each.photo.width for each in many] == [16] * 96
+    assert [each_result.photo.width for each_result in many] == [16] * 96
     assert worked.keys() == shared.keys()
-    assert min(worked.values()) > 0.25 * worked.total() >= 24, "one stream is answered by both"
-    assert heard[-1][0] == heard[-1][1] >= 20
+    assert min(worked.values()) > 0.25 * worked.total() >= 24, "both engines should answer one stream"
+    assert progress[-1][0] == progress[-1][1] >= 20
     print(f"calls by engine {dict(shared)}, rows of a stream of 96 {dict(worked)}")  # noqa: T201 -- figures to record
 
 
-def told(process, what):
-    """What Linux tells of a process; nothing if it has just ended."""
+def read_proc(process, name):
+    """Return a file of /proc about a process, or an empty text if the process has ended."""
     try:
-        return Path(f"/proc/{process}/{what}").read_text()
+        return Path(f"/proc/{process}/{name}").read_text()
     except OSError:
         return ""
 
 
 def replicas(address, folder, kind):
-    """The processes of this cluster's doors, or of its engines, which Ray names so."""
-    parent = told(next(iter(engines(address, folder))), "stat").rpartition(")")[2].split()[1]
+    """Return the processes of this cluster's ingress or engines, by the names that Ray gives them."""
+    parent = read_proc(next(iter(engines(address, folder))), "stat").rpartition(")")[2].split()[1]
     everything = (path.name for path in Path("/proc").glob("[0-9]*"))
-    ours = [each for each in everything if told(each, "cmdline").startswith(f"ray::ServeReplica:camserve:{kind}")]
-    return [int(each) for each in ours if parent in told(each, "stat").rpartition(")")[2].split()[1:2]]
+    named = [pid for pid in everything if read_proc(pid, "cmdline").startswith(f"ray::ServeReplica:camserve:{kind}")]
+    return [int(pid) for pid in named if parent in read_proc(pid, "stat").rpartition(")")[2].split()[1:2]]
 
 
 def until_whole(address, folder):
-    """Wait until Ray has put another in its place."""
+    """Wait until Ray has replaced a killed process."""
     while len(engines(address, folder)) < 2 or len(replicas(address, folder, "ingress")) < 2:
         time.sleep(0.5)
 
@@ -212,32 +212,32 @@ def until_whole(address, folder):
 def test_killed_replica_loses_only_calls_in_flight_which_the_sdk_retries(address, folder, kind):
     photo = (folder / "photos" / "1.png").read_bytes()
 
-    def ask(client):
+    def explain(client):
         try:
             return client.explain(photo).explanations[0].verdict
         except camserve.CamserveError as error:
             return type(error)
 
-    found = {}
+    outcomes = {}
     for retries in (camserve.Retry(), camserve.Retry(attempts=0)):
         until_whole(address, folder)
         victim = replicas(address, folder, kind)[0]
         with camserve.Client(address, retries=retries, timeout=60) as client, ThreadPoolExecutor(12) as pool:
-            waiting = [pool.submit(ask, client) for _ in range(240)]
-            while sum(each.done() for each in waiting) < 40:
+            waiting = [pool.submit(explain, client) for _ in range(240)]
+            while sum(call.done() for call in waiting) < 40:
                 time.sleep(0.01)
             os.kill(victim, signal.SIGKILL)
-            found[retries.attempts] = Counter(each.result() for each in waiting)
+            outcomes[retries.attempts] = Counter(call.result() for call in waiting)
 
-    assert found[4] == {camserve.Verdict.OK: 240}
-    lost = found[0].pop(camserve.Unavailable, 0)
-    assert found[0] == {camserve.Verdict.OK: 240 - lost}
-    assert lost <= 12, "only those in flight"
+    assert outcomes[4] == {camserve.Verdict.OK: 240}
+    lost = outcomes[0].pop(camserve.Unavailable, 0)
+    assert outcomes[0] == {camserve.Verdict.OK: 240 - lost}
+    assert lost <= 12, "only calls in flight may be lost"
     print(f"{kind} killed: of 240 calls, 12 at a time, {lost} were lost; with retries none")  # noqa: T201 -- as above
 
 
 @pytest.mark.parametrize("kind", ["engine", "ingress"])
-def test_a_stream_whose_replica_is_killed_ends_with_an_answer_for_every_photo(address, folder, kind):
+def test_stream_of_a_killed_replica_has_an_answer_for_every_photo(address, folder, kind):
     until_whole(address, folder)
     victim = replicas(address, folder, kind)[0]
     photos = [folder / "photos" / f"{number}.png" for number in range(96)]
@@ -248,7 +248,7 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_answer_for_every_photo(ad
             if len(answers) == 30:
                 os.kill(victim, signal.SIGKILL)
 
-    assert [each.explanations[0].verdict for each in answers] == [camserve.Verdict.OK] * 96
+    assert [answer.explanations[0].verdict for answer in answers] == [camserve.Verdict.OK] * 96
 
 
 def test_killed_and_resumed_ray_job_has_every_photo_once(folder):

@@ -1,4 +1,4 @@
-"""A receipt's explanation is asked for again, and the same comes out; or it is said what differs."""
+"""Replay of receipts: the explanation is reproduced, or the differences are reported."""
 
 import json
 
@@ -31,7 +31,7 @@ def client(address):
 
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory):
-    """A server whose model has the same name and architecture."""
+    """Server with other weights for a model of the same name and architecture."""
     path = tmp_path_factory.mktemp("weights") / "other.safetensors"
     torch.manual_seed(7)
     save_file(torchvision.models.resnet18(weights=None).state_dict(), path)
@@ -44,7 +44,7 @@ def receipt_of(client, methods="gradcam", **options):
     return camserve.Receipt.from_json(explanation.receipt.to_json())
 
 
-def edited(receipt, **changes):
+def edit(receipt, **changes):
     return camserve.Receipt.from_json(json.dumps({**json.loads(receipt.to_json()), **changes}))
 
 
@@ -63,7 +63,7 @@ def edited(receipt, **changes):
         {"targets": camserve.similarity(PHOTOS["coffee"]), "layers": ["layer4"]},
     ],
 )
-def test_what_a_receipt_says_comes_out_again_byte_for_byte(client, options):
+def test_receipt_is_replayed_byte_for_byte(client, options):
     receipt = receipt_of(client, **options)
 
     replay = client.replay(receipt, PHOTOS["chelsea"])
@@ -74,29 +74,29 @@ def test_what_a_receipt_says_comes_out_again_byte_for_byte(client, options):
     assert replay.explanation.receipt.to_json() == receipt.to_json()
 
 
-def test_a_receipt_says_how_layers_became_one(client):
-    own = receipt_of(client, camserve.Method("refinecam", augmentation_smoothing=True))
-    asked = receipt_of(client, layers=["layer3", "layer4"], fusion="max")
+def test_receipt_has_the_fused_layers(client):
+    default = receipt_of(client, camserve.Method("refinecam", augmentation_smoothing=True))
+    fused = receipt_of(client, layers=["layer3", "layer4"], fusion="max")
     plain = receipt_of(client, layers=["layer3"], fusion="max")
 
-    assert (own.layers, own.fusion) == (("layer1", "layer2", "layer3", "layer4"), "product")
-    assert (asked.layers, asked.fusion) == (("layer3", "layer4"), "max")
+    assert (default.layers, default.fusion) == (("layer1", "layer2", "layer3", "layer4"), "product")
+    assert (fused.layers, fused.fusion) == (("layer3", "layer4"), "max")
     assert (plain.layers, plain.fusion) == (("layer3",), None)
 
 
-def test_one_of_many_explanations_comes_out_alone(client):
+def test_one_of_many_explanations_is_replayed_alone(client):
     many = client.explain(
         PHOTOS["chelsea"], methods=["gradcam", ("smoothgrad", {"samples": 3})], top_k=3, layers=["layer3", "layer4"]
     )
 
-    replays = [client.replay(each.receipt, PHOTOS["chelsea"]) for each in many.explanations]
+    replays = [client.replay(explanation.receipt, PHOTOS["chelsea"]) for explanation in many.explanations]
 
     assert len(replays) == 9
-    assert [each.differences for each in replays] == [()] * 9
+    assert [replay.differences for replay in replays] == [()] * 9
     assert all(replay.gap <= 1e-5 for replay in replays)
 
 
-def test_another_photo_is_found_out(client):
+def test_other_photo_is_reported(client):
     replay = client.replay(receipt_of(client), PHOTOS["coffee"])
 
     assert not replay.same
@@ -108,7 +108,7 @@ def test_another_photo_is_found_out(client):
     assert replay.gap > 0.1
 
 
-def test_other_weights_are_found_out(client, other_weights):
+def test_other_weights_are_reported(client, other_weights):
     with camserve.Client(other_weights) as other:
         replay = other.replay(receipt_of(client), PHOTOS["chelsea"])
 
@@ -117,29 +117,29 @@ def test_other_weights_are_found_out(client, other_weights):
     assert (score[:10], heatmap[:15]) == ("the score ", "the map differs")
 
 
-def test_another_parameter_is_found_out_by_its_map(client):
+def test_other_parameter_is_reported_by_its_map(client):
     receipt = receipt_of(client, ("smoothgrad", {"samples": 5, "seed": 11}))
-    changed = edited(receipt, parameters={**receipt.parameters, "seed": 12})
+    changed = edit(receipt, parameters={**receipt.parameters, "seed": 12})
 
     replay = client.replay(changed, PHOTOS["chelsea"])
 
-    assert [each[:15] for each in replay.differences] == ["the map differs"]
+    assert [difference[:15] for difference in replay.differences] == ["the map differs"]
     assert 0.01 < replay.gap < 10
 
 
-def test_another_version_is_named_only_where_the_numbers_differ(client):
-    receipt = edited(receipt_of(client), versions={"torch": "1.0", "camserve": "0.0"})
+def test_other_version_is_reported_only_if_numbers_differ(client):
+    receipt = edit(receipt_of(client), versions={"torch": "1.0", "camserve": "0.0"})
 
     replay = client.replay(receipt, PHOTOS["chelsea"])
     assert replay.same
-    assert {each.name for each in replay.checks if not each.same} >= {"torch", "camserve"}
+    assert {check.name for check in replay.checks if not check.same} >= {"torch", "camserve"}
 
-    replay = client.replay(edited(receipt, score=1e6), PHOTOS["chelsea"])
+    replay = client.replay(edit(receipt, score=1e6), PHOTOS["chelsea"])
     assert replay.differences[0].endswith(", was 1e+06")
     assert f"torch is {torch.__version__.split('+')[0]}" in " ".join(replay.differences)
 
 
-def test_a_receipt_without_a_map_compares_the_rest(client):
+def test_receipt_without_a_map_is_compared_by_the_rest(client):
     receipt = receipt_of(client, heatmap=False)
 
     replay = client.replay(receipt, PHOTOS["chelsea"])
@@ -147,34 +147,34 @@ def test_a_receipt_without_a_map_compares_the_rest(client):
     assert receipt.heatmap_sha256 is None
     assert replay.same
     assert replay.gap is None
-    assert "map" not in [each.name for each in replay.checks]
+    assert "map" not in [check.name for check in replay.checks]
 
 
-def test_what_cannot_be_asked_for_is_an_error_as_ever(client):
+def test_invalid_receipt_raises_the_clients_errors(client):
     receipt = receipt_of(client, ("smoothgrad", {"samples": 5}))
 
-    with pytest.raises(camserve.NotFound, match='unknown model "mine": the server has net'):
-        client.replay(edited(receipt, model="mine"), PHOTOS["chelsea"])
+    with pytest.raises(camserve.NotFound, match='unknown model "other": the server has net'):
+        client.replay(edit(receipt, model="other"), PHOTOS["chelsea"])
     with pytest.raises(camserve.InvalidArgument, match="1 to 512, not 0"):
-        client.replay(edited(receipt, parameters={"samples": 0}), PHOTOS["chelsea"])
+        client.replay(edit(receipt, parameters={"samples": 0}), PHOTOS["chelsea"])
 
 
-def test_a_long_method_says_how_far_it_has_come(client):
-    told = []
+def test_long_method_reports_progress(client):
+    updates = []
 
     result = client.explain(
         PHOTOS["chelsea"],
         methods=("smoothgrad", {"samples": 130}),
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: updates.append((done, total)),
     )
 
     assert result.explanations[0].heatmap.shape == (64, 64)
-    assert told[-1] == (131, 131)
-    assert told == sorted(set(told))
-    assert len(told) >= 2
+    assert updates[-1] == (131, 131)
+    assert updates == sorted(set(updates))
+    assert len(updates) >= 2
 
 
-def test_intensities_are_what_is_coloured(client):
+def test_intensity_map_has_the_size_of_the_picture(client):
     explanation = client.explain(PHOTOS["chelsea"], layers="layer2", intensity=True, profile="grad-cam").explanations[0]
 
     assert explanation.intensity.shape == (64, 64)
@@ -185,12 +185,12 @@ def test_intensities_are_what_is_coloured(client):
 @pytest.fixture
 def run(address, monkeypatch):
     monkeypatch.setenv("CAMSERVE_SERVER", address)
-    return lambda *args: CliRunner().invoke(cli.main, [str(each) for each in args])
+    return lambda *args: CliRunner().invoke(cli.main, [str(argument) for argument in args])
 
 
-def test_the_commands_write_a_receipt_and_replay_it(run, tmp_path):
-    done = run("explain", PHOTOS["chelsea"], "-o", tmp_path, "--method", "smoothgrad:samples=4,seed=3", "--receipts")
-    assert done.exit_code == 0, done.output
+def test_commands_write_and_replay_a_receipt(run, tmp_path):
+    result = run("explain", PHOTOS["chelsea"], "-o", tmp_path, "--method", "smoothgrad:samples=4,seed=3", "--receipts")
+    assert result.exit_code == 0, result.output
     overlay, receipt = sorted(tmp_path.iterdir())
     assert receipt.name == f"{overlay.stem}.receipt.json"
 
@@ -205,13 +205,13 @@ def test_the_commands_write_a_receipt_and_replay_it(run, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": 3}', '{"format": "camserve receipt 1"}', "\0\xff"])
-def test_rubbish_is_one_line(run, tmp_path, text):
+def test_invalid_receipt_file_is_reported_in_one_line(run, tmp_path, text):
     (tmp_path / "why.json").write_text(text)
 
-    done = run("replay", tmp_path / "why.json", PHOTOS["chelsea"])
+    result = run("replay", tmp_path / "why.json", PHOTOS["chelsea"])
 
-    assert done.exit_code == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert "why.json: " in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "why.json: " in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""A server for as long as a `with` block: what tests and notebooks use."""
+"""`camserve_server.running`: a server inside a `with` block, for tests and notebooks."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ from support import PHOTOS
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 
 
-def test_running_serves_inside_the_block_and_not_after_it():
+def test_server_runs_only_inside_the_block():
     with camserve_server.running(models=[SMALL], max_batch_rows=4) as address:
         host, port = address.split(":")
         with camserve.Client(address) as client:
@@ -32,17 +32,17 @@ def test_running_serves_inside_the_block_and_not_after_it():
         client.models()
 
 
-def test_the_async_client_is_the_same_awaited():
+def test_async_client_gets_the_same_predictions():
     async def ask(address):
         async with camserve.AsyncClient(address) as client:
             result = await client.explain(PHOTOS["flower"])
-            many = [one async for one in client.explain_many([PHOTOS["flower"]] * 3)]
+            many = [each async for each in client.explain_many([PHOTOS["flower"]] * 3)]
             return result, many
 
     with camserve_server.running(models=[SMALL]) as address:
         result, many = asyncio.run(ask(address))
 
-    assert [one.predictions[0].class_index for one in many] == [result.predictions[0].class_index] * 3
+    assert [each.predictions[0].class_index for each in many] == [result.predictions[0].class_index] * 3
 
 
 def test_invalid_setting_or_model_is_reported_at_once():
@@ -60,7 +60,7 @@ def test_running_ignores_the_environment(monkeypatch):
         assert address.startswith("127.0.0.1:")
 
 
-# ------------------------------------------------------------------------------------------- networks of this process
+# --- networks of this process ---
 
 
 def test_network_of_this_process_is_explained_and_left_as_it_was():
@@ -70,14 +70,14 @@ def test_network_of_this_process_is_explained_and_left_as_it_was():
     before = state_of(module)
     photo = cv2.imencode(".png", image[..., ::-1])[1].tobytes()
     source = Source(module, Preprocess((64, 64), 64, "bilinear", IMAGENET_MEAN, IMAGENET_STD), tuple("abcde"))
-    with camserve_server.running(models={"mine": source}) as address, camserve.Client(address) as client:
+    with camserve_server.running(models={"custom": source}) as address, camserve.Client(address) as client:
         result = client.explain(photo, targets=3, overlay=None, heatmap=True)
         (model,) = client.models()
     changed = changes(before, state_of(module))
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)
 
-    assert (result.model, model.name) == ("mine", "mine")
-    assert {one.label for one in result.predictions} <= set("abcde")
+    assert (result.model, model.name) == ("custom", "custom")
+    assert {prediction.label for prediction in result.predictions} <= set("abcde")
     assert (
         error_ratio(
             result.explanations[0].heatmap, gradcam(module, pixels.float()), gradcam(module.double(), pixels.double())
@@ -89,32 +89,32 @@ def test_network_of_this_process_is_explained_and_left_as_it_was():
 
 def test_network_can_be_trained_on_after_it_was_served():
     module = trained()
-    with camserve_server.running(models={"mine": Source(module)}) as address, camserve.Client(address) as client:
+    with camserve_server.running(models={"custom": Source(module)}) as address, camserve.Client(address) as client:
         client.explain(PHOTOS["flower"], overlay=None)
     weights = module.fc.weight.clone()
-    optimizer = torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([parameter for parameter in module.parameters() if parameter.requires_grad], lr=0.1)
     module(torch.randn(2, 3, 64, 64)).sum().backward()
     optimizer.step()
 
     assert not torch.equal(module.fc.weight, weights)
 
 
-def test_models_are_named_by_texts_and_networks_alike():
-    given = {"small": SMALL.partition("=")[2], "mine": resnet18(num_classes=5)}
-    with camserve_server.running(models=given) as address, camserve.Client(address) as client:
-        assert [model.name for model in client.models()] == ["small", "mine"]
+def test_models_may_be_specs_or_networks():
+    models = {"small": SMALL.partition("=")[2], "custom": resnet18(num_classes=5)}
+    with camserve_server.running(models=models) as address, camserve.Client(address) as client:
+        assert [model.name for model in client.models()] == ["small", "custom"]
 
 
 @pytest.mark.parametrize(
-    ("models", "settings", "words"),
+    ("models", "settings", "message"),
     [
-        ({"mine": 3}, {}, 'model "mine" is of type int: give a torch.nn.Module or a Source'),
-        ({"mine": nn.Linear(2, 2)}, {"isolation": "process"}, "can only be served in this process"),
-        ({"mine": "resnet50"}, {}, '"resnet50" needs a source'),
+        ({"custom": 3}, {}, 'model "custom" is of type int: give a torch.nn.Module or a Source'),
+        ({"custom": nn.Linear(2, 2)}, {"isolation": "process"}, "can only be served in this process"),
+        ({"custom": "resnet50"}, {}, '"resnet50" needs a source'),
     ],
 )
-def test_invalid_model_is_refused_in_one_line(models, settings, words):
-    with pytest.raises(ConfigError, match=words) as refused, camserve_server.running(models=models, **settings):
+def test_invalid_model_is_refused_in_one_line(models, settings, message):
+    with pytest.raises(ConfigError, match=message) as refused, camserve_server.running(models=models, **settings):
         pass
 
     assert len(str(refused.value)) < 300

@@ -1,4 +1,4 @@
-"""A server that is told to stop loses nothing that it accepted, and is gone in time."""
+"""A server that gets SIGTERM answers all accepted calls, and ends in time."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ from support import children, wait_until
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 PHOTO = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
 WHITE = np.full((32, 32, 3), 255, np.uint8)
-GRACE, CLIENTS = 5, 24
-HANG = 100  # seconds after which a server that does not stop is killed, before pytest gives up
+DRAIN_TIMEOUT, CLIENTS = 5, 24  # seconds, callers
+STOP_TIMEOUT = 100  # seconds until a server that does not stop is killed; less than pytest's own timeout
 HANGS = """
 import time
 from pathlib import Path
@@ -46,14 +46,14 @@ def net():
 
 
 class Server:
-    """One process that serves."""
+    """Server in a process."""
 
-    def __init__(self, log, model=MODEL, grace=GRACE):
+    def __init__(self, log, model=MODEL, drain=DRAIN_TIMEOUT):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.address, self.log = f"127.0.0.1:{self.port}", log
-        flags = f"--model {model} --address {self.address} --drain-seconds {grace} --threads 1 --log-format json"
+        flags = f"--model {model} --address {self.address} --drain-seconds {drain} --threads 1 --log-format json"
         with log.open("w") as file:
             self._process = fork_server.start(
                 fork_server.SERVER, "serve", *flags.split(), cwd=log.parent, stdout=file, stderr=file
@@ -65,31 +65,31 @@ class Server:
         return False
 
     def stop(self):
-        """Tell it to stop; return its exit code, once it is gone."""
+        """Send SIGTERM; return the exit code once the process has ended."""
         self._process.terminate()
         try:
-            return self._process.wait(HANG)
+            return self._process.wait(STOP_TIMEOUT)
         finally:
             self._process.kill()
 
     @property
     def worker(self):
-        """The id of its worker process, which its fork server has started."""
+        """The id of the worker process, a child of the fork server."""
         (fork_server,) = children(self._process.pid)
         (worker,) = children(fork_server)
         return worker
 
     def entries(self):
-        """Return its log."""
+        """Return the entries of the log."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def calls(self):
-        """How its calls of Explain went, by its own log."""
+        """Return the status codes of the Explain calls in the log."""
         return [entry["code"] for entry in self.entries() if entry["message"] == "Explain"]
 
 
-class Crowd:
-    """Callers without patience: each asks again and again, until it is refused."""
+class Callers:
+    """Callers without retries: each sends requests until one is refused."""
 
     def __init__(self, address, *, until_refused=True):
         self.outcomes, self._done, self._until_refused = [], threading.Event(), until_refused
@@ -131,16 +131,16 @@ def serves(client):
 
 @contextlib.contextmanager
 def stuck(server):
-    """Hold calls whose message never comes, a stream on which nothing is asked, and a connection that is silent."""
+    """Hold calls that never send their message, an unused stream and an unused connection."""
     never = threading.Event()
 
-    def nothing():
+    def no_messages():
         never.wait()
         yield from ()
 
     with grpc.insecure_channel(server.address) as channel, socket.create_connection(("127.0.0.1", server.port)):
         rpcs = [*["Explain"] * 5, "ExplainStream"]
-        calls = [channel.stream_stream(f"/camserve.v1.ExplainService/{rpc}")(nothing()) for rpc in rpcs]
+        calls = [channel.stream_stream(f"/camserve.v1.ExplainService/{rpc}")(no_messages()) for rpc in rpcs]
         try:
             yield calls
         finally:
@@ -148,73 +148,73 @@ def stuck(server):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_what_was_accepted_when_sigterm_came_is_answered(number, tmp_path):
-    """24 clients without retries: every request that the server completed reached its client, none failed midway.
+def test_accepted_calls_are_answered_after_sigterm(number, tmp_path):
+    """24 clients without retries get the response of every request that the server completed.
 
-    In every other round some callers hold on to calls, streams and connections that they do not use.
+    In every other round, other callers hold unused calls, streams and connections.
     """
     server = Server(tmp_path / "log")
     warm(server.address)
     with stuck(server) if number % 2 else contextlib.nullcontext():
-        crowd = Crowd(server.address)
-        crowd.until("OK", 30 + 10 * number)
+        callers = Callers(server.address)
+        callers.until("OK", 30 + 10 * number)
         code = server.stop()
-        crowd.leave()
+        callers.leave()
 
     assert code == 0
-    assert set(crowd.outcomes) == {"OK", "Unavailable"}
-    assert server.calls().count("OK") == crowd.outcomes.count("OK")
+    assert set(callers.outcomes) == {"OK", "Unavailable"}
+    assert server.calls().count("OK") == callers.outcomes.count("OK")
     assert set(server.calls()) <= {"OK", "UNAVAILABLE"}
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_sigterm_while_the_models_load_is_taken_at_once_whoever_is_waiting(held, tmp_path):
+@pytest.mark.parametrize("with_unused_calls", [False, True])
+def test_sigterm_ends_a_server_that_is_loading_models(with_unused_calls, tmp_path):
     """The models load for an hour, and a stop must not wait for callers that keep an unused connection open."""
     (tmp_path / "loading_nets.py").write_text("import time\n\ndef net():\n    time.sleep(3600)\n")
-    server = Server(tmp_path / "log", "loading_nets:net?size=32", grace=3600)
-    crowd = Crowd(server.address, until_refused=False)
-    crowd.until("Unavailable", 3 * CLIENTS)
-    if held:
+    server = Server(tmp_path / "log", "loading_nets:net?size=32", drain=3600)
+    callers = Callers(server.address, until_refused=False)
+    callers.until("Unavailable", 3 * CLIENTS)
+    if with_unused_calls:
         wait_until(server.listens)
-    with stuck(server) if held else contextlib.nullcontext():
+    with stuck(server) if with_unused_calls else contextlib.nullcontext():
         code = server.stop()
-        crowd.leave()
+        callers.leave()
 
-    assert (code, set(crowd.outcomes)) == (0, {"Unavailable"})
+    assert (code, set(callers.outcomes)) == (0, {"Unavailable"})
 
 
-def test_what_was_accepted_is_answered_if_an_engine_is_killed_as_the_server_stops(tmp_path):
-    server = Server(tmp_path / "log", grace=240)
+def test_accepted_calls_are_answered_if_a_worker_dies_at_the_stop(tmp_path):
+    server = Server(tmp_path / "log", drain=240)
     warm(server.address)
-    crowd = Crowd(server.address)
-    crowd.until("OK", CLIENTS)
+    callers = Callers(server.address)
+    callers.until("OK", CLIENTS)
     os.kill(server.worker, signal.SIGKILL)
     code = server.stop()
-    crowd.leave()
+    callers.leave()
 
     assert code == 0
-    assert set(crowd.outcomes) <= {"OK", "Unavailable", "Internal"}
-    assert crowd.outcomes.count("Internal") <= 1  # a request may be alone when its worker is killed
-    assert server.calls().count("OK") == crowd.outcomes.count("OK")
+    assert set(callers.outcomes) <= {"OK", "Unavailable", "Internal"}
+    assert callers.outcomes.count("Internal") <= 1  # a request may be alone when its worker is killed
+    assert server.calls().count("OK") == callers.outcomes.count("OK")
 
 
 async def test_calls_that_arrived_while_the_server_was_descheduled_are_answered():
-    """The event loop stands still, as on a busy machine; a call that came meanwhile is handed over a little later."""
-    loop, house, seen = asyncio.get_running_loop(), ServerState(1), []
+    """The event loop is blocked, as on a busy machine; gRPC delivers a call of that time a little later."""
+    loop, state, events = asyncio.get_running_loop(), ServerState(1), []
 
-    def arrive():
-        seen.append("call")
-        house.arrived += 1
+    def deliver_call():
+        events.append("call")
+        state.arrived += 1
 
-    def stand_still():
+    def block_loop():
         time.sleep(0.3)
-        loop.call_later(0.02, arrive)
+        loop.call_later(0.02, deliver_call)
 
-    loop.call_later(0.05, stand_still)
-    await grpc_server._wait_until_quiet(house, 60)
-    seen.append("finished")
+    loop.call_later(0.05, block_loop)
+    await grpc_server._wait_until_quiet(state, 60)
+    events.append("finished")
 
-    assert seen == ["call", "finished"]
+    assert events == ["call", "finished"]
 
 
 def test_server_that_stops_with_calls_unanswered_exits_with_1(tmp_path):

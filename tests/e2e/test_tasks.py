@@ -1,4 +1,4 @@
-"""Segmentations, detectors and embeddings behind the whole server: what is asked for in a photo is shown in it."""
+"""Segmentation, detection and embedding models on a whole server: maps show the requested object."""
 
 import io
 
@@ -27,9 +27,9 @@ def client(tmp_path_factory):
     labels.write_text("background\nred\ngreen\n")
     with (
         serving(models=tuple(net.format(labels=labels) for net in NETS), threads=1) as served,
-        camserve.Client(served.address, retries=0, timeout=60) as one,
+        camserve.Client(served.address, retries=0, timeout=60) as client,
     ):
-        yield one
+        yield client
 
 
 def png(image):
@@ -40,63 +40,63 @@ def png(image):
 
 @pytest.fixture(scope="module")
 def photo():
-    """A photo of 160 x 144 pixels, so that the model neither sees its margins nor its scale."""
+    """Photo of 160 x 144 pixels, which the model sees cropped and scaled."""
     return png(painted(160, **PLACES)[:144])
 
 
 def share_inside(explanation, place):
-    """The share of a map's hottest tenth, on the photo, that is inside a square."""
+    """Return the share of the hottest tenth of a map that is inside a square of the photo."""
     top, left, side = place
-    seen = np.nan_to_num(explanation.heatmap_on_image, nan=-np.inf)
-    hot = seen >= np.quantile(seen[np.isfinite(seen)], 0.9)
+    heat = np.nan_to_num(explanation.heatmap_on_image, nan=-np.inf)
+    hot = heat >= np.quantile(heat[np.isfinite(heat)], 0.9)
     return hot[top : top + side, left : left + side].sum() / hot.sum()
 
 
 @pytest.mark.parametrize("label", PLACES)
-def test_a_class_in_a_photo_is_explained_where_it_is(client, photo, label):
+def test_map_of_a_class_is_hot_where_the_class_is(client, photo, label):
     result = client.explain(photo, model="colours", targets=[camserve.segment(label)])
-    (one,) = result.explanations
+    (explanation,) = result.explanations
 
-    assert [each.label for each in result.predictions] == ["red", "green", "background"]
+    assert [prediction.label for prediction in result.predictions] == ["red", "green", "background"]
     assert result.predictions[0].area > result.predictions[1].area > 0.05
-    assert (one.target.label, one.target.box, one.verdict) == (label, None, "OK")
-    assert one.target in result.predictions
-    assert share_inside(one, PLACES[label]) >= 0.9
+    assert (explanation.target.label, explanation.target.box, explanation.verdict) == (label, None, "OK")
+    assert explanation.target in result.predictions
+    assert share_inside(explanation, PLACES[label]) >= 0.9
 
 
-def test_the_part_of_a_photo_is_given_in_its_pixels(client, photo):
-    """Where green is, nothing speaks for red; where red is, all does."""
+def test_region_is_given_in_pixels_of_the_photo(client, photo):
+    """The score of red is negative in the green square and positive in the red one."""
     top, left, side = PLACES["red"]
-    here = camserve.segment("red", (left, top, left + side, top + side))
+    red = camserve.segment("red", (left, top, left + side, top + side))
     top, left, side = PLACES["green"]
-    there = camserve.segment("red", camserve.Box(left, top, left + side, top + side))
-    found = client.explain(photo, model="colours", targets=[here, there]).explanations
+    green = camserve.segment("red", camserve.Box(left, top, left + side, top + side))
+    in_red, in_green = client.explain(photo, model="colours", targets=[red, green]).explanations
 
-    assert found[0].score > 0.5 > -0.5 > found[1].score
+    assert in_red.score > 0.5 > -0.5 > in_green.score
 
 
 @pytest.mark.parametrize("label", PLACES)
-def test_an_object_in_a_photo_is_explained_where_it_is(client, photo, label):
+def test_map_of_an_object_is_hot_where_the_object_is(client, photo, label):
     result = client.explain(photo, model="finder", targets=[camserve.detection(label)])
-    (one,) = result.explanations
-    box, (top, left, side) = one.target.box, PLACES[label]
+    (explanation,) = result.explanations
+    box, (top, left, side) = explanation.target.box, PLACES[label]
     off = np.array([box.left, box.top, box.right, box.bottom]) - [left, top, left + side, top + side]
 
-    assert [each.label for each in result.predictions] == ["red", "green"]
-    assert one.target in result.predictions
-    assert np.abs(off).max() <= 8  # a cell looks 4 of the input's pixels far, each 2 of the photo's
-    assert share_inside(one, PLACES[label]) >= 0.9
+    assert [prediction.label for prediction in result.predictions] == ["red", "green"]
+    assert explanation.target in result.predictions
+    assert np.abs(off).max() <= 8  # a cell sees 4 pixels of the input, which are 8 of the photo
+    assert share_inside(explanation, PLACES[label]) >= 0.9
 
 
-def test_the_objects_that_a_detector_is_most_certain_of_are_explained_by_default(client, photo):
+def test_most_certain_objects_are_explained_by_default(client, photo):
     result = client.explain(photo, model="finder", top_k=2)
 
-    assert tuple(each.target for each in result.explanations) == result.predictions
+    assert tuple(explanation.target for explanation in result.explanations) == result.predictions
     with pytest.raises(camserve.FailedPrecondition, match="finder finds only 2 objects in this image"):
         client.explain(photo, model="finder", top_k=3)
 
 
-QUESTIONS = {
+TARGETS = {
     "colours": [camserve.segment("red"), camserve.segment("green", (80, 20, 120, 60))],
     "finder": [camserve.detection("red"), camserve.detection("green", (30, 70, 80, 120))],
     "lraspp": None,
@@ -111,38 +111,40 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("model", QUESTIONS)
-def test_what_was_explained_can_be_asked_for_again(client, photo, model):
+@pytest.mark.parametrize("model", TARGETS)
+def test_resolved_target_gives_the_same_explanation(client, photo, model):
     image = photo if model in ("colours", "finder") else PHOTOS["chelsea"]
-    first = client.explain(image, model=model, targets=QUESTIONS[model], overlay=None).explanations
-    again = client.explain(image, model=model, targets=[one.resolved for one in first], overlay=None).explanations
+    first = client.explain(image, model=model, targets=TARGETS[model], overlay=None).explanations
+    again = client.explain(
+        image, model=model, targets=[explanation.resolved for explanation in first], overlay=None
+    ).explanations
 
-    for one, other in zip(first, again, strict=True):
-        assert one.verdict in ("OK", "ALL_NEGATIVE")
-        assert other.resolved == one.resolved or model in ("colours", "finder")  # boxes are carried there and back
-        assert other.score == pytest.approx(one.score, rel=1e-5)
-        np.testing.assert_allclose(other.heatmap, one.heatmap, atol=1e-5 * np.abs(one.heatmap).max())
+    for expected, other in zip(first, again, strict=True):
+        assert expected.verdict in ("OK", "ALL_NEGATIVE")
+        assert other.resolved == expected.resolved or model in ("colours", "finder")  # boxes are converted twice
+        assert other.score == pytest.approx(expected.score, rel=1e-5)
+        np.testing.assert_allclose(other.heatmap, expected.heatmap, atol=1e-5 * np.abs(expected.heatmap).max())
 
 
-def test_methods_layers_and_views_go_with_every_target(client, photo):
+def test_every_method_explains_segments_and_detections(client, photo):
     methods = ["gradcam", "layercam", "saliency", ("smoothgrad", {"samples": 2})]
     for model, target in (("colours", camserve.segment("red")), ("finder", camserve.detection("red"))):
-        found = client.explain(photo, model=model, targets=target, methods=methods, overlay=None).explanations
-        assert [one.method for one in found] == ["gradcam", "layercam", "saliency", "smoothgrad"]
-        assert min(share_inside(one, PLACES["red"]) for one in found[:3]) >= 0.9
+        explanations = client.explain(photo, model=model, targets=target, methods=methods, overlay=None).explanations
+        assert [explanation.method for explanation in explanations] == ["gradcam", "layercam", "saliency", "smoothgrad"]
+        assert min(share_inside(explanation, PLACES["red"]) for explanation in explanations[:3]) >= 0.9
 
 
-def test_a_photo_is_like_another_one_where_they_are_alike(client, photo):
-    (one,) = client.explain(
+def test_similarity_map_is_hot_where_photos_are_alike(client, photo):
+    (explanation,) = client.explain(
         photo, model="pooled", targets=camserve.similarity(painted(64, red=(0, 0, 64))), layers="smooth"
     ).explanations
 
-    assert (one.target.label, one.resolved) == ("similarity", None)
-    assert 0.5 < one.score < 1
-    assert share_inside(one, PLACES["red"]) >= 0.9
+    assert (explanation.target.label, explanation.resolved) == ("similarity", None)
+    assert 0.5 < explanation.score < 1
+    assert share_inside(explanation, PLACES["red"]) >= 0.9
 
 
-def test_a_classifier_compares_photos_by_the_features_before_its_last_layer(client):
+def test_classifier_compares_photos_by_its_last_features(client):
     like, unlike = (
         client.explain(PHOTOS["chelsea"], model="resnet", targets=camserve.similarity(PHOTOS[name]))
         for name in ("chelsea", "rocket")
@@ -154,7 +156,7 @@ def test_a_classifier_compares_photos_by_the_features_before_its_last_layer(clie
 
 
 @pytest.mark.parametrize(
-    ("model", "target", "error", "words"),
+    ("model", "target", "error", "message"),
     [
         ("finder", "red", camserve.FailedPrecondition, r"boxes: explain an object with detection\(\.\.\.\)"),
         ("colours", 1, camserve.FailedPrecondition, r"a class for every pixel: explain one with segment\(\.\.\.\)"),
@@ -182,11 +184,11 @@ def test_a_classifier_compares_photos_by_the_features_before_its_last_layer(clie
         ("resnet", camserve.similarity(b"no photo"), camserve.InvalidArgument, "not a JPEG, PNG, WebP or BMP file"),
     ],
 )
-def test_what_does_not_fit_the_model_or_the_photo_is_refused_in_words(client, photo, model, target, error, words):
-    with pytest.raises(error, match=words) as caught:
+def test_target_that_does_not_fit_model_or_photo_is_refused(client, photo, model, target, error, message):
+    with pytest.raises(error, match=message) as caught:
         client.explain(photo, model=model, targets=target)
     assert next(iter(caught.value.fields)).startswith("targets")
 
 
-def test_a_server_says_what_its_models_answer_with(client):
+def test_models_are_listed_with_their_task(client):
     assert [model.task for model in client.models()] == ["segment", "detect", "embed", "segment", "detect", "classify"]

@@ -1,6 +1,6 @@
-"""Asks a server by tritonclient, in one process with our own client; run where that is installed, with `make test`.
+"""Send requests with tritonclient and our own client from one process; `make test` runs it where both are installed.
 
-Prints one JSON object: what each way of asking was answered with, pictures as hexadecimal.
+The program prints the responses as one JSON object, with pictures in hexadecimal.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from tritonclient.grpc import aio, service_pb2, service_pb2_grpc
 import camserve
 
 ROOT = Path(__file__).parents[2]
-MODEL, WISHES = "tiny", {"method": "hirescam", "target": "owl", "colormap": "turbo", "alpha": 0.25}
+MODEL, PARAMETERS = "tiny", {"method": "hirescam", "target": "owl", "colormap": "turbo", "alpha": 0.25}
 NAMES = ("label", "overlay", "class_id", "score", "heatmap", "verdict")
 
 
 def tensor(array, kind):
-    made = triton.InferInput("image", array.shape, kind)
-    made.set_data_from_numpy(array)
-    return made
+    result = triton.InferInput("image", array.shape, kind)
+    result.set_data_from_numpy(array)
+    return result
 
 
 def files(*data):
     return tensor(np.array(data, object).reshape(-1, 1), "BYTES")
 
 
-def told(result):
+def outputs_of(result):
     """Return all outputs of a result."""
     response = result.get_response()
     values = {output.name: result.as_numpy(output.name) for output in response.outputs}
@@ -47,28 +47,28 @@ def told(result):
 
 
 def plain(values):
-    return [one.hex() if isinstance(one, bytes) else one for one in values.ravel().tolist()]
+    return [value.hex() if isinstance(value, bytes) else value for value in values.ravel().tolist()]
 
 
-def ours(address, image, wishes=WISHES):
-    """Ask the same by our own API, in the same process."""
+def explain_natively(address, image, parameters=PARAMETERS):
+    """Send the same request by our own API."""
     with camserve.Client(address) as client:
-        why = client.explain(
+        explanation = client.explain(
             image,
             model=MODEL,
-            methods=wishes["method"],
-            targets=wishes["target"],
-            colormap=wishes["colormap"],
-            alpha=wishes["alpha"],
+            methods=parameters["method"],
+            targets=parameters["target"],
+            colormap=parameters["colormap"],
+            alpha=parameters["alpha"],
             heatmap=True,
         ).explanations[0]
     return {
-        "overlay": [why.overlay.hex()],
-        "heatmap": why.heatmap.ravel().tolist(),
-        "class_id": [why.target.class_index],
-        "score": [why.score],
-        "label": [why.target.label.encode().hex()],
-        "verdict": [why.verdict.encode().hex()],
+        "overlay": [explanation.overlay.hex()],
+        "heatmap": explanation.heatmap.ravel().tolist(),
+        "class_id": [explanation.target.class_index],
+        "score": [explanation.score],
+        "label": [explanation.target.label.encode().hex()],
+        "verdict": [explanation.verdict.encode().hex()],
     }
 
 
@@ -85,12 +85,12 @@ def about(client):
     }
 
 
-def inferred(client, address, data, pixels):
-    """Ask by files and by pixels, and by our own API."""
+def infer(client, address, data, pixels):
+    """Send files and pixels, and the same by our own API."""
     wanted = [triton.InferRequestedOutput(name) for name in NAMES]
     planes = np.ascontiguousarray(pixels.transpose(2, 0, 1))
     floats = pixels.astype(np.float32) / 255
-    by = {
+    inputs = {
         "file": files(data),
         "rows of pixels": tensor(pixels, "UINT8"),
         "planes": tensor(planes[None], "UINT8"),
@@ -98,21 +98,25 @@ def inferred(client, address, data, pixels):
         "planes of floats": tensor(planes[None].astype(np.float32) / 255, "FP32"),
         "two files": files(data, data),
     }
-    found = {
-        name: told(client.infer(MODEL, [one], outputs=wanted, parameters=WISHES, request_id=name))
-        for name, one in by.items()
+    responses = {
+        name: outputs_of(client.infer(MODEL, [tensor_of], outputs=wanted, parameters=PARAMETERS, request_id=name))
+        for name, tensor_of in inputs.items()
     }
-    one = client.infer(MODEL, [by["file"]], outputs=[triton.InferRequestedOutput("label")])
-    found["all"], found["one"] = told(client.infer(MODEL, [by["file"]])), told(one)
-    return {"triton": found, "ours": ours(address, data), "ours by pixels": ours(address, pixels)}
+    label = client.infer(MODEL, [inputs["file"]], outputs=[triton.InferRequestedOutput("label")])
+    responses["all"], responses["one"] = outputs_of(client.infer(MODEL, [inputs["file"]])), outputs_of(label)
+    return {
+        "triton": responses,
+        "ours": explain_natively(address, data),
+        "ours by pixels": explain_natively(address, pixels),
+    }
 
 
-def typed(address, data):
-    """Ask by a bare stub, with the file in the tensor's own contents."""
+def infer_typed(address, data):
+    """Send a request with a plain stub, with the file in the tensor's typed contents."""
     request = service_pb2.ModelInferRequest(model_name=MODEL)
     request.inputs.add(name="image", datatype="BYTES", shape=[1]).contents.bytes_contents.append(data)
     request.outputs.add(name="overlay")
-    for name, value in WISHES.items():
+    for name, value in PARAMETERS.items():
         kind = "string_param" if isinstance(value, str) else "double_param"
         setattr(request.parameters[name], kind, value)
     with triton.InferenceServerClient(address) as client:
@@ -120,34 +124,34 @@ def typed(address, data):
         return stub.ModelInfer(request).raw_output_contents[0][4:].hex()
 
 
-async def awaited(address, data):
+async def infer_async(address, data):
     async with aio.InferenceServerClient(address) as client:
-        result = await client.infer(MODEL, [files(data)], parameters=WISHES, client_timeout=20)
-        return told(result)["values"]["overlay"]
+        result = await client.infer(MODEL, [files(data)], parameters=PARAMETERS, client_timeout=20)
+        return outputs_of(result)["values"]["overlay"]
 
 
-def streamed(client, data):
-    """Send six over one stream, of which one cannot be answered; return them as they came."""
-    came = queue.Queue()
-    client.start_stream(lambda result, error: came.put((result, error)))
+def stream(client, data):
+    """Send six requests over one stream, one of them invalid; return the responses in order of arrival."""
+    responses = queue.Queue()
+    client.start_stream(lambda result, error: responses.put((result, error)))
     for number in range(6):
         target = number % 5 if number != 3 else "no such label"
-        asked = {"target": target, "method": "smoothgrad" if number == 0 else "gradcam"}
+        parameters = {"target": target, "method": "smoothgrad" if number == 0 else "gradcam"}
         client.async_stream_infer(
-            MODEL, [files(data)], request_id=str(number), parameters=asked, enable_empty_final_response=number == 5
+            MODEL, [files(data)], request_id=str(number), parameters=parameters, enable_empty_final_response=number == 5
         )
-    answers = [came.get(timeout=60) for _ in range(6)]
+    answers = [responses.get(timeout=60) for _ in range(6)]
     client.stop_stream()
     final = answers[5][0].get_response().parameters["triton_final_response"].bool_param
-    return {"answers": [_streamed(*answer) for answer in answers], "final": final}
+    return {"answers": [_stream_item(*answer) for answer in answers], "final": final}
 
 
-def _streamed(result, error):
+def _stream_item(result, error):
     return str(error) if error else [result.get_response().id, result.as_numpy("class_id").ravel().tolist()]
 
 
-def refused(client, data):
-    """Return what is said of what is wrong."""
+def errors_of(client, data):
+    """Return the errors of invalid requests."""
     image = files(data)
     cases = {
         "model": lambda: client.infer("unknown", [image]),
@@ -173,20 +177,20 @@ def _refusal(case):
 
 
 def repository(client):
-    """Load a model again, unload it, load it again."""
+    """Reload a model, unload it and load it."""
     states = []
     for change in (client.load_model, client.unload_model, client.load_model):
         change("other")
         states.append(client.get_model_repository_index(as_json=True)["models"][1])
     ready = service_pb2.RepositoryIndexRequest(ready=True)
     client.unload_model("other")
-    return {"states": states, "ready": [one.name for one in client._client_stub.RepositoryIndex(ready).models]}
+    return {"states": states, "ready": [model.name for model in client._client_stub.RepositoryIndex(ready).models]}
 
 
 def beside_the_servers_own():
-    """Load the server's own messages beside tritonclient's, as they would be where both are in one process."""
-    place = ROOT / "service/camserve_server/api/oip/v2/inference_pb2.py"
-    spec = importlib.util.spec_from_file_location("own_pb2", place)
+    """Import the server's own messages besides tritonclient's, as in a process that has both."""
+    path = ROOT / "service/camserve_server/api/oip/v2/inference_pb2.py"
+    spec = importlib.util.spec_from_file_location("own_pb2", path)
     own = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(own)
     sent = service_pb2.ModelInferRequest(model_name="m", id="7", raw_input_contents=[b"x"])
@@ -198,18 +202,18 @@ def beside_the_servers_own():
 def main(address, photo):
     data, pixels = Path(photo).read_bytes(), np.asarray(Image.open(photo).convert("RGB"))
     with triton.InferenceServerClient(address) as client:
-        found = {
+        responses = {
             "about": about(client),
-            "inferred": inferred(client, address, data, pixels),
-            "typed": typed(address, data),
-            "awaited": asyncio.run(awaited(address, data)),
-            "streamed": streamed(client, data),
-            "refused": refused(client, data),
+            "inferred": infer(client, address, data, pixels),
+            "typed": infer_typed(address, data),
+            "awaited": asyncio.run(infer_async(address, data)),
+            "streamed": stream(client, data),
+            "refused": errors_of(client, data),
             "statistics": client.get_inference_statistics(MODEL, as_json=True)["model_stats"],
             "repository": repository(client),
             "beside": beside_the_servers_own(),
         }
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(responses))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An authority of certificates, for tests."""
+"""Certificate authority for tests."""
 
 import datetime as dt
 import ipaddress
@@ -28,7 +28,7 @@ class Pair:
         return str(cert), str(key)
 
     def locked(self):
-        """Return the key behind a password."""
+        """Return the key encrypted with a password."""
         key = serialization.load_pem_private_key(self.key, None)
         return _pem(key, serialization.BestAvailableEncryption(b"secret"))
 
@@ -38,12 +38,12 @@ def _pem(key, encryption=None):
     return key.private_bytes(serialization.Encoding.PEM, form, encryption or serialization.NoEncryption())
 
 
-def _name(words):
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, words)])
+def _name(common_name):
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
 class Authority:
-    """Signs certificates."""
+    """Certificate authority with a self-signed certificate."""
 
     def __init__(self, name="authority"):
         self._name, self._key = name, ec.generate_private_key(ec.SECP256R1())
@@ -51,9 +51,9 @@ class Authority:
         self.pem = self._own.public_bytes(serialization.Encoding.PEM)
 
     def issue(self, *names, days=30):
-        """Return a certificate for host names or addresses, and its key; with negative days it is over."""
+        """Return a certificate for host names or addresses, and its key; with negative days it has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
-        cert = self._sign(names[0], key, days, x509.SubjectAlternativeName([_host(each) for each in names]))
+        cert = self._sign(names[0], key, days, x509.SubjectAlternativeName([_host(name) for name in names]))
         return Pair(cert.public_bytes(serialization.Encoding.PEM), _pem(key))
 
     def _sign(self, subject, key, days, extension):

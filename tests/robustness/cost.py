@@ -1,4 +1,4 @@
-"""Counts of a server's work: photos decoded, places taken in the queue, rows run."""
+"""Counters of a server's work: photos decoded, requests admitted to the queue, rows run."""
 
 import contextlib
 from collections import Counter
@@ -11,29 +11,29 @@ from camserve_server.serving.pool_health import PoolHealth
 @contextlib.contextmanager
 def counting(served):
     """Count inside the block; yield a function that returns the counts."""
-    batcher, done = served.pipeline.batcher, Counter()
+    batcher, work = served.pipeline.batcher, Counter()
     decode, take, before = images.decode, batcher._admission._take, batcher.stats.rows
 
-    def decoding(*given):
-        done["decoded"] += 1
+    def counting_decode(*given):
+        work["decoded"] += 1
         return decode(*given)
 
-    def taking(*given):
-        done["admitted"] += 1
+    def counting_take(*given):
+        work["admitted"] += 1
         return take(*given)
 
-    def counted():
+    def counts():
         rows = batcher.stats.rows - before
-        return dict(done) | ({"rows": rows} if rows else {})
+        return dict(work) | ({"rows": rows} if rows else {})
 
     with (
-        mock.patch.object(images, "decode", decoding),
-        mock.patch.object(batcher._admission, "_take", taking),
-        mock.patch.object(PoolHealth, "_canary_succeeds", well),
+        mock.patch.object(images, "decode", counting_decode),
+        mock.patch.object(batcher._admission, "_take", counting_take),
+        mock.patch.object(PoolHealth, "_canary_succeeds", succeed),
     ):
-        yield counted
+        yield counts
 
 
-async def well(_):
-    """Stand in for the explanation that a server makes for itself after ten seconds without a request."""
+async def succeed(_):
+    """Replace the health check's own explanation, which a server runs after ten seconds without a request."""
     return True

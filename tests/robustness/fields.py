@@ -1,4 +1,4 @@
-"""Every field of every request, found in the descriptors, so that a new one cannot be forgotten; and sound requests."""
+"""Every field of every request, read from the descriptors so that none is forgotten, and valid requests."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ SERVICES = (
 )
 RPCS = {rpc.name: rpc for service in SERVICES for rpc in service.methods}
 INFERENCE = {rpc.name: rpc for rpc in oip.SERVICE.methods}
-"""Those of the Open Inference Protocol, whose numbers and texts mean little by themselves: test_open_inference.py."""
+"""RPCs of the Open Inference Protocol; test_open_inference.py tests their fields."""
 
 METHODS = {
     rpc.name: f"/{oip.known_as(service.full_name)}/{rpc.name}"
@@ -30,17 +30,22 @@ MODELS = (
     "finder=coloured:Finder?size=32",
 )
 KEYS = {"Method": "samples", "Metric": "steps"}
-"""A parameter that the method, and the metric, of a sound request has."""
+"""A parameter of the method and of the metric in valid requests."""
 
 WHOLE = {Kind.TYPE_UINT32, Kind.TYPE_INT32, Kind.TYPE_ENUM}
 PARTED = {Kind.TYPE_FLOAT, Kind.TYPE_DOUBLE}
 FLAGS = {Kind.TYPE_BOOL, Kind.TYPE_BYTES}
-"""What has no number and no length of its own: any number on the wire is a flag, and bytes are within their message."""
+"""Types without limits of their own: any number on the wire is a valid flag; the message's size limits bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A field, and the way to it."""
+class FieldPath:
+    """A field and the path to it in a request.
+
+    Attributes:
+        rpc: name of the RPC.
+        chain: the fields from the request's own to this one.
+    """
 
     rpc: str
     chain: tuple[Kind, ...]
@@ -51,20 +56,20 @@ class Place:
 
     @property
     def name(self):
-        """Its name among the fields of its message, as in Rendering.alpha."""
+        """The message's name and the field's, such as Rendering.alpha."""
         return self.field.full_name.removeprefix("camserve.v1.")
 
     @property
     def path(self):
-        """As an error names it; that of a list without an index. In a stream what is asked is not named itself."""
-        words = [_word(field) for field in self.chain[:-1]] + [self.field.name]
-        if words[0] == "request" and len(words) > 1:
-            words = words[1:]
-        return ".".join(word for word in words if word)
+        """The path as errors name it: a list without an index, and without the `request` of a stream's message."""
+        parts = [_path_part(field) for field in self.chain[:-1]] + [self.field.name]
+        if parts[0] == "request" and len(parts) > 1:
+            parts = parts[1:]
+        return ".".join(part for part in parts if part)
 
     @property
     def named(self):
-        """As an error names it where it is a value of a map: that has a field of its own for each kind of value."""
+        """The path as errors name it, for a value of a map without the field of the value's kind."""
         return self.path.removesuffix(f".{self.field.name}") if is_map_value(self) else self.path
 
     def __str__(self):
@@ -75,31 +80,31 @@ def is_map(field):
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
-def is_map_value(place):
-    return len(place.chain) > 1 and is_map(place.chain[-2])
+def is_map_value(entry):
+    return len(entry.chain) > 1 and is_map(entry.chain[-2])
 
 
-def _word(field):
+def _path_part(field):
     if is_map(field):
         return f'{field.name}["{KEYS[field.containing_type.name]}"]'
     return f"{field.name}[0]" if field.is_repeated else field.name
 
 
-def places(rpc, kind=None, chain=()):
-    """Yield every field of an RPC's request, and of the messages in it."""
+def field_paths(rpc, kind=None, chain=()):
+    """Yield the path of every field of an RPC's request and of the messages in it."""
     for field in (kind or RPCS[rpc].input_type).fields:
-        here = (*chain, field)
-        yield Place(rpc, here)
+        longer = (*chain, field)
+        yield FieldPath(rpc, longer)
         if is_map(field):
-            yield from places(rpc, field.message_type.fields_by_name["value"].message_type, here)
+            yield from field_paths(rpc, field.message_type.fields_by_name["value"].message_type, longer)
         elif field.message_type is not None:
-            yield from places(rpc, field.message_type, here)
+            yield from field_paths(rpc, field.message_type, longer)
 
 
-ALL = [place for rpc in RPCS for place in places(rpc)]
-NUMBERS = [place for place in ALL if place.field.type in WHOLE | PARTED]
-TEXTS = [place for place in ALL if place.field.type == Kind.TYPE_STRING and not place.field.is_repeated]
-LISTS = [place for place in ALL if place.field.is_repeated]
+ALL = [entry for rpc in RPCS for entry in field_paths(rpc)]
+NUMBERS = [entry for entry in ALL if entry.field.type in WHOLE | PARTED]
+TEXTS = [entry for entry in ALL if entry.field.type == Kind.TYPE_STRING and not entry.field.is_repeated]
+LISTS = [entry for entry in ALL if entry.field.is_repeated]
 KNOWN = WHOLE | PARTED | FLAGS | {Kind.TYPE_STRING, Kind.TYPE_MESSAGE}
 
 PHOTO = PHOTOS["rocket"].read_bytes()
@@ -120,52 +125,52 @@ TARGETS = {
     "detection": ("finder", explain_pb2.Target(detection=explain_pb2.Detection(class_name=name(1), box=BOX))),
     "softmax": ("tiny", explain_pb2.Target(class_index=1, softmax=True)),
 }
-"""Of each kind a sound target, and a model for it."""
+"""A model and a valid target for each kind of target."""
 
 
-def sound(place):
-    """Return a request that has all around a field as it should be, so that only the field can be at fault."""
-    request = message_factory.GetMessageClass(RPCS[place.rpc].input_type)()
+def valid_request(entry):
+    """Return a request in which all fields but this one are set and valid, so that only this field can be at fault."""
+    request = message_factory.GetMessageClass(RPCS[entry.rpc].input_type)()
     part = {"request": "request", "explain": "explain"}.get(next(iter(request.DESCRIPTOR.fields_by_name), ""), "")
-    if place.rpc == "ExplainStream":
+    if entry.rpc == "ExplainStream":
         request.request_id, part = "one", "request"
-    asked = getattr(request, part) if part else request
-    if "image" in asked.DESCRIPTOR.fields_by_name:
-        asked.image = PHOTO
-    _aim(asked, place)
-    if place.rpc == "ExtractFeatures":
+    inner = getattr(request, part) if part else request
+    if "image" in inner.DESCRIPTOR.fields_by_name:
+        inner.image = PHOTO
+    _set_target(inner, entry)
+    if entry.rpc == "ExtractFeatures":
         request.raw = True
-    if place.rpc in {"LoadModel", "UnloadModel"}:
+    if entry.rpc in {"LoadModel", "UnloadModel"}:
         request.name = "tiny"
-    named = [field.name for field in place.chain]
+    named = [field.name for field in entry.chain]
     if "methods" in named:
-        asked.methods.add(name="smoothgrad", parameters={KEYS["Method"]: explain_pb2.Parameter(number=2)})
+        inner.methods.add(name="smoothgrad", parameters={KEYS["Method"]: explain_pb2.Parameter(number=2)})
     if "metrics" in named:
         request.metrics.add(name="deletion", parameters={KEYS["Metric"]: explain_pb2.Parameter(number=8)})
-    if place.rpc == "Evaluate" and named[0] == "box":
+    if entry.rpc == "Evaluate" and named[0] == "box":
         request.box.CopyFrom(BOX)
     return request
 
 
-def _aim(asked, place):
-    kind = next((field.name for field in place.chain if field.full_name.startswith("camserve.v1.Target.")), None)
+def _set_target(request, entry):
+    kind = next((field.name for field in entry.chain if field.full_name.startswith("camserve.v1.Target.")), None)
     if not kind:
         return
-    asked.model, target = TARGETS[kind]
-    where = next(field for field in place.chain if field.message_type and field.message_type.name == "Target")
-    if where.is_repeated:
-        asked.targets.append(target)
+    request.model, target = TARGETS[kind]
+    target_field = next(field for field in entry.chain if field.message_type and field.message_type.name == "Target")
+    if target_field.is_repeated:
+        request.targets.append(target)
     else:
-        asked.target.CopyFrom(target)
-        for part, box in (("segment", "region"), ("detection", "box")):  # here a target is a class alone
-            if kind == part and box not in [field.name for field in place.chain]:
-                getattr(asked.target, part).ClearField(box)
+        request.target.CopyFrom(target)
+        for part, box in (("segment", "region"), ("detection", "box")):  # these RPCs accept targets without a box
+            if kind == part and box not in [field.name for field in entry.chain]:
+                getattr(request.target, part).ClearField(box)
 
 
-def put(request, place, value):
-    """Write a value into its field, and return the request."""
+def put(request, entry, value):
+    """Set the field to a value; return the request."""
     message = request
-    for field in place.chain[:-1]:
+    for field in entry.chain[:-1]:
         inner = getattr(message, field.name)
         if is_map(field):
             message = inner[KEYS[field.containing_type.name]]
@@ -173,48 +178,48 @@ def put(request, place, value):
             message = inner[0] if inner else inner.add()
         else:
             message = inner
-    setattr(message, place.field.name, value)
+    setattr(message, entry.field.name, value)
     return request
 
 
-def fill(request, place, count, key="p"):
-    """Repeat a list's element so many times, each under a key of its own in a map, and return the request."""
+def fill(request, entry, count, key="p"):
+    """Put `count` elements into a list, or into a map under different keys; return the request."""
     message = request
-    for field in place.chain[:-1]:
+    for field in entry.chain[:-1]:
         inner = getattr(message, field.name)
         message = (inner[0] if inner else inner.add()) if field.is_repeated else inner
-    items = getattr(message, place.field.name)
-    if is_map(place.field):
+    items = getattr(message, entry.field.name)
+    if is_map(entry.field):
         for number in range(count):
             items[f"{key}{number}"].number = 1
-    elif place.field.message_type is None:
+    elif entry.field.message_type is None:
         items.extend(f"name{number}" for number in range(count))
     else:
         items.extend([items[0] if items else items.add()] * count)
     return request
 
 
-def values(place, cap):
-    """Yield the values that are tried in a number, with their names."""
-    if place.field.type in PARTED:
-        beyond = math.nextafter(cap, math.inf) if place.field.type == Kind.TYPE_DOUBLE else cap * (1 + 1e-6)
+def values(entry, cap):
+    """Yield the test values of a numeric field, each with a label."""
+    if entry.field.type in PARTED:
+        beyond = math.nextafter(cap, math.inf) if entry.field.type == Kind.TYPE_DOUBLE else cap * (1 + 1e-6)
         yield from {"-1": -1, "0": 0, "cap + 1": cap + 1, "just beyond the cap": beyond}.items()
         yield from {"2^31 - 1": 2**31 - 1, "NaN": math.nan, "Inf": math.inf, "-Inf": -math.inf}.items()
         return
-    # Below zero there is nothing in these numbers but what the wire makes of it.
-    yield "-1", 2**32 - 1 if place.field.type == Kind.TYPE_UINT32 else -1
+    # Unsigned fields have no -1: the wire turns it into the largest value.
+    yield "-1", 2**32 - 1 if entry.field.type == Kind.TYPE_UINT32 else -1
     yield from {"0": 0, "cap + 1": cap + 1, "2^31 - 1": 2**31 - 1}.items()
 
 
 def texts(message):
-    """Return every text in a message: what its caller said."""
-    found = []
+    """Return every text in a message."""
+    result = []
     for field, value in message.ListFields():
-        each = [value]
+        items = [value]
         if is_map(field):
-            each = [*value, *value.values()]
+            items = [*value, *value.values()]
         elif field.is_repeated:
-            each = list(value)
-        for one in each[:100]:
-            found += [one] if isinstance(one, str) else texts(one) if hasattr(one, "ListFields") else []
-    return found
+            items = list(value)
+        for item in items[:100]:
+            result += [item] if isinstance(item, str) else texts(item) if hasattr(item, "ListFields") else []
+    return result

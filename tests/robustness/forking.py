@@ -1,4 +1,4 @@
-"""Fork server for tests, started by another process: the test process has threads, and must not fork."""
+"""Fork server for tests, started by another process, because the test process has threads and must not fork."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""The heaviest loads that one caller can give a server with default settings, and how much memory each takes."""
+"""The heaviest loads that one caller can put on a server with default settings, and a meter of their memory."""
 
 import contextlib
 from collections import Counter
@@ -15,8 +15,8 @@ from robustness import tree
 from support import PHOTOS
 
 MIB = 2**20
-MESSAGE = 8 * MIB - 2**16  # bytes of an image in a message that is nearly as large as one may be
-CALLS = 100  # at once: as many as one connection may have
+MESSAGE = 8 * MIB - 2**16  # bytes of an image in a message of almost the largest size
+CALLS = 100  # concurrent calls: the limit of one connection
 PHOTO = PHOTOS["rocket"].read_bytes()
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -24,10 +24,10 @@ UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 
 
 class Meter:
-    """Measures how many bytes a server and its workers grow by: the sum of what each grew by at most.
+    """Measures the growth of a server and its workers in bytes: the sum of each process's largest growth.
 
-    The kernel keeps the highest mark of each process, so that no short peak is missed. A worker's marks may be of
-    another moment than the server's, so that this is never less than what they held together.
+    The kernel records each process's peak, so that no short peak is missed. The processes may peak at different times,
+    so the sum is an upper bound of their common peak.
 
     Args:
         root: process id of the server.
@@ -38,24 +38,24 @@ class Meter:
         self._before = {}
 
     def start(self):
-        """Let the highest marks fall to what there is; what there is at the first start, the server has at rest."""
+        """Reset the peaks to the current sizes; the sizes at the first start are those of the server at rest."""
         at_rest = not self._before
         for pid in tree.pids(self._root):
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5)
             if at_rest:
-                self._before[pid] = marked(pid, "VmRSS")
+                self._before[pid] = status_bytes(pid, "VmRSS")
 
     def grown(self):
-        """Return by how many bytes the processes have grown at most since."""
-        return sum(max(0, marked(pid, "VmHWM") - size) for pid, size in self._before.items())
+        """Return the sum of the processes' largest growth since, in bytes."""
+        return sum(max(0, status_bytes(pid, "VmHWM") - size) for pid, size in self._before.items())
 
     def processes(self):
-        """Return the processes that were there at the start."""
+        """Return the processes that existed at the start."""
         return list(self._before)
 
 
-def marked(pid, name):
-    """Return a size in bytes from a process's status, 0 where it has ended."""
+def status_bytes(pid, name):
+    """Return a size in bytes from a process's status, or 0 if it has ended."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         return 1024 * int(status.partition(f"{name}:")[2].split()[0])
@@ -63,28 +63,28 @@ def marked(pid, name):
 
 
 def method(name, **parameters):
-    """A method with numbers for parameters."""
+    """Return a method with numeric parameters."""
     numbers = {key: explain_pb2.Parameter(number=value) for key, value in parameters.items()}
     return explain_pb2.Method(name=name, parameters=numbers)
 
 
 def photo_of(height, width, *flags):
-    """A JPEG file of noise in large cells: its decoder has work with each pixel, and the file is small."""
+    """Return a small JPEG file of noise in large cells, in which the decoder has to work on each pixel."""
     cells = np.random.default_rng(0).integers(0, 256, (height // 64 + 1, width // 64 + 1, 3), np.uint8)
     picture = cv2.resize(cells, (width, height), interpolation=cv2.INTER_NEAREST)
     return cv2.imencode(".jpg", picture, flags)[1].tobytes()
 
 
-def padded(image, size=MESSAGE):
-    """A JPEG file with bytes behind its end, which a decoder passes over."""
+def pad_jpeg(image, size=MESSAGE):
+    """Return a JPEG file with bytes after its end, which decoders ignore."""
     return image + bytes(size - len(image))
 
 
 class Caller:
-    """One caller with a connection.
+    """Caller with one connection.
 
     Args:
-        address: of the server.
+        address: the server's address.
     """
 
     def __init__(self, address):
@@ -113,7 +113,7 @@ class Caller:
         self._channel.close()
 
     def send(self, request, count):
-        """Send a request `count` times at once; return how many calls ended with each status."""
+        """Send a request `count` times at once; return the number of calls that ended with each status."""
         call = self._calls[type(request)]
         outcomes = Counter()
         for future in [call.future(request, timeout=600) for _ in range(count)]:
@@ -122,7 +122,7 @@ class Caller:
         return outcomes
 
     def stream(self, request, count, streams=1):
-        """Send a request `count` times through each of several streams; return how many replies had each status."""
+        """Send a request `count` times through each of several streams; return the number of replies of each status."""
         items = [explain_pb2.ExplainStreamRequest(request_id=str(number), request=request) for number in range(count)]
         return self._together(lambda: self._outcomes(self._stream(iter(items), timeout=600)), streams)
 
@@ -147,21 +147,21 @@ class Caller:
         return outcomes
 
 
-def explaining(*methods, image=PHOTO, overlay=explain_pb2.IMAGE_FORMAT_JPEG, **more):
-    """A request for explanations of a photo, drawn on it."""
-    request = explain_pb2.ExplainRequest(image=image, methods=methods, **more)
+def explaining(*methods, image=PHOTO, overlay=explain_pb2.IMAGE_FORMAT_JPEG, **fields):
+    """Return a request for explanations of a photo, with overlays."""
+    request = explain_pb2.ExplainRequest(image=image, methods=methods, **fields)
     request.rendering.overlay = overlay
     return request
 
 
 def evaluating(explain, metric, **parameters):
-    """A request to judge explanations."""
+    """Return a request to evaluate explanations."""
     numbers = {key: explain_pb2.Parameter(number=value) for key, value in parameters.items()}
     return evaluate_pb2.EvaluateRequest(explain=explain, metrics=[evaluate_pb2.Metric(name=metric, parameters=numbers)])
 
 
 def inferring(count):
-    """Images of 49 kB each as pixels, FP32: a message of many numbers."""
+    """Return a message of `count` images as FP32 pixels, almost of the largest size."""
     side = int((MESSAGE / count / 12) ** 0.5)
     request = inference_pb2.ModelInferRequest(model_name="efficientnet_lite0")
     request.inputs.add(name="image", datatype="FP32", shape=(count, 3, side, side))
@@ -180,26 +180,26 @@ PROGRESSIVE = photo_of(4095, 4095, cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_
 PNG = explain_pb2.IMAGE_FORMAT_PNG
 
 
-def of_everything(**more):
-    """A request whose pictures, maps and intensities are as many as there may be."""
-    request = explaining(method("gradcam"), image=photo_of(1700, 1800), targets=TARGETS, layers=EARLY[:4], **more)
+def largest_response(**fields):
+    """Return a request with the largest number of pictures, maps and intensities."""
+    request = explaining(method("gradcam"), image=photo_of(1700, 1800), targets=TARGETS, layers=EARLY[:4], **fields)
     request.rendering.heatmap = request.rendering.intensity = True
     return request
 
 
-def copied(name, copies):
-    """A request for a method that makes copies of the photo."""
+def request_with_copies(name, copies):
+    """Return a request for a method that makes noisy copies of the photo."""
     return explaining(method(name, samples=copies))
 
 
-def similar():
-    """A request whose targets are images of their own."""
+def request_with_similarity_targets():
+    """Return a request with the largest number of similarity targets, each with an image."""
     image = photo_of(960, 960)
     return explaining(targets=[explain_pb2.Target(similarity=explain_pb2.Similarity(image=image)) for _ in range(16)])
 
 
 def extracting(layer):
-    """A request for as many channels of a layer as there may be, drawn and as numbers."""
+    """Return a request for the largest number of channels of a layer, as pictures and as numbers."""
     request = explain_pb2.ExtractFeaturesRequest(image=PHOTO, layer=layer, top=96, raw=True)
     request.picture = PNG
     return request
@@ -209,8 +209,8 @@ LOADS = {
     "forward passes": lambda caller: caller.send(explaining(overlay=0), CALLS),
     "overlays": lambda caller: caller.send(explaining(), CALLS),
     "saliency": lambda caller: caller.send(explaining(method("saliency")), 64),
-    "smoothgrad": lambda caller: caller.send(copied("smoothgrad", 32), 4),
-    "vargrad": lambda caller: caller.send(copied("vargrad", 32), 4),
+    "smoothgrad": lambda caller: caller.send(request_with_copies("smoothgrad", 32), 4),
+    "vargrad": lambda caller: caller.send(request_with_copies("vargrad", 32), 4),
     "vargrad of 16 targets": lambda caller: caller.send(explaining(method("vargrad", samples=2), targets=TARGETS), 8),
     "fullgrad": lambda caller: caller.send(explaining(method("fullgrad")), 24),
     "shapleycam on early layers": lambda caller: caller.send(explaining(method("shapleycam"), layers=EARLY), 2),
@@ -230,18 +230,18 @@ LOADS = {
     "photos of 16 megapixels": lambda caller: caller.send(explaining(image=LARGEST), 4),
     "progressive photos of 16 megapixels": lambda caller: caller.send(explaining(image=PROGRESSIVE), 4),
     "PNG of 16 megapixels": lambda caller: caller.send(explaining(image=LARGEST, overlay=PNG), 4),
-    "64 maps of 3 megapixels": lambda caller: caller.send(of_everything(), 8),
+    "64 maps of 3 megapixels": lambda caller: caller.send(largest_response(), 8),
     "16 maps of 3 megapixels as PNG": lambda caller: caller.send(
         explaining(image=photo_of(1700, 1800), targets=TARGETS, overlay=PNG), 8
     ),
-    "targets that are images": lambda caller: caller.send(similar(), 8),
-    "large messages": lambda caller: caller.send(explaining(image=padded(PHOTO)), 50),
-    "large messages of one stream": lambda caller: caller.stream(explaining(image=padded(PHOTO)), 32),
-    "large messages of 32 streams": lambda caller: caller.stream(explaining(image=padded(PHOTO)), 2, 32),
+    "targets that are images": lambda caller: caller.send(request_with_similarity_targets(), 8),
+    "large messages": lambda caller: caller.send(explaining(image=pad_jpeg(PHOTO)), 50),
+    "large messages of one stream": lambda caller: caller.stream(explaining(image=pad_jpeg(PHOTO)), 32),
+    "large messages of 32 streams": lambda caller: caller.stream(explaining(image=pad_jpeg(PHOTO)), 2, 32),
     "tensors": lambda caller: caller.send(inferring(8), 32),
     "tensors of 32 streams": lambda caller: caller.stream_infer(inferring(8), 1, 32),
-    "large photos in large messages": lambda caller: caller.send(explaining(image=padded(LARGEST)), 16),
+    "large photos in large messages": lambda caller: caller.send(explaining(image=pad_jpeg(LARGEST)), 16),
     "smoothgrad of large photos": lambda caller: caller.send(
-        explaining(method("smoothgrad", samples=16), image=padded(LARGEST), overlay=PNG), 8
+        explaining(method("smoothgrad", samples=16), image=pad_jpeg(LARGEST), overlay=PNG), 8
     ),
 }

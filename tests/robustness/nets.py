@@ -1,4 +1,4 @@
-"""A model that is there at once and answers at once, for tests that are about everything around a model."""
+"""Small and fast model for tests of everything around a model."""
 
 from torch import nn
 

@@ -1,11 +1,11 @@
-"""A long night in short: a real server at saturation, and what it has left when it is over.
+"""Soak test: a real server at saturation and under mixed load, and the resources that it still holds afterwards.
 
     python -m robustness.soak [--saturation SECONDS] [--minutes MINUTES] [--model MODEL]
 
-First callers that ask for one thing, more of them than the queue has room for, beside as many as keep the server busy.
-Then callers that ask for everything, with mistakes, deadlines too short and calls taken back among it; the second half
-of their time says whether memory grows. It prints what it measures and holds it to the limits below; it ends with 1 if
-one is not kept.
+The first part sends one kind of request, from more callers than the queue has room for, and compares this with as many
+callers as keep the server busy. The second part sends all kinds of requests, also invalid ones, short deadlines and
+cancelled calls; the second half of its time shows whether memory grows. The program prints the figures and compares
+them with the limits below. It exits with 1 if a figure is beyond its limit.
 """
 
 import argparse
@@ -27,30 +27,30 @@ import numpy as np
 from PIL import Image
 
 from camserve.v1 import explain_pb2
-from robustness import crowd, soaked, tree
+from robustness import load, soak_models, tree
 from server_process import ServerProcess, server_process
 
 HERE = Path(__file__).parents[1]
 MODEL = "efficientnet_lite0"
-WATCHED = "{0}=robustness.soaked:{0}?size=64"
+SOAK_MODEL = "{0}=robustness.soak_models:{0}?size=64"
 QUEUE = 32  # rows
 CROWD = 64
-BUSY = (16, 24)  # callers that keep the server busy, and are never refused
+BUSY = (16, 24)  # callers that keep the server busy and are never refused
 
-GOODPUT = 0.95  # of the peak, with more callers than there is room for
-REFUSAL = 0.050  # seconds that a refusal may take, 99 of 100
-BESIDE = 0.1  # of the machine that others may use meanwhile
-RISE, LEFT = 300.0, 0.05  # MB that memory may rise under load; share that may be left of it later
+GOODPUT = 0.95  # least share of the peak rate, with more callers than the queue has room for
+REFUSAL = 0.050  # seconds, 99th percentile
+OTHER_LOAD = 0.1  # share of the machine that other programs may use meanwhile
+RISE, LEFT = 300.0, 0.05  # MB that memory may rise under load, and the share that may remain later
 SLOPE = 1.0  # MB a minute
 SPEED = "goodput / peak", "refusals' p99, s"
 MEMORY = "memory's slope in the second half, MB a minute"
 GRPC, GRPC_THREADS = "event_engine", 16  # a pool that grows under load and shrinks by itself
-OBJECTS = 1000  # of Python: tables that are filled as methods are first used
+OBJECTS = 1000  # Python objects: methods fill tables at their first use
 
 
 @dataclass
 class Report:
-    """What was measured, and which limits were not kept."""
+    """Figures, and a text for each that is beyond its limit."""
 
     figures: dict = field(default_factory=dict)
     broken: list = field(default_factory=list)
@@ -63,7 +63,7 @@ class Report:
 
 @dataclass
 class Served:
-    """A server, and the file in which its engine writes what it holds."""
+    """A server, and the file that its worker writes its counts to."""
 
     process: ServerProcess
     counted: Path
@@ -71,25 +71,25 @@ class Served:
 
 @contextmanager
 def served(*models):
-    """Serve models, those of `soaked` among them, with half of the cores."""
+    """Serve models, also those of `soak_models`, with half of the cores."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     with tempfile.TemporaryDirectory() as folder:
         counted = Path(folder) / "counted"
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         flags = ("--threads", threads, "--max-queue-rows", str(QUEUE))
         with (
-            patch.dict(os.environ, {"PYTHONPATH": path, soaked.COUNTED: str(counted)}),
+            patch.dict(os.environ, {"PYTHONPATH": path, soak_models.COUNTS_FILE: str(counted)}),
             server_process(models, *flags) as process,
         ):
             yield Served(process, counted)
 
 
-# --- more callers than there is room for ---
+# --- saturation ---
 
 
 @dataclass
 class Round:
-    """What came of a round: `others` is the share of the machine that neither the server nor its callers used."""
+    """Figures of a round; `others` is the share of the machine that neither the server nor its callers used."""
 
     rate: float
     peak: float
@@ -100,24 +100,26 @@ class Round:
 
 
 def saturation(server, seconds, rest, rounds=3):
-    """Let 64 callers ask for so long, in rounds, beside as many as are never refused; then leave the server alone.
+    """Let 64 callers send requests in rounds, compared with callers that are never refused; then let the server rest.
 
-    Whatever else a machine does makes a round worse, and never better: the best one counts, of those that had the
-    machine for themselves. If there was none, how fast the server was is not known, and `disturbed` is set.
+    Other programs make a round slower, never faster. So the best of the rounds with an idle machine counts. Without
+    such a round the server's speed is unknown, and `disturbed` is set.
     """
     report, server = Report(), server.process
-    crowd.run(server.address, BUSY[-1], min(3.0, seconds / 4))
+    load.run(server.address, BUSY[-1], min(3.0, seconds / 4))
     idle = tree.memory(server.pid)
-    made = [_round(server, seconds / rounds) for _ in range(rounds)]
+    results = [_round(server, seconds / rounds) for _ in range(rounds)]
     time.sleep(rest)
-    codes = sum((one.codes for one in made), Counter())
-    report.figures |= {"answers": dict(codes), "disturbed": min(one.others for one in made) > BESIDE}
-    report.figures["rounds"] = [[one.rate, one.peak, one.rate / one.peak, one.late, one.others] for one in made]
+    codes = sum((result.codes for result in results), Counter())
+    report.figures |= {"answers": dict(codes), "disturbed": min(result.others for result in results) > OTHER_LOAD}
+    report.figures["rounds"] = [
+        [result.rate, result.peak, result.rate / result.peak, result.late, result.others] for result in results
+    ]
     report.hold("other codes", len(codes.keys() - {"OK", "RESOURCE_EXHAUSTED"}), 0)
-    if quiet := [one for one in made if one.others <= BESIDE]:
-        report.hold(SPEED[0], max(one.rate / one.peak for one in quiet), GOODPUT, least=True)
-        report.hold(SPEED[1], min(one.late for one in quiet), REFUSAL)
-    report.hold("memory's rise, MB", max(one.memory for one in made) - idle, RISE)
+    if quiet := [result for result in results if result.others <= OTHER_LOAD]:
+        report.hold(SPEED[0], max(result.rate / result.peak for result in quiet), GOODPUT, least=True)
+        report.hold(SPEED[1], min(result.late for result in quiet), REFUSAL)
+    report.hold("memory's rise, MB", max(result.memory for result in results) - idle, RISE)
     report.hold("memory left, share", tree.memory(server.pid) / idle - 1, LEFT)
     return report
 
@@ -127,30 +129,30 @@ def _round(server, seconds):
     peak = max(_goodput(server, callers, seconds / 4)[0] for callers in BUSY)
     rate, answers = _goodput(server, CROWD, seconds)
     others = (_others(server) - before) / (time.monotonic() - began) / os.cpu_count()
-    late = [one.took for one in answers if one.code is not crowd.OK]
-    codes = Counter(one.code.name for one in answers)
+    late = [answer.took for answer in answers if answer.code is not load.OK]
+    codes = Counter(answer.code.name for answer in answers)
     return Round(rate, peak, float(np.percentile(late, 99)), others, tree.memory(server.pid), codes)
 
 
 def _others(server):
-    """Return the seconds of processor time that others than the server and this process have used."""
+    """Return the seconds of processor time that programs other than the server and this one have used."""
     return tree.busy() - tree.cpu(server.pid) - time.process_time()
 
 
 def _goodput(server, callers, seconds):
-    """Return explanations a second, and all answers."""
+    """Return the explanations a second and all answers."""
     began = time.perf_counter()
-    answers, _ = crowd.run(server.address, callers, seconds)
+    answers, _ = load.run(server.address, callers, seconds)
     warm = min(1.0, seconds / 4)
-    return crowd.rate(answers, began + warm, began + seconds), answers
+    return load.rate(answers, began + warm, began + seconds), answers
 
 
-# --- everything at once ---
+# --- mixed load ---
 
 
 @dataclass
 class Sample:
-    """What the server held at one time, and the processor time that it and its callers had used."""
+    """The server's resources at one time, and the processor time that it and its callers had used."""
 
     at: float
     memory: float
@@ -160,47 +162,47 @@ class Sample:
     callers: float
 
 
-def taken(server):
+def sample(server):
     held = tree.memory(server.pid), tree.files(server.pid), tree.threads(server.pid)
     return Sample(time.monotonic(), *held, tree.cpu(server.pid), time.process_time())
 
 
 def slope(samples):
-    """Return the median of all slopes between two samples, in MB a minute: a few odd ones do not count."""
-    at, memory = np.array([one.at for one in samples]) / 60, np.array([one.memory for one in samples])
+    """Return the median of all slopes between two samples, in MB a minute: outliers have little effect on it."""
+    at, memory = np.array([item.at for item in samples]) / 60, np.array([item.memory for item in samples])
     first, second = np.triu_indices(len(samples), 1)
     return float(np.median((memory[second] - memory[first]) / (at[second] - at[first])))
 
 
 def soak(server, model, seconds, *, every=1.0, seed=0):
-    """Let callers ask for everything for so long; hold what the server has left to what it had.
+    """Send all kinds of requests for some time; compare the server's resources afterwards with those before.
 
     Args:
-        server: that is served.
-        model: of `soaked`.
-        seconds: that they ask.
-        every: seconds a sample is taken.
-        seed: of their questions.
+        server: the server, from `served`.
+        model: name of a model of `soak_models`.
+        seconds: duration of the load.
+        every: seconds between samples.
+        seed: seed of the random requests.
     """
-    questions = crowd.seeded(seed, model=model, poisons=poisons(model))
-    crowd.run(server.process.address, CROWD, min(5.0, seconds / 3), questions)  # so that what is made once is there
+    requests = load.seeded_requests(seed, model=model, poisons=poisons(model))
+    load.run(server.process.address, CROWD, min(5.0, seconds / 3), requests)  # fills caches
     time.sleep(min(2.0, seconds / 4))
-    before, had = taken(server.process), held(server, model)
-    answers, samples = asyncio.run(_everything(server.process, model, questions, seconds, every))
-    busy = taken(server.process)
+    before, had = sample(server.process), worker_counts(server, model)
+    answers, samples = asyncio.run(_everything(server.process, model, requests, seconds, every))
+    busy = sample(server.process)
     time.sleep(min(20.0, seconds / 4))
-    after, more = taken(server.process), held(server, model)
-    more.subtract(had)
+    after, rise = sample(server.process), worker_counts(server, model)
+    rise.subtract(had)
     half = samples[len(samples) // 2 :]
     report = Report()
     report.figures |= {
-        "answers": dict(Counter(one.code.name for one in answers)),
-        "a second": sum(one.code is crowd.OK for one in answers) / seconds,
+        "answers": dict(Counter(answer.code.name for answer in answers)),
+        "a second": sum(answer.code is load.OK for answer in answers) / seconds,
         "processor, callers": (busy.callers - before.callers) / seconds,
         "processor, server": (busy.server - before.server) / seconds,
-        "memory, MB": [round(one.memory) for one in (before, half[0], half[-1], after)],
+        "memory, MB": [round(item.memory) for item in (before, half[0], half[-1], after)],
     }
-    report.hold("answers that are not right", sum(not one.right for one in answers), 0)
+    report.hold("answers that are not right", sum(not answer.right for answer in answers), 0)
     report.hold(MEMORY, slope(half), SLOPE)
     report.hold("open files more than before", after.files - before.files, 0)
     threads = Counter(after.threads)
@@ -208,35 +210,35 @@ def soak(server, model, seconds, *, every=1.0, seed=0):
     report.figures["threads, by name"] = {name: (before.threads[name], count) for name, count in after.threads.items()}
     report.hold("gRPC's threads", after.threads[GRPC], GRPC_THREADS)
     report.hold("other threads more than before", threads.total() - threads[GRPC], 0)
-    report.hold("hooks more than before", more["hooks"], 0)
-    # Half of what was counted twice; what is kept for the next request is there after the first ones.
-    report.hold("objects in the engine more than before", more["objects"] / 2, OBJECTS)
-    report.hold("heap of the engine in use more than before, MB", more["heap"] / 2, max(1.0, SLOPE * seconds / 60))
+    report.hold("hooks more than before", rise["hooks"], 0)
+    # Half of the counts, which are the sum of two methods. Caches are filled by the first requests.
+    report.hold("objects in the engine more than before", rise["objects"] / 2, OBJECTS)
+    report.hold("heap of the engine in use more than before, MB", rise["heap"] / 2, max(1.0, SLOPE * seconds / 60))
     return report
 
 
-async def _everything(server, model, questions, seconds, every):
-    """Let callers ask for so long; return their answers, and samples of the server meanwhile."""
+async def _everything(server, model, requests, seconds, every):
+    """Send requests for some time; return the answers, and samples of the server meanwhile."""
     samples = []
 
     async def watch():
         while True:
-            samples.append(await asyncio.to_thread(taken, server))
+            samples.append(await asyncio.to_thread(sample, server))
             await asyncio.sleep(every)
 
-    async with crowd.Crowd(server.address) as callers:
+    async with load.Callers(server.address) as callers:
         watching = asyncio.create_task(watch())
-        item = explain_pb2.ExplainStreamRequest(request_id="r", request=crowd.request(crowd.photo(0), model=model))
-        streamed = callers.streamed(seconds, item.SerializeToString())
-        await asyncio.gather(callers.closed(CROWD - 1, seconds, questions), streamed)
+        item = explain_pb2.ExplainStreamRequest(request_id="r", request=load.request(load.photo(0), model=model))
+        streams = callers.stream(seconds, item.SerializeToString())
+        await asyncio.gather(callers.closed(CROWD - 1, seconds, requests), streams)
         watching.cancel()
         return callers.answers, samples
 
 
 def poisons(model):
-    """Requests that the model fails: for want of memory, because a hook raises, because a layer is not reached."""
-    colours = [soaked.image(name) for name in ("out of memory", "raising hook", "bad layer")]
-    return [crowd.request(png(one), ("gradcam", {}), model=model).SerializeToString() for one in colours]
+    """Return requests on which the model fails: out of memory, a hook that raises, a layer that does not run."""
+    pictures = [soak_models.image(name) for name in ("out of memory", "raising hook", "bad layer")]
+    return [load.request(png(picture), ("gradcam", {}), model=model).SerializeToString() for picture in pictures]
 
 
 def png(image):
@@ -245,15 +247,15 @@ def png(image):
     return packed.getvalue()
 
 
-def held(server, model):
-    """What the engine holds, by the model's own count, while it is explained and while it is differentiated."""
+def worker_counts(server, model):
+    """Return the counts of `soak_models.counts` in the worker, summed over a CAM and a gradient method."""
     total = Counter()
     for method in ("gradcam", "saliency"):
         server.counted.unlink(missing_ok=True)
-        asked = crowd.request(png(soaked.image("count")), (method, {}), model=model).SerializeToString()
-        (answer, *_), _ = crowd.run(server.process.address, 1, 0.01, itertools.repeat(crowd.Asked(asked)))
-        if answer.code is not crowd.OK:
-            raise RuntimeError(f"the model does not tell what it holds: {answer.code.name}")
+        packed = load.request(png(soak_models.image("count")), (method, {}), model=model).SerializeToString()
+        (answer, *_), _ = load.run(server.process.address, 1, 0.01, itertools.repeat(load.Item(packed)))
+        if answer.code is not load.OK:
+            raise RuntimeError(f"the model did not write its counts: {answer.code.name}")
         total.update(json.loads(server.counted.read_text()))
     return total
 
@@ -265,21 +267,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--saturation", type=float, default=60.0, help="seconds; 0 leaves it out")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--model", default="poisoned", help="a function of soaked.py; leaking is there to be found out")
+    parser.add_argument(
+        "--model", default="poisoned", help="a function of soak_models.py; `leaking` has leaks to detect"
+    )
     chosen = parser.parse_args()
     reports = {}
     if chosen.saturation:
         with served(MODEL) as server:
-            reports["saturation"] = told("saturation", saturation(server, chosen.saturation, 30.0))
+            reports["saturation"] = print_report("saturation", saturation(server, chosen.saturation, 30.0))
     if chosen.minutes:
-        with served(WATCHED.format(chosen.model)) as server:
-            reports["soak"] = told("soak", soak(server, chosen.model, 60 * chosen.minutes))
+        with served(SOAK_MODEL.format(chosen.model)) as server:
+            reports["soak"] = print_report("soak", soak(server, chosen.model, 60 * chosen.minutes))
     return int(any(report.broken for report in reports.values()))
 
 
-def told(name, report):
+def print_report(name, report):
     for figure, value in report.figures.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else json.dumps(value, default=lambda one: round(one, 3))
+        shown = (
+            f"{value:.4g}" if isinstance(value, float) else json.dumps(value, default=lambda number: round(number, 3))
+        )
         print(f"{name}: {figure}: {shown}", flush=True)  # noqa: T201 -- a program that reports
     for line in report.broken:
         print(f"{name}: NOT KEPT: {line}", flush=True)  # noqa: T201

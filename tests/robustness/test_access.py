@@ -1,4 +1,4 @@
-"""Who may call: TLS, certificates and tokens, shown those that must be refused and one of each that must not."""
+"""Access control: valid and invalid uses of TLS, client certificates and tokens."""
 
 import datetime as dt
 import hashlib
@@ -29,7 +29,7 @@ from camserve_server.cli import commands
 from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging import images
-from robustness import hygiene
+from robustness import error_checks
 from robustness.authority import Authority
 from support import PHOTOS, serving, wait_until
 
@@ -46,7 +46,7 @@ TODAY = dt.datetime.now(dt.UTC).date()
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A model that is there at once."""
+    """Specification of a model that loads at once."""
     folder = tmp_path_factory.mktemp("nets")
     (folder / "access_nets.py").write_text(NETS)
     sys.path.insert(0, str(folder))
@@ -56,7 +56,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(tiny):
-    """Start a server with settings."""
+    """Function that starts a server with settings."""
     return lambda **settings: serving(models=(tiny,), device="cpu", threads=1, **settings)
 
 
@@ -67,10 +67,10 @@ def authority():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, authority):
-    """A folder with the certificate of an authority, and of one that nobody trusts."""
+    """Folder with the certificates of an authority and of an untrusted one."""
     path = tmp_path_factory.mktemp("certificates")
     (path / "ca.pem").write_bytes(authority.pem)
-    (path / "stranger.pem").write_bytes(Authority("stranger").pem)
+    (path / "untrusted.pem").write_bytes(Authority("untrusted").pem)
     return path
 
 
@@ -81,7 +81,7 @@ def ca(folder):
 
 @pytest.fixture(scope="module")
 def encrypted(start, authority, folder):
-    """A server with TLS, that wants a certificate of nobody."""
+    """Address of a server with TLS that needs no client certificates."""
     cert, key = authority.issue("127.0.0.1", "localhost").write(folder, "server")
     with start(tls_cert=cert, tls_key=key) as served:
         yield served.address
@@ -89,152 +89,158 @@ def encrypted(start, authority, folder):
 
 @pytest.fixture(scope="module")
 def mutual(start, authority, folder, ca):
-    """A server that wants a certificate of whoever calls."""
+    """Address of a server that requires client certificates."""
     cert, key = authority.issue("127.0.0.1").write(folder, "mutual")
     with start(tls_cert=cert, tls_key=key, tls_client_ca=str(ca)) as served:
         yield served.address
 
 
-def asked(address, **how):
-    """Return the names of a server's models, asked for once over a connection of its own."""
-    with camserve.Client(address, retries=0, timeout=10, **how) as client:
+def models_of(address, **options):
+    """Return the names of a server's models, over a new connection."""
+    with camserve.Client(address, retries=0, timeout=10, **options) as client:
         return [model.name for model in client.models()]
 
 
-def refused(address, **how):
+def refusal(address, **options):
+    """Return the message of the error that a call raises."""
     with pytest.raises(camserve.Unavailable) as caught:
-        asked(address, **how)
+        models_of(address, **options)
     return caught.value.message
 
 
-def test_who_trusts_the_authority_is_answered_over_tls(encrypted, ca):
-    assert asked(encrypted, tls=ca) == ["tiny"]
+def test_client_that_trusts_the_authority_is_answered_over_tls(encrypted, ca):
+    assert models_of(encrypted, tls=ca) == ["tiny"]
 
 
-async def test_the_awaited_client_speaks_tls_too(encrypted, ca):
+async def test_async_client_uses_tls(encrypted, ca):
     async with camserve.AsyncClient(encrypted, tls=ca) as client:
         assert (await client.explain(PHOTOS["chelsea"], overlay=None)).model == "tiny"
 
 
-def test_a_caller_in_the_clear_is_refused_and_told_what_may_be_missing(encrypted):
-    assert "may want TLS" in refused(encrypted)
+def test_plaintext_call_is_refused_with_a_hint_at_tls(encrypted):
+    assert "may want TLS" in refusal(encrypted)
 
 
-def test_a_server_of_another_authority_is_not_believed(encrypted, folder):
-    assert "not trusted here: unable to get local issuer certificate" in refused(encrypted, tls=folder / "stranger.pem")
+def test_server_certificate_of_another_authority_is_refused(encrypted, folder):
+    assert "not trusted here: unable to get local issuer certificate" in refusal(
+        encrypted, tls=folder / "untrusted.pem"
+    )
 
 
 def test_self_signed_server_is_refused_with_public_authorities(encrypted):
-    assert "not trusted here" in refused(encrypted, tls=True)
+    assert "not trusted here" in refusal(encrypted, tls=True)
 
 
-def test_a_certificate_that_is_over_is_not_believed(start, authority, tmp_path, ca):
+def test_expired_server_certificate_is_refused(start, authority, tmp_path, ca):
     cert, key = authority.issue("127.0.0.1", days=-1).write(tmp_path, "over")
     with start(tls_cert=cert, tls_key=key) as served:
-        assert "certificate has expired" in refused(served.address, tls=ca)
+        assert "certificate has expired" in refusal(served.address, tls=ca)
 
 
 def test_certificate_for_another_name_is_refused_unless_expected(start, authority, tmp_path, ca):
     cert, key = authority.issue("other.example").write(tmp_path, "other")
     with start(tls_cert=cert, tls_key=key) as served:
-        assert "a certificate for another name" in refused(served.address, tls=ca)
-        assert asked(served.address, tls=ca, tls_name="other.example") == ["tiny"]
+        assert "a certificate for another name" in refusal(served.address, tls=ca)
+        assert models_of(served.address, tls=ca, tls_name="other.example") == ["tiny"]
 
 
-def test_a_caller_needs_a_certificate_where_the_server_asks_for_one(mutual, authority, ca, tmp_path):
+def test_client_certificate_is_required_if_configured(mutual, authority, ca, tmp_path):
     cert, key = authority.issue("caller").write(tmp_path, "caller")
 
-    assert asked(mutual, tls=ca, client_cert=cert, client_key=key) == ["tiny"]
-    assert "a certificate of yours" in refused(mutual, tls=ca)
+    assert models_of(mutual, tls=ca, client_cert=cert, client_key=key) == ["tiny"]
+    assert "a certificate of yours" in refusal(mutual, tls=ca)
 
 
-def test_a_callers_certificate_of_another_authority_or_of_yesterday_is_refused(mutual, authority, ca, tmp_path):
+def test_untrusted_or_expired_client_certificate_is_refused(mutual, authority, ca, tmp_path):
     for name, pair in {"alien": Authority().issue("caller"), "old": authority.issue("caller", days=-1)}.items():
         cert, key = pair.write(tmp_path, name)
-        refused(mutual, tls=ca, client_cert=cert, client_key=key)
+        refusal(mutual, tls=ca, client_cert=cert, client_key=key)
 
 
 @contextmanager
-def ancient_server(cert, key):
-    """Serve TLS 1.1, as OpenSSL still can."""
-    context = _ancient(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+def tls_1_1_server(cert, key):
+    """Serve TLS 1.1, which OpenSSL still supports."""
+    context = _use_tls_1_1(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     context.load_cert_chain(cert, key)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def shake():
-            with listening.accept()[0] as line, context.wrap_socket(line, server_side=True):
+        def accept():
+            with listener.accept()[0] as connection, context.wrap_socket(connection, server_side=True):
                 pass
 
-        thread = threading.Thread(target=shake)
+        thread = threading.Thread(target=accept)
         thread.start()
-        yield listening.getsockname()
+        yield listener.getsockname()
         thread.join(10)
 
 
-def _ancient(context):
+def _use_tls_1_1(context):
     context.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     return context
 
 
-def handshake(place, context, ca):
-    """Return the version of TLS that is agreed on, and the server's certificate."""
+def handshake(endpoint, context, ca):
+    """Return the negotiated version of TLS and the server's certificate."""
     context.load_verify_locations(ca)
-    with socket.create_connection(place, 10) as line, context.wrap_socket(line, server_hostname="127.0.0.1") as tls:
+    with (
+        socket.create_connection(endpoint, 10) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1") as tls,
+    ):
         return tls.version(), tls.getpeercert(binary_form=True)
 
 
-def modern():
+def client_context():
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     return context
 
 
-def place_of(address):
+def endpoint_of(address):
     host, _, port = address.rpartition(":")
     return host, int(port)
 
 
 def test_tls_below_1_2_is_refused(encrypted, authority, ca, tmp_path):
-    old = _ancient(modern())
-    with ancient_server(*authority.issue("127.0.0.1").write(tmp_path, "old")) as place:
-        assert handshake(place, old, ca)[0] == "TLSv1.1", "the caller of this test can speak it"
+    old = _use_tls_1_1(client_context())
+    with tls_1_1_server(*authority.issue("127.0.0.1").write(tmp_path, "old")) as endpoint:
+        assert handshake(endpoint, old, ca)[0] == "TLSv1.1", "the test's own client must support TLS 1.1"
 
-    with pytest.raises((ssl.SSLError, ConnectionError)):  # it may be told why, or just be hung up on
-        handshake(place_of(encrypted), old, ca)
+    with pytest.raises((ssl.SSLError, ConnectionError)):  # the server may send a reason or just close the connection
+        handshake(endpoint_of(encrypted), old, ca)
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_tls_from_1_2_on_is_spoken(encrypted, ca, version):
-    context = modern()
+def test_tls_1_2_and_1_3_are_accepted(encrypted, ca, version):
+    context = client_context()
     context.minimum_version = context.maximum_version = version
 
-    assert handshake(place_of(encrypted), context, ca)[0] == version.name.replace("_", ".")
+    assert handshake(endpoint_of(encrypted), context, ca)[0] == version.name.replace("_", ".")
 
 
 class Callers:
-    """Threads that call again and again, each over a lasting connection and over a new one for every call."""
+    """Threads that call all the time, alternately over a lasting connection and over a new one."""
 
     def __init__(self, address, ca):
-        self.how, self.over, self.outcomes = {"address": address, "tls": ca, "retries": 0}, threading.Event(), []
+        self.options, self.done, self.outcomes = {"address": address, "tls": ca, "retries": 0}, threading.Event(), []
         self.threads = [threading.Thread(target=self.work) for _ in range(3)]
 
     def __enter__(self):
-        for each in self.threads:
-            each.start()
+        for thread in self.threads:
+            thread.start()
         return self
 
     def __exit__(self, *_):
-        self.over.set()
-        for each in self.threads:
-            each.join()
+        self.done.set()
+        for thread in self.threads:
+            thread.join()
 
     def work(self):
-        with camserve.Client(**self.how) as lasting:
-            while not self.over.is_set():
+        with camserve.Client(**self.options) as lasting:
+            while not self.done.is_set():
                 self.call(lasting)
-                with camserve.Client(**self.how) as fresh:
+                with camserve.Client(**self.options) as fresh:
                     self.call(fresh)
 
     def call(self, client):
@@ -249,7 +255,7 @@ def der(pair):
 
 
 def test_certificates_are_renewed_under_load_without_a_failed_call(start, authority, tmp_path, ca):
-    """Written one file after the other, as a tool may do it: for a moment they do not fit together."""
+    """The files are written one after the other, as tools do, so that they do not match for a moment."""
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
     renewals = 0
     with start(tls_cert=cert, tls_key=key) as served, Callers(served.address, ca) as callers:
@@ -258,37 +264,39 @@ def test_certificates_are_renewed_under_load_without_a_failed_call(start, author
             pair = authority.issue("127.0.0.1")
             pair.write(tmp_path, "server")
             renewals += 1
-            wait_until(lambda: handshake(place_of(served.address), modern(), ca)[1] == der(pair))  # noqa: B023 -- now
+            wait_until(lambda: handshake(endpoint_of(served.address), client_context(), ca)[1] == der(pair))  # noqa: B023 -- called at once
 
     assert set(callers.outcomes) == {camserve.Health.SERVING}
 
 
-def test_broken_certificates_leave_the_old_in_force_and_are_logged_once(start, authority, tmp_path, ca, our_log):
+def test_invalid_new_certificate_is_logged_once_and_not_used(start, authority, tmp_path, ca, our_log):
     pair = authority.issue("127.0.0.1")
     cert, key = pair.write(tmp_path, "server")
     with start(tls_cert=cert, tls_key=key) as served:
         for spoil in (lambda path: path.write_bytes(b"rubbish"), lambda path: path.unlink()):
             spoil(tmp_path / "server.key")
             for _ in range(3):
-                assert handshake(place_of(served.address), modern(), ca)[1] == der(pair)
+                assert handshake(endpoint_of(served.address), client_context(), ca)[1] == der(pair)
 
-    told = [each.partition(" previous ones: ")[2] for each in our_log.messages if "keeping the previous ones" in each]
-    assert [words.split()[:2] for words in told] == [[cert, "and"], ["cannot", "read"]]
+    reasons = [
+        line.partition(" previous ones: ")[2] for line in our_log.messages if "keeping the previous ones" in line
+    ]
+    assert [reason.split()[:2] for reason in reasons] == [[cert, "and"], ["cannot", "read"]]
 
 
 @pytest.fixture
 def our_log(caplog, monkeypatch):
-    """What the server logs, which otherwise goes past pytest."""
+    """The server's log, which by default does not reach pytest's caplog."""
     monkeypatch.setattr(logging.getLogger("camserve_server"), "propagate", True)
     caplog.set_level("INFO")
     return caplog
 
 
-def settings(**given):
-    return config.load(flags={"address": "127.0.0.1:0", **given}, environment={})
+def settings(**changes):
+    return config.load(flags={"address": "127.0.0.1:0", **changes}, environment={})
 
 
-def test_files_that_are_no_certificate_and_its_key_are_told_at_the_start(authority, tmp_path, ca):
+def test_invalid_certificate_files_are_configuration_errors(authority, tmp_path, ca):
     pair, other = authority.issue("127.0.0.1"), authority.issue("127.0.0.1")
     cert, key = pair.write(tmp_path, "server")
     locked, foreign = tmp_path / "locked.key", tmp_path / "foreign.key"
@@ -303,13 +311,13 @@ def test_files_that_are_no_certificate_and_its_key_are_told_at_the_start(authori
         "key values mismatch": {"tls_cert": cert, "tls_key": str(foreign)},
         "contains no certificate": {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(locked)},
     }
-    for words, given in wrong.items():
-        with pytest.raises(ConfigError, match=words):
-            auth.credentials(settings(**given))
+    for message, changes in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            auth.credentials(settings(**changes))
     assert auth.credentials(settings(tls_cert=cert, tls_key=key, tls_client_ca=str(ca)))
 
 
-def test_a_key_that_every_user_can_read_is_warned_of(authority, tmp_path, our_log):
+def test_key_readable_by_every_user_is_logged_as_a_warning(authority, tmp_path, our_log):
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
     auth.credentials(settings(tls_cert=cert, tls_key=key))
     assert not our_log.messages
@@ -326,31 +334,31 @@ EXPOSED = ("0.0.0.0:1", "[::]:1", "0:1", "10.1.2.3:1", "[fe80::1]:1", "[::ffff:0
 @pytest.mark.parametrize("address", EXPOSED)
 def test_public_port_without_access_control_needs_insecure(address):
     tls, keys = {"tls_cert": "a", "tls_key": "b"}, {"tokens_file": "c"}
-    for given in ({}, tls, keys, {"tls_client_ca": "d"}):
+    for changes in ({}, tls, keys, {"tls_client_ca": "d"}):
         with pytest.raises(ConfigError, match=r"can be reached from other machines: set tls_cert.*--insecure"):
-            auth.check(settings(address=address, **given))
-    for given in ({**tls, **keys}, {**tls, "tls_client_ca": "d"}, {"insecure": True}):
-        auth.check(settings(address=address, **given))
+            auth.check(settings(address=address, **changes))
+    for changes in ({**tls, **keys}, {**tls, "tls_client_ca": "d"}, {"insecure": True}):
+        auth.check(settings(address=address, **changes))
 
 
 @pytest.mark.parametrize("address", LOCAL)
-def test_a_port_of_this_machine_alone_needs_neither(address):
+def test_local_port_needs_no_access_control(address):
     auth.check(settings(address=address))
 
 
-async def test_the_server_itself_refuses_to_start_before_it_loads_anything():
+async def test_unprotected_server_is_refused_before_it_loads_models():
     with pytest.raises(ConfigError, match="can be reached from other machines"):
         await server.serve(settings(address="0.0.0.0:0", models=("no_such:model",)), grpc_server.Stop())
 
 
-def test_insecure_is_said_loudly_in_the_log(our_log):
+def test_insecure_is_logged_as_a_warning(our_log):
     auth.check(settings(address="0.0.0.0:1", insecure=True))
 
-    assert [each.levelname for each in our_log.records] == ["WARNING"]
+    assert [record.levelname for record in our_log.records] == ["WARNING"]
 
 
-class Roll:
-    """A file of tokens, and the tokens themselves."""
+class TokenFile:
+    """File of tokens, and their secrets."""
 
     def __init__(self, path):
         self.path, self.secrets, self.lines = path, {}, {}
@@ -361,99 +369,100 @@ class Roll:
         return self.secrets[name]
 
     def write(self):
-        self.path.write_text("# who may call\n\n" + "\n".join(self.lines.values()) + "  # the last\n")
+        self.path.write_text("# tokens\n\n" + "\n".join(self.lines.values()) + "  # the last\n")
 
 
 @pytest.fixture(scope="module")
-def roll(tmp_path_factory):
-    roll = Roll(tmp_path_factory.mktemp("tokens") / "tokens")
-    roll.add("all", "explain", "observe")
-    roll.add("explainer", "explain")
-    roll.add("observer", "observe")
-    roll.add("admin", "admin")
-    roll.add("old", "explain", last_day=TODAY - dt.timedelta(days=1))
-    roll.add("fresh", "explain", last_day=TODAY + dt.timedelta(days=1))
-    roll.write()
-    return roll
+def token_file(tmp_path_factory):
+    token_file = TokenFile(tmp_path_factory.mktemp("tokens") / "tokens")
+    token_file.add("all", "explain", "observe")
+    token_file.add("explainer", "explain")
+    token_file.add("observer", "observe")
+    token_file.add("admin", "admin")
+    token_file.add("old", "explain", last_day=TODAY - dt.timedelta(days=1))
+    token_file.add("fresh", "explain", last_day=TODAY + dt.timedelta(days=1))
+    token_file.write()
+    return token_file
 
 
 @pytest.fixture(scope="module")
 def decoded():
-    """How many bytes of requests were decoded."""
+    """List of the sizes of decoded requests, in bytes."""
     return []
 
 
 @pytest.fixture(scope="module")
-def written():
-    """The log, of everything at its most talkative, in both forms."""
+def log_text():
+    """The log of all loggers at level DEBUG, in both formats."""
     out, root = io.StringIO(), logging.getLogger()
     handlers = [logging.StreamHandler(out), logging.StreamHandler(out)]
     handlers[0].setFormatter(logs.TextFormatter())
     handlers[1].setFormatter(logs.JsonFormatter())
-    ours, level = logging.getLogger("camserve_server"), root.level
-    ours.propagate, before = True, ours.level
+    logger, level = logging.getLogger("camserve_server"), root.level
+    logger.propagate, before = True, logger.level
     root.setLevel(logging.DEBUG)
-    ours.setLevel(logging.DEBUG)
-    for each in handlers:
-        root.addHandler(each)
+    logger.setLevel(logging.DEBUG)
+    for handler in handlers:
+        root.addHandler(handler)
     yield out
-    for each in handlers:
-        root.removeHandler(each)
+    for handler in handlers:
+        root.removeHandler(handler)
     root.setLevel(level)
-    ours.setLevel(before)
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="module")
-def guarded(start, roll, decoded, written):  # noqa: ARG001 -- the log is kept from its start
-    """A server that wants tokens, and counts what it decodes of requests to explain."""
+def guarded(start, token_file, decoded, log_text):  # noqa: ARG001 -- records the log from its start
+    """Server that requires tokens, and records the sizes of the Explain requests that it decodes."""
 
-    def counted(packed):
+    def record_size(packed):
         decoded.append(len(packed))
         return explain_pb2.ExplainRequest.FromString(packed)
 
-    watched = types.SimpleNamespace(**vars(explain_pb2))
-    watched.ExplainRequest = types.SimpleNamespace(FromString=counted)
+    recording = types.SimpleNamespace(**vars(explain_pb2))
+    recording.ExplainRequest = types.SimpleNamespace(FromString=record_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explain_pb2_grpc, "camserve_dot_v1_dot_explain__pb2", watched)
-        served = start(tokens_file=str(roll.path), log_level="debug")
+        patch.setattr(explain_pb2_grpc, "camserve_dot_v1_dot_explain__pb2", recording)
+        served = start(tokens_file=str(token_file.path), log_level="debug")
         running = served.__enter__()
     yield running
     served.__exit__(None, None, None)
 
 
 @pytest.fixture
-def line(guarded):
+def channel(guarded):
     with grpc.insecure_channel(guarded.address) as channel:
         yield channel
 
 
 def bearer(*secrets):
-    return tuple(("authorization", f"Bearer {each}") for each in secrets)
+    return tuple(("authorization", f"Bearer {secret}") for secret in secrets)
 
 
-NO_TEXT = b"\x0a\xa0\x8d\x06" + b"\xff" * 100_000
+NOT_UTF_8 = b"\x0a\xa0\x8d\x06" + b"\xff" * 100_000
 """A text field that is not UTF-8: only parsing shows that the message is invalid."""
 
 
-def status_of(channel, metadata, method=EXPLAIN, request=NO_TEXT):
+def status_of(channel, metadata, method=EXPLAIN, request=NOT_UTF_8):
     """Call with bytes that are not a message; return the error."""
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(method)(request, metadata=metadata, timeout=10)
     return caught.value
 
 
-def test_a_token_opens_what_its_roles_are_for(guarded, roll):
+def test_token_permits_the_rpcs_of_its_roles(guarded, token_file):
     photo = PHOTOS["chelsea"]
-    with camserve.Client(guarded.address, token=roll.secrets["all"], retries=0) as client:
+    with camserve.Client(guarded.address, token=token_file.secrets["all"], retries=0) as client:
         assert client.explain(photo, overlay=None).model == "tiny"
-        assert [each.model for each in client.explain_many([photo], overlay=None)] == ["tiny"]
+        assert [result.model for result in client.explain_many([photo], overlay=None)] == ["tiny"]
         assert client.models()[0].name == "tiny"
         assert client.metrics()
-    with camserve.Client(guarded.address, token=roll.secrets["fresh"], retries=0) as client:
+    with camserve.Client(guarded.address, token=token_file.secrets["fresh"], retries=0) as client:
         assert client.explain(photo, overlay=None).model == "tiny"
 
 
-def shown_wrongly(secret):
+def invalid_metadata(secret):
+    """Return metadata without exactly one valid token, by the fault."""
     return {
         "none": (),
         "empty": (("authorization", ""),),
@@ -467,52 +476,52 @@ def shown_wrongly(secret):
         "two words": bearer(f"{secret} {secret}"),
         "its hash": bearer(hashlib.sha256(secret.encode()).hexdigest()),
         "doubled": bearer(secret, secret),
-        "doubled with rubbish": (*bearer(secret), ("authorization", "x")),
+        "doubled with an invalid one": (*bearer(secret), ("authorization", "x")),
         "in another place": (("x-authorization", f"Bearer {secret}"), ("cookie", f"authorization=Bearer {secret}")),
     }
 
 
-@pytest.mark.parametrize("how", shown_wrongly("x" * 20))
-def test_without_one_good_token_a_call_is_refused_before_anything_of_it_is_decoded(line, roll, decoded, how):
+@pytest.mark.parametrize("fault", invalid_metadata("x" * 20))
+def test_call_without_exactly_one_valid_token_is_not_decoded(channel, token_file, decoded, fault):
     before = len(decoded)
-    error = status_of(line, shown_wrongly(roll.secrets["all"])[how])
+    error = status_of(channel, invalid_metadata(token_file.secrets["all"])[fault])
 
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "authorization: Bearer TOKEN" in error.details() or "ask the server's operator" in error.details()
     assert len(decoded) == before
 
 
-def test_a_large_request_without_a_token_is_refused_as_such(line, decoded):
+def test_large_request_without_a_token_is_unauthenticated(channel, decoded):
     before = len(decoded)
     for size in (12 * 2**20, 40 * 2**20):  # below the limit for messages, and above
-        assert status_of(line, (), request=bytes(size)).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert status_of(channel, (), request=bytes(size)).code() is grpc.StatusCode.UNAUTHENTICATED
     assert len(decoded) == before
 
 
-def test_with_a_good_token_the_same_bytes_are_decoded(line, roll, decoded):
-    """What shows that the count above can be other than zero."""
+def test_same_bytes_with_a_valid_token_are_decoded(channel, token_file, decoded):
+    """Control: the sizes above are recorded."""
     before = len(decoded)
-    error = status_of(line, bearer(roll.secrets["all"]))
+    error = status_of(channel, bearer(token_file.secrets["all"]))
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert decoded[before:] == [len(NO_TEXT)]
+    assert decoded[before:] == [len(NOT_UTF_8)]
 
 
-def test_the_word_bearer_may_be_written_in_any_case(line, roll):
-    error = status_of(line, (("authorization", f"bEARER  {roll.secrets['all']}"),))
+def test_bearer_scheme_is_case_insensitive(channel, token_file):
+    error = status_of(channel, (("authorization", f"bEARER  {token_file.secrets['all']}"),))
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_an_expired_token_is_refused_with_its_last_day(line, roll):
-    error = status_of(line, bearer(roll.secrets["old"]))
+def test_expired_token_is_refused_with_its_last_day(channel, token_file):
+    error = status_of(channel, bearer(token_file.secrets["old"]))
 
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert f"expired after {TODAY - dt.timedelta(days=1)}" in error.details()
 
 
 def rpcs():
-    """Every RPC there is, with the role that it needs."""
+    """Return every RPC, and some unknown ones, with the role that it needs."""
     return [
         *auth.REQUIRED_ROLES.items(),
         ("/camserve.v1.ModelService/ReloadModel", "admin"),
@@ -522,88 +531,92 @@ def rpcs():
     ]
 
 
-@pytest.mark.parametrize(("method", "role"), rpcs(), ids=lambda each: each)
-def test_every_rpc_is_refused_without_a_token_and_with_one_for_something_else(line, roll, decoded, method, role):
+@pytest.mark.parametrize(("method", "role"), rpcs(), ids=str)
+def test_every_rpc_is_refused_without_its_role(channel, token_file, decoded, method, role):
     others = {"explain": "observer", "observe": "explainer", "admin": "all"}
     before = len(decoded)
-    nobody = status_of(line, (), method)
-    other = status_of(line, bearer(roll.secrets[others[role]]), method)
+    without_token = status_of(channel, (), method)
+    other = status_of(channel, bearer(token_file.secrets[others[role]]), method)
 
-    assert nobody.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert without_token.code() is grpc.StatusCode.UNAUTHENTICATED
     assert other.code() is grpc.StatusCode.PERMISSION_DENIED
     assert f"the role {role}; your token has " in other.details()
     assert len(decoded) == before
 
 
-def test_the_table_of_roles_holds_every_rpc_of_the_services_that_only_tell():
-    told = {method.rpartition("/")[2] for method, role in auth.REQUIRED_ROLES.items() if role == "observe"}
+def test_roles_cover_every_rpc():
+    observing = {method.rpartition("/")[2] for method, role in auth.REQUIRED_ROLES.items() if role == "observe"}
     others = {"ServerLive", "ServerReady", "ServerMetadata", "RepositoryIndex"}
     others |= {"ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics"}
 
-    assert {"ListModels", "GetModel", "ListLayers", "ListMethods", "ServerReflectionInfo"} | others == told
+    assert {"ListModels", "GetModel", "ListLayers", "ListMethods", "ServerReflectionInfo"} | others == observing
     assert {role for method, role in auth.REQUIRED_ROLES.items() if "Explain" in method or "Evaluat" in method} == {
         "explain"
     }
     assert {role for method, role in auth.REQUIRED_ROLES.items() if method.endswith("Infer")} == {"explain"}
-    assert {auth.REQUIRED_ROLES[f"/camserve.v1.ModelService/{what}Model"] for what in ("Load", "Unload")} == {"admin"}
-    assert {auth.REQUIRED_ROLES[f"/{oip.NAME}/RepositoryModel{what}"] for what in ("Load", "Unload")} == {"admin"}
+    assert {auth.REQUIRED_ROLES[f"/camserve.v1.ModelService/{action}Model"] for action in ("Load", "Unload")} == {
+        "admin"
+    }
+    assert {auth.REQUIRED_ROLES[f"/{oip.NAME}/RepositoryModel{action}"] for action in ("Load", "Unload")} == {"admin"}
     assert {f"/{oip.NAME}/{rpc.name}" for rpc in oip.SERVICE.methods} <= set(auth.REQUIRED_ROLES)
 
 
-def test_what_only_an_admin_may_is_unknown_to_an_admin_while_there_is_none(line, roll):
-    error = status_of(line, bearer(roll.secrets["admin"]), "/camserve.v1.ModelService/NoSuchThing")
+def test_unknown_rpc_is_unimplemented_for_an_admin(channel, token_file):
+    error = status_of(channel, bearer(token_file.secrets["admin"]), "/camserve.v1.ModelService/NoSuchThing")
 
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_stream_is_refused_too_and_before_its_first_message(guarded):
-    """What gRPC loses of that, when the stream breaks while it is written to, is heard of the next one."""
+async def test_stream_without_a_token_is_refused_before_its_first_message(guarded):
+    """Repeated, because gRPC may lose the error if the stream breaks during a write."""
     for _ in range(20):
         async with camserve.AsyncClient(guarded.address) as client:
             with pytest.raises(camserve.Unauthenticated):
-                _ = [each async for each in client.explain_many([PHOTOS["chelsea"]])]
+                _ = [result async for result in client.explain_many([PHOTOS["chelsea"]])]
 
 
-def test_reflection_needs_a_token_and_health_needs_none(line, roll):
-    ask = reflection_pb2_grpc.ServerReflectionStub(line).ServerReflectionInfo
-    question = reflection_pb2.ServerReflectionRequest(list_services="")
+def test_reflection_needs_a_token_and_health_needs_none(channel, token_file):
+    reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
     with pytest.raises(grpc.RpcError, match="requires a token"):
-        next(ask(iter([question]), timeout=10))
+        next(reflect(iter([request]), timeout=10))
 
-    assert next(ask(iter([question]), metadata=bearer(roll.secrets["observer"]), timeout=10))
-    health = health_pb2_grpc.HealthStub(line).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert next(reflect(iter([request]), metadata=bearer(token_file.secrets["observer"]), timeout=10))
+    health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_refusal_is_short_has_the_requests_id_and_tells_nothing_of_the_inside(line, roll):
-    for metadata in (*shown_wrongly(roll.secrets["all"]).values(), bearer(roll.secrets["observer"])):
-        error = status_of(line, (*metadata, ("x-request-id", "mine")))
+def test_error_is_short_has_the_request_id_and_no_internals(channel, token_file):
+    for metadata in (*invalid_metadata(token_file.secrets["all"]).values(), bearer(token_file.secrets["observer"])):
+        error = status_of(channel, (*metadata, ("x-request-id", "custom-id")))
 
-        assert dict(error.trailing_metadata())["x-request-id"] == "mine"
-        assert hygiene.faults(error) == []
+        assert dict(error.trailing_metadata())["x-request-id"] == "custom-id"
+        assert error_checks.faults(error) == []
 
 
-def test_tokens_are_changed_while_the_server_runs(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(auth, "RECHECK_INTERVAL", 0.0)  # the file is looked at with every call
-    roll = Roll(tmp_path / "tokens")
-    first, second = roll.add("first", "observe"), roll.add("second", "observe")
-    roll.write()
-    with start(tokens_file=str(roll.path)) as served, grpc.insecure_channel(served.address) as channel:
+def test_tokens_can_be_changed_while_the_server_runs(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(auth, "RECHECK_INTERVAL", 0.0)  # the file is checked at every call
+    token_file = TokenFile(tmp_path / "tokens")
+    first, second = token_file.add("first", "observe"), token_file.add("second", "observe")
+    token_file.write()
+    with start(tokens_file=str(token_file.path)) as served, grpc.insecure_channel(served.address) as channel:
 
-        def may(secret):
+        def allows(secret):
             call = models_pb2_grpc.ModelServiceStub(channel).ListModels.future(
                 models_pb2.ListModelsRequest(), metadata=bearer(secret), timeout=10
             )
             return {grpc.StatusCode.OK: True, grpc.StatusCode.UNAUTHENTICATED: False}[call.code()]
 
-        assert (may(first), may(second)) == (True, True)
-        third = roll.add("third", "observe")
-        roll.path.write_text(f"{roll.lines['second']}\n{roll.lines['third']}\n")
-        assert (may(first), may(second), may(third)) == (False, True, True)
-        roll.path.write_text(f"{roll.lines['first']}\nthis is no line\n")
-        assert (may(first), may(second), may(third)) == (False, True, True), "what is broken changes nothing"
-        roll.path.write_text("# nobody\n")
-        assert (may(first), may(second), may(third)) == (False, False, False)
+        assert (allows(first), allows(second)) == (True, True)
+        third = token_file.add("third", "observe")
+        token_file.path.write_text(f"{token_file.lines['second']}\n{token_file.lines['third']}\n")
+        assert (allows(first), allows(second), allows(third)) == (False, True, True)
+        token_file.path.write_text(f"{token_file.lines['first']}\nan invalid line\n")
+        assert (allows(first), allows(second), allows(third)) == (False, True, True), (
+            "an invalid file must change nothing"
+        )
+        token_file.path.write_text("# no tokens\n")
+        assert (allows(first), allows(second), allows(third)) == (False, False, False)
 
 
 STREAMS = {
@@ -625,61 +638,61 @@ STREAMS = {
 @pytest.mark.parametrize("method", STREAMS)
 def test_stream_accepts_no_request_once_its_token_is_revoked(start, tmp_path, method, monkeypatch):
     monkeypatch.setattr(auth, "RECHECK_INTERVAL", 0.0)
-    made, name_of = STREAMS[method]
-    roll = Roll(tmp_path / "tokens")
-    secret = roll.add("revoked", "explain", "observe")
-    roll.write()
-    with start(tokens_file=str(roll.path)) as served, grpc.insecure_channel(served.address) as channel:
-        asked, answered = queue.SimpleQueue(), []
-        replies = channel.stream_stream(method)(iter(asked.get, None), metadata=bearer(secret), timeout=60)
+    make_request, name_of = STREAMS[method]
+    token_file = TokenFile(tmp_path / "tokens")
+    secret = token_file.add("revoked", "explain", "observe")
+    token_file.write()
+    with start(tokens_file=str(token_file.path)) as served, grpc.insecure_channel(served.address) as channel:
+        requests, answered = queue.SimpleQueue(), []
+        replies = channel.stream_stream(method)(iter(requests.get, None), metadata=bearer(secret), timeout=60)
         for name in ("first", "second"):
-            asked.put(made(name).SerializeToString())
+            requests.put(make_request(name).SerializeToString())
             answered.append(name_of(next(replies)))
-        roll.path.write_text("# nobody\n")
-        asked.put(made("third").SerializeToString())
+        token_file.path.write_text("# no tokens\n")
+        requests.put(make_request("third").SerializeToString())
         with pytest.raises(grpc.RpcError) as caught:
             next(replies)
-        asked.put(None)
+        requests.put(None)
 
     assert answered == ["first", "second"]
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert hygiene.faults(caught.value) == []
+    assert error_checks.faults(caught.value) == []
 
 
 def test_stream_answers_what_it_accepted_before_its_token_was_revoked(start, tmp_path, monkeypatch):
     monkeypatch.setattr(auth, "RECHECK_INTERVAL", 0.0)
-    roll = Roll(tmp_path / "tokens")
-    secret = roll.add("revoked", "explain")
-    roll.write()
-    go_on, begun = threading.Event(), threading.Event()
+    token_file = TokenFile(tmp_path / "tokens")
+    secret = token_file.add("revoked", "explain")
+    token_file.write()
+    go_on, started = threading.Event(), threading.Event()
     decode = images.decode
 
-    def held(*args):
-        begun.set()
+    def blocking_decode(*args):
+        started.set()
         assert go_on.wait(60)
         return decode(*args)
 
-    monkeypatch.setattr(images, "decode", held)
+    monkeypatch.setattr(images, "decode", blocking_decode)
     request = {"image": PHOTOS["chelsea"].read_bytes()}
-    with start(tokens_file=str(roll.path)) as served, grpc.insecure_channel(served.address) as channel:
-        asked = queue.SimpleQueue()
+    with start(tokens_file=str(token_file.path)) as served, grpc.insecure_channel(served.address) as channel:
+        requests = queue.SimpleQueue()
         call = channel.stream_stream("/camserve.v1.ExplainService/ExplainStream")
-        replies = call(iter(asked.get, None), metadata=bearer(secret), timeout=60)
-        asked.put(explain_pb2.ExplainStreamRequest(request_id="accepted", request=request).SerializeToString())
-        assert begun.wait(60)
-        roll.path.write_text("# nobody\n")
-        asked.put(explain_pb2.ExplainStreamRequest(request_id="late", request=request).SerializeToString())
+        replies = call(iter(requests.get, None), metadata=bearer(secret), timeout=60)
+        requests.put(explain_pb2.ExplainStreamRequest(request_id="accepted", request=request).SerializeToString())
+        assert started.wait(60)
+        token_file.path.write_text("# no tokens\n")
+        requests.put(explain_pb2.ExplainStreamRequest(request_id="late", request=request).SerializeToString())
         go_on.set()
         reply = explain_pb2.ExplainStreamResponse.FromString(next(replies))
         with pytest.raises(grpc.RpcError) as caught:
             next(replies)
-        asked.put(None)
+        requests.put(None)
 
     assert (reply.request_id, len(reply.response.explanations)) == ("accepted", 1)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_line_that_is_wrong_is_told_by_its_number_and_never_by_what_it_says(tmp_path):
+def test_invalid_line_is_reported_by_number_without_its_content(tmp_path):
     secret, known = tokens.new("name", ("explain",))
     digest = known.line().split()[2]
     wrong = [
@@ -702,53 +715,53 @@ def test_a_line_that_is_wrong_is_told_by_its_number_and_never_by_what_it_says(tm
         assert digest not in str(caught.value)
     assert tokens.parse(f"\n  {known.line()}  # name's\n") == (known,)
 
-    for content, words in ((b"\xff\xfe", "is not a text file"), (b"x", "line 1"), (None, "cannot read")):
+    for content, message in ((b"\xff\xfe", "is not a text file"), (b"x", "line 1"), (None, "cannot read")):
         path = tmp_path / "tokens"
         path.write_bytes(content) if content else path.unlink()
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             auth.AuthInterceptor(str(path), None)
 
 
-def test_what_is_no_text_is_no_token():
+def test_token_that_is_not_utf_8_is_refused():
     with pytest.raises(tokens.Unauthenticated, match="not a bearer token"):
         tokens.authenticate((), [b"Bearer \xff"])
 
 
-def test_a_token_is_good_on_its_last_day_in_utc_and_not_on_the_next():
+def test_token_is_valid_until_the_end_of_its_last_day_in_utc():
     secret, known = tokens.new("name", ("explain",), dt.date(2027, 1, 31))
-    shown = [f"Bearer {secret}"]
+    headers = [f"Bearer {secret}"]
 
-    assert tokens.authenticate((known,), shown, dt.date(2027, 1, 31)) is known
+    assert tokens.authenticate((known,), headers, dt.date(2027, 1, 31)) is known
     with pytest.raises(tokens.Unauthenticated, match="expired after 2027-01-31"):
-        tokens.authenticate((known,), shown, dt.date(2027, 2, 1))
+        tokens.authenticate((known,), headers, dt.date(2027, 2, 1))
 
 
-def test_every_entry_is_compared_in_constant_time_wherever_the_token_stands(monkeypatch):
-    made = [tokens.new(str(number), ("explain",)) for number in range(5)]
-    known, compared = tuple(each for _, each in made), []
-    honest = tokens.hmac.compare_digest
-    monkeypatch.setattr(tokens.hmac, "compare_digest", lambda *two: compared.append(two) or honest(*two))
-    for secret, each in made:
-        assert tokens.authenticate(known, [f"Bearer {secret}"]) is each
+def test_token_is_compared_with_every_entry_in_constant_time(monkeypatch):
+    entries = [tokens.new(str(number), ("explain",)) for number in range(5)]
+    known, compared = tuple(token for _, token in entries), []
+    compare = tokens.hmac.compare_digest
+    monkeypatch.setattr(tokens.hmac, "compare_digest", lambda *values: compared.append(values) or compare(*values))
+    for secret, token in entries:
+        assert tokens.authenticate(known, [f"Bearer {secret}"]) is token
         assert len(compared) == 5
         compared.clear()
     with pytest.raises(tokens.Unauthenticated):
-        tokens.authenticate(known, ["Bearer nobody"])
+        tokens.authenticate(known, ["Bearer unknown"])
     assert len(compared) == 5
 
 
-def test_the_command_makes_a_token_once_and_the_line_to_keep():
+def test_command_prints_a_new_token_and_its_line():
     run = CliRunner()
     first = run.invoke(commands.program, ["token", "new", "alice", "--role", "explain", "--expires", "2030-01-31"])
     second = run.invoke(commands.program, ["token", "new", "alice"])
-    words = [dict(line.split(None, 1) for line in each.stdout.splitlines()) for each in (first, second)]
+    outputs = [dict(line.split(None, 1) for line in result.stdout.splitlines()) for result in (first, second)]
 
-    assert words[0]["token:"] != words[1]["token:"]
-    (known,) = tokens.parse(words[0]["line:"])
+    assert outputs[0]["token:"] != outputs[1]["token:"]
+    (known,) = tokens.parse(outputs[0]["line:"])
     assert (known.name, known.roles, known.last_day) == ("alice", {"explain"}, dt.date(2030, 1, 31))
-    assert tokens.authenticate((known,), [f"Bearer {words[0]['token:']}"], dt.date(2029, 1, 1)) is known
-    assert words[0]["token:"] not in words[0]["line:"]
-    assert tokens.parse(words[1]["line:"])[0].roles == {"explain", "observe"}
+    assert tokens.authenticate((known,), [f"Bearer {outputs[0]['token:']}"], dt.date(2029, 1, 1)) is known
+    assert outputs[0]["token:"] not in outputs[0]["line:"]
+    assert tokens.parse(outputs[1]["line:"])[0].roles == {"explain", "observe"}
 
     wrong = run.invoke(commands.program, ["token", "new", "a b"])
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
@@ -756,53 +769,53 @@ def test_the_command_makes_a_token_once_and_the_line_to_keep():
     assert run.invoke(commands.program, ["token", "new", "a", "--role", "root"]).exit_code == 2
 
 
-def leaked(text, roll):
-    """Return the tokens, and the hashes of tokens, that a text holds."""
-    hashes = [hashlib.sha256(each.encode()).hexdigest() for each in roll.secrets.values()]
-    return [each for each in (*roll.secrets.values(), *hashes) if each[:-1] in text]
+def leaked(text, token_file):
+    """Return the secrets and hashes of tokens that a text contains."""
+    hashes = [hashlib.sha256(secret.encode()).hexdigest() for secret in token_file.secrets.values()]
+    return [value for value in (*token_file.secrets.values(), *hashes) if value[:-1] in text]
 
 
-def test_the_log_names_who_called_and_who_was_refused_and_never_a_token(guarded, line, roll, written):
-    for secret in roll.secrets.values():
-        for metadata in shown_wrongly(secret).values():
-            status_of(line, metadata)
-        status_of(line, bearer(secret), "/nothing/AtAll")
-    test_a_token_opens_what_its_roles_are_for(guarded, roll)
-    wait_until(lambda: '"caller": "fresh"' in written.getvalue())  # the line is written after the answer
-    log = written.getvalue()
+def test_log_names_callers_and_refusals_but_no_token(guarded, channel, token_file, log_text):
+    for secret in token_file.secrets.values():
+        for metadata in invalid_metadata(secret).values():
+            status_of(channel, metadata)
+        status_of(channel, bearer(secret), "/nothing/AtAll")
+    test_token_permits_the_rpcs_of_its_roles(guarded, token_file)
+    wait_until(lambda: '"caller": "fresh"' in log_text.getvalue())  # the line is written after the answer
+    log = log_text.getvalue()
 
     assert "Explain code=OK" in log
     assert "caller=all" in log
     assert '"caller": "fresh"' in log
     assert "Explain code=UNAUTHENTICATED" in log
     assert '"unknown RPC"' in log
-    assert leaked(log, roll) == []
-    logging.getLogger("camserve_server").debug("a fault %s", roll.secrets["admin"])
-    assert leaked(written.getvalue(), roll) == [roll.secrets["admin"]]
+    assert leaked(log, token_file) == []
+    logging.getLogger("camserve_server").debug("a token %s", token_file.secrets["admin"])
+    assert leaked(log_text.getvalue(), token_file) == [token_file.secrets["admin"]]
 
 
-def test_tls_certificates_of_callers_and_tokens_go_together_on_the_command_line_too(
-    start, authority, folder, roll, monkeypatch
-):
+def test_command_line_combines_tls_client_certificates_and_tokens(start, authority, folder, token_file, monkeypatch):
     cert, key = authority.issue("127.0.0.1").write(folder, "whole")
-    mine, mine_key = authority.issue("caller").write(folder, "caller")
-    known = ("--ca", folder / "ca.pem", "--client-cert", mine, "--client-key", mine_key)
-    with start(tls_cert=cert, tls_key=key, tls_client_ca=str(folder / "ca.pem"), tokens_file=str(roll.path)) as served:
+    client_cert, client_key = authority.issue("caller").write(folder, "caller")
+    known = ("--ca", folder / "ca.pem", "--client-cert", client_cert, "--client-key", client_key)
+    with start(
+        tls_cert=cert, tls_key=key, tls_client_ca=str(folder / "ca.pem"), tokens_file=str(token_file.path)
+    ) as served:
 
         def run(command, *flags):
             return CliRunner().invoke(cli.main, [command, "--server", served.address, *map(str, flags)])
 
         assert "requires a token" in run("models", *known).stderr
         assert run("health", *known).exit_code == 0
-        monkeypatch.setenv("CAMSERVE_TOKEN", roll.secrets["observer"])
+        monkeypatch.setenv("CAMSERVE_TOKEN", token_file.secrets["observer"])
         assert "tiny" in run("models", *known).stdout
         assert "the role explain; your token has observe" in run("metrics", *known).stderr
-        stranger = run("models", *known[:2], "--timeout", 1)
-        assert (stranger.exit_code, stranger.stdout) == (1, "")
+        without_certificate = run("models", *known[:2], "--timeout", 1)
+        assert (without_certificate.exit_code, without_certificate.stdout) == (1, "")
 
 
-def test_what_a_client_is_made_of_shows_no_token(guarded, roll):
-    secret = roll.secrets["all"]
+def test_attributes_of_a_client_show_no_token(guarded, token_file):
+    secret = token_file.secrets["all"]
     with camserve.Client(guarded.address, token=secret) as client:
         assert secret not in repr(vars(client))
         assert secret not in repr(client._settings)

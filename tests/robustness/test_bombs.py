@@ -1,4 +1,4 @@
-"""Small images that would become large: refused before anything is decoded, in a process that is measured."""
+"""Decompression bombs are refused before they are decoded, in a process whose memory is measured."""
 
 import io
 import math
@@ -10,7 +10,7 @@ from PIL import Image
 
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from robustness import hygiene, watched
+from robustness import error_checks, process_audit
 
 
 def saved(image, form, **options):
@@ -29,7 +29,7 @@ def png(width, height, rows):
 
 
 def bmp(width, height):
-    """Run-length encoded, as the one run that fills it."""
+    """Return a run-length encoded BMP file of one run."""
     head = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 0, 0, 0, 256, 0)
     return b"BM" + struct.pack("<IHHI", 1080, 0, 0, 1078) + head + bytes(1024) + b"\0\1"
 
@@ -47,10 +47,10 @@ def animated(form, frames=100):
 
 
 def canvas(width, height):
-    """An animated WebP whose frames are small and whose canvas is not."""
+    """Return an animated WebP with small frames and a large canvas."""
     first, *more = (Image.new("RGB", (64, 64), color) for color in ("red", "green", "blue"))
     file = bytearray(saved(first, "WEBP", save_all=True, append_images=more))
-    assert file[12:16] == b"VP8X"  # or there is no canvas in it
+    assert file[12:16] == b"VP8X"  # the header that has the canvas size
     file[24:30] = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     return bytes(file)
 
@@ -62,10 +62,10 @@ def gif(width, height):
 
 
 def exif(length, texts=65_534):
-    """EXIF that turns the picture by a quarter, and has many text entries that each refer to all of its bytes."""
-    turned = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
-    described = struct.pack("<HHII", 0x010E, 2, length - 8, 8)
-    directory = struct.pack("<H", texts + 1) + turned + described * texts + bytes(4)
+    """Return EXIF that rotates the picture by 90 degrees, with many text entries that each refer to all its bytes."""
+    orientation = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+    description = struct.pack("<HHII", 0x010E, 2, length - 8, 8)
+    directory = struct.pack("<H", texts + 1) + orientation + description * texts + bytes(4)
     return (b"II*\0" + struct.pack("<I", 8) + directory).ljust(length, b"x")
 
 
@@ -98,44 +98,44 @@ BOMBS = {
 
 
 def largest():
-    """A photo of as many pixels as are accepted."""
+    """Return a photo of the largest number of pixels that is accepted."""
     side = math.isqrt(Limits().pixels)
     return png(side, side, bytes((side // 8 + 2) * side))
 
 
-INFLATED = 2**16  # bytes: of a small PNG whose rows go on and on, until that is seen
+MAX_INFLATED = 2**16  # bytes inflated until a PNG with too many rows is refused
 FIRST_FRAMES = {"apng": lambda: animated("PNG"), "animated webp": lambda: animated("WEBP")}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bombs")
-    for name, made in {**BOMBS, **FIRST_FRAMES, "control": largest}.items():
-        (folder / name).write_bytes(made())
-    return watched.run("decode_them", folder)
+    for name, make in {**BOMBS, **FIRST_FRAMES, "control": largest}.items():
+        (folder / name).write_bytes(make())
+    return process_audit.run_module("decoding", folder)
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_before_it_is_decoded_and_within_10_mb(outcomes, name):
+def test_bomb_is_refused_before_decoding_within_10_mb(outcomes, name):
     outcome = outcomes[name]
     assert outcome.get("refused") == "image"
     assert outcome["decoded"] == 0
-    assert outcome["inflated"] <= INFLATED
+    assert outcome["inflated"] <= MAX_INFLATED
     assert outcome["mb"] <= 10
-    assert hygiene.told(outcome["words"]) == []
+    assert error_checks.leaks(outcome["message"]) == []
 
 
 @pytest.mark.parametrize("name", FIRST_FRAMES)
-def test_of_an_animation_one_frame_is_decoded(outcomes, name):
-    assert outcomes[name]["words"] == "(64, 64, 3)"
+def test_only_the_first_frame_of_an_animation_is_decoded(outcomes, name):
+    assert outcomes[name]["message"] == "(64, 64, 3)"
     assert outcomes[name]["mb"] <= 10
 
 
-@pytest.mark.parametrize("made", [png_of_exif, webp_of_exif])
-def test_exif_of_as_many_bytes_as_a_jpeg_has_room_for_turns_a_picture(made):
-    assert images.decode(made(1 << 16, texts=100), Limits()).shape == (64, 32, 3)
+@pytest.mark.parametrize("make", [png_of_exif, webp_of_exif])
+def test_exif_of_the_largest_size_in_a_jpeg_rotates_the_picture(make):
+    assert images.decode(make(1 << 16, texts=100), Limits()).shape == (64, 32, 3)
 
 
-def test_the_watch_sees_a_photo_of_the_largest_size_accepted(outcomes):
+def test_memory_of_the_largest_accepted_photo_is_measured(outcomes):
     assert outcomes["control"]["mb"] > 80
     assert outcomes["control"]["decoded"] == 1

@@ -27,7 +27,7 @@ from camserve_server.models import checkpoint
 from camserve_server.models.checkpoint import SizeBudget
 from camserve_server.models.load import _check_finite as check_finite
 from camserve_server.models.pickles import CorruptFileError
-from robustness import watched
+from robustness import process_audit
 
 MIB = 2**20
 BUDGET = SizeBudget(MIB, MIB, 64 * MIB)
@@ -55,8 +55,8 @@ def saved(value, **options):
 
 
 def safe(header, numbers=b""):
-    words = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(words)) + words + numbers
+    packed_header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(packed_header)) + packed_header + numbers
 
 
 def declared(shape, *span, dtype="F32"):
@@ -74,8 +74,8 @@ def packed(description, numbers=b"\0" * 16, method=zipfile.ZIP_STORED):
     return file.getvalue()
 
 
-def text(word):
-    return b"X" + struct.pack("<i", len(word)) + word.encode()
+def text(value):
+    return b"X" + struct.pack("<i", len(value)) + value.encode()
 
 
 FIRST = text("0")
@@ -100,8 +100,8 @@ def inflating():
     return packed(described(65_536_000, [65_536_000], [1]), bytes(250 * MIB), zipfile.ZIP_DEFLATED)
 
 
-def lying_about_its_length():
-    """Return an archive whose description inflates to 150 MB, and claims a few bytes."""
+def archive_with_wrong_size():
+    """Return an archive whose description inflates to 150 MB, but whose headers say 700 bytes."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr("archive/data.pkl", b"N" * (150 * MIB))
@@ -111,7 +111,7 @@ def lying_about_its_length():
     return bytes(data)
 
 
-def without_end(data, share=0.5):
+def truncated(data, share=0.5):
     return data[: int(len(data) * share)]
 
 
@@ -120,7 +120,7 @@ def with_nan(state):
     return state
 
 
-def flipped(data, at, bit=3):
+def flip_bit(data, at, bit=3):
     data = bytearray(data)
     data[at] ^= 1 << bit
     return bytes(data)
@@ -143,19 +143,19 @@ def scripted():
 
 
 STATE = trained().state_dict()
-SOUND, SAFELY = saved(STATE), safetensors.torch.save(STATE)
+VALID_TORCH, VALID_SAFETENSORS = saved(STATE), safetensors.torch.save(STATE)
 EMPTY = declared([0], 0, 0)
 
 
 def doubling(times):
-    """Return the opcodes of a tuple that holds another one twice, which holds another one twice, and so on."""
+    """Return the opcodes of nested tuples, each of which has the next one twice."""
     return b")q\0" + b"h\0\x86q\0" * times
 
 
-def kept_by(key):
-    """Return a file in the format before torch 1.6, whose storages have such a key."""
-    words = (checkpoint.LEGACY_MAGIC, checkpoint.LEGACY_VERSION, {"little_endian": True})
-    head = b"".join(pickle.dumps(word, protocol=2) for word in words)
+def legacy_file(key):
+    """Return a file in the format before torch 1.6 whose storages have this key."""
+    preamble = (checkpoint.LEGACY_MAGIC, checkpoint.LEGACY_VERSION, {"little_endian": True})
+    head = b"".join(pickle.dumps(value, protocol=2) for value in preamble)
     return head + described(4, [4], [1]) + b"\x80\2]" + key + b"a." + bytes(24)
 
 
@@ -197,11 +197,11 @@ HOSTILE = {
     "a name with two tensors.safetensors": lambda _: safe(
         b'{"a":%s,"a":%s}' % tuple(json.dumps(declared([2], at, at + 8)).encode() for at in (0, 8)), b"\0" * 16
     ),
-    "cut short.safetensors": lambda _: without_end(SAFELY),
-    "one bit flipped, pinned.safetensors": lambda _: flipped(SAFELY, len(SAFELY) - 999),
+    "cut short.safetensors": lambda _: truncated(VALID_SAFETENSORS),
+    "one bit flipped, pinned.safetensors": lambda _: flip_bit(VALID_SAFETENSORS, len(VALID_SAFETENSORS) - 999),
     "a weight that is no number.safetensors": lambda _: safetensors.torch.save(with_nan(trained().state_dict())),
     "numbers that inflate to 250 MB.pth": lambda _: inflating(),
-    "a description that inflates to 150 MB.pth": lambda _: lying_about_its_length(),
+    "a description that inflates to 150 MB.pth": lambda _: archive_with_wrong_size(),
     "packed as torch.save does not.pth": lambda _: packed(described(4, [4], [1]), method=zipfile.ZIP_LZMA),
     "a table of 40,000 members.pth": lambda _: many_members(40_000),
     "a command.pth": lambda canary: saved({"state_dict": Runs(canary)}),
@@ -223,14 +223,14 @@ HOSTILE = {
     "a key that doubles 24 times.pth": lambda _: packed(described(4, [4], [1], key=doubling(24))),
     "a key nested deeply.pth": lambda _: packed(described(4, [4], [1], key=b")" + b"\x85" * 90_000)),
     "a key that is a number.pth": lambda _: packed(described(4, [4], [1], key=b"K\0")),
-    "a key that doubles 60 times, old.pth": lambda _: kept_by(doubling(60)),
+    "a key that doubles 60 times, old.pth": lambda _: legacy_file(doubling(60)),
     "20,000 references of 60,000 items.pth": lambda _: many_references(60_000),
     "a whole module.pth": lambda _: saved(nn.Linear(2, 2)),
     "a program.pth": lambda _: scripted(),
     "other shapes.pth": lambda _: saved(torchvision.models.squeezenet1_1(num_classes=9).state_dict()),
-    "cut short.pth": lambda _: without_end(SOUND),
-    "cut short, old.pth": lambda _: without_end(saved(STATE, _use_new_zipfile_serialization=False)),
-    "one bit flipped.pth": lambda _: flipped(SOUND, len(SOUND) // 2),
+    "cut short.pth": lambda _: truncated(VALID_TORCH),
+    "cut short, old.pth": lambda _: truncated(saved(STATE, _use_new_zipfile_serialization=False)),
+    "one bit flipped.pth": lambda _: flip_bit(VALID_TORCH, len(VALID_TORCH) // 2),
     "a weight that is no number.pth": lambda _: saved(with_nan(trained().state_dict())),
     "zeros.pth": lambda _: bytes(1000),
 }
@@ -258,16 +258,16 @@ def outcomes(tmp_path_factory):
     (folder / "pins.json").write_text(json.dumps({"one bit flipped, pinned.safetensors": whole}))
     (folder / "control" / "a command.pickle").write_bytes(saved(Runs(folder / "controls-canary")))
     (folder / "control" / "inflating.pth").write_bytes(inflating())
-    return watched.run("load_them", folder) | {"folder": folder}
+    return process_audit.run_module("loading", folder) | {"folder": folder}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_file_is_refused_with_a_reason_and_costs_little(outcomes, name):
     outcome = outcomes[name]
     assert outcome["error"] == "ConfigError"
-    assert len(outcome["words"]) <= 512
-    assert outcome["words"].isprintable()
-    assert str(outcomes["folder"]) not in outcome["words"]
+    assert len(outcome["message"]) <= 512
+    assert outcome["message"].isprintable()
+    assert str(outcomes["folder"]) not in outcome["message"]
     assert outcome["mb"] <= 100
 
 
@@ -275,7 +275,7 @@ def test_hostile_file_is_refused_with_a_reason_and_costs_little(outcomes, name):
 def test_hostile_file_opens_no_other_file_and_starts_no_process(outcomes, name):
     path = str(outcomes["folder"] / "hostile" / name)
     assert set(outcomes[name]["opened"]) <= {path}
-    assert outcomes[name]["else"] == []
+    assert outcomes[name]["others"] == []
 
 
 def test_no_command_in_a_file_was_run(outcomes):
@@ -285,7 +285,7 @@ def test_no_command_in_a_file_was_run(outcomes):
 def test_detectors_see_a_command_and_an_inflated_file(outcomes):
     """Both detectors are triggered on purpose, through torch.load."""
     assert (outcomes["folder"] / "controls-canary").exists()
-    assert any(event == "os.system" for event, _ in outcomes["a command.pickle"]["else"])
+    assert any(event == "os.system" for event, _ in outcomes["a command.pickle"]["others"])
     assert outcomes["inflating.pth"]["mb"] > 200
 
 
@@ -296,14 +296,14 @@ def test_valid_file_is_read_in_the_same_process(outcomes):
 # --- valid files are read as torch and safetensors read them ---
 
 
-def optimised():
+def training_checkpoint():
     """Return a training script's checkpoint: weights, moments, a schedule, and other values."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
     optimiser = torch.optim.Adam(net.parameters())
     net(torch.zeros(1, 3, 4, 6)).sum().backward()
     optimiser.step()
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, [3, 5])
-    words = {
+    metadata = {
         "set": {1, 2},
         "bytes": b"ab",
         "shape": torch.Size([1]),
@@ -311,7 +311,12 @@ def optimised():
         "large": 2**70,
         "none": None,
     }
-    return {"model": net.state_dict(), "optimiser": optimiser.state_dict(), "s": schedule.state_dict(), "words": words}
+    return {
+        "model": net.state_dict(),
+        "optimiser": optimiser.state_dict(),
+        "s": schedule.state_dict(),
+        "metadata": metadata,
+    }
 
 
 def tensors():
@@ -333,18 +338,18 @@ def tensors():
     }
 
 
-SOUND_ONES = {
+VALID_FILES = {
     "plain": tensors,
     "ordered": lambda: OrderedDict(tensors()),
     "of a module": lambda: trained().state_dict(),
-    "of a script": optimised,
+    "of a script": training_checkpoint,
 }
 
 
-@pytest.mark.parametrize("kind", SOUND_ONES)
+@pytest.mark.parametrize("kind", VALID_FILES)
 @pytest.mark.parametrize("old", [False, True])
 def test_torch_file_is_read_as_torch_reads_it(tmp_path, kind, old):
-    path, value = tmp_path / "w.pth", SOUND_ONES[kind]()
+    path, value = tmp_path / "w.pth", VALID_FILES[kind]()
     torch.save(value, path, _use_new_zipfile_serialization=not old)
     expected = torch.load(path, weights_only=True)
     expected = expected.get("model", expected)
@@ -385,9 +390,12 @@ def test_error_names_the_removed_prefix(tmp_path):
 
 def test_recompressed_archive_is_read(tmp_path):
     file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(SOUND)) as given, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as again:
-        for name in given.namelist():
-            again.writestr(name, given.read(name))
+    with (
+        zipfile.ZipFile(io.BytesIO(VALID_TORCH)) as source,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
     (tmp_path / "w.pth").write_bytes(file.getvalue())
     loaded_tensors = checkpoint.load(tmp_path / "w.pth", SizeBudget.of(trained()))
     assert all(torch.equal(loaded_tensors[name], tensor) for name, tensor in STATE.items())
@@ -444,7 +452,7 @@ def test_safetensors_file_may_fill_its_budget_exactly(tmp_path, lacking):
 def test_file_truncated_while_it_is_read_is_read_whole(tmp_path, monkeypatch):
     """It is read into memory: a mapped file, as with `safe_open`, would end this process with SIGBUS."""
     path, reading = tmp_path / "w.safetensors", safetensors.torch.load
-    path.write_bytes(SAFELY)
+    path.write_bytes(VALID_SAFETENSORS)
 
     def cut_and_read(data):
         os.truncate(path, 100)
@@ -462,7 +470,7 @@ def test_broken_headers_are_refused_or_describe_every_byte(tmp_path):
     (length,) = struct.unpack_from("<Q", sound)
     refused = 0
     for _ in range(1000):
-        path.write_bytes(flipped(sound, chance.randrange(8 + length), chance.randrange(8)))
+        path.write_bytes(flip_bit(sound, chance.randrange(8 + length), chance.randrange(8)))
         try:
             loaded_tensors = checkpoint.load(path, BUDGET)
             assert sum(tensor.nbytes for tensor in loaded_tensors.values()) == len(sound) - 8 - length
@@ -493,7 +501,7 @@ def test_no_flipped_bit_in_300_files_goes_unnoticed(tmp_path):
     sound = saved(state)
     silent, refused, missed_by_torch = 0, 0, 0
     for _ in range(300):
-        path.write_bytes(flipped(sound, chance.randrange(len(sound)), chance.randrange(8)))
+        path.write_bytes(flip_bit(sound, chance.randrange(len(sound)), chance.randrange(8)))
         try:
             loaded_tensors = checkpoint.load(path, BUDGET)
             silent += any(not torch.equal(loaded_tensors[name], tensor) for name, tensor in state.items())

@@ -1,4 +1,4 @@
-"""Who has no time left, or no wish, costs nothing more; and those who shared a batch with them do not notice."""
+"""Expired and cancelled calls run no further batches, and do not change the other rows of their batch."""
 
 import asyncio
 import contextlib
@@ -55,20 +55,20 @@ def served(tmp_path_factory):
     (folder / "slow_nets.py").write_text(NETS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        with serving(models=(GATED,), threads=1, max_batch_rows=BATCH) as one:
-            yield one
+        with serving(models=(GATED,), threads=1, max_batch_rows=BATCH) as server:
+            yield server
 
 
 @pytest.fixture
 async def explain(served):
-    """Calls over one of several connections after the other, since one takes no more than a hundred at a time."""
+    """Function that starts a call on the next of several connections, because each carries 100 calls at most."""
     async with contextlib.AsyncExitStack() as stack:
         options = (("grpc.use_local_subchannel_pool", 1),)
         channels = [
             await stack.enter_async_context(grpc.aio.insecure_channel(served.address, options)) for _ in range(4)
         ]
         stubs = itertools.cycle([explain_pb2_grpc.ExplainServiceStub(channel) for channel in channels])
-        yield lambda asked, **options: next(stubs).Explain(asked, **options)
+        yield lambda request, **options: next(stubs).Explain(request, **options)
 
 
 def photo(number):
@@ -78,8 +78,8 @@ def photo(number):
 def request(image, method="gradcam", **parameters):
     packed = io.BytesIO()
     Image.fromarray(image).save(packed, "PNG")
-    given = {name: explain_pb2.Parameter(number=value) for name, value in parameters.items()}
-    methods = [explain_pb2.Method(name=method, parameters=given)]
+    values = {name: explain_pb2.Parameter(number=value) for name, value in parameters.items()}
+    methods = [explain_pb2.Method(name=method, parameters=values)]
     target = explain_pb2.Target(class_index=1)
     return explain_pb2.ExplainRequest(image=packed.getvalue(), methods=methods, targets=[target], rendering=RAW)
 
@@ -90,7 +90,7 @@ def heatmap(response):
 
 @contextlib.asynccontextmanager
 async def blocker(served, explain):
-    """Keep the engine at work inside the block."""
+    """Keep the worker busy with one batch inside the block."""
     gate, batches = sys.modules["slow_nets"].GATE, served.pipeline.batcher.stats.batches
     gate.permits = 0
     try:
@@ -103,19 +103,19 @@ async def blocker(served, explain):
 
 
 @pytest.fixture
-def gate(served):  # noqa: ARG001 -- which imports the model
-    """Let as many batches run as it has permits."""
+def gate(served):  # noqa: ARG001 -- imports the model
+    """Gate that lets as many batches run as it has permits."""
     yield sys.modules["slow_nets"].GATE
     sys.modules["slow_nets"].GATE.permits = math.inf
 
 
 async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, explain):
-    """All of them end and leave the queue while that batch still runs, and none is executed."""
-    batcher, asked = served.pipeline.batcher, [request(photo(number)) for number in range(20)]
+    """All calls end and leave the queue while the batch before them still runs, and none runs."""
+    batcher, requests = served.pipeline.batcher, [request(photo(number)) for number in range(20)]
 
     async def call(number):
         try:
-            await explain(asked[number % len(asked)], timeout=1)
+            await explain(requests[number % len(requests)], timeout=1)
         except grpc.aio.AioRpcError as error:
             return error.code()
         return grpc.StatusCode.OK
@@ -123,7 +123,7 @@ async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, ex
     async with blocker(served, explain):
         rows = batcher.stats.rows
         codes = await asyncio.gather(*map(call, range(200)))
-        await wait_in_loop_until(lambda: batcher.admitted == 1)  # the call that blocks the engine
+        await wait_in_loop_until(lambda: batcher.admitted == 1)  # the call that blocks the worker
         assert rows_waiting(served) == 0
     await explain(request(photo(0)))
 
@@ -132,7 +132,7 @@ async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, ex
 
 
 async def test_cancelled_queued_calls_never_run_and_leave_the_queue_at_once(served, explain):
-    """While the batch that they wait for still runs."""
+    """They leave the queue while the batch before them still runs."""
     batcher = served.pipeline.batcher
     async with blocker(served, explain):
         rows = batcher.stats.rows
@@ -167,34 +167,34 @@ async def test_cancelled_long_method_runs_no_further_batch(method, parameters, s
 
 @pytest.mark.parametrize("position", [0, 3, 7])
 async def test_cancelled_row_changes_no_bit_of_others_in_its_batch(position, served, explain, gate):
-    """As in any batch of eight, whoever else is in it; batches of other sizes differ in the last bits of float32."""
+    """Batches of eight other rows give the expected values: another batch size changes the last bits of float32."""
     batcher = served.pipeline.batcher
 
-    async def together(photos, taken_back=None):
-        """Explain eight photos in one batch, of which one is taken back while the batch runs."""
+    async def in_one_batch(photos, cancelled=None):
+        """Explain eight photos in one batch; cancel one while the batch runs."""
         served.do(batcher.pause)
         batches, calls = batcher.stats.batches, []
-        for number, one in enumerate(photos):
-            calls.append(explain(request(one)))
+        for number, image in enumerate(photos):
+            calls.append(explain(request(image)))
             await wait_in_loop_until(lambda number=number: rows_waiting(served) == number + 1)
         gate.permits = 0
         served.do(batcher.resume)
         await wait_in_loop_until(lambda: batcher.stats.batches == batches + 1)
-        if taken_back is not None:
-            calls[taken_back].cancel()
+        if cancelled is not None:
+            calls[cancelled].cancel()
             await wait_in_loop_until(lambda: batcher.admitted == BATCH - 1)
         gate.permits = math.inf
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert batcher.stats.batches == batches + 1
-        return [None if isinstance(one, BaseException) else heatmap(one) for one in answers]
+        return [None if isinstance(answer, BaseException) else heatmap(answer) for answer in answers]
 
     photos = [photo(number) for number in range(BATCH)]
     alone = heatmap(await explain(request(photos[position - 2])))
     others = [photo(100 + number) for number in range(BATCH)]
     expected = []
-    for number, one in enumerate(photos):
-        expected.append((await together([*others[:number], one, *others[number + 1 :]]))[number])
-    answers = await together(photos, position)
+    for number, image in enumerate(photos):
+        expected.append((await in_one_batch([*others[:number], image, *others[number + 1 :]]))[number])
+    answers = await in_one_batch(photos, position)
 
     assert answers[position] is None
     for number in {*range(BATCH)} - {position}:

@@ -29,7 +29,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @pytest.fixture
 def driver(tmp_path):
-    return fake_cuda.compiled(tmp_path)
+    return fake_cuda.compile_driver(tmp_path)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder,
     ],
 )
 def test_server_with_a_missing_device_ends_with_the_reason(folder, version, message):
-    driver = fake_cuda.compiled(folder, version)
+    driver = fake_cuda.compile_driver(folder, version)
     driver.go()
     with served(folder, driver, "--device", "cuda:0") as (process, _):
         code = process.wait()

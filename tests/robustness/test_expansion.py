@@ -16,7 +16,7 @@ from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api import deserialization
 from camserve_server.api.codec.footprint import footprint, shape_of
 from camserve_server.api.oip.v2 import inference_pb2
-from robustness import hygiene, nets
+from robustness import error_checks, nets
 from server_process import server_process
 from support import PHOTOS, give_back_memory, serving, wait_until
 
@@ -28,7 +28,7 @@ LIST = "/camserve.v1.ModelService/ListModels"
 
 
 def delimited(number, content):
-    """A field of bytes, text, numbers or a message."""
+    """Encode a field of bytes, text, numbers or a message."""
     length, packed = len(content), bytearray()
     while length > 0x7F:
         packed.append(length & 0x7F | 0x80)
@@ -37,12 +37,12 @@ def delimited(number, content):
 
 
 def methods():
-    """8 MiB of methods without a name."""
+    """Return 8 MiB of methods without a name."""
     return delimited(3, b"") * (4 * MIB - 8)
 
 
 def numbers(count):
-    """The pixels of a ModelInfer as single numbers, which take 8 bytes each in memory."""
+    """Return pixels of a ModelInfer request as single numbers, which take 8 bytes each in memory."""
     return delimited(5, delimited(5, delimited(4, b"\1" * count)))
 
 
@@ -54,121 +54,113 @@ BOMBS = {
     "parameters": (EXPLAIN, lambda: delimited(3, delimited(2, b"") * 3 * MIB)),
     "tensors": (INFER, lambda: delimited(5, b"") * 4 * MIB),
     "numbers": (INFER, lambda: numbers(7 * MIB)),
-    "fields that are not known": (LIST, lambda: delimited(9, b"") * 4 * MIB),
+    "unknown fields": (LIST, lambda: delimited(9, b"") * 4 * MIB),
     "health": (HEALTH, lambda: b"\x10\x00" * 4 * MIB),
 }
 """Messages of 8 MiB, or slightly less, which gzip packs into 8 kB."""
 
 
 def peak(server):
-    """The peak memory of a server's own process, in bytes."""
+    """Return the peak memory of a server's main process in bytes."""
     status = Path(f"/proc/{server.pid}/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def refused(line, method, data, compression=grpc.Compression.Gzip):
+def refusal(channel, method, data, compression=grpc.Compression.Gzip):
     with pytest.raises(grpc.RpcError) as caught:
-        line.unary_unary(method)(data, timeout=60, compression=compression)
+        channel.unary_unary(method)(data, timeout=60, compression=compression)
     return caught.value
 
 
-@pytest.fixture(scope="module")
-def served():
-    with serving(models=(nets.TINY,), device="cpu", threads=1) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def line(served):
-    with grpc.insecure_channel(served.address) as channel:
-        yield channel
-
-
-@pytest.mark.parametrize("what", BOMBS)
-def test_message_that_needs_too_much_memory_is_never_parsed(line, what, monkeypatch):
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_message_that_needs_too_much_memory_is_never_parsed(channel, bomb, monkeypatch):
     parsed = []
-    whole = deserialization.MessageParser.parse
+    parse_message = deserialization.MessageParser.parse
 
-    async def watched(self, data, shape, parse, caller):
-        def noted(plain):
+    async def recording(self, data, shape, parse, caller):
+        def record(plain):
             parsed.append(len(plain))
             return parse(plain)
 
-        return await whole(self, data, shape, noted, caller)
+        return await parse_message(self, data, shape, record, caller)
 
-    monkeypatch.setattr(deserialization.MessageParser, "parse", watched)
-    method, made = BOMBS[what]
-    error = refused(line, method, made())
+    monkeypatch.setattr(deserialization.MessageParser, "parse", recording)
+    method, make = BOMBS[bomb]
+    error = refusal(channel, method, make())
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert error.details().endswith("is the limit") or "which is the limit" in error.details()
-    assert hygiene.faults(error) == []
+    assert error_checks.faults(error) == []
     assert parsed == []
 
 
-def test_many_such_messages_at_once_leave_the_servers_memory_unchanged():
-    """Sixteen of each took 7 GiB and 3 GiB."""
+def test_many_such_messages_at_once_do_not_grow_the_servers_memory():
+    """Without the check, sixteen messages took 7 GiB of methods and 3 GiB of numbers."""
     model = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
-    with server_process((model,), "--threads", "1") as server, grpc.insecure_channel(server.address) as line:
+    with server_process((model,), "--threads", "1") as server, grpc.insecure_channel(server.address) as channel:
         bombs = (EXPLAIN, methods()), (INFER, numbers(3 * MIB))
-        refused(line, *bombs[0])
+        refusal(channel, *bombs[0])
         before = peak(server)
         with ThreadPoolExecutor(32) as callers:
-            codes = list(callers.map(lambda bomb: refused(line, *bomb).code(), bombs * 16))
+            codes = list(callers.map(lambda bomb: refusal(channel, *bomb).code(), bombs * 16))
         grown = peak(server) - before
 
     assert set(codes) <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert grown <= 350 * MIB
 
 
-def test_other_calls_are_answered_while_a_large_message_is_counted(line, monkeypatch):
+def test_other_calls_are_answered_while_a_large_message_is_counted(channel, monkeypatch):
     counting, go_on = threading.Event(), threading.Event()
 
-    def counted(data, shape, most):
+    def blocking_footprint(data, shape, limit):
         if len(data) > MIB:
             counting.set()
             assert go_on.wait(60)
-        return footprint(data, shape, most)
+        return footprint(data, shape, limit)
 
-    monkeypatch.setattr(deserialization, "footprint", counted)
-    attack = line.unary_unary(EXPLAIN).future(methods(), timeout=60, compression=grpc.Compression.Gzip)
+    monkeypatch.setattr(deserialization, "footprint", blocking_footprint)
+    attack = channel.unary_unary(EXPLAIN).future(methods(), timeout=60, compression=grpc.Compression.Gzip)
     assert counting.wait(60)
-    answered = [models_pb2.ListModelsResponse.FromString(line.unary_unary(LIST)(b"", timeout=60)) for _ in range(3)]
+    responses = [models_pb2.ListModelsResponse.FromString(channel.unary_unary(LIST)(b"", timeout=60)) for _ in range(3)]
     before = attack.done()
     go_on.set()
 
     assert attack.exception().code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert [len(one.models) for one in answered] == [1, 1, 1]
+    assert [len(response.models) for response in responses] == [1, 1, 1]
     assert not before
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_ordinary_compressed_request_is_answered(line, compression):
+def test_ordinary_compressed_request_is_answered(channel, compression):
     request = explain_pb2.ExplainRequest(image=PHOTOS["chelsea"].read_bytes())
     request.rendering.heatmap = True
-    call = line.unary_unary(EXPLAIN)
+    call = channel.unary_unary(EXPLAIN)
     replies = [
-        explain_pb2.ExplainResponse.FromString(call(request.SerializeToString(), timeout=60, compression=one))
-        for one in (compression, grpc.Compression.NoCompression)
+        explain_pb2.ExplainResponse.FromString(call(request.SerializeToString(), timeout=60, compression=each))
+        for each in (compression, grpc.Compression.NoCompression)
     ]
 
     assert len(replies[0].explanations) == 1
     assert replies[0].explanations[0].heatmap == replies[1].explanations[0].heatmap
 
 
-def test_a_compressed_stream_is_answered(line):
+def test_compressed_stream_is_answered(channel):
     items = [explain_pb2.ExplainStreamRequest(request_id=str(number)) for number in range(3)]
-    call = line.stream_stream(STREAM)
-    replies = call((one.SerializeToString() for one in items), timeout=60, compression=grpc.Compression.Gzip)
+    call = channel.stream_stream(STREAM)
+    replies = call((item.SerializeToString() for item in items), timeout=60, compression=grpc.Compression.Gzip)
 
-    assert sorted(explain_pb2.ExplainStreamResponse.FromString(one).request_id for one in replies) == ["0", "1", "2"]
+    assert sorted(explain_pb2.ExplainStreamResponse.FromString(reply).request_id for reply in replies) == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize(
     "broken", [gzip.compress(b"x" * 1000)[:-20], b"\x1f\x8b", gzip.compress(b"\xff"), b"\x78\x9c\xff"]
 )
-def test_invalid_compressed_message_is_refused(line, broken):
-    error = refused(line, EXPLAIN, broken, grpc.Compression.NoCompression)
+def test_invalid_compressed_message_is_refusal(channel, broken):
+    error = refusal(channel, EXPLAIN, broken, grpc.Compression.NoCompression)
 
     assert (error.code(), error.details()) == (
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -177,21 +169,21 @@ def test_invalid_compressed_message_is_refused(line, broken):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
-def test_message_above_the_limit_once_unpacked_is_refused(line, pack):
-    error = refused(line, EXPLAIN, pack(bytes(17 * MIB)), grpc.Compression.NoCompression)
+def test_message_above_the_limit_once_unpacked_is_refusal(channel, pack):
+    error = refusal(channel, EXPLAIN, pack(bytes(17 * MIB)), grpc.Compression.NoCompression)
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert hygiene.faults(error) == []
+    assert error_checks.faults(error) == []
 
 
-class Fake(deserialization.MessageParser):
-    """A parser whose messages are bytes, and which records how many of them are held."""
+class RecordingParser(deserialization.MessageParser):
+    """Parser whose messages are bytes, and which records how many bytes are reserved."""
 
-    made: ClassVar[list["Fake"]] = []
+    instances: ClassVar[list["RecordingParser"]] = []
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.made.append(self)
+        self.instances.append(self)
 
     @property
     def taken(self):
@@ -199,10 +191,10 @@ class Fake(deserialization.MessageParser):
 
 
 async def test_all_messages_together_stay_within_the_memory_budget():
-    parser, shape, highest = Fake(2000, 10_000), {}, 0
+    parser, shape, highest = RecordingParser(2000, 10_000), {}, 0
     done = []
 
-    async def one(size):
+    async def parse(size):
         nonlocal highest
         message, release = await parser.parse(delimited(1, bytes(size)), shape, bytes, "a")
         highest = max(highest, parser.taken)
@@ -212,7 +204,7 @@ async def test_all_messages_together_stay_within_the_memory_budget():
 
     async with asyncio.TaskGroup() as group:
         for number in range(6):
-            group.create_task(one(900 + number))
+            group.create_task(parse(900 + number))
 
     assert len(done) == 6
     assert 5000 < highest <= 10_000
@@ -220,21 +212,21 @@ async def test_all_messages_together_stay_within_the_memory_budget():
 
 
 async def test_one_callers_messages_leave_memory_for_another_callers():
-    parser, shape = Fake(1000, 6000), {}
+    parser, shape = RecordingParser(1000, 6000), {}
 
-    async def sent(caller):
+    async def send(caller):
         return await parser.parse(delimited(1, bytes(600)), shape, bytes, caller)
 
-    greedy = [asyncio.ensure_future(sent("a")) for _ in range(6)]
+    greedy = [asyncio.ensure_future(send("a")) for _ in range(6)]
     await asyncio.sleep(0.01)
-    modest = await sent("b")
+    modest = await send("b")
 
-    assert [one.done() for one in greedy].count(True) == 2
+    assert [task.done() for task in greedy].count(True) == 2
     assert len(modest[0]) == 603
 
 
 async def test_message_waits_until_there_is_memory_for_it():
-    parser, shape = Fake(1000, 4000), {}
+    parser, shape = RecordingParser(1000, 4000), {}
     _, release = await parser.parse(delimited(1, bytes(1600)), shape, bytes, "a")
     second = asyncio.ensure_future(parser.parse(delimited(1, bytes(700)), shape, bytes, "a"))
     await asyncio.sleep(0.01)
@@ -249,7 +241,7 @@ async def test_message_waits_until_there_is_memory_for_it():
 
 
 async def test_invalid_message_holds_no_memory():
-    parser = Fake(1000, 4000)
+    parser = RecordingParser(1000, 4000)
 
     def parse(_data):
         raise DecodeError
@@ -262,22 +254,22 @@ async def test_invalid_message_holds_no_memory():
 
 
 def test_calls_and_streams_always_release_the_memory_of_their_messages(monkeypatch):
-    monkeypatch.setattr(deserialization, "MessageParser", Fake)
-    Fake.made.clear()
-    sound = [explain_pb2.ExplainStreamRequest(request_id=str(number)).SerializeToString() for number in range(40)]
+    monkeypatch.setattr(deserialization, "MessageParser", RecordingParser)
+    RecordingParser.instances.clear()
+    valid = [explain_pb2.ExplainStreamRequest(request_id=str(number)).SerializeToString() for number in range(40)]
     with (
         serving(models=(nets.TINY,), device="cpu", threads=1) as served,
-        grpc.insecure_channel(served.address) as line,
+        grpc.insecure_channel(served.address) as channel,
     ):
-        refused(line, EXPLAIN, b"")
-        assert len(list(line.stream_stream(STREAM)(iter(sound), timeout=60))) == 40
+        refusal(channel, EXPLAIN, b"")
+        assert len(list(channel.stream_stream(STREAM)(iter(valid), timeout=60))) == 40
         with pytest.raises(grpc.RpcError):
-            list(line.stream_stream(STREAM)(iter([*sound, b"\xff"]), timeout=60))
-        left = line.stream_stream(STREAM)(iter(sound), timeout=60)
-        next(left)
-        left.cancel()
-        (reply,) = line.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b""]), timeout=60)
-        (parser,) = Fake.made
+            list(channel.stream_stream(STREAM)(iter([*valid, b"\xff"]), timeout=60))
+        cancelled = channel.stream_stream(STREAM)(iter(valid), timeout=60)
+        next(cancelled)
+        cancelled.cancel()
+        (reply,) = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b""]), timeout=60)
+        (parser,) = RecordingParser.instances
         wait_until(lambda: parser.taken == 0)
 
     assert inference_pb2.ModelStreamInferResponse.FromString(reply).error_message
@@ -298,11 +290,11 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("what", LARGE)
-def test_message_takes_no_more_memory_than_estimated(what):
-    """The constants are those of this release of protobuf."""
-    kind, made = LARGE[what]
-    data = made()
+@pytest.mark.parametrize("name", LARGE)
+def test_message_takes_no_more_memory_than_estimated(name):
+    """The constants are those of the installed release of protobuf."""
+    kind, make = LARGE[name]
+    data = make()
     give_back_memory()
     before = resident()
     message = kind.FromString(data)

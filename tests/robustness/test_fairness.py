@@ -13,7 +13,7 @@ import pytest
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.api import tokens
 from camserve_server.imaging import images
-from robustness import hygiene, nets
+from robustness import error_checks, nets
 from support import PHOTOS, serving, wait_until
 
 ROWS = 32
@@ -64,7 +64,7 @@ def test_greedy_caller_causes_no_refusal_of_a_modest_one(ask):
         codes["modest", ask("modest").code()] += 1
         for call in [call for call in outstanding if call.done()]:
             codes["greedy", call.code()] += 1
-            wrong += hygiene.faults(call) if call.code() is not grpc.StatusCode.OK else []
+            wrong += error_checks.faults(call) if call.code() is not grpc.StatusCode.OK else []
             outstanding.remove(call)
     for call in outstanding:
         codes["greedy", call.code()] += 1

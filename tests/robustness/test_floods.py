@@ -1,6 +1,6 @@
-"""Callers who open what they never use, or take back what they asked for: others are answered, and nothing stays.
+"""Floods of unused connections, unfinished calls and cancelled calls: others are answered, and nothing leaks.
 
-How long others wait meanwhile is measured by `python -m benchmarks neighbours`.
+`python -m benchmarks neighbours` measures the latency of the other callers.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ CALLS = 100
 
 
 @contextlib.contextmanager
-def flood(address, *what):
-    """Flood inside the block; yield a dict that has, behind it, what the attacker saw."""
-    command = [sys.executable, "-m", "robustness.flood_it", address, *map(str, what)]
+def flood(address, *arguments):
+    """Flood inside the block; yield a dict that has the attacker's figures after the block."""
+    command = [sys.executable, "-m", "robustness.http2_flood", address, *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    seen = {}
+    figures = {}
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes) as process:
         assert process.stdout.readline() == "begun\n"
         try:
-            yield seen
+            yield figures
         finally:
-            said, _ = process.communicate()
-            seen |= json.loads(said)
+            output, _ = process.communicate()
+            figures |= json.loads(output)
 
 
 def neighbour(client):
-    """Make one call after the other, each of which must be answered."""
+    """Make one call after the other; each must be answered."""
     for _ in range(CALLS):
         client.explain(PHOTO, overlay=None, timeout=60)
 
@@ -57,7 +57,7 @@ def test_callers_are_answered_during_a_flood_and_its_connections_end():
                 with camserve.Client(server.address, retries=0) as newcomer:
                     assert newcomer.health() is camserve.Health.SERVING
             neighbour(client)
-            # Fewer than before: the client's own connection is idle too by then, and is closed as the others are.
+            # Fewer than before: by then the client's own connection is idle too, and the server closes it.
             wait_until(lambda: tree.files(server.pid) < before)
 
     assert resets["sent"] == RESETS * SECONDS
@@ -67,14 +67,14 @@ def test_callers_are_answered_during_a_flood_and_its_connections_end():
 
 @pytest.mark.slow
 def test_without_the_limits_stuck_calls_are_detected():
-    """Show the detectors above a server that waits for ever."""
+    """Control: a server without the limits fails the checks above."""
     flags = ("--threads", "1", "--idle-seconds", "3600")
     with server_process((MODEL,), *flags) as server, camserve.Client(server.address, retries=0) as client:
         neighbour(client)
         before = tree.files(server.pid)
         with flood(server.address, "stuck", STUCK) as stuck:
             neighbour(client)
-            held = tree.files(server.pid) - before
+            open_files = tree.files(server.pid) - before
 
-    assert held == STUCK // 100
+    assert open_files == STUCK // 100
     assert stuck == {"ended": 0, "open": STUCK // 100}

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 that no client sends so: each is taken or refused, and others are answered."""
+"""HTTP/2 frames that no valid client sends: the server reads or refuses them, and answers other callers."""
 
 import contextlib
 import struct
@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from camserve_server.api import connection_limits, health
 from camserve_server.core import config
-from robustness import flood_it
-from robustness.flood_it import (
+from robustness import http2_flood
+from robustness.http2_flood import (
     ACKNOWLEDGED,
     DATA,
     END_OF_HEADERS,
@@ -25,14 +25,14 @@ from robustness.flood_it import (
 from support import wait_in_loop_until
 
 PRIORITY, WINDOW, CONTINUATION = 2, 8, 9
-PINGED, PINGS = frame(PING, 0, 0, bytes(8)), 20_000
+PING_FRAME, PING_COUNT = frame(PING, 0, 0, bytes(8)), 20_000
 OPENED, BEGUN = (frame(HEADERS, flags, 1, OPENINGS[0]) for flags in (END_OF_HEADERS, 0))
 NUMBERS = range(1, 20_000, 2)
 
 
 @pytest.fixture
 async def port():
-    """A server that has health alone, and the options of ours."""
+    """Port of a server with the health service and our server's options."""
     options = connection_limits.options(config.load(flags={"models": ("any",)}, environment={}))
     server, servicer = grpc.aio.server(options=options), health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -43,33 +43,33 @@ async def port():
     await server.stop(None)
 
 
-class Listener(flood_it.Connection):
-    """A connection that counts the frames that it receives.
+class Listener(http2_flood.Connection):
+    """Connection that counts the frames that it receives.
 
     Attributes:
-        pongs: answers to its pings.
-        goodbyes: frames by which the server begins to end it.
+        pongs: the number of answers to its pings.
+        goodbyes: the number of GOAWAY frames, with which the server begins to close the connection.
     """
 
     def __init__(self, port):
         self.pongs = self.goodbyes = 0
         super().__init__("127.0.0.1", port)
 
-    def _hear(self, kind, flags, content):
+    def _handle(self, kind, flags, content):
         self.pongs += kind == PING and flags & ACKNOWLEDGED
         self.goodbyes += kind == GOAWAY
-        super()._hear(kind, flags, content)
+        super()._handle(kind, flags, content)
 
 
-async def test_pings_are_answered_however_many_come_at_once(port):
-    """gRPC's own limit on them took time that grew with the square of their number."""
+async def test_any_number_of_pings_at_once_is_answered(port):
+    """gRPC's own limit on pings took time that grew with the square of their number."""
     connection = Listener(port)
-    connection.socket.sendall(PINGED * PINGS)
+    connection.socket.sendall(PING_FRAME * PING_COUNT)
     connection.send("grpc.health.v1.Health/Check", b"")
     await wait_in_loop_until(lambda: connection.statuses or not connection.open)
     connection.socket.close()
 
-    assert (connection.pongs, connection.goodbyes) == (PINGS, 0)
+    assert (connection.pongs, connection.goodbyes) == (PING_COUNT, 0)
 
 
 FLOODS = {
@@ -77,33 +77,35 @@ FLOODS = {
     "windows that close and open": OPENED
     + b"".join(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)) for size in (0, 65_535) * 5_000),
     "a window that overflows": frame(WINDOW, 0, 0, struct.pack(">I", 2**31 - 1)) * 2,
-    "a window of nothing": frame(WINDOW, 0, 0, bytes(4)),
+    "a window update of 0": frame(WINDOW, 0, 0, bytes(4)),
     "empty DATA": OPENED + frame(DATA, 0, 1) * 20_000,
-    "CONTINUATION of nothing": BEGUN + frame(CONTINUATION, 0, 1) * 20_000,
-    "CONTINUATION without end": BEGUN + frame(CONTINUATION, 0, 1, flood_it.plain(b"x-a", bytes(50)) * 250) * 60,
+    "empty CONTINUATION": BEGUN + frame(CONTINUATION, 0, 1) * 20_000,
+    "CONTINUATION without end": BEGUN + frame(CONTINUATION, 0, 1, http2_flood.plain(b"x-a", bytes(50)) * 250) * 60,
     "PRIORITY": b"".join(frame(PRIORITY, 0, number, bytes(5)) for number in NUMBERS),
-    "resets of what was never opened": b"".join(frame(RESET, 0, number, flood_it.CANCEL) for number in NUMBERS),
-    "headers that name a large one again and again": frame(
+    "resets of streams that were not opened": b"".join(
+        frame(RESET, 0, number, http2_flood.CANCEL) for number in NUMBERS
+    ),
+    "headers that repeat a large one": frame(
         HEADERS, END_OF_HEADERS, 1, OPENINGS[0] + b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4000 + b"\xbe" * 12_000
     ),
     "a number of HPACK that overflows": frame(HEADERS, END_OF_HEADERS, 1, b"\xff" * 10 + b"\x7f"),
     "a frame of 16 MB": (2**24 - 1).to_bytes(3, "big") + bytes((DATA, 0)) + bytes(4) + bytes(100_000),
-    "frames of a kind that there is not": frame(99, 0, 0, bytes(8)) * 20_000,
+    "frames of an unknown type": frame(99, 0, 0, bytes(8)) * 20_000,
 }
 
 
-@pytest.mark.parametrize("what", FLOODS)
-async def test_a_flood_of_frames_is_read_or_refused_and_a_neighbour_is_answered_meanwhile(port, what):
+@pytest.mark.parametrize("name", FLOODS)
+async def test_flood_of_frames_does_not_keep_others_from_answers(port, name):
     attacker = Listener(port)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        with contextlib.suppress(OSError):  # it may be refused before all of it was sent
-            attacker.socket.sendall(FLOODS[what])
-        meanwhile = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        with contextlib.suppress(OSError):  # the server may close the connection before everything is sent
+            attacker.socket.sendall(FLOODS[name])
+        during = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
         with contextlib.suppress(OSError):
-            attacker.socket.sendall(PINGED)
+            attacker.socket.sendall(PING_FRAME)
         await wait_in_loop_until(lambda: attacker.pongs or not attacker.open)
-        behind = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        after = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
     attacker.socket.close()
 
-    assert meanwhile.status == behind.status == health_pb2.HealthCheckResponse.SERVING
+    assert during.status == after.status == health_pb2.HealthCheckResponse.SERVING

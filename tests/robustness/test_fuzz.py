@@ -1,8 +1,7 @@
-"""What chance makes of images and messages: answered, or refused as what it is, with no harm done.
+"""Fuzz tests: random images and messages are answered or refused, and do no harm.
 
-Mutants of images and of messages go through a whole server, 150 of each, or in the slow tests 5,000, and those that are
-kept in `corpus`. Beside that chance looks at the two edges themselves, where requests are read and where images are
-decoded.
+Mutants of images and messages are sent to a whole server: 150 of each, 5,000 in the slow tests, and those of `corpus`.
+Hypothesis tests the two entry points directly: the readers of requests and the decoder of images.
 """
 
 import math
@@ -21,11 +20,11 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.methods import METHODS
 from camserve_server.metrics import METRICS
-from robustness import fields, fuzz_them, hygiene, mutants, watched
+from robustness import error_checks, fields, fuzzing, mutations, process_audit
 from support import serving
 
 COUNT = 5000
-EDGE = settings(
+FUZZING = settings(
     max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 SMALL = Limits(pixels=100_000, side=2000)
@@ -41,65 +40,65 @@ def count(request):
 
 
 @pytest.fixture(scope="module")
-def told(count):
-    """What came of everything that was sent, and of a few images again with a decoder that has faults."""
-    return watched.run("fuzz_them", count, count, "raise", "leak")
+def summaries(count):
+    """Summaries of the responses to all inputs, and to a few images with a faulty decoder."""
+    return process_audit.run_module("fuzzing", count, count, "raise", "leak")
 
 
-def test_mutants_of_images_are_explained_or_refused_as_images(told, count):
-    assert told["images"]["bad"] == []
-    assert set(told["images"]["codes"]) == {"OK", "INVALID_ARGUMENT"}
-    assert told["images"]["count"] == count
-    assert told["images"]["codes"]["OK"] > count / 10
+def test_mutants_of_images_are_explained_or_refused_as_images(summaries, count):
+    assert summaries["images"]["bad"] == []
+    assert set(summaries["images"]["codes"]) == {"OK", "INVALID_ARGUMENT"}
+    assert summaries["images"]["count"] == count
+    assert summaries["images"]["codes"]["OK"] > count / 10
 
 
-def test_mutants_of_messages_are_answered_or_refused(told, count):
-    """NOT_FOUND and FAILED_PRECONDITION are right where chance has changed a name, or the number of a class."""
-    assert told["messages"]["bad"] == []
-    assert set(told["messages"]["codes"]) <= fuzz_them.ALLOWED | fuzz_them.NAMES_ANOTHER
-    assert told["messages"]["count"] == count
-    assert told["messages"]["codes"]["OK"] > count / 100
+def test_mutants_of_messages_are_answered_or_refused(summaries, count):
+    """NOT_FOUND and FAILED_PRECONDITION are right if a mutation changed a name or the index of a class."""
+    assert summaries["messages"]["bad"] == []
+    assert set(summaries["messages"]["codes"]) <= fuzzing.ALLOWED | fuzzing.OTHER_NAME
+    assert summaries["messages"]["count"] == count
+    assert summaries["messages"]["codes"]["OK"] > count / 100
 
 
-def test_the_kept_ones_are_too(told):
-    for what in ("kept images", "kept messages"):
-        assert told[what]["bad"] == []
-        assert told[what]["count"] > 50
+def test_corpus_is_answered_or_refused(summaries):
+    for inputs in ("kept images", "kept messages"):
+        assert summaries[inputs]["bad"] == []
+        assert summaries[inputs]["count"] > 50
 
 
-def test_mutants_take_less_than_100_mb_and_the_server_still_answers(told):
-    assert told["mb"] <= 100
-    assert told["after"] == {"codes": {"OK": 1}, "bad": [], "count": 1}
+def test_mutants_take_less_than_100_mb_and_the_server_still_answers(summaries):
+    assert summaries["mb"] <= 100
+    assert summaries["after"] == {"codes": {"OK": 1}, "bad": [], "count": 1}
 
 
-def test_decoder_that_raises_or_leaks_is_detected(told):
-    assert {code for _, code, *_ in told["raise"]["bad"]} == {"INTERNAL"}
-    assert told["leak"]["bad"] == []
-    assert told["leak"]["mb"] > 100
+def test_decoder_that_raises_or_leaks_is_detected(summaries):
+    assert {code for _, code, *_ in summaries["raise"]["bad"]} == {"INTERNAL"}
+    assert summaries["leak"]["bad"] == []
+    assert summaries["leak"]["mb"] > 100
 
 
-def test_a_decoder_that_crashes_is_seen():
+def test_crash_of_the_decoder_is_detected():
     with pytest.raises(AssertionError):
-        watched.run("fuzz_them", 100, 0, "crash")
+        process_audit.run_module("fuzzing", 100, 0, "crash")
 
 
-def test_the_corpus_is_small():
-    sizes = [path.stat().st_size for path in fuzz_them.CORPUS.rglob("*") if path.is_file()]
+def test_corpus_takes_at_most_300_kb():
+    sizes = [path.stat().st_size for path in fuzzing.CORPUS.rglob("*") if path.is_file()]
 
     assert len(sizes) > 100
     assert sum(sizes) <= 300_000
 
 
-def test_mutants_are_the_same_every_time_and_of_every_kind():
-    assert list(mutants.messages(100)) == list(mutants.messages(100))
-    assert [hash(one) for one in mutants.images(100)] == [hash(one) for one in mutants.images(100)]
+def test_mutants_are_reproducible_and_of_every_rpc():
+    assert list(mutations.messages(100)) == list(mutations.messages(100))
+    assert [hash(image) for image in mutations.images(100)] == [hash(image) for image in mutations.images(100)]
     inference = {name for name, rpc in fields.INFERENCE.items() if rpc.input_type.fields}
-    assert {rpc for rpc, _ in mutants.messages(100)} == {
-        rpc for rpc in fields.RPCS if any(place.rpc == rpc for place in fields.ALL)
-    } | inference - {"ModelStreamInfer"}  # which reads a message as ModelInfer does
+    assert {rpc for rpc, _ in mutations.messages(100)} == {
+        rpc for rpc in fields.RPCS if any(entry.rpc == rpc for entry in fields.ALL)
+    } | inference - {"ModelStreamInfer"}  # reads its messages as ModelInfer does
 
 
-# ---------------------------------------------------------------------------------------------------- the two edges
+# --- the two entry points ---
 
 HEADS = st.sampled_from(
     [
@@ -119,38 +118,37 @@ HEADS = st.sampled_from(
 
 
 def outcome(act, kinds=(InvalidArgument,)):
-    """Return what comes of it, and the refusal."""
+    """Return the result of a function, or its error."""
     try:
         return act(), None
     except kinds as error:
         return None, error
 
 
-def refused_as_an_image(data):
-    """Return whether an image is refused, after a look at what comes of it."""
+def check_image(data):
+    """Check that an image is decoded to pixels or refused with an error about the image."""
     pixels, error = outcome(lambda: images.decode(data, SMALL))
     if error is None:
         assert (pixels.dtype, pixels.ndim, pixels.shape[2]) == (np.uint8, 3, 3)
         assert max(pixels.shape) <= SMALL.side
     else:
-        assert (error.field, hygiene.told(error.message)) == ("image", [])
-    return error is not None
+        assert (error.field, error_checks.leaks(error.message)) == ("image", [])
 
 
-@EDGE
+@FUZZING
 @given(HEADS, st.binary(max_size=600))
-def test_whatever_is_decoded_becomes_pixels_or_a_refusal(head, rest):
-    refused_as_an_image(head + rest)
+def test_random_bytes_become_pixels_or_an_error(head, rest):
+    check_image(head + rest)
 
 
-@EDGE
-@given(st.sampled_from(sorted(mutants.photos().items())), st.data())
-def test_a_photo_with_any_bytes_changed_becomes_pixels_or_a_refusal(photo, data):
+@FUZZING
+@given(st.sampled_from(sorted(mutations.photos().items())), st.data())
+def test_photo_with_changed_bytes_becomes_pixels_or_an_error(photo, data):
     file = bytearray(photo[1])
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(file) - 1))
         file[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
-    refused_as_an_image(bytes(file))
+    check_image(bytes(file))
 
 
 WORDS = ["tiny", "parts", "finder", "0", "1", "", "jet", "steps", "samples", "seed", "/", "жук", *METHODS, *METRICS]
@@ -165,14 +163,14 @@ NUMBERS = {
 }
 
 
-def value_of(draw, field):
+def draw_value(draw, field):
     if field.message_type is not None:
-        return drawn(draw, field.message_type)
+        return draw_message(draw, field.message_type)
     return draw(NUMBERS[field.type])
 
 
-def drawn(draw, kind):
-    """Make a message of some of its fields, one of each oneof."""
+def draw_message(draw, kind):
+    """Draw a message with random values in some of its fields."""
     message = message_factory.GetMessageClass(kind)()
     for field in kind.fields:
         if not draw(st.booleans()):
@@ -180,19 +178,19 @@ def drawn(draw, kind):
         into = getattr(message, field.name)
         if fields.is_map(field):
             inner = field.message_type.fields_by_name["value"]
-            into[draw(NUMBERS[Kind.TYPE_STRING])].CopyFrom(value_of(draw, inner))
+            into[draw(NUMBERS[Kind.TYPE_STRING])].CopyFrom(draw_value(draw, inner))
         elif field.is_repeated:
-            into.extend(value_of(draw, field) for _ in range(draw(st.integers(0, 3))))
+            into.extend(draw_value(draw, field) for _ in range(draw(st.integers(0, 3))))
         elif field.message_type is not None:
-            into.CopyFrom(value_of(draw, field))
+            into.CopyFrom(draw_value(draw, field))
         else:
-            setattr(message, field.name, value_of(draw, field))
+            setattr(message, field.name, draw_value(draw, field))
     return message
 
 
 @pytest.fixture(scope="module")
 def models():
-    with serving(models=tuple(one.partition("&")[0] for one in fields.MODELS), device="cpu", threads=1) as served:
+    with serving(models=tuple(spec.partition("&")[0] for spec in fields.MODELS), device="cpu", threads=1) as served:
         yield served.pipeline.models
 
 
@@ -205,19 +203,19 @@ READERS = {
 
 
 @pytest.mark.parametrize("rpc", READERS)
-def test_whatever_a_request_says_is_read_or_refused(rpc, models):
-    read = set()
+def test_random_request_is_read_or_refused(rpc, models):
+    errors = set()
 
-    @EDGE
+    @FUZZING
     @given(st.data())
-    def look(data):
-        request = drawn(data.draw, fields.RPCS[rpc].input_type)
+    def check(data):
+        request = draw_message(data.draw, fields.RPCS[rpc].input_type)
         kinds = (InvalidArgument, NotFound, FailedPrecondition)
         _, error = outcome(lambda: READERS[rpc](request, models, Limits()), kinds)
         if error is not None:
-            assert hygiene.told(error.message, fields.texts(request)) == []
+            assert error_checks.leaks(error.message, fields.texts(request)) == []
             assert error.field
-        read.add(type(error))
+        errors.add(type(error))
 
-    look()
-    assert read == {type(None), InvalidArgument, NotFound, FailedPrecondition}
+    check()
+    assert errors == {type(None), InvalidArgument, NotFound, FailedPrecondition}

@@ -10,7 +10,7 @@ from PIL import Image
 
 PROGRAM = Path(sys.executable).with_name("camserve-server")
 SMALL = "small=torchvision:squeezenet1_1?weights=none&size=32"
-LEAVES_ITS_NAME = "open({mark!r}, 'a').write(__name__ + '\\n')\nraise ImportError('it ran')\n"
+WRITE_NAME = "open({mark!r}, 'a').write(__name__ + '\\n')\nraise ImportError('it ran')\n"
 NEVER_INSTALLED = ("sitecustomize", "usercustomize", "apex", "flash_attn", "openvino", "camserve_plugins")
 NETS = """
 from torch import nn
@@ -37,29 +37,29 @@ def folder(tmp_path, names):
     (tmp_path / "nets_of_mine.py").write_text(NETS)
     (tmp_path / "not_installed_anywhere.py").touch()
     for name in names:
-        (tmp_path / f"{name}.py").write_text(LEAVES_ITS_NAME.format(mark=str(tmp_path / "it ran")))
+        (tmp_path / f"{name}.py").write_text(WRITE_NAME.format(mark=str(tmp_path / "it ran")))
     return tmp_path
 
 
 def run(folder, *command):
     """Run a command in a folder; return its exit code and the modules of the folder that it imported."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     mark = folder / "it ran"
-    return done.returncode, mark.read_text().split() if mark.exists() else []
+    return result.returncode, mark.read_text().split() if mark.exists() else []
 
 
 def test_photos_are_explained_without_importing_from_the_current_folder(folder):
-    """With --resume, which starts a worker process."""
+    """The flag --resume starts a worker process."""
     assert run(folder, PROGRAM, *EXPLAIN, "--model", SMALL) == (0, [])
 
 
 def test_settings_are_checked_without_importing_from_their_folder(folder):
-    """Exceptions are a module that they name, and its own imports from there."""
+    """Only a module that the settings name is imported from there, with its own imports."""
     assert run(folder, PROGRAM, "check-config", "small.toml", "--load") == (0, [])
 
 
 @pytest.mark.slow  # the test of settings names a module too
-def test_a_named_module_is_found_in_the_current_folder_after_every_other(folder):
+def test_named_module_is_found_in_the_current_folder_last(folder):
     assert run(folder, PROGRAM, *EXPLAIN, "--model", "nets_of_mine:net?size=32") == (0, [])
 
 

@@ -1,4 +1,4 @@
-"""The table of limits in SECURITY.md is that of the code, and each is met where the table says."""
+"""The table of limits in SECURITY.md is generated from the code, and the limits are enforced as it says."""
 
 import dataclasses
 import re
@@ -17,27 +17,27 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.scheduling import admission
 from camserve_server.serving import memory
-from robustness import hygiene, nets
+from robustness import error_checks, nets
 from support import serving
 
 SECURITY = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 SETTINGS, LIMITS = Settings(), Limits()
 INVALID, GRPC = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED, by gRPC itself"
 NO_LIMITS = {
-    "max_batch_rows": "how the server works, whoever asks",
-    "max_batch_mib": "the same",
-    "max_batch_seconds": "what an engine may take",
-    "max_queue_delay_ms": "how long a row may be held back",
+    "max_batch_rows": "a tuning setting, independent of the caller",
+    "max_batch_mib": "a tuning setting, independent of the caller",
+    "max_batch_seconds": "a timeout of workers",
+    "max_queue_delay_ms": "a tuning setting, independent of the caller",
 }
-"""Settings whose names begin like those of limits."""
+"""Settings that begin with max_ but do not limit requests."""
 
 
 def mib(size):
     return f"{size / 2**20:g} MiB"
 
 
-def of_the_server():
-    """Return what each limit is on, how much it is, its setting, and what is answered beyond it."""
+def server_limits():
+    """Return the server's limits: subject, default, setting, and the response beyond it."""
     return (
         ("connections", f"{SETTINGS.max_connections:,}", "max_connections", "the connection is closed"),
         ("calls in flight on a connection", f"{SETTINGS.max_streams}", "max_streams", "the others wait in the client"),
@@ -90,7 +90,8 @@ def of_the_server():
     )
 
 
-def of_a_request():
+def request_limits():
+    """Return the limits of a request, in the same form."""
     limits, pictures = SETTINGS.limits, f"{INVALID}, `rendering.max_side`"
     return (
         ("rows of a request", f"{limits.rows:,}", "max_request_rows", f"{INVALID}, `methods` or `metrics`"),
@@ -144,24 +145,24 @@ def of_a_request():
 
 
 def rows():
-    return of_the_server() + of_a_request()
+    return server_limits() + request_limits()
 
 
 def table():
     lines = ["| limit on | default | setting | beyond it |", "|---|---|---|---|"]
-    for what, most, setting, beyond in rows():
-        lines.append(f"| {what} | {most} | {f'`{setting}`' if setting else 'none'} | {beyond} |")
+    for subject, limit, setting, beyond in rows():
+        lines.append(f"| {subject} | {limit} | {f'`{setting}`' if setting else 'none'} | {beyond} |")
     return "\n".join(lines)
 
 
-def test_the_table_in_security_md_is_that_of_the_code():
-    found = re.search(r"<!-- limits:.*?-->\n(.*?)\n<!-- /limits -->", SECURITY, re.DOTALL).group(1)
+def test_table_in_security_md_matches_the_code():
+    documented = re.search(r"<!-- limits:.*?-->\n(.*?)\n<!-- /limits -->", SECURITY, re.DOTALL).group(1)
 
-    assert found == table()
+    assert documented == table()
 
 
-def test_no_limit_is_left_out_of_the_table(monkeypatch):
-    """Each is changed in turn; the table must change with it."""
+def test_table_has_every_limit(monkeypatch):
+    """Changing any limit changes the table."""
     settings = {name for _, _, name, _ in rows() if name}
     assert {name for name in Settings.model_fields if name.startswith("max_")} - set(NO_LIMITS) <= settings
     before = table()
@@ -192,38 +193,38 @@ def test_security_md_states_the_memory_limits_of_the_code():
 
 
 @pytest.fixture(scope="module")
-def line():
+def channel():
     with serving(models=(nets.TINY,), device="cpu", threads=1, max_message_mib=1) as served:
         wide = [("grpc.max_metadata_size", 1 << 20), ("grpc.absolute_max_metadata_size", 1 << 20)]
         with grpc.insecure_channel(served.address, options=wide) as channel:
             yield channel
 
 
-def asked(line, method, message, size=0, **how):
+def refusal(channel, method, message, size=0, **options):
     with pytest.raises(grpc.RpcError) as caught:
-        line.unary_unary(f"/camserve.v1.{method}")(
-            message.SerializeToString(), timeout=10, metadata=(("x-more", "m" * size),), **how
+        channel.unary_unary(f"/camserve.v1.{method}")(
+            message.SerializeToString(), timeout=10, metadata=(("x-padding", "m" * size),), **options
         )
     return caught.value
 
 
-def test_metadata_has_one_limit_and_not_chance_between_two(line):
-    call = line.unary_unary("/camserve.v1.ModelService/ListModels")
+def test_metadata_limit_is_exact(channel):
+    call = channel.unary_unary("/camserve.v1.ModelService/ListModels")
     for _ in range(5):
-        assert call(b"", timeout=10, metadata=(("x-more", "m" * 7000),))
+        assert call(b"", timeout=10, metadata=(("x-padding", "m" * 7000),))
     for size in (9000, 50_000):
         for _ in range(5):
-            error = asked(line, "ModelService/ListModels", models_pb2.ListModelsRequest(), size)
+            error = refusal(channel, "ModelService/ListModels", models_pb2.ListModelsRequest(), size)
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert hygiene.told(error.details()) == []
+            assert error_checks.leaks(error.details()) == []
     assert call(b"", timeout=10)
 
 
-def test_a_message_has_the_same_limit_before_and_after_it_is_unpacked(line):
+def test_message_limit_is_the_same_before_and_after_decompression(channel):
     large = explain_pb2.ExplainRequest(image=bytes(2 << 20))
     for packed in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
-        error = asked(line, "ExplainService/Explain", large, compression=packed)
+        error = refusal(channel, "ExplainService/Explain", large, compression=packed)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert hygiene.told(error.details()) == []
-    small = asked(line, "ExplainService/Explain", explain_pb2.ExplainRequest(image=bytes(1000)))
+        assert error_checks.leaks(error.details()) == []
+    small = refusal(channel, "ExplainService/Explain", explain_pb2.ExplainRequest(image=bytes(1000)))
     assert small.code() is grpc.StatusCode.INVALID_ARGUMENT

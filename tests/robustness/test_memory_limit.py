@@ -1,4 +1,4 @@
-"""A server with default settings works in a container that has 1.5 GiB of memory: the kernel kills no worker."""
+"""A server with default settings works with 1.5 GiB of memory: the kernel kills no worker."""
 
 import contextlib
 import os
@@ -18,12 +18,12 @@ from robustness import tree
 from support import PHOTOS, wait_until
 
 PROGRAM = Path(sys.executable).with_name("camserve-server")
-MEMORY = 3 * 2**29
-JOINED = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
+MEMORY = 3 * 2**29  # bytes
+JOIN_GROUP = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 PHOTO = PHOTOS["rocket"].read_bytes()
 
 
-def folder_of_this():
+def own_control_group():
     """Return the folder of this process's memory control group, and the names of its files for limit and kills."""
     for line in GROUPS_OF_THIS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -36,7 +36,7 @@ def folder_of_this():
 def group():
     """Make a memory control group with a limit; yield its folder, and the file that counts killed processes."""
     try:
-        parent, limit, kills = folder_of_this()
+        parent, limit, kills = own_control_group()
         folder = parent / f"camserve-{os.getpid()}"
         folder.mkdir()
     except OSError:
@@ -51,11 +51,11 @@ def group():
 
 
 @contextlib.contextmanager
-def limited(folder, log):
+def serve_in_group(folder, log):
     """Run `camserve-server serve` with default settings in a control group; yield its process id and port."""
-    command = [*JOINED, folder / "cgroup.procs", PROGRAM, "serve", "--address", "127.0.0.1:0"]
+    command = [*JOIN_GROUP, folder / "cgroup.procs", PROGRAM, "serve", "--address", "127.0.0.1:0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("CAMSERVE_", "OMP_"))}
-    with log.open("wb") as written, subprocess.Popen(command, stderr=written, env=environment) as process:
+    with log.open("wb") as log_file, subprocess.Popen(command, stderr=log_file, env=environment) as process:
         try:
             ready = wait_until(lambda: re.search(r" serving port=(\d+)", log.read_text()) or process.poll() is not None)
             assert ready is not True, log.read_text()
@@ -66,7 +66,7 @@ def limited(folder, log):
             wait_until(lambda: not (folder / "cgroup.procs").read_text())
 
 
-def explained(port, name, samples, count):
+def explain(port, name, samples, count):
     """Explain a photo `count` times; return the errors."""
     method = explain_pb2.Method(name=name, parameters={"samples": explain_pb2.Parameter(number=samples)})
     request = explain_pb2.ExplainRequest(image=PHOTO, methods=[method])
@@ -82,9 +82,9 @@ def explained(port, name, samples, count):
 @pytest.mark.parametrize(("name", "samples", "count"), [("smoothgrad", 16, 100), ("rise", 4096, 1)])
 def test_default_server_works_within_its_memory_limit(group, tmp_path, name, samples, count):
     folder, kills = group
-    with limited(folder, tmp_path / "log.txt") as (process, port):
+    with serve_in_group(folder, tmp_path / "log.txt") as (process, port):
         before = tree.pids(process)
-        errors = explained(port, name, samples, count)
+        errors = explain(port, name, samples, count)
 
         assert errors == []
         assert tree.pids(process) == before

@@ -1,4 +1,4 @@
-"""One caller's heaviest requests take no more than 400 MiB of memory beyond what an idle server has."""
+"""One caller's heaviest requests take at most 400 MiB of memory more than an idle server has."""
 
 import time
 
@@ -9,13 +9,13 @@ from robustness import memory_loads, tree
 from robustness.memory_loads import LOADS, MIB, Caller, Meter, explaining
 from server_process import server_process
 
-MOST = 400 * MIB
+MAX_GROWTH = 400 * MIB
 SLOW = {"forward passes", "layers measured", "64 maps of 3 megapixels", "large messages"}
-"""Those that every run of the slow tests tries; `make test-memory` tries all."""
+"""The loads of every run of the slow tests; `make test-memory` runs all."""
 
 
-def used(process):
-    """Have a server explain something, and wait until it has given back what it does not need at rest."""
+def warm_up(process):
+    """Send a few requests, and wait until the server has released the memory that it does not need at rest."""
     with Caller(process.address) as caller:
         caller.send(explaining(), 4)
     time.sleep(IDLE_TIMEOUT + 1)
@@ -24,7 +24,7 @@ def used(process):
 @pytest.fixture
 def server():
     with server_process(()) as process:
-        used(process)
+        warm_up(process)
         yield process
 
 
@@ -41,17 +41,17 @@ def test_heavy_load_of_one_caller_takes_at_most_400_mib(server, load):
 
     assert set(outcomes) <= {"OK", "RESOURCE_EXHAUSTED"}
     assert outcomes["OK"] > 0
-    assert grown <= MOST / MIB
+    assert grown <= MAX_GROWTH / MIB
     assert meter.processes() == tree.pids(server.pid)
 
 
 @pytest.mark.slow
-def test_server_whose_batches_are_not_limited_is_seen_to_take_more():
+def test_server_without_batch_limits_takes_more_memory():
     with server_process((), "--max-batch-mib", "4096", "--max-batch-rows", "64") as process:
-        used(process)
+        warm_up(process)
         meter = Meter(process.pid)
         meter.start()
         with Caller(process.address) as caller:
             caller.send(explaining(memory_loads.method("saliency")), memory_loads.CALLS)
 
-        assert meter.grown() > MOST
+        assert meter.grown() > MAX_GROWTH

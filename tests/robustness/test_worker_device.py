@@ -1,4 +1,4 @@
-"""Device of a worker: all its threads use that process, and a process that can no longer use it is replaced."""
+"""Device of a worker: all its threads use it, and a process that can no longer use it is replaced."""
 
 import os
 import signal
@@ -42,9 +42,9 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("nets")
-    (place / "device_nets.py").write_text(NETS)
-    return place
+    path = tmp_path_factory.mktemp("nets")
+    (path / "device_nets.py").write_text(NETS)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from camserve_server.serving import pool_health, worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers import worker as worker_module
-from robustness import hygiene
+from robustness import error_checks
 from support import StoppedClock, alive, children, wait_until
 
 NETS = '''
@@ -98,9 +98,9 @@ SIZE = "?size=32"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("nets")
-    (place / "worker_nets.py").write_text(NETS)
-    return place
+    path = tmp_path_factory.mktemp("nets")
+    (path / "worker_nets.py").write_text(NETS)
+    return path
 
 
 def setup(folder, threads=1, **changes):
@@ -160,10 +160,10 @@ def test_worker_process_answers_as_an_in_process_worker_to_the_bit(worker, folde
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    "how", [{"partitioned": True, "threads": 2}, {"streams": True}], ids=["partitioned", "streams"]
+    "options", [{"partitioned": True, "threads": 2}, {"streams": True}], ids=["partitioned", "streams"]
 )
-def test_two_batches_at_once_are_answered_as_one_alone_to_the_bit(folder, how):
-    process = Worker(setup(folder, **how))
+def test_two_batches_at_once_are_answered_as_one_alone_to_the_bit(folder, options):
+    process = Worker(setup(folder, **options))
     try:
         info = process.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         for kind in ("cam", "saliency"):
@@ -251,7 +251,7 @@ def test_model_whose_weights_changed_is_lost_when_it_is_loaded_again(tmp_path):
 
 
 @pytest.mark.usefixtures("forked")
-def test_model_that_kills_every_new_process_is_given_up(tmp_path):
+def test_model_that_kills_every_new_process_is_no_longer_loaded(tmp_path):
     state, lost = StateEvents(), []
     (tmp_path / "deadly_nets.py").write_text(NETS + DEADLY)
     process = Worker(setup(tmp_path), on_ready=state.on_ready, on_exit=state.on_exit, on_model_lost=lost.append)
@@ -303,7 +303,7 @@ def test_lost_model_is_listed_as_failed_and_unhealthy_if_it_was_the_last(tmp_pat
 
 
 def test_worker_process_ends_when_its_server_is_killed(tmp_path):
-    """Even a stopped one, because the kernel kills it."""
+    """The kernel kills the worker, even if it is stopped."""
     code = (
         "import sys, time; from camserve_server.workers import Setup, Worker\n"
         "up = __import__('threading').Event()\n"
@@ -383,12 +383,12 @@ def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
 
     assert outcomes == [None] * 8
     assert "the worker was killed, probably out of memory: exit -9" in lethal.message
-    assert hygiene.of_client(lethal) == []
+    assert error_checks.client_faults(lethal) == []
     assert 1 <= log.count("a worker process ended: the worker was killed, probably out of memory: exit -9") <= 2
 
 
 def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
-    """Kill a worker, then stop one, while 32 callers have one request each under way; CAMSERVE_TEST_ROUNDS times."""
+    """Kill a worker, then stop one, while 32 callers have one request each in flight; CAMSERVE_TEST_ROUNDS times."""
     codes, done, rounds = [], threading.Event(), int(os.environ.get("CAMSERVE_TEST_ROUNDS", "1"))
 
     def work(client):
@@ -397,7 +397,7 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
                 client.explain(IMAGE, overlay=None)
                 codes.append("OK")
             except camserve.CamserveError as error:
-                codes.extend([error.code.name, *hygiene.of_client(error)])
+                codes.extend([error.code.name, *error_checks.client_faults(error)])
 
     with served(folder) as (process, client, address), ThreadPoolExecutor(32) as pool:
         for _ in range(32):

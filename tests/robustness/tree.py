@@ -1,4 +1,4 @@
-"""What a process and all that it started hold, read from /proc: memory, descriptors, threads."""
+"""Memory, descriptors and threads of a process tree, read from /proc."""
 
 import contextlib
 import os
@@ -9,19 +9,19 @@ PROC = Path("/proc")
 
 
 def pids(root):
-    """The process itself first."""
-    found = [root]
-    for pid in found:
+    """Return the ids of a process and its descendants, its own first."""
+    result = [root]
+    for pid in result:
         with contextlib.suppress(OSError):
             for task in (PROC / str(pid) / "task").iterdir():
-                found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+                result += [int(child) for child in (task / "children").read_text().split()]
+    return result
 
 
 def _sum(root, count):
     total = 0.0
     for pid in pids(root):
-        with contextlib.suppress(OSError, StopIteration):  # it may end meanwhile
+        with contextlib.suppress(OSError, StopIteration):  # a process may end meanwhile
             total += count(PROC / str(pid))
     return total
 
@@ -32,31 +32,32 @@ def _status(folder, name):
 
 
 def memory(root):
-    """MB in memory."""
+    """Return the resident memory in MB."""
     return _sum(root, lambda folder: _status(folder, "VmRSS:")) / 1024
 
 
 def threads(root):
-    """How many, by the names that the system has for them."""
-    named = Counter()
+    """Count the threads by the names that the system has for them."""
+    counts = Counter()
     for pid in pids(root):
-        with contextlib.suppress(OSError):  # one ends meanwhile
-            named.update((task / "comm").read_text().strip() for task in (PROC / str(pid) / "task").iterdir())
-    return named
+        with contextlib.suppress(OSError):  # a thread ended meanwhile
+            counts.update((task / "comm").read_text().strip() for task in (PROC / str(pid) / "task").iterdir())
+    return counts
 
 
 def files(root):
+    """Count the open file descriptors."""
     return int(_sum(root, lambda folder: len(list((folder / "fd").iterdir()))))
 
 
 def busy():
-    """Seconds of processor time that the whole machine has used."""
+    """Return the seconds of processor time that the whole machine has used."""
     user, nice, system, _, _, *interrupts = map(int, (PROC / "stat").read_text().splitlines()[0].split()[1:9])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def cpu(root):
-    """Seconds of processor time that the process and all that it started have used."""
+    """Return the seconds of processor time that the process tree has used."""
 
     def seconds(folder):
         fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -79,7 +79,7 @@ async def test_two_batches_of_one_request_at_once_count_their_time_once(clock):
 
 async def test_passes_submitted_together_share_the_time_of_their_request(clock):
     """An evaluation makes several submissions, and each waits while the others run."""
-    worker, spent = BlockedWorker(), RequestTimings()
+    worker, timings = BlockedWorker(), RequestTimings()
     worker.released[None].set()
     other = Pass("net", "cam", (8, 8), ("layer3",))
     async with Batcher(worker, max_batch_rows=4) as batcher:

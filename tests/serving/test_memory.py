@@ -13,7 +13,7 @@ from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.imaging import images
 from camserve_server.scheduling import BYTES_PER_SLOT
 from camserve_server.serving.memory import REPLY_COPIES
-from robustness.flood_it import NO_WINDOW, Connection
+from robustness.http2_flood import NO_WINDOW, Connection
 from support import PHOTOS, serving, wait_until
 
 NET = "net=torchvision:squeezenet1_1?weights=none&size=128"

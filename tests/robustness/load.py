@@ -1,4 +1,4 @@
-"""Many callers at once who ask again and again: requests packed before, answers counted and hardly looked at."""
+"""Load generator: many concurrent callers that send serialized requests and count the status codes."""
 
 import asyncio
 import contextlib
@@ -19,18 +19,18 @@ OVERLAY = explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG)
 OK, CANCELLED = grpc.StatusCode.OK, grpc.StatusCode.CANCELLED
 POISONED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.FAILED_PRECONDITION)
 CHANNELS = 4
-TOGETHER = 0.02  # seconds within which the answers of one batch come
+BATCH_SPREAD = 0.02  # seconds within which the answers of one batch arrive
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request, and how it is asked.
+class Item:
+    """A request and how to send it.
 
     Attributes:
-        packed: the message.
-        right: what it may be answered with, beside OK and RESOURCE_EXHAUSTED.
-        timeout: seconds, or None.
-        given_up: seconds after which it is taken back, at most, or None.
+        packed: the serialized message.
+        right: the status codes that are correct besides OK and RESOURCE_EXHAUSTED.
+        timeout: the deadline in seconds, or None.
+        given_up: seconds after which the call is cancelled, or None.
     """
 
     packed: bytes
@@ -41,7 +41,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """When a call began and ended, and how."""
+    """The start and end of a call, and its status code."""
 
     began: float
     ended: float
@@ -54,7 +54,7 @@ class Answer:
 
 
 def photo(number, size=(160, 120)):
-    """A JPEG of a few kilobytes that differs from the others."""
+    """Return a JPEG of a few kilobytes, a different one for each number."""
     grid = np.random.default_rng(number).integers(0, 255, (6, 8, 3), np.uint8)
     packed = io.BytesIO()
     Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC).save(packed, "JPEG")
@@ -62,16 +62,18 @@ def photo(number, size=(160, 120)):
 
 
 def request(image, *methods, model="", **fields):
-    given = [
-        explain_pb2.Method(name=name, parameters={key: explain_pb2.Parameter(number=to) for key, to in more.items()})
-        for name, more in methods
+    calls = [
+        explain_pb2.Method(
+            name=name, parameters={key: explain_pb2.Parameter(number=value) for key, value in parameters.items()}
+        )
+        for name, parameters in methods
     ]
-    return explain_pb2.ExplainRequest(image=image, methods=given, model=model, rendering=OVERLAY, **fields)
+    return explain_pb2.ExplainRequest(image=image, methods=calls, model=model, rendering=OVERLAY, **fields)
 
 
 def plain(model="", count=12):
-    """Grad-CAM of several photos, each a row."""
-    return [Asked(request(photo(number), model=model).SerializeToString()) for number in range(count)]
+    """Return Grad-CAM requests for several photos, of one row each."""
+    return [Item(request(photo(number), model=model).SerializeToString()) for number in range(count)]
 
 
 CHEAP = (("gradcam", {}), ("layercam", {}), ("hirescam", {}), ("eigencam", {}), ("saliency", {}))
@@ -84,33 +86,33 @@ DEAR = (
 )
 
 
-def mixed(chance, model="", poisons=()):
-    """Whatever callers send, for ever: all sorts of methods, mistakes, deadlines too short, calls taken back."""
+def random_requests(chance, model="", poisons=()):
+    """Yield endless random requests: many methods, invalid requests, short deadlines, cancelled calls."""
     codes, photos = grpc.StatusCode, [photo(number) for number in range(12)]
 
     def packed(*methods, image=None, **fields):
         return request(image or chance.choice(photos), *methods, model=model, **fields).SerializeToString()
 
     kinds = (
-        (50, lambda: Asked(packed(chance.choice(CHEAP)))),
-        (15, lambda: Asked(packed(chance.choice(DEAR), chance.choice(CHEAP)))),
-        (5, lambda: Asked(packed(("gradcam", {}), top_k=3))),
-        (5, lambda: Asked(packed(image=b"rubbish"), (codes.INVALID_ARGUMENT,))),
-        (5, lambda: Asked(packed(layers=["nowhere"]), (codes.NOT_FOUND,))),
-        (5, lambda: Asked(b"\xff\xff rubbish", (codes.INVALID_ARGUMENT,))),
-        (5, lambda: Asked(packed(DEAR[0]), (codes.DEADLINE_EXCEEDED,), timeout=chance.uniform(1e-3, 0.1))),
-        (5, lambda: Asked(packed(DEAR[2]), (CANCELLED,), given_up=chance.uniform(0, 0.2))),
-        (5, lambda: Asked(chance.choice(poisons), POISONED) if poisons else Asked(packed())),
+        (50, lambda: Item(packed(chance.choice(CHEAP)))),
+        (15, lambda: Item(packed(chance.choice(DEAR), chance.choice(CHEAP)))),
+        (5, lambda: Item(packed(("gradcam", {}), top_k=3))),
+        (5, lambda: Item(packed(image=b"rubbish"), (codes.INVALID_ARGUMENT,))),
+        (5, lambda: Item(packed(layers=["nowhere"]), (codes.NOT_FOUND,))),
+        (5, lambda: Item(b"\xff\xff rubbish", (codes.INVALID_ARGUMENT,))),
+        (5, lambda: Item(packed(DEAR[0]), (codes.DEADLINE_EXCEEDED,), timeout=chance.uniform(1e-3, 0.1))),
+        (5, lambda: Item(packed(DEAR[2]), (CANCELLED,), given_up=chance.uniform(0, 0.2))),
+        (5, lambda: Item(chance.choice(poisons), POISONED) if poisons else Item(packed())),
     )
     while True:
         yield chance.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])[0]()
 
 
-class Crowd:
-    """Callers over a few connections.
+class Callers:
+    """Callers that share a few connections.
 
     Args:
-        address: of the server.
+        address: the server's address.
     """
 
     def __init__(self, address):
@@ -131,45 +133,45 @@ class Crowd:
     async def __aexit__(self, *_):
         await self._stack.aclose()
 
-    async def ask(self, asked):
-        """Ask once; return the answer, and how long to wait before the next."""
+    async def send(self, item):
+        """Send a request; return the seconds to wait before the next one."""
         began = time.perf_counter()
-        call = next(self._explain)(asked.packed, timeout=asked.timeout)
+        call = next(self._explain)(item.packed, timeout=item.timeout)
         code, pause = OK, 0.0
         try:
-            if asked.given_up is None:
+            if item.given_up is None:
                 await call
             else:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(asked.given_up):
+                    async with asyncio.timeout(item.given_up):
                         await call
                 code = await call.code()
         except grpc.aio.AioRpcError as error:
             code = error.code()
             pause = int(dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms", 0)) / 1e3
-        right = code in {OK, grpc.StatusCode.RESOURCE_EXHAUSTED, *asked.right}
+        right = code in {OK, grpc.StatusCode.RESOURCE_EXHAUSTED, *item.right}
         self.answers.append(Answer(began, time.perf_counter(), code, right))
         return pause
 
-    async def closed(self, callers, seconds, questions):
-        """Let so many callers ask one question after the other; who is refused waits about as long as it is told.
+    async def closed(self, callers, seconds, requests):
+        """Let `callers` callers send one request after the other; refused ones wait for about the server's retry delay.
 
-        They come one by one, and no two of them wait equally long: a crowd that moves as one is another thing.
+        They start one by one and wait for random times, so that they do not move in step.
         """
         until, chance = time.perf_counter() + seconds, random.Random(callers)
 
         async def caller():
             await asyncio.sleep(chance.uniform(0, min(0.5, seconds / 8)))
-            while True:  # at least once, however busy the machine is
-                pause = chance.uniform(0.8, 1.2) * await self.ask(next(questions))
+            while True:  # at least one request, even on a busy machine
+                pause = chance.uniform(0.8, 1.2) * await self.send(next(requests))
                 await asyncio.sleep(min(pause, max(0.0, until - time.perf_counter())))
                 if time.perf_counter() >= until:
                     return
 
         await asyncio.gather(*(caller() for _ in range(callers)))
 
-    async def streamed(self, seconds, packed):
-        """Ask over one stream after the other, each of which is left before its end."""
+    async def stream(self, seconds, packed):
+        """Open one stream after the other, and cancel each before its end."""
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             call = self._stream()
@@ -180,24 +182,24 @@ class Crowd:
             call.cancel()
 
 
-def run(address, callers, seconds, questions=None):
-    """Let so many callers ask for so long; return their answers, and the processor time that they used."""
+def run(address, callers, seconds, requests=None):
+    """Run `callers` callers for `seconds`; return their answers and the processor time that they used."""
 
     async def work():
-        async with Crowd(address) as crowd:
-            await crowd.closed(callers, seconds, questions or itertools.cycle(plain()))
-            return crowd.answers
+        async with Callers(address) as all_callers:
+            await all_callers.closed(callers, seconds, requests or itertools.cycle(plain()))
+            return all_callers.answers
 
     began = time.process_time()
     return asyncio.run(work()), time.process_time() - began
 
 
 def rate(answers, since, until):
-    """Return the explanations a second in a stretch of time, from one batch that came to the last one."""
-    ended = sorted(one.ended for one in answers if one.code is OK and since < one.ended <= until)
-    first = sum(at < ended[0] + TOGETHER for at in ended)
+    """Return the explanations a second between the end of the first batch and of the last one in a time span."""
+    ended = sorted(answer.ended for answer in answers if answer.code is OK and since < answer.ended <= until)
+    first = sum(at < ended[0] + BATCH_SPREAD for at in ended)
     return (len(ended) - first) / (ended[-1] - ended[0])
 
 
-def seeded(seed, **options):
-    return mixed(random.Random(seed), **options)
+def seeded_requests(seed, **options):
+    return random_requests(random.Random(seed), **options)

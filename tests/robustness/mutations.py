@@ -1,4 +1,4 @@
-"""Sound files and messages, and what chance makes of them; the same from the same seed."""
+"""Valid images and messages, and random mutants of them; the same seed gives the same mutants."""
 
 import io
 import random
@@ -10,50 +10,50 @@ from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api.oip.v2 import inference_pb2
 
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
-LONGEST = 1 << 16
+MAX_MUTANT = 1 << 16  # bytes
 
 
 def picture(width=40, height=32):
-    """A picture with flat parts, edges, a ramp and noise."""
-    chance = np.random.default_rng(7)
+    """Return a picture with flat parts, edges, a ramp and noise."""
+    random_numbers = np.random.default_rng(7)
     image = np.zeros((height, width, 3), np.uint8)
     image[:, :, 0] = np.linspace(0, 255, width, dtype=np.uint8)
     image[8:20, 8:20] = (20, 200, 90)
-    image[20:] = chance.integers(0, 255, (height - 20, width, 3))
+    image[20:] = random_numbers.integers(0, 255, (height - 20, width, 3))
     return Image.fromarray(image)
 
 
-def saved(image, form, **options):
+def encode(image, form, **options):
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
 
 
 def photos():
-    """Return sound files of six formats, several of each, by name; GIF and TIFF are refused as they are."""
+    """Return valid files of six formats by name, several of most; the server refuses GIF and TIFF."""
     whole = picture()
     exif = Image.Exif()
     exif[0x0112] = 6
     return {
-        "jpeg": saved(whole, "JPEG", quality=80),
-        "progressive.jpeg": saved(whole, "JPEG", quality=70, progressive=True, exif=exif),
-        "cmyk.jpeg": saved(whole.convert("CMYK"), "JPEG"),
-        "png": saved(whole, "PNG"),
-        "palette.png": saved(whole.quantize(16), "PNG", transparency=0),
-        "deep.png": saved(Image.fromarray(np.asarray(whole.convert("L"), np.uint16) * 257), "PNG"),
-        "animated.png": saved(whole, "PNG", save_all=True, append_images=[whole.rotate(90)]),
-        "webp": saved(whole, "WEBP", quality=70),
-        "lossless.webp": saved(whole.convert("RGBA"), "WEBP", lossless=True),
-        "animated.webp": saved(whole, "WEBP", save_all=True, append_images=[whole.rotate(90)]),
-        "gif": saved(whole.quantize(16), "GIF"),
-        "bmp": saved(whole, "BMP"),
-        "palette.bmp": saved(whole.quantize(16), "BMP"),
-        "tiff": saved(whole, "TIFF", compression="tiff_lzw"),
+        "jpeg": encode(whole, "JPEG", quality=80),
+        "progressive.jpeg": encode(whole, "JPEG", quality=70, progressive=True, exif=exif),
+        "cmyk.jpeg": encode(whole.convert("CMYK"), "JPEG"),
+        "png": encode(whole, "PNG"),
+        "palette.png": encode(whole.quantize(16), "PNG", transparency=0),
+        "deep.png": encode(Image.fromarray(np.asarray(whole.convert("L"), np.uint16) * 257), "PNG"),
+        "animated.png": encode(whole, "PNG", save_all=True, append_images=[whole.rotate(90)]),
+        "webp": encode(whole, "WEBP", quality=70),
+        "lossless.webp": encode(whole.convert("RGBA"), "WEBP", lossless=True),
+        "animated.webp": encode(whole, "WEBP", save_all=True, append_images=[whole.rotate(90)]),
+        "gif": encode(whole.quantize(16), "GIF"),
+        "bmp": encode(whole, "BMP"),
+        "palette.bmp": encode(whole.quantize(16), "BMP"),
+        "tiff": encode(whole, "TIFF", compression="tiff_lzw"),
     }
 
 
 def requests():
-    """Return sound requests as RPC and bytes, of every RPC that takes fields, by name."""
+    """Return valid requests of every RPC that has fields, each as the RPC's name and bytes."""
     image = photos()["jpeg"]
     name = explain_pb2.ClassName(class_index=1)
     rendering = explain_pb2.Rendering(overlay=1, heatmap=True, heatmap_image=2, alpha=0.3, max_side=32, quality=50)
@@ -78,43 +78,45 @@ def requests():
             explain_pb2.Target(similarity=explain_pb2.Similarity(image=image)),
         ],
     )
-    evaluated = evaluate_pb2.EvaluateRequest(
+    evaluation = evaluate_pb2.EvaluateRequest(
         explain=plain,
         metrics=[evaluate_pb2.Metric(name="deletion", parameters={"steps": explain_pb2.Parameter(number=4)})],
         box=explain_pb2.Box(left=1, top=1, right=20, bottom=20),
     )
-    seen = explain_pb2.InspectLayersRequest(model="tiny", image=image, layers=["0", "1"], target={"class_index": 1})
-    shown = explain_pb2.ExtractFeaturesRequest(image=image, layer="1", rank=2, top=3, raw=True, picture=1)
+    inspection = explain_pb2.InspectLayersRequest(
+        model="tiny", image=image, layers=["0", "1"], target={"class_index": 1}
+    )
+    extraction = explain_pb2.ExtractFeaturesRequest(image=image, layer="1", rank=2, top=3, raw=True, picture=1)
     item = explain_pb2.ExplainStreamRequest(request_id="one", request=plain)
     messages = {
         "Explain": (plain, methods, targets),
         "ExplainStream": (item,),
-        "Evaluate": (evaluated,),
-        "InspectLayers": (seen,),
-        "ExtractFeatures": (shown,),
+        "Evaluate": (evaluation,),
+        "InspectLayers": (inspection,),
+        "ExtractFeatures": (extraction,),
         "GetModel": (models_pb2.GetModelRequest(name="tiny"),),
         "ListLayers": (models_pb2.ListLayersRequest(model="tiny"),),
         "LoadModel": (models_pb2.LoadModelRequest(name="tiny", weights="tiny.safetensors", sha256="0" * 64),),
         "UnloadModel": (models_pb2.UnloadModelRequest(name="tiny"),),
     }
     messages |= _inferences(image)
-    return [(rpc, one.SerializeToString()) for rpc, some in messages.items() for one in some]
+    return [(rpc, message.SerializeToString()) for rpc, group in messages.items() for message in group]
 
 
 def _inferences(image):
-    """Return sound requests of the Open Inference Protocol: files, pixels, either way of sending them."""
-    ask, text = inference_pb2.ModelInferRequest, inference_pb2.InferParameter
-    files = ask(model_name="tiny", id="one", outputs=[{"name": "overlay"}, {"name": "heatmap"}])
+    """Return valid requests of the Open Inference Protocol: files and pixels, as raw and as typed contents."""
+    infer, parameter = inference_pb2.ModelInferRequest, inference_pb2.InferParameter
+    files = infer(model_name="tiny", id="one", outputs=[{"name": "overlay"}, {"name": "heatmap"}])
     files.inputs.add(name="image", datatype="BYTES", shape=[2, 1])
     files.raw_input_contents.append((len(image).to_bytes(4, "little") + image) * 2)
-    pixels = ask(parameters={"method": text(string_param="smoothgrad"), "samples": text(int64_param=3)})
+    pixels = infer(parameters={"method": parameter(string_param="smoothgrad"), "samples": parameter(int64_param=3)})
     pixels.inputs.add(name="image", datatype="UINT8", shape=[12, 10, 3])
     pixels.raw_input_contents.append(bytes(range(180)) * 2)
-    floats = ask(parameters={"target": text(string_param="1 vs 2"), "alpha": text(double_param=0.3)})
+    floats = infer(parameters={"target": parameter(string_param="1 vs 2"), "alpha": parameter(double_param=0.3)})
     tensor = floats.inputs.add(name="image", datatype="FP32", shape=[1, 3, 4, 5])
     tensor.contents.fp32_contents.extend([0.5] * 60)
-    of_a_model = ("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics")
-    messages = {rpc: (getattr(inference_pb2, f"{rpc}Request")(name="tiny", version="1"),) for rpc in of_a_model}
+    model_rpcs = ("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics")
+    messages = {rpc: (getattr(inference_pb2, f"{rpc}Request")(name="tiny", version="1"),) for rpc in model_rpcs}
     load = inference_pb2.RepositoryModelLoadRequest(model_name="tiny")
     load.parameters["weights"].string_param = "tiny.safetensors"
     return messages | {
@@ -137,8 +139,8 @@ def _write(chance, data):
     data[at : at + size] = number.to_bytes(size, chance.choice(("little", "big")))
 
 
-def _early(chance, data):
-    """Headers are at the beginning."""
+def _change_header(chance, data):
+    """Change one of the first 64 bytes, where headers are."""
     data[chance.randrange(min(64, len(data)))] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
 
 
@@ -161,39 +163,39 @@ def _insert(chance, data):
     data[at:at] = chance.randbytes(chance.choice((1, 4, 16, 64)))
 
 
-WAYS = (_flip, _flip, _write, _write, _early, _early, _cut, _remove, _repeat, _insert)
+MUTATIONS = (_flip, _flip, _write, _write, _change_header, _change_header, _cut, _remove, _repeat, _insert)
 
 
-def mutated(chance, data, others):
-    """Change bytes here and there; now and then go on with another's."""
+def mutate(chance, data, others):
+    """Return data with random mutations; one in ten continues with the bytes of another."""
     changed = bytearray(data)
     if chance.random() < 0.1:
         other = chance.choice(others)
         changed[chance.randrange(len(changed)) :] = other[chance.randrange(len(other)) :]
     for _ in range(chance.choice((1, 1, 1, 2, 4, 16))):
         if changed:
-            chance.choice(WAYS)(chance, changed)
-    return bytes(changed[:LONGEST])
+            chance.choice(MUTATIONS)(chance, changed)
+    return bytes(changed[:MAX_MUTANT])
 
 
 def images(count, seed=1):
-    """Yield so many mutants of the photos."""
+    """Yield `count` mutants of the photos."""
     chance, files = random.Random(seed), list(photos().values())
     for number in range(count):
-        yield mutated(chance, files[number % len(files)], files)
+        yield mutate(chance, files[number % len(files)], files)
 
 
 def messages(count, seed=2):
-    """Yield so many mutants of the requests, each with its RPC."""
-    chance, sound = random.Random(seed), requests()
-    others = [data for _, data in sound]
+    """Yield `count` mutants of the requests, each with its RPC."""
+    chance, valid = random.Random(seed), requests()
+    others = [data for _, data in valid]
     for number in range(count):
-        rpc, data = sound[number % len(sound)]
-        yield rpc, mutated(chance, _without_image(chance, data), others)
+        rpc, data = valid[number % len(valid)]
+        yield rpc, mutate(chance, _without_image(chance, data), others)
 
 
 def _without_image(chance, data):
-    """Most bytes of a request are its image's, which is not what this is about: mostly leave them zeros."""
+    """Replace the image by zeros in seven of ten requests: mutations should change the other fields too."""
     jpeg = photos_jpeg()
     return data if chance.random() < 0.3 else data.replace(jpeg, jpeg[:8].ljust(len(jpeg), b"\0"))
 
@@ -202,7 +204,7 @@ _JPEG = []
 
 
 def photos_jpeg():
-    """The photo in every request; made once."""
+    """Return the photo of every request, encoded once."""
     if not _JPEG:
         _JPEG.append(photos()["jpeg"])
     return _JPEG[0]

@@ -1,4 +1,4 @@
-"""What a refusal may say: enough for its caller, and nothing of the server's inside."""
+"""Checks of error messages: they help the caller and reveal no internals of the server."""
 
 import re
 
@@ -6,9 +6,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from camserve_server.api.codec.checks import shorten
 
-LONGEST = 512  # bytes
+MAX_MESSAGE = 512  # bytes
 
-TELLING = {
+LEAKS = {
     "a path": r"(?<![\w.])(~|\.{1,2})?/[\w.-]|\b[A-Za-z]:\\",
     "a traceback": r"Traceback|\bFile \"|\.py\b|, line \d|\b[A-Za-z]+(Error|Exception|Warning)\b",
     "a module": r"camserve_server|site-packages|<class |<function |<built-in |<module "
@@ -18,34 +18,34 @@ TELLING = {
 }
 
 
-def told(text, sent=()):
-    """Return what a refusal tells that it should not. What the caller sent may be said back to it."""
+def leaks(text, sent=()):
+    """Return the kinds of internals that a message reveals. It may repeat the texts that the caller sent."""
     for own in sorted(filter(None, sent), key=len, reverse=True):
         text = text.replace(own, "").replace(shorten(own), "")
-    found = [what for what, pattern in TELLING.items() if re.search(pattern, text)]
-    return found + [f"more than {LONGEST} bytes"] * (len(text.encode()) > LONGEST)
+    kinds = [kind for kind, pattern in LEAKS.items() if re.search(pattern, text)]
+    return kinds + [f"more than {MAX_MESSAGE} bytes"] * (len(text.encode()) > MAX_MESSAGE)
 
 
 def faults(error, sent=()):
-    """Return what is wrong with the refusal of a call: what it tells, or its request's id is not in the trailers."""
+    """Return what is wrong with a call's error: leaks in its texts, or trailers without the request's id."""
     trailers, status = dict(error.trailing_metadata() or ()), _status(error)
-    wrong = told(error.details() or "", sent) + ["no words"] * (not error.details())
+    wrong = leaks(error.details() or "", sent) + ["no message"] * (not error.details())
     if (status.message, code_pb2.Code.Name(status.code)) != (error.details(), error.code().name):
         wrong.append("the details say something else")
-    ids = {one.request_id for one in _details(status, error_details_pb2.RequestInfo)}
+    ids = {info.request_id for info in _details(status, error_details_pb2.RequestInfo)}
     if not trailers.get("x-request-id") or ids != {trailers["x-request-id"]}:
         wrong.append("no request id")
-    return wrong + [each for one in _violations(status) for each in told(one.description, sent)]
+    return wrong + [leak for violation in _violations(status) for leak in leaks(violation.description, sent)]
 
 
-def of_client(error, sent=()):
+def client_faults(error, sent=()):
     """Return what is wrong with an error of the Python client."""
-    return told(error.message, sent) + ["no request id"] * (not error.request_id)
+    return leaks(error.message, sent) + ["no request id"] * (not error.request_id)
 
 
 def field_of(error):
-    """Return the field that a refusal names."""
-    return next((one.field for one in _violations(_status(error))), "")
+    """Return the field that an error names."""
+    return next((violation.field for violation in _violations(_status(error))), "")
 
 
 def _status(error):
@@ -53,9 +53,9 @@ def _status(error):
 
 
 def _details(status, kind):
-    found = [(kind(), detail) for detail in status.details]
-    return [one for one, detail in found if detail.Unpack(one)]
+    messages = [(kind(), detail) for detail in status.details]
+    return [message for message, detail in messages if detail.Unpack(message)]
 
 
 def _violations(status):
-    return [one for bad in _details(status, error_details_pb2.BadRequest) for one in bad.field_violations]
+    return [violation for bad in _details(status, error_details_pb2.BadRequest) for violation in bad.field_violations]

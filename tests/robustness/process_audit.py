@@ -1,4 +1,4 @@
-"""A process of its own that is watched: what it opens, starts and connects to, its highest memory."""
+"""Audit of a process: the files, processes and connections that it opens, and its peak memory."""
 
 import ctypes
 import json
@@ -25,35 +25,39 @@ EVENTS = (
 )
 
 
-def run(module, *arguments):
-    """Run a module of this folder as a program; return what it says in JSON on its last line."""
+def run_module(module, *arguments):
+    """Run a module of this folder as a program; return the JSON of its last line of output."""
     code = f"import runpy; runpy.run_module('robustness.{module}', run_name='__main__', alter_sys=True)"
     done = fork_server.run(code, *arguments, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-class Ears:
-    """Hears what Python is about to do with files, processes and the network, while it is told to listen."""
+class AuditLog:
+    """Records Python's audit events about files, processes and the network inside `recording`.
+
+    Attributes:
+        events: the name of each event and its first argument.
+    """
 
     def __init__(self):
-        self.heard, self.listening = [], False
-        sys.addaudithook(self._hear)
+        self.events, self._is_recording = [], False
+        sys.addaudithook(self._record)
 
-    def _hear(self, event, arguments):
-        # What a program opens by its descriptor, it has opened before; the watch itself reads how it stands.
+    def _record(self, event, arguments):
+        # A file opened by its descriptor was opened before, and `measure_memory` itself reads /proc/self.
         if event == "open" and (isinstance(arguments[0], int) or str(arguments[0]).startswith("/proc/self/")):
             return
-        if self.listening and (event in EVENTS or event.split(".")[0] in EVENTS):
-            self.heard.append((event, str(arguments[0]) if arguments else ""))
+        if self._is_recording and (event in EVENTS or event.split(".")[0] in EVENTS):
+            self.events.append((event, str(arguments[0]) if arguments else ""))
 
     @contextmanager
-    def listen(self):
-        self.heard, self.listening = [], True
+    def recording(self):
+        self.events, self._is_recording = [], True
         try:
             yield self
         finally:
-            self.listening = False
+            self._is_recording = False
 
 
 def status_mb(name):
@@ -62,10 +66,10 @@ def status_mb(name):
 
 
 @contextmanager
-def measured(into):
-    """Put into a dict how far memory rises in the block, in MB."""
+def measure_memory(into):
+    """Measure the rise of memory in the block; set the key "mb" of a dict to it."""
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far becomes that of now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size: proc(5)
     before = status_mb("VmRSS:")
     try:
         yield

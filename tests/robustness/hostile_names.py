@@ -1,4 +1,4 @@
-"""Sends hostile names in every field that takes one; says of each what came back, and what the server opened for it."""
+"""Send hostile names in every field that takes a name; print each response and the files and sockets it opened."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from camserve.v1 import (
 from camserve.v1 import (
     models_pb2 as mo,
 )
-from robustness import fields, hygiene, watched
+from robustness import error_checks, fields, process_audit
 from support import PHOTOS, serving
 
 NAMES = (
@@ -60,7 +60,7 @@ FIELDS = {
         "Explain",
         lambda name: explain(methods=[ex.Method(name="gradcam", parameters={name: ex.Parameter(number=1)})]),
     ),
-    "Explain parameter's word": (
+    "Explain parameter's text": (
         "Explain",
         lambda name: explain(
             methods=[ex.Method(name="gradcam_plus_plus", parameters={"variant": ex.Parameter(text=name)})]
@@ -83,28 +83,28 @@ FIELDS = {
 }
 
 
-def answer(ears, call, request):
-    with ears.listen():
+def answer(audit, call, request):
+    with audit.recording():
         try:
             call(request, timeout=20)
             code, wrong = "OK", []
         except grpc.RpcError as error:
-            code, wrong = error.code().name, hygiene.faults(error, fields.texts(request))
-        heard = list(ears.heard)
-    return {"code": code, "wrong": wrong, "heard": heard}
+            code, wrong = error.code().name, error_checks.faults(error, fields.texts(request))
+        events = list(audit.events)
+    return {"code": code, "wrong": wrong, "events": events}
 
 
-def control(ears):
-    """Hear what a server would do that follows such names."""
-    with ears.listen(), contextlib.suppress(OSError):
+def control(audit):
+    """Return the events of a server that follows such names."""
+    with audit.recording(), contextlib.suppress(OSError):
         Path("/etc/passwd").read_bytes()
         socket.create_connection(("127.0.0.1", 9), timeout=1)
-    return {"code": "", "wrong": [], "heard": list(ears.heard)}
+    return {"code": "", "wrong": [], "events": list(audit.events)}
 
 
 def main(model):
     torch.set_num_threads(1)
-    ears, answers = watched.Ears(), {}
+    audit, answers = process_audit.AuditLog(), {}
     allowed = {"admin": True, "model_folder": str(Path(__file__).parent)}
     with serving(models=(model,), threads=1, **allowed) as served, grpc.insecure_channel(served.address) as channel:
         stubs = (
@@ -114,11 +114,11 @@ def main(model):
         )
         for field, (rpc, make) in FIELDS.items():
             call = next(getattr(stub, rpc) for stub in stubs if hasattr(stub, rpc))
-            answer(ears, call, make("no such name"))  # what is imported on first use, is imported now
+            answer(audit, call, make("no such name"))  # triggers the imports of a first call
             for number, name in enumerate(NAMES):
-                answers[f"{field} {number}"] = answer(ears, call, make(name))
-        answers["sound"] = answer(ears, stubs[0].Explain, explain())
-    sys.stdout.write(json.dumps(answers | {"control": control(ears)}) + "\n")
+                answers[f"{field} {number}"] = answer(audit, call, make(name))
+        answers["sound"] = answer(audit, stubs[0].Explain, explain())
+    sys.stdout.write(json.dumps(answers | {"control": control(audit)}) + "\n")
 
 
 if __name__ == "__main__":

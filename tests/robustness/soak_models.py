@@ -1,4 +1,4 @@
-"""A model that does what an image is coloured for: one colour fills it."""
+"""Models that fail in the way that the one colour of an image asks for."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ from torch import nn
 
 from camserve_server.models.hooks import hook_count
 
-ROOM = 64  # MB that are taken before memory runs out
+MEMORY_BEFORE_FAILURE = 64  # MB that are allocated before memory runs out
 COLOURS = {
     "out of memory": (255, 0, 0),
     "raising hook": (0, 255, 0),
@@ -22,12 +22,12 @@ COLOURS = {
     "bad layer": (255, 255, 0),
     "count": (255, 255, 255),
 }
-COUNTED = "SOAKED_COUNTED"  # in the environment: the file that is told what the engine holds
-KEPT = []
+COUNTS_FILE = "SOAK_COUNTS_FILE"  # environment variable: the file that receives the counts of the worker process
+LEAKED = []
 
 
 class Heap(ctypes.Structure):
-    """What mallinfo2(3) of glibc tells."""
+    """The result of glibc's mallinfo2(3)."""
 
     _fields_ = (
         ("others", ctypes.c_size_t * 4),
@@ -39,23 +39,23 @@ class Heap(ctypes.Structure):
 
 
 def heap_mb():
-    """Return the MB that are in use, whatever the allocator keeps beside; 0 where it does not tell."""
+    """Return the MB of the heap in use, without the allocator's free lists; 0 without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return 0.0
-    asked = ctypes.CDLL(None).mallinfo2
-    asked.restype = Heap
-    told = asked()
-    return (told.used + told.mapped) / 2**20
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Heap
+    heap = mallinfo2()
+    return (heap.used + heap.mapped) / 2**20
 
 
-def held(module):
-    """What the engine's process holds: hooks on the model, objects that Python can reach, MB of its heap."""
+def counts(module):
+    """Count the model's hooks, the objects that Python can reach, and the MB of the heap in use."""
     gc.collect()
     return {"hooks": hook_count(module), "objects": len(gc.get_objects()), "heap": heap_mb()}
 
 
 def image(colour, size=32):
-    """Return the image that has it done, uint8 [size,size,3]."""
+    """Return the image that triggers a failure, uint8 [size,size,3]."""
     return np.full((size, size, 3), COLOURS[colour], np.uint8)
 
 
@@ -80,26 +80,26 @@ class Poisoned(nn.Sequential):
         red, green, blue = (x.amin((2, 3)) > 1.5).unbind(1)
         self.raises = bool((green & ~red & ~blue).any())
         if (red & ~green & ~blue).any():
-            taken = torch.ones(ROOM * 2**18)
-            raise torch.OutOfMemoryError(f"no memory beside {taken.numel()} numbers")
-        if (red & green & ~blue).any():  # the layer that is explained is not reached
+            allocated = torch.ones(MEMORY_BEFORE_FAILURE * 2**18)
+            raise torch.OutOfMemoryError(f"no memory beside {allocated.numel()} numbers")
+        if (red & green & ~blue).any():  # skips the layer that is explained
             return self.head(x.flatten(1)[:, :16])
-        if COUNTED in os.environ and (red & green & blue).any():
-            Path(os.environ[COUNTED]).write_text(json.dumps(held(self)))
-        x = torch.where((blue & ~red & ~green)[:, None, None, None], torch.nan, x)  # as if its weights were
+        if COUNTS_FILE in os.environ and (red & green & blue).any():
+            Path(os.environ[COUNTS_FILE]).write_text(json.dumps(counts(self)))
+        x = torch.where((blue & ~red & ~green)[:, None, None, None], torch.nan, x)  # as with weights that are NaN
         return super().forward(x)
 
     def hook(self, *_):
         if self.raises:
-            raise ValueError("a hook of the model's own")
+            raise ValueError("a hook of the model itself")
 
 
 class Leaking(Poisoned):
-    """Keeps 32 KB of every batch, and now and then a hook."""
+    """Leaks 32 KB with every batch, and a hook with every hundredth."""
 
     def forward(self, x):
-        KEPT.append(torch.ones(2**13))
-        if len(KEPT) % 100 == 0:
+        LEAKED.append(torch.ones(2**13))
+        if len(LEAKED) % 100 == 0:
             self.flat.register_forward_hook(lambda *_: None)
         return super().forward(x)
 

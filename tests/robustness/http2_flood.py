@@ -1,11 +1,14 @@
-"""Floods a server: frames of HTTP/2 made by hand, so that it costs the attacker less than any client would.
+"""Flood a server with hand-made HTTP/2 frames, which cost the attacker less than any gRPC client would.
 
-    python -m robustness.flood_it HOST:PORT KIND COUNT [SECONDS]
+    python -m robustness.http2_flood HOST:PORT KIND COUNT [SECONDS]
 
-stuck: so many calls whose message never comes, and answers to every ping. silent: so many connections that say nothing.
-reset: so many calls a second times so many seconds, opened and taken back at once, no faster than that. It says on a
-line of its own when it has begun, and keeps its connections until its standard input ends; then it says what became of
-them.
+KIND is one of:
+    stuck: COUNT calls that never send their message, on connections that answer every ping.
+    silent: COUNT connections that send nothing.
+    reset: COUNT calls a second for SECONDS seconds, each cancelled as it is opened.
+
+The program prints "begun" once it has begun, and keeps its connections until its standard input ends. Then it prints
+the outcome as JSON.
 """
 
 import itertools
@@ -23,8 +26,8 @@ RPCS = (
     *("camserve.v1.ExplainService/Explain", "camserve.v1.ExplainService/ExplainStream"),
     *("inference.GRPCInferenceService/ModelInfer", "inference.GRPCInferenceService/ModelStreamInfer"),
 )
-STREAMS = 100  # on a connection, of which a server takes no more
-AT_ONCE = 50  # streams opened and taken back in one write
+STREAMS = 100  # a connection: the server accepts no more
+STREAMS_PER_WRITE = 50  # opened and cancelled in one write
 
 
 def frame(kind, flags, stream, content=b""):
@@ -32,14 +35,14 @@ def frame(kind, flags, stream, content=b""):
 
 
 def plain(name, value):
-    """A header as HPACK has it without tables."""
+    """Encode a header in HPACK as a literal, without its tables."""
     return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
 def opening(rpc):
     path = f"/{rpc}".encode()
-    more = ((b":path", path), (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers"))
-    return b"\x83\x86" + b"".join(plain(*each) for each in more)  # POST, http
+    headers = ((b":path", path), (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers"))
+    return b"\x83\x86" + b"".join(plain(*header) for header in headers)  # POST, http
 
 
 OPENINGS = tuple(map(opening, RPCS))
@@ -48,17 +51,17 @@ NO_WINDOW = struct.pack(">HI", 4, 0)  # SETTINGS_INITIAL_WINDOW_SIZE: the answer
 
 
 class Connection:
-    """One connection that sends only what HTTP/2 requires, so that it is not closed for silence.
+    """Connection that sends only what HTTP/2 requires: it answers pings, so that the server keeps it.
 
     Args:
-        host: of the server.
-        port: of it.
-        settings: of HTTP/2, as they are sent.
+        host: the server's host.
+        port: the server's port.
+        settings: the content of the HTTP/2 SETTINGS frame.
     """
 
     def __init__(self, host, port, settings=b""):
         self.socket = socket.create_connection((host, int(port)), 10)
-        self.socket.settimeout(None)  # a server that says nothing has not closed it
+        self.socket.settimeout(None)  # a server that sends nothing has not closed the connection
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
         self.streams, self.open, self.statuses = itertools.count(1, 2), True, 0
         self.listener = threading.Thread(target=self._listen, daemon=True)
@@ -68,12 +71,12 @@ class Connection:
         with self.socket.makefile("rb") as incoming:
             try:
                 while head := incoming.read(9):
-                    self._hear(head[3], head[4], incoming.read(int.from_bytes(head[:3], "big")))
+                    self._handle(head[3], head[4], incoming.read(int.from_bytes(head[:3], "big")))
             except (OSError, IndexError):
                 pass  # closed by the server
         self.open = False
 
-    def _hear(self, kind, flags, content):
+    def _handle(self, kind, flags, content):
         self.statuses += kind == HEADERS
         if kind in {SETTINGS, PING} and not flags & ACKNOWLEDGED:
             self.socket.sendall(frame(kind, ACKNOWLEDGED, 0, content if kind == PING else b""))
@@ -86,7 +89,7 @@ class Connection:
         return stream
 
     def call(self, count, *, cancel):
-        """Open so many calls in one write."""
+        """Open `count` calls in one write."""
         frames = bytearray()
         for stream in itertools.islice(self.streams, count):
             frames += frame(HEADERS, END_OF_HEADERS, stream, OPENINGS[stream // 2 % len(OPENINGS)])
@@ -95,30 +98,30 @@ class Connection:
         self.socket.sendall(frames)
 
 
-def stuck(where, count, _seconds):
+def stuck(address, count, _seconds):
     connections = []
     for start in range(0, count, STREAMS):
-        connections.append(Connection(*where))
+        connections.append(Connection(*address))
         connections[-1].call(min(STREAMS, count - start), cancel=False)
     yield
-    for one in connections:
-        one.listener.join(1)  # what the server has closed is read to its end
+    for connection in connections:
+        connection.listener.join(1)  # a connection that the server has closed is read to its end
     yield {
-        "ended": sum(one.statuses for one in connections),
-        "open": sum(one.open for one in connections),
+        "ended": sum(connection.statuses for connection in connections),
+        "open": sum(connection.open for connection in connections),
     }
 
 
-def silent(where, count, _seconds):
-    sockets = [socket.create_connection(where, 10) for _ in range(count)]
+def silent(address, count, _seconds):
+    sockets = [socket.create_connection(address, 10) for _ in range(count)]
     yield
     yield {"open": sum(map(is_open, sockets))}
 
 
-def is_open(one):
-    one.setblocking(False)
+def is_open(connection):
+    connection.setblocking(False)
     try:
-        while one.recv(1024):
+        while connection.recv(1024):
             pass
     except BlockingIOError:
         return True
@@ -127,15 +130,15 @@ def is_open(one):
     return False
 
 
-def reset(where, count, seconds):
-    connection, sent, began = Connection(*where), 0, time.perf_counter()
+def reset(address, count, seconds):
+    connection, sent, began = Connection(*address), 0, time.perf_counter()
     yield
     while sent < count * seconds:
         try:
             if not connection.open:
-                connection = Connection(*where)
-            connection.call(AT_ONCE, cancel=True)
-            sent += AT_ONCE
+                connection = Connection(*address)
+            connection.call(STREAMS_PER_WRITE, cancel=True)
+            sent += STREAMS_PER_WRITE
         except OSError:
             connection.open = False
         time.sleep(max(0.0, sent / count - (time.perf_counter() - began)))
@@ -147,7 +150,7 @@ def main(address, kind, count, seconds="0"):
         tuple(address.rsplit(":", 1)), int(count), float(seconds)
     )
     next(flood)
-    print("begun", flush=True)  # noqa: T201 -- to whoever started it
+    print("begun", flush=True)  # noqa: T201 -- the process that started this waits for it
     if kind == "reset":
         print(json.dumps(next(flood)), flush=True)  # noqa: T201
         sys.stdin.read()

@@ -1,0 +1,63 @@
+"""Decode the images of a folder one by one; print each outcome as JSON, with its lowest memory of three runs.
+
+`decoded` is the number of calls of OpenCV, and `inflated` the number of bytes that were inflated before it.
+"""
+
+import json
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
+from robustness import process_audit
+
+WORK = Counter()
+
+
+def count_work():
+    """Start to count the work of decoding."""
+    imdecode, decompressobj = images.cv2.imdecode, zlib.decompressobj
+
+    class Inflating:
+        def __init__(self):
+            self._stream = decompressobj()
+
+        def decompress(self, *given):
+            inflated = self._stream.decompress(*given)
+            WORK["inflated"] += len(inflated)
+            return inflated
+
+        unconsumed_tail = property(lambda self: self._stream.unconsumed_tail)
+
+    def counting_imdecode(*given):
+        WORK["decoded"] += 1
+        return imdecode(*given)
+
+    images.cv2.imdecode, zlib.decompressobj = counting_imdecode, Inflating
+
+
+def outcome(data):
+    """Decode an image; return its shape or its refusal, and the work and the memory that it took."""
+    WORK.clear()
+    with process_audit.measure_memory(result := {}):
+        try:
+            result["message"] = str(images.decode(data, Limits()).shape)
+        except InvalidArgument as refusal:
+            result |= {"refused": refusal.field, "message": refusal.message}
+    return result | {name: WORK[name] for name in ("decoded", "inflated")}
+
+
+def main(folder):
+    count_work()
+    outcomes = {}
+    for path in sorted(folder.iterdir()):
+        runs = [outcome(path.read_bytes()) for _ in range(3)]
+        outcomes[path.name] = runs[0] | {"mb": min(run["mb"] for run in runs)}
+    sys.stdout.write(json.dumps(outcomes) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
