@@ -142,6 +142,7 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_rooms.py
+	$(BIN)/python tools/check_style.py
 
 proto-check: setup $(PROTO_VENV)/.done
 	$(BIN)/buf lint protos

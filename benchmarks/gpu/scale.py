@@ -47,7 +47,7 @@ class Scale:
         stretch: seconds of one stretch of load.
         under_way: requests under way at once, over all clients.
         clients: processes that send them.
-        fleets: servers that are compared.
+        deployments: servers that are compared.
         size: side of the input in pixels.
         threads: of each server, which decode and draw; 0 for one a core.
     """
