@@ -273,7 +273,10 @@ def test_contributing_method_example_is_one_function_and_one_line(table):
             PHOTOS["chelsea"], methods=["gradcam_elementwise", "hirescam"], targets=[3, camserve.contrast(3, 4)]
         )
 
-    assert listed["gradcam_elementwise"] == "Weigh each value by its gradient and keep what is positive"
+    assert (
+        listed["gradcam_elementwise"]
+        == "Weight each value of the feature maps by its own gradient and keep the positive products"
+    )
     new, old = result.explanations[0].heatmap, result.explanations[2].heatmap
     assert (new >= np.maximum(old, 0) * (1 - 1e-6)).all()  # the positive parts alone are at least the sum
     assert all(each.overlay for each in result.explanations)
