@@ -69,7 +69,7 @@ def caller(address: str, token: str = "") -> Iterator[Call]:
 
 
 @contextlib.contextmanager
-def beside(*commands: tuple[str, ...]) -> Iterator[None]:
+def run_in_background(*commands: tuple[str, ...]) -> Iterator[None]:
     """Run other processes inside the block, once each has printed its first line."""
     with contextlib.ExitStack() as stack:
         for command in commands:
@@ -112,7 +112,7 @@ def compared(name: str, call: Call, scale: Scale, *commands: tuple[str, ...]) ->
     busy: list[float] = []
     for _ in range(STRETCHES):
         quiet += [call(request) for _ in range(scale.calls)]
-        with beside(*commands):
+        with run_in_background(*commands):
             busy += [call(request) for _ in range(scale.calls)]
     shares = [(float(np.percentile(quiet, share)), float(np.percentile(busy, share))) for share in (50, 99)]
     return name, *(text for one, other in shares for text in (f"{one:.1f}", f"{other:.1f}", f"{other / one:.2f}"))

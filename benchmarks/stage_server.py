@@ -59,7 +59,7 @@ class Clocks:
 
     def wrap(self, label: str, where: str) -> None:
         """Put a clock around a function or method of the package."""
-        module, names = found(where)
+        module, names = resolve(where)
         *owners, name = names
         try:
             owner = functools.reduce(getattr, owners, module)
@@ -137,7 +137,7 @@ def _sum(one: Sequence[float] | None, other: Sequence[float] | None) -> Sequence
     return [a + b for a, b in zip(one, other, strict=True)] if one and other else one or other or ()
 
 
-def found(where: str) -> tuple[Any, list[str]]:
+def resolve(where: str) -> tuple[Any, list[str]]:
     """Import as much of a dotted name as is a module; return it with the names that are left."""
     module, names = importlib.import_module("camserve_server"), where.split(".")
     while len(names) > 1:

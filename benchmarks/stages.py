@@ -23,7 +23,7 @@ MOST = 4.0  # ms of processor time that a request may cost outside of the model
 REPEATS = 200
 
 Books: TypeAlias = dict[str, Any]
-Line: TypeAlias = tuple[str, str, float | None, float | None]
+StageRow: TypeAlias = tuple[str, str, float | None, float | None]
 """A thread, a stage, and its microseconds a request: of processor time, and of time."""
 
 
@@ -118,7 +118,7 @@ def stage_table(name: str, found: Sequence[Books], per_image: float) -> Table:
     return Table(f"{name}: a request's stages", ("thread", "stage", "CPU µs", "time µs"), rows, notes)
 
 
-def _around(found: Sequence[Books]) -> list[Line]:
+def _around(found: Sequence[Books]) -> list[StageRow]:
     """Return what happens around the model."""
     cpu, wall = partial(_per_request, found, 2), partial(_per_request, found, 1)
     seen, drawn = cpu("decode") + cpu("fit") + cpu("receipt"), cpu("intensity") + cpu("draw")
@@ -146,7 +146,7 @@ def _around(found: Sequence[Books]) -> list[Line]:
     ]
 
 
-def _within(found: Sequence[Books], per_image: float) -> list[Line]:
+def _within(found: Sequence[Books], per_image: float) -> list[StageRow]:
     """Return what the model takes."""
     cpu, wall = partial(_per_request, found, 2), partial(_per_request, found, 1)
     model = _thread(found, "engine") + _thread(found, "torch")

@@ -76,7 +76,7 @@ def test_every_stage_of_a_request_has_its_time():
 @pytest.mark.parametrize("where", stage_server.STAGES.values())
 def test_every_stage_exists_in_the_service(where):
     """The harness would not measure a renamed stage: put the new name into `stage_server.STAGES`."""
-    module, names = stage_server.found(where)
+    module, names = stage_server.resolve(where)
 
     assert callable(functools.reduce(getattr, names, module))
 

@@ -93,8 +93,8 @@ def _members(leader):
 def test_ratios_are_medians_over_rounds_of_windows_next_to_each_other():
     """A machine that is half as fast in one round changes no ratio."""
     windows = {
-        ("camserve float32", 8): [load.Window(rate, 0.1, 0.02) for rate in (30, 15, 30)],
-        ("TorchServe, hooks", 8): [load.Window(rate, 0.4, 0.06) for rate in (10, 5, 10)],
+        ("camserve float32", 8): [load.TimeWindow(rate, 0.1, 0.02) for rate in (30, 15, 30)],
+        ("TorchServe, hooks", 8): [load.TimeWindow(rate, 0.4, 0.06) for rate in (10, 5, 10)],
     }
     seen = report.Observation(windows, {}, {}, 2, (0.0, 0.0), "by hand")
     assert report.ratios(seen).splitlines()[-1] == "| camserve float32 / TorchServe, hooks | 3.00 (3.00) |"
@@ -104,7 +104,7 @@ def test_bar_applies_to_the_worst_result_of_eight_or_more_callers():
     rates = {"camserve float32": (9, 30, 28), "camserve bfloat16": (9, 70, 69)}
     rates |= {"TorchServe, captum": (9, 10, 11), "TorchServe, hooks": (9, 10, 10)}
     windows = {
-        (name, callers): [load.Window(rate, 0.1, 0.1)]
+        (name, callers): [load.TimeWindow(rate, 0.1, 0.1)]
         for name, some in rates.items()
         for callers, rate in zip((1, 8, 16), some, strict=True)
     }

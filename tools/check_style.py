@@ -23,7 +23,8 @@ README_LINES = 200
 
 OLD_NAMES = frozenset(
     """
-    House nursery _nurse _Nursery _Born _Spawned _Life Beat BEAT SILENCE _bury Ask Port twin BORNE DOUBTS
+    Local Reply halves said kept House nursery _nurse _Nursery _Born _Spawned _Life Beat BEAT SILENCE _bury Ask
+    Port twin BORNE DOUBTS
     _sings give_up PATIENCE Patience floods Parser _Parsing Guard Kept Told told Record _telling conversing
     answering attempted _Pulse Shelf shelf easel _Ticket Ticket _Place Place _company brisk is_brisk Units
     Quick quickened Direct Site Damaged Room ramps Seen glancing watching Desk Think Study Sheet Evidence

@@ -20,7 +20,7 @@ from benchmarks.torchserve.load import (
     CAMSERVE_EXPLAIN,
     PREDICTIONS,
     Side,
-    Window,
+    TimeWindow,
     camserve_side,
     measure,
     over_grpc,
@@ -63,7 +63,7 @@ def sides(venv: Path, folder: Path, threads: int) -> Iterator[list[Side]]:
 
 def in_turn(compared: Sequence[Side], callers: Sequence[int], seconds: float) -> report.Windows:
     """Measure one side after another, round after round, so that a noisy minute is noisy for all of them."""
-    windows: dict[tuple[str, int], list[Window]] = defaultdict(list)
+    windows: dict[tuple[str, int], list[TimeWindow]] = defaultdict(list)
     for number, turn in itertools.product(callers, range(1, ROUNDS + 1)):
         for side in compared:
             if side.name == SLOW and number > 1:

@@ -45,7 +45,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """Answers within a window of time.
 
     Attributes:
@@ -59,7 +59,7 @@ class Window:
     cpu: float
 
 
-def measure(side: Side, callers: int, seconds: float) -> Window:
+def measure(side: Side, callers: int, seconds: float) -> TimeWindow:
     """Let callers ask for a while; return what came back, once all of them have their last answer."""
     used, began = side.group.cpu(), time.perf_counter()
     start, end = began + LEAD_SECONDS, began + LEAD_SECONDS + seconds
@@ -77,7 +77,9 @@ def measure(side: Side, callers: int, seconds: float) -> Window:
         done = sorted(pair for call in calls for pair in call.result())
     times = [finished for finished, _ in done]
     latencies = [finished - sent for finished, sent in done if finished > start]
-    return Window(rate(times, began, start, end), statistics.median(latencies), (side.group.cpu() - used) / len(done))
+    return TimeWindow(
+        rate(times, began, start, end), statistics.median(latencies), (side.group.cpu() - used) / len(done)
+    )
 
 
 def rate(times: Sequence[float], began: float, start: float, end: float) -> float:

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.results import machine
-from benchmarks.torchserve.load import Window
+from benchmarks.torchserve.load import TimeWindow
 from benchmarks.torchserve.servers import BATCH, DELAY_MS
 
 BARS = {"camserve float32": 2.5, "camserve bfloat16": 7.0}
 """Times as fast as a handler in TorchServe, which was Captum's with a PNG where this was promised."""
 
-Windows = Mapping[tuple[str, int], Sequence[Window]]
+Windows = Mapping[tuple[str, int], Sequence[TimeWindow]]
 """What was seen of each side at each number of callers, a window for each round."""
 
 
@@ -61,7 +61,7 @@ def processor(seen: Observation) -> str:
     return _table(seen, lambda windows: f"{1e3 * statistics.median(window.cpu for window in windows):.0f}")
 
 
-Cell = Callable[[Sequence[Window]], str]
+Cell = Callable[[Sequence[TimeWindow]], str]
 
 
 def _table(
@@ -77,7 +77,7 @@ def _table(
     return _markdown(rows)
 
 
-def _answers(windows: Sequence[Window]) -> str:
+def _answers(windows: Sequence[TimeWindow]) -> str:
     rate = statistics.median(window.rate for window in windows)
     least, most = (choose(window.rate for window in windows) for choose in (min, max))
     latency = statistics.median(window.latency for window in windows)
@@ -114,18 +114,18 @@ def bars(seen: Observation) -> str:
     return _markdown(rows)
 
 
-def _pairs(windows: Windows, mine: str, other: str, callers: int) -> list[tuple[Window, Window]]:
+def _pairs(windows: Windows, mine: str, other: str, callers: int) -> list[tuple[TimeWindow, TimeWindow]]:
     return list(zip(windows[mine, callers], windows.get((other, callers), ()), strict=False))
 
 
-def _ratio(pairs: Sequence[tuple[Window, Window]]) -> str:
+def _ratio(pairs: Sequence[tuple[TimeWindow, TimeWindow]]) -> str:
     if not pairs:
         return ""
     cheaper = statistics.median(other.cpu / mine.cpu for mine, other in pairs)
     return f"{_faster(pairs):.2f} ({cheaper:.2f})"
 
 
-def _faster(pairs: Sequence[tuple[Window, Window]]) -> float:
+def _faster(pairs: Sequence[tuple[TimeWindow, TimeWindow]]) -> float:
     return statistics.median(mine.rate / other.rate for mine, other in pairs)
 
 

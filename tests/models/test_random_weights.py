@@ -94,7 +94,7 @@ def test_next_stage_of_a_cascade_draws_only_new_weights(draws):
     assert len(draws) == len(list(model.module.parameters()))
 
 
-def kept(model):
+def copy_weights(model):
     return [weakref.ref(weight) for known in model.random_weights.values() for weight in known.values()]
 
 
@@ -102,7 +102,7 @@ def kept(model):
 def test_weights_of_the_previous_seed_are_released():
     model = loaded()
     weights(model, Randomised(ALL, seed=1))
-    first = kept(model)
+    first = copy_weights(model)
     drawn = weights(model, Randomised(1, seed=2))
 
     assert first
@@ -114,7 +114,7 @@ def test_weights_of_the_previous_seed_are_released():
 def test_weights_are_released_with_their_model():
     model = loaded()
     weights(model, Randomised(ALL))
-    drawn = kept(model)
+    drawn = copy_weights(model)
     del model
     gc.collect()
 

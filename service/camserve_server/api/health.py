@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from camserve_server.scheduling.admission import address_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Reply: TypeAlias = health_pb2.HealthCheckResponse
+HealthResponse: TypeAlias = health_pb2.HealthCheckResponse
 Status: TypeAlias = "health_pb2.HealthCheckResponse.ServingStatus.ValueType"
 
 MAX_WATCHERS = 1000  # each takes about 20 KiB
@@ -40,18 +40,18 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
 
     async def Check(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> Reply:
+    ) -> HealthResponse:
         """Return the status of one service."""
         if request.service not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return Reply(status=self._statuses[request.service])
+        return HealthResponse(status=self._statuses[request.service])
 
     async def List(  # noqa: N802 -- the RPC's name
         self, _request: health_pb2.HealthListRequest, _context: Context
     ) -> health_pb2.HealthListResponse:
         """Return the status of every service."""
         return health_pb2.HealthListResponse(
-            statuses={name: Reply(status=status) for name, status in self._statuses.items()}
+            statuses={name: HealthResponse(status=status) for name, status in self._statuses.items()}
         )
 
     async def Watch(  # noqa: N802 -- the RPC's name
@@ -81,8 +81,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
     async def _watch(self, service: str, context: Context) -> None:
         sent: Status | None = None
         while True:
-            changed, status = self._changed, self._statuses.get(service, Reply.SERVICE_UNKNOWN)
+            changed, status = self._changed, self._statuses.get(service, HealthResponse.SERVICE_UNKNOWN)
             if status != sent:
-                await context.write(Reply(status=status))
+                await context.write(HealthResponse(status=status))
                 sent = status
             await changed.wait()

@@ -407,7 +407,7 @@ def displayed(image: Input, preprocess: Preprocess) -> Pixels:
     return cast("Pixels", values.round().clip(0, 255).astype(np.uint8))
 
 
-def seen(size: Size, preprocess: Preprocess) -> Box:
+def visible_box(size: Size, preprocess: Preprocess) -> Box:
     """Return the part of a photo of this height and width that remains after resize and crop."""
     rows, columns = _axes(size, preprocess)
     (top, bottom), (left, right) = rows.edges, columns.edges
@@ -432,7 +432,7 @@ def fit(photo: Pixels, preprocess: Preprocess) -> tuple[Pixels, Box]:
     size = photo.shape[0], photo.shape[1]
     rows, columns = _axes(size, preprocess)
     cropped = _resampler(rows, columns, preprocess)(photo, rows, columns, preprocess.interpolation)
-    return _pad(cropped, rows, columns), seen(size, preprocess)
+    return _pad(cropped, rows, columns), visible_box(size, preprocess)
 
 
 def _axes(size: Size, preprocess: Preprocess) -> tuple[_CropAxis, _CropAxis]:

@@ -61,7 +61,7 @@ class Prepare:
             raise FailedPrecondition(
                 f"the transform made an input of {_describe_size(image.shape)}, and the size is {expected}"
             )
-        return image, images.seen(size, self.plain)
+        return image, images.visible_box(size, self.plain)
 
 
 def preprocess_of(

@@ -69,7 +69,7 @@ class Parameter:
     choices: tuple[str, ...] = ()
 
 
-def one(**_parameters: ParameterValue) -> int:
+def single_copy(**_parameters: ParameterValue) -> int:
     """Return 1, the number of copies of a method that uses only the image itself."""
     return 1
 
@@ -183,7 +183,7 @@ class Cam(MethodKind):
     paper: str
     parameters: tuple[Parameter, ...] = ()
     copy: Copy = itself
-    count: Count = one
+    count: Count = single_copy
     finish: Finish = as_it_is
     curvature: bool = False
     smooths: bool = False
@@ -238,7 +238,7 @@ class Saliency(MethodKind):
     finish: Finish
     paper: str
     copy: Copy = itself
-    count: Count = one
+    count: Count = single_copy
     term: Term = gradient
     squares: bool = False
     parameters: tuple[Parameter, ...] = ()

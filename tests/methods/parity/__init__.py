@@ -38,7 +38,7 @@ MODELS = {
 """By name: the model, seeded where it has no weights; the layer, None for its default; the photos."""
 
 
-def kept(function):
+def cached(function):
     """Call a function of a subject once, and cache its result as long as the subject exists."""
 
     @wraps(function)
@@ -61,7 +61,7 @@ class Subject:
         image: what the model sees, uint8 [H,W,3].
         index: of the class.
         rounded: another number for another rounding of the oracles' input, by one unit in the last place; 0 for none.
-        known: what functions marked `kept` returned for it.
+        known: what functions marked `cached` returned for it.
     """
 
     model: LoadedModel
@@ -124,14 +124,14 @@ class Subject:
         return output.permute(0, 3, 1, 2) if layout.axes == "nhwc" else output
 
 
-@kept
+@cached
 def together(subject):
     """Our raw map of every CAM that one pass over the image as it is answers, by name."""
     names = [name for name in METHODS if runs_unchanged(call(name))]
     return dict(zip(names, (explanation.heatmap for explanation in subject.explanations(names)), strict=True))
 
 
-@kept
+@cached
 def captured(subject):
     """Activations and gradients of a subject's layer, each [C,h,w], by autograd, without our code."""
     return gradients(subject, subject.input)

@@ -5,7 +5,7 @@ from math import isqrt
 from torchcam.methods import LeGrad
 
 from methods.attention_papers import blocks_of, paper, reference
-from methods.parity import Case, kept, library
+from methods.parity import Case, cached, library
 
 PAPERS = {
     "attention_rollout": "Abnar and Zuidema 2020",
@@ -15,8 +15,8 @@ PAPERS = {
 }
 
 
-@kept  # the methods share the results of the slow model
-def said(subject):
+@cached  # the methods share the results of the slow model
+def slow_outputs(subject):
     """Attention and gradients of a class token's transformer."""
     return reference(subject.theirs, subject.input, subject.index, subject.input.dtype)
 
@@ -25,7 +25,7 @@ def written_out(method):
     """The paper's formula."""
 
     def theirs(subject):
-        patches = paper(method, *said(subject))[0, 1:]
+        patches = paper(method, *slow_outputs(subject))[0, 1:]
         return patches.reshape(isqrt(len(patches)), -1)
 
     return theirs

@@ -11,7 +11,7 @@ from captum.attr import LayerGradCam
 from torch import nn
 from torch.nn import functional
 
-from methods.parity import Case, captured, gradients, kept, library, unfrozen
+from methods.parity import Case, cached, captured, gradients, library, unfrozen
 from methods.parity.made import relu6_apart
 from methods.tools import call
 
@@ -26,7 +26,7 @@ BIASED = ("efficientnet_lite0", DRAWN)
 RECTIFIED = ("efficientnet_lite0", "resnet50", "vgg16")
 
 
-@kept
+@cached
 def hooked(subject):
     """Return the activations and gradients, [1,C,h,w], that pytorch-grad-cam's hooks record."""
     with pytorch_grad_cam.GradCAM(subject.theirs, [subject.module], subject.reshape) as cam:
