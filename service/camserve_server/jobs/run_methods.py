@@ -32,7 +32,7 @@ from camserve_server.methods import (
     Scene,
     Windows,
 )
-from camserve_server.methods.kinds import Array, itself, one
+from camserve_server.methods.kinds import Array, itself, single_copy
 from camserve_server.methods.values import Edit, MethodCall
 from camserve_server.models.values import Pass
 from camserve_server.targets import weight_probability
@@ -130,7 +130,7 @@ async def _run_copies(
             by_target[index % len(run.targets)].add(maps[0], result.score, zero_gradient=zero_gradient)
 
     # The targets of one copy are next to each other, so that they share a forward pass.
-    unchanged_only = method.copy is itself and method.count is one
+    unchanged_only = method.copy is itself and method.count is single_copy
     copies: Sequence[int | None] = (None,) if unchanged_only else range(method.count(**call.parameters))
     rows = [run.row(target, (call,), copy) for copy in copies for target in run.targets]
     await run.row_runner.run(pass_, rows, add)
