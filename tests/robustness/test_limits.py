@@ -106,7 +106,7 @@ def request_limits():
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of a picture", f"{MAX_SIDE:,}", "", pictures),
         ("bytes of a reply's pictures", mib(memory.MAX_PICTURES), "", pictures),
-        ("memory for decoding and drawing, all requests", mib(memory.DRAWING_LIMIT), "", "the others wait"),
+        ("memory for decoding and drawing, all requests", mib(memory.IMAGE_MEMORY), "", "the others wait"),
         ("memory of unsent replies, all callers", mib(memory.REPLY_LIMIT), "", "other pictures are drawn later"),
         ("memory of unsent replies, one caller", mib(memory.CALLER_REPLY_LIMIT), "", "other pictures are drawn later"),
         ("memory of decoded photos, all requests", mib(memory.PHOTO_BUDGET), "", "the photo is decoded again later"),
@@ -179,7 +179,7 @@ def test_security_md_states_the_memory_limits_of_the_code():
     bounds = (
         f"messages {mib(deserialization.MESSAGE_MEMORY)}; inputs, masks and maps {mib(queue)}; "
         f"decoded photos {mib(memory.PHOTO_BUDGET)}; "
-        f"what is being decoded and drawn {mib(memory.DRAWING_LIMIT)}; replies {mib(memory.REPLY_LIMIT)}; "
+        f"what is being decoded and drawn {mib(memory.IMAGE_MEMORY)}; replies {mib(memory.REPLY_LIMIT)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
     receiving = (

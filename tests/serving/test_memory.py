@@ -118,29 +118,29 @@ def test_photo_that_was_not_kept_is_decoded_again_with_the_same_result(served, s
 
 
 def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limit(served, stub, monkeypatch):
-    drawing_limit, most = served.pipeline.drawing_limit, []
-    monkeypatch.setattr(drawing_limit, "_slots", 2_000_000)
-    take = drawing_limit._take
-    monkeypatch.setattr(drawing_limit, "_take", lambda *given: (take(*given), most.append(drawing_limit.taken)))
+    image_memory, most = served.pipeline.image_memory, []
+    monkeypatch.setattr(image_memory, "_slots", 2_000_000)
+    take = image_memory._take
+    monkeypatch.setattr(image_memory, "_take", lambda *given: (take(*given), most.append(image_memory.taken)))
     calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(12)]
 
     assert {call.code() for call in calls} == {grpc.StatusCode.OK}
     assert len(most) == 2 * 12
     assert 0 < max(most) <= 2_000_000
-    assert drawing_limit.taken == 0
+    assert image_memory.taken == 0
 
 
 def test_largest_pictures_wait_for_at_most_the_whole_memory_limit(served, stub, monkeypatch):
-    monkeypatch.setattr("camserve_server.serving.memory.DRAWING_LIMIT", 100_000)
-    monkeypatch.setattr(served.pipeline.drawing_limit, "_slots", 100_000)
+    monkeypatch.setattr("camserve_server.serving.memory.IMAGE_MEMORY", 100_000)
+    monkeypatch.setattr(served.pipeline.image_memory, "_slots", 100_000)
 
     assert explaining(stub, rendering=DRAWN, top_k=2)().code() is grpc.StatusCode.OK
 
 
 def test_decoding_counts_with_the_memory_that_it_takes(served, stub, monkeypatch):
-    drawing_limit, most = served.pipeline.drawing_limit, []
-    take = drawing_limit._take
-    monkeypatch.setattr(drawing_limit, "_take", lambda caller, places: (take(caller, places), most.append(places)))
+    image_memory, most = served.pipeline.image_memory, []
+    take = image_memory._take
+    monkeypatch.setattr(image_memory, "_take", lambda caller, places: (take(caller, places), most.append(places)))
     looking = [stub.InspectLayers.future(explain_pb2.InspectLayersRequest(image=PHOTO), timeout=60) for _ in range(4)]
     calls = [explaining(stub)() for _ in range(4)]
 

@@ -111,7 +111,7 @@ class Call:
         request_id: id of the request, from the caller or generated.
         deadline: deadline on the event loop's clock.
         caller: name of the caller's token, or the caller's address.
-        unsent: stack that releases the reply's memory; closed when the reply has been sent.
+        until_sent: stack that releases the reply's memory; closed when the reply has been sent.
         fields: fields of the call's line in the log.
         telemetry: telemetry that counts the call; None if it is off.
         trace: trace of the call; None if telemetry is off.
@@ -121,7 +121,7 @@ class Call:
     request_id: str
     deadline: float
     caller: str
-    unsent: ExitStack = field(default_factory=ExitStack)
+    until_sent: ExitStack = field(default_factory=ExitStack)
     fields: dict[str, object] = field(default_factory=dict)
     telemetry: Telemetry | None = None
     trace: RequestTrace | None = None
@@ -189,7 +189,7 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     deadline = math.inf if remaining is None else began + remaining
     call = Call(_request_id(context), deadline, caller_of(context))
-    context.add_done_callback(lambda _context: call.unsent.close())  # type: ignore[arg-type]  # accepts any callable
+    context.add_done_callback(lambda _context: call.until_sent.close())  # type: ignore[arg-type]  # accepts any callable
     logs.REQUEST_ID.set(call.request_id)
     call.begin(state, rpc, context)
     context.set_trailing_metadata((("x-request-id", call.request_id),))

@@ -20,7 +20,7 @@ T = TypeVar("T")
 async def evaluate(
     pipeline: Pipeline,
     request: EvaluateRequest,
-    unsent: ExitStack,
+    until_sent: ExitStack,
     *,
     encode: Callable[[ExplainResult], T],
     deadline: float = math.inf,
@@ -30,7 +30,7 @@ async def evaluate(
     Args:
         pipeline: runs the request.
         request: the explanations to compute, and the metrics to evaluate them by.
-        unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
+        until_sent: stack that the caller closes when the reply is sent, to release the reply's memory.
         encode: makes the reply from the explanations; called in the thread that drew the last picture.
         deadline: time on the event loop's clock after which no row of the request starts.
 
@@ -55,4 +55,4 @@ async def evaluate(
     rows = min(request.assessment.rows, chunk)
     size = memory.MASK * rows * math.prod(job.model.preprocess.size) + memory.map_bytes(job)
     async with pipeline.admit(job.model, rows, size=size):
-        return await pipeline.run(request.explain, compute, encode, deadline, unsent), readings
+        return await pipeline.run(request.explain, compute, encode, deadline, until_sent), readings

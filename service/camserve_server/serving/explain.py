@@ -50,7 +50,7 @@ class Pipeline:
         threads: threads that decode and draw; callers take turns.
         limits: limits on one request.
         photo_budget: memory for decoded photos that are kept until their maps are drawn.
-        drawing_limit: memory for photos being decoded and pictures being drawn.
+        image_memory: memory for photos being decoded and pictures being drawn.
         reply_limit: memory for replies that are not sent yet.
         origin: the caller of the requests, and the trace of the current one.
     """
@@ -60,7 +60,7 @@ class Pipeline:
     threads: FairThreads
     limits: Limits
     photo_budget: MemoryBudget = field(default_factory=memory.photo_budget)
-    drawing_limit: Admission = field(default_factory=memory.drawing_limit)
+    image_memory: Admission = field(default_factory=memory.image_memory)
     reply_limit: Admission = field(default_factory=memory.reply_limit)
     origin: Origin = IN_PROCESS
 
@@ -81,7 +81,7 @@ class Pipeline:
     async def explain(
         self,
         request: ExplainRequest,
-        unsent: ExitStack,
+        until_sent: ExitStack,
         *,
         encode: Callable[[ExplainResult], T],
         deadline: float = math.inf,
@@ -92,7 +92,7 @@ class Pipeline:
 
         Args:
             request: the job, the photo, and the pictures to draw.
-            unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
+            until_sent: stack that the caller closes when the reply is sent, to release the reply's memory.
             encode: makes the reply from the result; called in the thread that drew the last picture, else on the loop.
             deadline: time on the event loop's clock after which no row enters a batch. The other steps end when gRPC
                 cancels the call.
@@ -115,7 +115,7 @@ class Pipeline:
         rows = min(request.job.rows, chunk)
         size = memory.input_bytes(request.job, rows) + memory.map_bytes(request.job)
         async with self.admit(request.job.model, rows, size=size, wait=wait):
-            return await self.run(request, compute, encode, deadline, unsent)
+            return await self.run(request, compute, encode, deadline, until_sent)
 
     @asynccontextmanager
     async def admit(self, model: ModelInfo, rows: int, *, size: int, wait: bool = False) -> AsyncIterator[None]:
@@ -142,7 +142,7 @@ class Pipeline:
         compute: Compute,
         encode: Callable[[ExplainResult], T],
         deadline: float,
-        unsent: ExitStack,
+        until_sent: ExitStack,
     ) -> T:
         """Decode the photo of an admitted request, compute its explanations, draw them, and make the reply.
 
@@ -152,7 +152,7 @@ class Pipeline:
             encode: makes the reply from the result.
             deadline: time on the event loop's clock after which no row enters a batch. The other steps end when gRPC
                 cancels the call.
-            unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
+            until_sent: stack that the caller closes when the reply is sent, to release the reply's memory.
         """
         clock, trace = asyncio.get_running_loop().time, self.origin.record
         times = _Times(clock, began=clock())
@@ -160,7 +160,7 @@ class Pipeline:
         async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
             await self.batcher.submit(pass_, rows, collect, deadline, times.timings, self.origin)
 
-        async with self.decoding(request.image):
+        async with self.reserve_decoding(request.image):
             photo = await self._run_in_steps(prepare_photo(request, self.limits))
         times.decoded = clock()
         if trace:
@@ -171,7 +171,7 @@ class Pipeline:
             times.computed = clock()
             if trace:
                 trace.explained += [(each.call.name, each.verdict.name) for each in result.explanations]
-            return await self._draw_and_reply(request, photo, result, encode, times, unsent)
+            return await self._draw_and_reply(request, photo, result, encode, times, until_sent)
 
     async def _draw_and_reply(
         self,
@@ -180,7 +180,7 @@ class Pipeline:
         result: jobs.JobResult,
         encode: Callable[[ExplainResult], T],
         times: "_Times",
-        unsent: ExitStack,
+        until_sent: ExitStack,
     ) -> T:
         """Draw the explanations and make the reply, once memory for the pictures and the reply is reserved."""
 
@@ -189,7 +189,7 @@ class Pipeline:
             prediction = ModelPrediction(request.job.model, result.logits, photo.seen)
             return encode(ExplainResult(prediction, explanations, photo.size, photo.receipt, timing))
 
-        await self.reserve_reply(estimate_reply(request, photo, result.explanations), unsent)
+        await self.reserve_reply(estimate_reply(request, photo, result.explanations), until_sent)
         if not (request.rendering.pictures or request.rendering.intensity):
             return make_reply(list(result.explanations))
         async with self._reserve_drawing(memory_to_draw(request, photo)):
@@ -199,22 +199,22 @@ class Pipeline:
             trace.stage("render", times.computed, times.clock())
         return reply
 
-    async def reserve_reply(self, size: int, unsent: ExitStack) -> None:
+    async def reserve_reply(self, size: int, until_sent: ExitStack) -> None:
         """Reserve memory for a reply and its copies; wait until there is enough.
 
         Args:
             size: bytes of the reply.
-            unsent: stack that the caller closes when the reply is sent, to release the memory.
+            until_sent: stack that the caller closes when the reply is sent, to release the memory.
         """
         reserved = min(memory.REPLY_COPIES * size, memory.CALLER_REPLY_LIMIT)
-        unsent.callback(await self.reply_limit.hold(reserved, caller=self.origin.caller, wait=True))
+        until_sent.callback(await self.reply_limit.hold(reserved, caller=self.origin.caller, wait=True))
 
-    def decoding(self, data: bytes) -> Reservation:
+    def reserve_decoding(self, data: bytes) -> Reservation:
         """Reserve memory inside the block to decode a photo; wait until there is enough."""
         return self._reserve_drawing(images.memory_to_decode(data))
 
     def _reserve_drawing(self, size: int) -> Reservation:
-        return self.drawing_limit.admit(min(size, memory.DRAWING_LIMIT), caller=self.origin.caller, wait=True)
+        return self.image_memory.admit(min(size, memory.IMAGE_MEMORY), caller=self.origin.caller, wait=True)
 
     async def _run_in_steps(self, steps: Generator[None, None, T]) -> T:
         """Run a generator in threads, and return its result.

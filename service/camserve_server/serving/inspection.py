@@ -81,14 +81,14 @@ async def inspect(pipeline: Pipeline, request: InspectRequest, *, deadline: floa
 
 
 async def features(
-    pipeline: Pipeline, request: FeaturesRequest, unsent: ExitStack, *, deadline: float = math.inf
+    pipeline: Pipeline, request: FeaturesRequest, until_sent: ExitStack, *, deadline: float = math.inf
 ) -> FeaturesResult:
     """Return the highest-ranked channels of a layer for one image.
 
     Args:
         pipeline: runs the request.
         request: the layer, the target and the image, and how to rank and draw the channels.
-        unsent: stack that the caller closes when the reply is sent, to release the reply's memory.
+        until_sent: stack that the caller closes when the reply is sent, to release the reply's memory.
         deadline: time on the event loop's clock after which the row does not start.
 
     Raises:
@@ -97,7 +97,7 @@ async def features(
     colours = _colours(request.colormap)
     pass_ = Pass(request.model.key, "features", request.model.preprocess.size, (request.layer,))
     async with _run(pipeline, request, pass_, deadline) as run:
-        await pipeline.reserve_reply(_feature_bytes(request), unsent)
+        await pipeline.reserve_reply(_feature_bytes(request), until_sent)
         began = time.perf_counter()
         channels, picture = await pipeline.in_thread(_rank_and_draw, request, run, colours)
         count, height, width = run.result.features[0].shape
@@ -130,7 +130,7 @@ async def _run(
     size = memory.RGB * math.prod(request.model.preprocess.size) + _feature_bytes(request)
     async with pipeline.admit(request.model, 1, size=size):
         began = time.perf_counter()
-        async with pipeline.decoding(request.image):
+        async with pipeline.reserve_decoding(request.image):
             photo = await pipeline.in_thread(_prepare, request.image, request.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
         rows = [Row(photo.image, request.target, features=pass_.kind == "features")]

@@ -11,8 +11,8 @@ from camserve_server.scheduling.admission import Admission, MemoryBudget
 
 MAX_WAITING_PHOTO = 3_000_000  # bytes of a decoded photo kept while its request waits; larger ones are decoded again
 PHOTO_BUDGET = 32 * 2**20  # bytes of all decoded photos kept; a photo that does not fit is decoded again
-DRAWING_LIMIT = 160 * 2**20  # bytes of all photos being decoded and pictures being drawn; other requests wait
-MIN_CALLER_SHARE = 8 * 2**20  # bytes of DRAWING_LIMIT and of REPLY_LIMIT that each caller may always use
+IMAGE_MEMORY = 160 * 2**20  # bytes of all photos being decoded and pictures being drawn; other requests wait
+MIN_CALLER_SHARE = 8 * 2**20  # bytes of IMAGE_MEMORY and of REPLY_LIMIT that each caller may always use
 MAX_PICTURES = 32 * 2**20  # bytes of the pictures in one reply
 REPLY_LIMIT = 96 * 2**20  # bytes of all unsent replies, with their copies; other requests wait before they are drawn
 CALLER_REPLY_LIMIT = 64 * 2**20  # bytes of REPLY_LIMIT for one caller: one that reads nothing cannot block the others
@@ -28,9 +28,9 @@ def photo_budget() -> MemoryBudget:
     return MemoryBudget(PHOTO_BUDGET)
 
 
-def drawing_limit() -> Admission:
+def image_memory() -> Admission:
     """Return a new limit on the memory of photos being decoded and pictures being drawn; requests wait for it."""
-    return Admission(DRAWING_LIMIT, MIN_CALLER_SHARE, line=math.inf)
+    return Admission(IMAGE_MEMORY, MIN_CALLER_SHARE, line=math.inf)
 
 
 def reply_limit() -> Admission:

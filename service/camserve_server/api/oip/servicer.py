@@ -220,8 +220,8 @@ async def _explain_images(
     async def explain_image(index: int, explain_request: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
         # The memory is released before the response is sent: on a stream, an earlier response may wait to be sent and
         # hold memory that this request, whose response must follow it, waits for.
-        with convert_fields(index, len(explain_requests)), ExitStack() as unsent:
-            return await explain(pipeline, explain_request, replace(call, unsent=unsent), wait=wait)
+        with convert_fields(index, len(explain_requests)), ExitStack() as until_sent:
+            return await explain(pipeline, explain_request, replace(call, until_sent=until_sent), wait=wait)
 
     tasks = [asyncio.ensure_future(explain_image(*item)) for item in enumerate(explain_requests)]
     try:

@@ -44,7 +44,7 @@ async def _evaluate(
         response, readings = await evaluate(
             call.bind(pipeline),
             evaluate_request,
-            call.unsent,
+            call.until_sent,
             encode=partial(codec.explain_response, evaluate_request.explain),
             deadline=call.deadline,
         )

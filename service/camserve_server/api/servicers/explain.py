@@ -43,7 +43,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
 
             async def answer(item: explain_pb2.ExplainStreamRequest, write: Write) -> None:
                 item_call = call.item(item.request_id)
-                with item_call.unsent:
+                with item_call.until_sent:
                     async with progress_reporter(item, write) as progress:
                         reply = await self._reply(item, item_call, progress)
                     await write(reply)
@@ -89,7 +89,7 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             pipeline = self._state.require_open()
             features_request = codec.read_extraction(request, pipeline.models, pipeline.limits)
             result = await inspection.features(
-                call.bind(pipeline), features_request, call.unsent, deadline=call.deadline
+                call.bind(pipeline), features_request, call.until_sent, deadline=call.deadline
             )
             response = codec.features_response(features_request, result)
             response.request_id = call.request_id
@@ -121,7 +121,7 @@ async def explain(
     explain_request = codec.read_explanation(request, pipeline.models, pipeline.limits)
     return await call.bind(pipeline).explain(
         explain_request,
-        call.unsent,
+        call.until_sent,
         encode=partial(codec.explain_response, explain_request),
         deadline=call.deadline,
         wait=wait,
