@@ -209,7 +209,7 @@ async def receive_first(requests: AsyncIterator[Any], seconds: float) -> Any:
         seconds: the time to wait for the message.
 
     Raises:
-        DeadlineExceeded: the message did not arrive in time.
+        DeadlineExceeded: the message did not arrive within the server's time limit.
         InvalidArgument: the call ended without a message.
     """
     try:

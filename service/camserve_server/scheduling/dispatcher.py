@@ -25,7 +25,7 @@ from camserve_server.scheduling.worker_handle import WorkerHandle
 
 
 class Dispatcher:
-    """Takes batches from the queue for workers that are free.
+    """Gives batches from the queue to free workers.
 
     Args:
         queue: the rows that wait.
@@ -95,7 +95,9 @@ class Dispatcher:
                 return []
             await self._wait_for_full_batch()
             if not all(event.is_set() for event in required):
-                self._queue.work_available.set()  # `_wait_for_full_batch` cleared it, and other workers wait for it
+                # A worker was paused, or partition 0 took the whole worker, while this task waited. It starts over, and
+                # sets the event that `_wait_for_full_batch` cleared, because other workers wait for it.
+                self._queue.work_available.set()
                 continue
             if batch := self._queue.form(self._max_inputs(worker, partition), _now(), in_parallel=partition == 1):
                 worker.inputs[partition] = count_inputs(batch)

@@ -106,7 +106,7 @@ class Pipeline:
             ServiceError: the request was refused, or failed.
         """
         render.colormap(request.rendering.colormap)  # an unknown name is refused before it costs anything
-        chunk = self.limits.chunk
+        chunk = self.limits.chunk  # the largest number of rows that one request has in the queue
 
         async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:
             job = replace(request.job, targets=photo.targets)
@@ -241,7 +241,7 @@ def _run_step(steps: Generator[None, None, T]) -> tuple[T] | None:
 
 @dataclass(slots=True)
 class _Times:
-    """Times at which the steps of a request ended, on the event loop's clock.
+    """Stopwatch of one request: the times at which its steps ended, on the event loop's clock.
 
     Attributes:
         clock: the event loop's clock.
