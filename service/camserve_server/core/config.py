@@ -38,7 +38,7 @@ class Settings(BaseModel):
     device: str = Field(
         default="auto",
         description="Where models run: `auto` (the first usable GPU, else the CPU), `cpu`, `cuda:N`, or `cuda` for"
-        " every GPU. Separate several with commas. Each entry starts one worker, so naming a device twice starts two"
+        " every GPU. Separate several with commas. Each device starts one worker. Naming a device twice starts two"
         " workers on it.",
     )
     isolation: Literal["process", "thread"] = Field(
@@ -53,7 +53,7 @@ class Settings(BaseModel):
     )
     traces: bool = Field(
         default=False,
-        description="Send OpenTelemetry traces, as its standard `OTEL_*` environment variables configure it. Needs"
+        description="Send OpenTelemetry traces, configured by the standard `OTEL_*` environment variables. Needs"
         " `camserve[otel]`.",
     )
     max_batch_seconds: float = Field(
@@ -69,7 +69,7 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         le=4096,
-        description="Maximum inputs in a batch. The targets of one image share one input. 0 uses 8 on a CPU"
+        description="Maximum inputs (not rows) in a batch. The targets of one image share one input. 0 uses 8 on a CPU"
         " and 64 on a GPU. Batches are smaller where the memory does not suffice.",
     )
     max_batch_mib: int = Field(

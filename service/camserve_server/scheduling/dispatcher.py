@@ -4,12 +4,12 @@ No timer holds a batch back unless `max_delay` asks for it: while a worker runs 
 accumulate.
 
 A worker on a CPU may run two batches at once, each on a partition of half of its cores, and does so as soon as two
-inputs wait. Two batches on half of the cores each take as long together as one after the other on all cores. But a core
-that is interrupted by other work of the server delays only one of the two, and a later request finds a free partition
-sooner. A single input gets all cores.
+inputs wait, unless only full batches share (see `policy`). Two batches on half of the cores each take as long together
+as one after the other on all cores. But a core that is interrupted by other work of the server delays only one of the
+two, and a later request finds a free partition sooner. A single input gets all cores.
 
-A GPU is not divided. It gets two batches of full size, each in a stream of its own: while it computes one, the inputs
-of the other are on their way to it, or its results on their way back.
+A GPU is not divided. Its partitions 0 and 1 are two CUDA streams, and each gets batches of full size: while the GPU
+computes one, the inputs of the other are on their way to it, or its results on their way back.
 
 Rows that are run again (see `executor`) go before all others, with no other batch on the worker.
 """
@@ -58,7 +58,7 @@ class Dispatcher:
         return tasks
 
     async def _serve(self, worker: WorkerHandle) -> None:
-        """Run batches on partition 0, or on the whole worker if no second batch may run."""
+        """Run batches on partition 0, or on the whole worker if nothing should run beside them; run rows again."""
         while True:
             batch = await self._next_batch(worker, 0)
             if not batch:
@@ -108,7 +108,7 @@ class Dispatcher:
             self._clear_event(worker, partition)
 
     def _clear_event(self, worker: WorkerHandle, partition: Partition) -> None:
-        """Clear the event that this partition waited for: it may run none of the waiting rows, and would spin."""
+        """Clear an event, as this partition may run none of the waiting rows: its task would loop without a pause."""
         if partition and (self._queue or self._executor.reruns):
             worker.shared.clear()  # the next rows may not run beside another batch: partition 0 takes them
         elif not self._executor.reruns:

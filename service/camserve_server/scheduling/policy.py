@@ -1,9 +1,9 @@
 """Batching policy: the rules that decide which rows run next, as pure functions.
 
 1. Callers take turns. The next batch starts with the caller whose last turn was longest ago, however much others sent.
-2. That caller's most urgent pass is served: the one that has waited longest since it was last served, or whose nearest
-   deadline comes first. A pass in which only long requests wait goes after passes with short ones, unless it has waited
-   for a second, or a deadline is less than a second away.
+2. That caller's most urgent pass is served (a `Pass` is what the rows of a batch have in common): the one that has
+   waited longest since it was last served, or whose nearest deadline comes first. A pass in which only long requests
+   wait goes after passes with short ones, unless it has waited for a second, or a deadline is less than a second away.
 3. The batch is filled with rows of the same pass from all callers, one request of each caller in turn. A caller's
    requests with a near deadline go first, then those with the fewest rows left. So of many equal long requests, the
    first to begin is the first to end.
@@ -11,8 +11,8 @@
 5. While short requests keep arriving, that quarter is all that long requests get. A batch cannot be interrupted, so a
    batch that a short request waits for must itself be short.
 
-The rules for running two batches at once on one worker are here too. `queue` and `dispatcher` apply them.
-Times are in seconds, on one clock.
+The rules for two batches at once on one worker, and for the pause before a retry, are here too. `queue`, `dispatcher`
+and `batcher` apply the rules. Times are in seconds, on one clock.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,8 +70,8 @@ def pass_urgency(
 ) -> tuple[bool, float]:
     """Return the sort key of one caller's passes: the pass with the smallest key is served.
 
-    A pass is due one second after its last turn or the arrival of its oldest request, or at its nearest deadline. A
-    pass in which only long requests wait is sorted after the others until it is due, or its nearest deadline is near.
+    A pass is due one second after it was last served or its oldest request arrived, whichever is later. A pass in which
+    only long requests wait is sorted after the others until it is due or its nearest deadline is near.
 
     Args:
         now: current time.
@@ -108,15 +108,18 @@ def inputs_for_oldest(batch_inputs: int, batches: int) -> int:
 
 
 def inputs_for_long(batch_inputs: int, *, short_expected: bool) -> int:
-    """Return how many inputs of a batch a long request may fill: a quarter while a short request is expected."""
+    """Return up to how many inputs, counting those of all requests, a long request may fill a batch.
+
+    It is a quarter of the batch while a short request is expected.
+    """
     return max(1, batch_inputs // OLDEST_SHARE) if short_expected else batch_inputs
 
 
 def only_full_batches_share(*, collects: bool, has_long: bool, short_expected: bool) -> bool:
     """Return True if two batches share a worker only when both are full.
 
-    Either rows are held back until a batch is full (`collects`), or short requests arrive while long ones wait. Then a
-    long request must not take a partition that a short one would wait for.
+    Either rows are held back until a batch is full (`collects`), or short requests arrive while long ones wait. In the
+    second case, a long request must not take a partition that a short one would wait for.
     """
     return collects or (has_long and short_expected)
 

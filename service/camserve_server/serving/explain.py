@@ -2,10 +2,10 @@
 
 1. Admit: reserve room in the queue, or refuse the request (`scheduling`).
 2. Decode: make the model's input from the photo, in a thread (`photos`, `imaging`).
-3. Run: plan the job into rows, and run them in batches with those of other requests (`jobs`, `scheduling`, `workers`,
+3. Run: divide the job into rows, and run them in batches with those of other requests (`jobs`, `scheduling`, `workers`,
    `engine`). Methods turn what the layers return into maps (`methods`).
 4. Draw: colour the maps and encode the pictures, in a thread (`drawing`, `imaging.render`).
-5. Reply: let the caller encode the `ExplainResult`, in the same thread if pictures were drawn.
+5. Reply: make the reply from the `ExplainResult` with the given `encode`, in the same thread if anything was drawn.
 
 This module knows no protocol: gRPC, the Open Inference Protocol and the in-process API all call `Pipeline.explain`.
 """
@@ -52,7 +52,7 @@ class Pipeline:
         photo_budget: memory for decoded photos that are kept until their maps are drawn.
         image_memory: memory for photos being decoded and pictures being drawn.
         reply_limit: memory for replies that are not sent yet.
-        origin: the caller of the requests, and the trace of the current one.
+        origin: the caller and the trace of the request; see `for_caller`.
     """
 
     repository: ModelRepository
@@ -92,10 +92,10 @@ class Pipeline:
 
         Args:
             request: the job, the photo, and the pictures to draw.
-            until_sent: stack that the caller closes when the reply is sent, to release the reply's memory.
-            encode: makes the reply from the result; called in the thread that drew the last picture, else on the loop.
-            deadline: time on the event loop's clock after which no row enters a batch. The other steps end when gRPC
-                cancels the call.
+            until_sent: stack that the calling code closes when the reply is sent, to release the reply's memory.
+            encode: makes the reply from the result; called in the thread of the last drawing step, or on the loop.
+            deadline: time on the event loop's clock after which no row enters a batch. The other steps end when the
+                call is cancelled.
             wait: True to wait for room in the queue instead of being refused.
             progress: called with the number of rows done and the number of all rows.
 
@@ -119,7 +119,7 @@ class Pipeline:
 
     @asynccontextmanager
     async def admit(self, model: ModelInfo, rows: int, *, size: int, wait: bool = False) -> AsyncIterator[None]:
-        """Reserve room in the queue inside the block, and keep the request's version of the model loaded.
+        """Hold room in the queue, and keep the request's version of the model loaded, until the block ends.
 
         Args:
             model: the model of the request.
@@ -150,9 +150,9 @@ class Pipeline:
             request: the photo, and the pictures to draw.
             compute: computes the explanations.
             encode: makes the reply from the result.
-            deadline: time on the event loop's clock after which no row enters a batch. The other steps end when gRPC
-                cancels the call.
-            until_sent: stack that the caller closes when the reply is sent, to release the reply's memory.
+            deadline: time on the event loop's clock after which no row enters a batch. The other steps end when the
+                call is cancelled.
+            until_sent: stack that the calling code closes when the reply is sent, to release the reply's memory.
         """
         clock, trace = asyncio.get_running_loop().time, self.origin.record
         times = _Times(clock, began=clock())
@@ -204,13 +204,13 @@ class Pipeline:
 
         Args:
             size: bytes of the reply.
-            until_sent: stack that the caller closes when the reply is sent, to release the memory.
+            until_sent: stack that the calling code closes when the reply is sent, to release the memory.
         """
         reserved = min(memory.REPLY_COPIES * size, memory.CALLER_REPLY_LIMIT)
         until_sent.callback(await self.reply_limit.hold(reserved, caller=self.origin.caller, wait=True))
 
     def reserve_decoding(self, data: bytes) -> Reservation:
-        """Reserve memory inside the block to decode a photo; wait until there is enough."""
+        """Hold memory to decode a photo until the block ends; wait until there is enough."""
         return self._reserve_drawing(images.memory_to_decode(data))
 
     def _reserve_drawing(self, size: int) -> Reservation:
