@@ -342,8 +342,8 @@ def test_without_acceleration_the_loaded_module_runs_unchanged(unaccelerated, ki
     assert model.for_pass(Pass(model.info.name, kind, (64, 64), tuple(layers))).module is model.module is module
     assert not any("forward" in vars(child) for child in module.modules())
     own = {id(parameter) for parameter in module.parameters()}
-    assert seen.given
-    for image, weight in seen.given:
+    assert seen.inputs
+    for image, weight in seen.inputs:
         assert id(weight) in own
         assert weight.is_contiguous()
         assert image.dtype == weight.dtype == torch.float32

@@ -75,8 +75,8 @@ def test_images_and_weights_follow_the_choice(spec, channels_last):
         with Convolutions() as seen:
             heatmaps(model)
 
-    assert len(seen.given) == 20
-    for image, weight in seen.given:
+    assert len(seen.inputs) == 20
+    for image, weight in seen.inputs:
         assert image.is_contiguous(memory_format=FORMATS[channels_last])
         assert weight.is_contiguous(memory_format=FORMATS[channels_last])
 
@@ -150,7 +150,7 @@ def test_model_that_cannot_be_timed_stays_channels_last(caplog, error):
             heatmaps(model)
 
     assert model.info.channels_last
-    assert all(weight.is_contiguous(memory_format=torch.channels_last) for _, weight in seen.given)
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for _, weight in seen.inputs)
     assert f"the memory layouts could not be timed ({type(error).__name__}: planted)" in caplog.text
 
 
