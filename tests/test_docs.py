@@ -200,7 +200,7 @@ def paste(embedded, tmp_path, monkeypatch):
         exec(code(document, opening), names)  # noqa: S102 -- that is the promise
         return names
 
-    with camserve.Client(embedded) as client:
+    with camserve.Client(embedded, timeout=600) as client:  # hundreds of rows, on a machine that may be busy
         yield run
 
 
