@@ -308,7 +308,7 @@ class MetricInfo(_message.Message):
     name: _builtins.str
     """Name of the metric, as in a request."""
     summary: _builtins.str
-    """What the metric measures, in one sentence."""
+    """Description of the metric, in one sentence."""
     formula: _builtins.str
     """Formula of the metric, in words and symbols."""
     paper: _builtins.str

@@ -391,7 +391,7 @@ Global___Parameter: _TypeAlias = Parameter  # noqa: Y015
 
 @_typing.final
 class Target(_message.Message):
-    """What to explain: the logit of a class, or another score.
+    """Target of an explanation: the logit of a class, or another score.
 
     The model's task (see Model.task) determines which kinds are possible:
       - class_index, label, contrast: "classify", "multilabel" and "regress".

@@ -549,7 +549,7 @@ class MethodInfo(_message.Message):
     kind: Global___MethodKind.ValueType
     """Kind of the method."""
     summary: _builtins.str
-    """What the method does, in one sentence."""
+    """Description of the method, in one sentence."""
     paper: _builtins.str
     """Paper that defines the method."""
     rows: _builtins.int
@@ -562,7 +562,7 @@ class MethodInfo(_message.Message):
     eigen_smoothing: _builtins.bool
     """True if the method accepts Method.eigen_smoothing."""
     needs: _builtins.str
-    """What the method requires of a model or of the server's installation, in words; empty for nothing."""
+    """Requirements of the method for a model or for the server's installation, as text; empty if it has none."""
     formula: _builtins.str
     """Formula of the method, in words and symbols."""
     @_builtins.property
@@ -607,7 +607,7 @@ class ParameterInfo(_message.Message):
     name: _builtins.str
     """Name of the parameter, as in a request."""
     summary: _builtins.str
-    """What the parameter does, in one sentence."""
+    """Description of the parameter, in one sentence."""
     minimum: _builtins.float
     """Smallest number allowed, unless the parameter has choices."""
     maximum: _builtins.float
