@@ -689,7 +689,7 @@ RECEIPT = Receipt("timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3"
 
 def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, heatmap=True):
     logits = np.asarray(logits, np.float32)
-    request = ExplainRequest(Job(net, (), (), ()), b"", Rendering(heatmap=heatmap), predictions)
+    request = ExplainRequest(Job(net, (), (), ()), Rendering(heatmap=heatmap), predictions, b"")
     prediction = ModelPrediction(net, logits, Box(80.0, 0.0, 560.0, 480.0))
     timing = Timing(0.001, 0.002, 0.003, 0.004, 5)
     return codec.explain_response(request, ExplainResult(prediction, list(answers), (480, 640), RECEIPT, timing))

@@ -96,7 +96,9 @@ class ReceiveLimiter:
             caller: the caller that sends the message.
             connection: the connection over which the message is sent.
         """
-        slots = self._callers.setdefault(caller, _CallerSlots(self._slots))
+        slots = self._callers.get(caller)
+        if slots is None:
+            slots = self._callers[caller] = _CallerSlots(self._slots)
         return ReceiveSlot(connection, slots, partial(self._forget_if_unused, caller, slots))
 
     def _forget_if_unused(self, caller: str, slots: "_CallerSlots") -> None:
@@ -114,7 +116,7 @@ class ReceiveSlot:
         on_exit: function that is called after the block.
         received: True if the message has arrived; until then the slot may be taken away.
         acquired_at: time of acquisition, on the event loop's clock.
-        acquired: event that is set when the slot is acquired.
+        acquired: event that is set when the slot is acquired; None if it did not have to wait.
     """
 
     connection: str
@@ -122,7 +124,7 @@ class ReceiveSlot:
     on_exit: Callable[[], None]
     received: bool = False
     acquired_at: float = 0.0
-    acquired: asyncio.Event = field(default_factory=asyncio.Event)
+    acquired: asyncio.Event | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -164,12 +166,15 @@ class _CallerSlots:
             self._hold(slot)
             return
         self.waiting.setdefault(slot.connection, {})[slot] = None
+        slot.acquired = asyncio.Event()
         self._start_timer()
         await slot.acquired.wait()
 
     def release(self, slot: ReceiveSlot) -> None:
         """Release a slot, or remove it from the waiting ones; then assign free slots to waiting calls."""
         self.held.pop(slot, None)
+        if not self.waiting:
+            return
         self._remove_waiting(slot)
         while self.waiting and len(self.held) < self.limit:
             following = next(iter(self.waiting[self.turns.next(self.waiting)]))
@@ -186,7 +191,8 @@ class _CallerSlots:
         slot.acquired_at = asyncio.get_running_loop().time()
         self.held[slot] = None
         self.turns.record_turn(slot.connection)
-        slot.acquired.set()
+        if slot.acquired:
+            slot.acquired.set()
 
     def _start_timer(self) -> None:
         if self.waiting and self.timer is None:

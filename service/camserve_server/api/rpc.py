@@ -59,6 +59,7 @@ class ServerState:
         arrived: the number of calls since the server started.
         telemetry: telemetry of requests; None if it is off.
         names: names of spans by the short names of the RPCs.
+        log_share: share of the successful calls that are logged, 0 to 1.
     """
 
     stream_in_flight: int
@@ -69,6 +70,7 @@ class ServerState:
     arrived: int = 0
     telemetry: Telemetry | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    log_share: float = 1.0
 
     def require_open(self) -> Pipeline:
         """Return the pipeline for a new request.
@@ -172,12 +174,21 @@ class Call:
             self.trace.reason = error.shed_reason
         return STATUS[type(error)]
 
-    def end(self, name: str, code: grpc.StatusCode, began: float) -> None:
-        """Write the line of the log, and end the trace."""
+    def end(self, name: str, code: grpc.StatusCode, began: float, log_share: float) -> None:
+        """Write the line of the log, and end the trace.
+
+        Args:
+            name: name of the RPC.
+            code: status of the call.
+            began: time at which the call began.
+            log_share: share of the successful calls that are logged.
+        """
         now = asyncio.get_running_loop().time()
         if code is grpc.StatusCode.CANCELLED and now - began >= DEADLINE_TOLERANCE * (self.deadline - began):
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-        log.info(name, extra=logs.fields(code=code.name, ms=round(1e3 * (now - began), 1), **self.fields))
+        if log_share == 1 or code is not grpc.StatusCode.OK or random.random() < log_share:  # noqa: S311 -- no secret
+            fields = {"code": code.name, "ms": round(1e3 * (now - began), 1), **self.fields}
+            logs.write_access_line(log, name, fields)
         if self.telemetry and self.trace:
             self.telemetry.end(self.trace, code.name)
 
@@ -203,7 +214,7 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
         code = call.fail(service_error)
         await context.abort(code, service_error.message, trailers_of(service_error, call.request_id))
     finally:
-        call.end(rpc, code, began)
+        call.end(rpc, code, began, state.log_share)
 
 
 async def run_item(state: ServerState, call: Call, rpc: str, work: Awaitable[T]) -> T | ServiceError:
@@ -227,7 +238,7 @@ async def run_item(state: ServerState, call: Call, rpc: str, work: Awaitable[T])
         code = grpc.StatusCode.OK
         return result
     finally:
-        call.end(f"{rpc} item", code, began)
+        call.end(f"{rpc} item", code, began, state.log_share)
 
 
 def caller_of(context: Context) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeAlias
 
@@ -26,6 +26,7 @@ from camserve_server.methods import add_plugins
 from camserve_server.models import ModelSpec, Source, parse, spec_of_network
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import FairThreads
+from camserve_server.scheduling.threads import ThreadPool
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.model_loading import LOADING_THREAD
 from camserve_server.serving.pool_health import HealthListener
@@ -64,7 +65,7 @@ async def open_pipeline(
     devices = await asyncio.to_thread(_prepare_devices, settings)
     settings = settings.model_copy(update={"device": ",".join(devices)})
     _warn_of_precisions(specs.values(), devices)
-    with ThreadPoolExecutor(settings.threads or cores(), thread_name_prefix="image") as pool:
+    with ThreadPool(settings.threads or cores(), "image") as pool:
         async with WorkerPool(settings, on_health_change, sink, watch=watch) as workers:
             repository = ModelRepository(workers, specs, settings)
             try:
@@ -153,7 +154,12 @@ async def serve(
     Raises:
         ConfigError: the address, a certificate or the tokens file cannot be used, or no model can be loaded.
     """
-    state = ServerState(settings.stream_in_flight, settings.idle_seconds, names={**RPC_NAMES, **oip.NAMES})
+    state = ServerState(
+        settings.stream_in_flight,
+        settings.idle_seconds,
+        names={**RPC_NAMES, **oip.NAMES},
+        log_share=settings.access_log_share,
+    )
     checks = HealthServicer()
     auth.check(settings)
     credentials = auth.credentials(settings)

@@ -168,6 +168,13 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged: `debug`, `info`, `warning` or `error`."
     )
+    access_log_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of the successful calls that are logged, from 0 for none to 1 for all. Failed calls are"
+        " always logged.",
+    )
     log_format: Literal["text", "json"] = Field(
         default="text", description="Format of the log: `text` for people, `json` for programs."
     )

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import time
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,7 +13,24 @@ CALLER: ContextVar[str] = ContextVar("caller", default="")
 """Name of the token that a call was authenticated with; never the token itself."""
 
 
-class TextFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
+    """Base class of the formats: formats the date once for all records of a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._second: tuple[int, str] = (-1, "")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802 -- the base class's
+        """Return the time of a record, as the base class does by default."""
+        second, text = self._second
+        if int(record.created) != second:
+            second = int(record.created)
+            text = time.strftime(self.default_time_format, time.localtime(record.created))
+            self._second = second, text
+        return f"{text},{int(record.msecs):03}"
+
+
+class TextFormatter(_Formatter):
     """Formats a record as time, level, message and `key=value` fields.
 
     Control characters are escaped, so that no value can forge another line.
@@ -29,7 +47,7 @@ class TextFormatter(logging.Formatter):
         return line
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Formatter):
     """Formats a record as one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -63,6 +81,14 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 def fields(**values: Any) -> dict[str, Any]:
     """Return the argument `extra` of a logging call that logs these fields."""
     return {"fields": values}
+
+
+def write_access_line(logger: logging.Logger, message: str, values: dict[str, object]) -> None:
+    """Log a line with these fields. It costs half as much as `Logger.info`, which also looks for the calling line."""
+    if logger.isEnabledFor(logging.INFO):
+        record = logging.LogRecord(logger.name, logging.INFO, "", 0, message, (), None)
+        record.fields = values
+        logger.handle(record)
 
 
 def configure(level: str, form: str) -> None:

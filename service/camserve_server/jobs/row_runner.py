@@ -1,6 +1,7 @@
 """Run the rows of a request, a limited number at a time."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -112,20 +113,39 @@ class _Slots:
     """
 
     def __init__(self, count: int) -> None:
-        self._free = asyncio.Semaphore(count)
-        self._turn = asyncio.Lock()
+        self._free = count
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[None]:
         """Hold slots inside the block, at most as many as the semaphore has."""
-        async with self._turn:  # without it, two tasks that hold half of the slots each would wait forever
-            for _ in range(count):
-                await self._free.acquire()
+        if self._waiters or count > self._free:
+            await self._wait(count)
+        else:
+            self._free -= count
         try:
             yield
         finally:
-            for _ in range(count):
-                self._free.release()
+            self._release(count)
+
+    async def _wait(self, count: int) -> None:
+        """Wait for slots, which `_release` takes for this task."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append((count, waiter))
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():  # the slots came in the same turn of the event loop
+                self._release(count)
+            raise
+
+    def _release(self, count: int) -> None:
+        self._free += count
+        while self._waiters and (self._waiters[0][1].done() or self._waiters[0][0] <= self._free):
+            needed, waiter = self._waiters.popleft()
+            if not waiter.done():
+                self._free -= needed
+                waiter.set_result(None)
 
 
 def _collect_from(start: int, collect: Collect, index: int, result: RowResult) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 from camserve_server.core.arrays import Map
@@ -33,9 +34,11 @@ class Submit(Protocol):
         """Return when every result is collected."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Job:
     """Explanations to compute: every method, on every layer, for every target.
+
+    What follows from these values is computed once: requests with the same options share a job.
 
     Attributes:
         model: the model to explain.
@@ -51,30 +54,30 @@ class Job:
     targets: tuple[Target, ...]
     fusion: Fusion | None = None
 
-    @property
+    @cached_property
     def features(self) -> bool:
         """True if a method needs the layers' feature maps for the unchanged image."""
         return any(wants_features(call) for call in self.calls)
 
-    @property
+    @cached_property
     def clean(self) -> tuple[MethodCall, ...]:
         """The methods that one pass over the unchanged image answers: all plain CAMs, or else one plain gradient."""
         cams = tuple(call for call in self.calls if runs_unchanged(call))
         plain = tuple(call for call in self.calls if is_plain_gradient(call))
         return cams if cams or self.features else plain[:1]
 
-    @property
+    @cached_property
     def shared(self) -> tuple[tuple[MethodCall, ...], ...]:
         """The methods of `clean`, divided among the rows of a target: one row, or several if many methods are heavy."""
         return rows_shared(self.clean, len(self.layers))
 
-    @property
+    @cached_property
     def explanations(self) -> int:
         """The number of maps that the job returns."""
         layered = sum(METHODS[call.name].layered for call in self.calls)
         return len(self.targets) * (layered * (1 if self.fusion else len(self.layers)) + len(self.calls) - layered)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The number of rows that the job runs."""
         channels, clean = channels_of(self.model, self.layers), self.clean

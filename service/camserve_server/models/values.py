@@ -113,6 +113,10 @@ class ModelInfo:
     version: int = 0
     channels_last: bool = True
 
+    def __hash__(self) -> int:
+        """Return a hash of the fields that tell models apart; the layers' mapping has none."""
+        return hash((self.name, self.version, self.digest))
+
     @property
     def key(self) -> str:
         """The identifier of the model in rows, different for each version."""

@@ -15,13 +15,13 @@ import ipaddress
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from camserve_server.core.errors import ResourceExhausted
 from camserve_server.scheduling.policy import TurnOrder
+from camserve_server.scheduling.threads import Threads
 
 # Seconds for which a caller counts as present after its last request; longer than any `retry_after`.
 PRESENCE_TIMEOUT = 10.0
@@ -35,10 +35,10 @@ class FairThreads:
     A caller is the name of a token or an address, as in `Admission`.
 
     Args:
-        threads: executor that runs the steps.
+        threads: threads that run the steps.
     """
 
-    def __init__(self, threads: Executor) -> None:
+    def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._steps: dict[str, deque[Callable[[], object]]] = {}
         self._turns = TurnOrder()
@@ -56,7 +56,7 @@ class FairThreads:
 
     def _run_next(self) -> None:
         with self._lock:
-            caller = self._turns.next(self._steps)
+            caller = next(iter(self._steps)) if len(self._steps) == 1 else self._turns.next(self._steps)
             self._turns.record_turn(caller)
             steps = self._steps[caller]
             step = steps.popleft()
@@ -229,6 +229,8 @@ class Admission:
         """Return True if slots are free, and no other caller is before this one."""
         if self.taken + slots > self._slots or not self._is_within_share(caller, slots, share):
             return False
+        if not self._waiters:
+            return True
         if wait and caller in self._waiters:
             return False
         return self._next_caller(share) in (None, caller)
@@ -282,6 +284,8 @@ class Admission:
 
     def _admit_waiters(self) -> None:
         """Give free slots to those that wait for them."""
+        if not self._waiters:
+            return
         share = self._share()
         while (caller := self._next_caller(share)) is not None:
             waiter = self._waiters[caller][0]

@@ -299,18 +299,24 @@ class Queue:
             caller = self._turns.next(self._callers)
             self._expire(caller, now)
             if passes := self._callers.get(caller):
+                if len(passes) == 1:
+                    return caller, next(iter(passes))
                 return caller, min(passes, key=lambda pass_: self._urgency(passes[pass_], now))
         return None
 
     def _expire(self, caller: str, now: float) -> None:
         """Fail a caller's requests whose deadline has passed, and drop all that have ended."""
-        requests = [request for queue in self._callers[caller].values() for request in queue.requests]
+        requests = [
+            request
+            for queue in self._callers[caller].values()
+            for request in queue.requests
+            if request.deadline <= now or request.done.done()
+        ]
         for request in requests:
-            if request.deadline <= now:
-                self._stats.expired += not request.done.done()
+            if not request.done.done():
+                self._stats.expired += 1
                 request.fail(DeadlineExceeded("the deadline passed while the request was waiting"))
-            if request.done.done():
-                self.drop(request)
+            self.drop(request)
 
     def _urgency(self, pass_queue: PassQueue, now: float) -> tuple[bool, float]:
         requests = pass_queue.requests
@@ -330,4 +336,5 @@ class Queue:
         def urgency(request: PendingRequest) -> tuple[bool, int]:
             return policy.request_urgency(now, deadline=request.deadline, waiting_rows=request.waiting)
 
-        return policy.take_turns([sorted(queue.requests, key=urgency) for queue in queues])
+        queues_in_order = [sorted(queue.requests, key=urgency) for queue in queues]
+        return queues_in_order[0] if len(queues) == 1 else policy.take_turns(queues_in_order)

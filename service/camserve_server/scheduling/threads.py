@@ -1,8 +1,13 @@
 """Run blocking functions in threads, without blocking the event loop."""
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -13,6 +18,48 @@ class Threads(Protocol):
 
     def submit(self, function: Callable[[], object], /) -> object:
         """Run a function in one of the threads."""
+
+
+class ThreadPool:
+    """Threads that run functions in the order in which they are submitted; a context manager that stops them.
+
+    A `concurrent.futures.ThreadPoolExecutor` makes a future with a lock for each function, which nobody here waits for:
+    submitting takes 8 us instead of 1.
+
+    Args:
+        count: number of threads.
+        name: name of the threads, which is followed by their number.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._functions: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}_{index}", daemon=True) for index in range(count)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Run what was submitted, and wait for the threads to end."""
+        for _thread in self._threads:
+            self._functions.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def submit(self, function: Callable[[], object], /) -> None:
+        """Run a function in one of the threads; an error that it raises is logged."""
+        self._functions.put(function)
+
+    def _work(self) -> None:
+        while (function := self._functions.get()) is not None:
+            try:
+                function()
+            except Exception:  # such as an event loop that was closed meanwhile; the thread must stay
+                log.exception("a function in a thread failed")
+            del function  # it may refer to a photo
 
 
 async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -44,7 +44,7 @@ async def evaluate(
     readings: jobs.Readings = []
 
     async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:
-        assessment = replace(request.assessment, job=replace(job, targets=photo.targets))
+        assessment = replace(request.assessment, job=photo.job)
         result, job_readings = await jobs.evaluate(
             assessment, photo.image, photo.seen, submit, chunk=chunk, execute=pipeline.in_thread
         )

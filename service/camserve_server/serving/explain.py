@@ -71,7 +71,9 @@ class Pipeline:
             caller: name of the caller's token, or its address.
             trace: trace of the request; None without telemetry.
         """
-        return replace(self, origin=Origin(caller, trace))
+        shared = (self.repository, self.batcher, self.threads, self.limits)
+        memory_limits = (self.photo_budget, self.image_memory, self.reply_limit)
+        return Pipeline(*shared, *memory_limits, Origin(caller, trace))  # `replace` takes three times as long
 
     @property
     def models(self) -> Mapping[str, KnownModel]:
@@ -109,8 +111,9 @@ class Pipeline:
         chunk = self.limits.chunk  # the largest number of rows that one request has in the queue
 
         async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:
-            job = replace(request.job, targets=photo.targets)
-            return await jobs.explain(job, photo.image, submit, chunk=chunk, execute=self.in_thread, progress=progress)
+            return await jobs.explain(
+                photo.job, photo.image, submit, chunk=chunk, execute=self.in_thread, progress=progress
+            )
 
         rows = min(request.job.rows, chunk)
         size = memory.input_bytes(request.job, rows) + memory.map_bytes(request.job)

@@ -2,13 +2,14 @@
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from camserve_server.core.arrays import Input, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.imaging.values import Box
+from camserve_server.jobs import Job
 from camserve_server.serving import memory, receipts
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
@@ -27,7 +28,7 @@ class PreparedPhoto:
         size: height and width of the photo.
         image: the model's input.
         seen: the part of the photo that the model sees.
-        targets: the request's targets: boxes in pixels of the model's input, other images as inputs of the model.
+        job: the request's job, with boxes of targets in pixels of the model's input, and other images as its inputs.
         receipt: the model, the input and the software of the explanations.
     """
 
@@ -35,7 +36,7 @@ class PreparedPhoto:
     size: tuple[int, int]
     image: Input
     seen: Box
-    targets: tuple[Target, ...]
+    job: Job
     receipt: Receipt
 
 
@@ -48,13 +49,14 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
     image, seen = images.make_input(pixels, request.image, request.job.model.preprocess)
     kept = pixels if request.rendering.pictures and pixels.size <= memory.MAX_WAITING_PHOTO else None
     del pixels  # free its memory during the pauses, unless it is kept
-    targets = list[Target]()
-    for index, target in enumerate(request.job.targets):
+    job = request.job
+    for index, target in enumerate(job.targets):
         if kind_of(target).compared(target):
             yield
-        targets.append(_to_input(target, index, request, seen, limits))
-    receipt = receipts.receipt_of(request.job.model, request.image, image)
-    return PreparedPhoto(kept, size, image, seen, tuple(targets), receipt)
+        if (converted := _to_input(target, index, request, seen, limits)) is not target:
+            job = replace(job, targets=(*job.targets[:index], converted, *job.targets[index + 1 :]))
+    receipt = receipts.receipt_of(job.model, request.image, image)
+    return PreparedPhoto(kept, size, image, seen, job, receipt)
 
 
 def _check_pixels(request: ExplainRequest, limits: Limits) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from camserve_server.core.arrays import Input
 from camserve_server.models.values import ModelInfo
 
@@ -53,7 +55,7 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
         precision=model.precision,
         device=model.device,
         image_sha256=hashlib.sha256(image).hexdigest(),
-        input_sha256=hashlib.sha256(seen.tobytes()).hexdigest(),
+        input_sha256=hashlib.sha256(np.ascontiguousarray(seen)).hexdigest(),
         versions=_versions(),
     )
 

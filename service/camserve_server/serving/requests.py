@@ -18,15 +18,15 @@ class ExplainRequest:
 
     Attributes:
         job: what to explain.
-        image: the encoded photo.
         rendering: the pictures and numbers to return.
         predictions: the number of the model's predictions to return.
+        image: the encoded photo.
     """
 
     job: Job
-    image: bytes
     rendering: Rendering
     predictions: int
+    image: bytes
 
 
 @dataclass(frozen=True, slots=True)

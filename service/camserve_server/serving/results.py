@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -97,7 +98,18 @@ class ModelPrediction:
 
 
 def _top_classes(predicted: ModelPrediction, count: int) -> list[Prediction]:
-    return [predicted.of_class(index) for index in np.argsort(-predicted.values, kind="stable")[:count].tolist()]
+    return [predicted.of_class(index) for index in _largest(predicted.values, count)]
+
+
+def _largest(values: Map, count: int) -> list[int]:
+    """Return the indices of the largest values, the largest first; of equal values the first is first, NaN is last."""
+    keys = -values
+    if 0 < count < keys.size:  # sort the candidates only: of 1,000 classes in a third of the time
+        last = np.partition(keys, count - 1)[count - 1]
+        candidates = np.flatnonzero(keys <= last)
+        if candidates.size >= count:  # fewer, if a NaN is among the first
+            return cast("list[int]", candidates[np.argsort(keys[candidates], kind="stable")][:count].tolist())
+    return cast("list[int]", np.argsort(keys, kind="stable")[:count].tolist())
 
 
 def _largest_areas(predicted: ModelPrediction, count: int) -> list[Prediction]:

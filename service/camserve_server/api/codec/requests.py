@@ -1,7 +1,8 @@
 """Codec of Explain requests, which are checked completely before anything is computed."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from camserve.v1 import explain_pb2
 from camserve_server.api.codec.checks import MAX_SIDE, check_range, find_known, join_names, shorten
@@ -20,6 +21,12 @@ from camserve_server.serving.requests import ExplainRequest
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
 MIN_SIDE = 16  # pixels of the longer side of a picture
+REMEMBERED_OPTIONS = 256  # requests whose checked options are kept for the next request with the same
+MAX_REMEMBERED_BYTES = 512  # of the options of such a request
+MAX_REMEMBERED_TARGETS = 8  # of such a request
+
+Options: TypeAlias = tuple[Job, Rendering, int]
+"""The options of a request: the job, the rendering, and the number of predictions to return."""
 
 
 def read_explanation(
@@ -35,6 +42,38 @@ def read_explanation(
     Raises:
         ServiceError: a field is invalid; the error names it.
     """
+    model = models.get(request.model) if request.model else next(iter(models.values()))
+    options = _options_of(request)
+    if isinstance(model, ModelInfo) and options is not None and len(options) <= MAX_REMEMBERED_BYTES:
+        return ExplainRequest(*_read_remembered(options, model, limits), request.image)
+    return ExplainRequest(*_read_options(request, models, limits), request.image)
+
+
+def _options_of(request: explain_pb2.ExplainRequest) -> bytes | None:
+    """Return a request without its image, serialized; None if it is not worth remembering."""
+    if len(request.targets) > MAX_REMEMBERED_TARGETS or any(
+        target.HasField("similarity") for target in request.targets
+    ):
+        return None  # the image of a similarity target may be large
+    options = explain_pb2.ExplainRequest()
+    for field, value in request.ListFields():
+        if field.name == "image":
+            continue
+        if hasattr(value, "MergeFrom"):  # a message, a list or a map
+            getattr(options, field.name).MergeFrom(value)
+        else:
+            setattr(options, field.name, value)
+    return options.SerializeToString()
+
+
+@lru_cache(REMEMBERED_OPTIONS)
+def _read_remembered(options: bytes, model: ModelInfo, limits: Limits) -> Options:
+    """Read the options of a request, or return them as they were read before: most requests have the same."""
+    return _read_options(explain_pb2.ExplainRequest.FromString(options), {model.name: model}, limits)
+
+
+def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> Options:
+    """Check everything but the image; return the job, the rendering and the number of predictions."""
     check_sizes(request, limits)
     model = read_model(request.model, models, "model")
     job = Job(
@@ -53,7 +92,7 @@ def read_explanation(
         )
     predictions = request.max_predictions if request.HasField("max_predictions") else DEFAULT_PREDICTIONS
     check_range(predictions, 0, limits.predictions, "max_predictions")
-    return ExplainRequest(job, request.image, _read_rendering(request.rendering), predictions)
+    return job, _read_rendering(request.rendering), predictions
 
 
 def find_model(name: str, models: Mapping[str, KnownModel], field: str) -> KnownModel:
