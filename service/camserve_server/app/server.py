@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from typing import TypeAlias
 
 from torch import nn
@@ -65,7 +65,7 @@ async def open_pipeline(
     devices = await asyncio.to_thread(_prepare_devices, settings)
     settings = settings.model_copy(update={"device": ",".join(devices)})
     _warn_of_precisions(specs.values(), devices)
-    with ThreadPool(settings.threads or cores(), "image") as pool:
+    with closing(ThreadPool(settings.threads or cores(), "image")) as pool:
         async with WorkerPool(settings, on_health_change, sink, watch=watch) as workers:
             repository = ModelRepository(workers, specs, settings)
             try:

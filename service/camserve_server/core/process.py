@@ -83,10 +83,12 @@ class Heap:
 def freeze_objects() -> None:
     """Exclude all current objects from garbage collection: libraries and models live as long as the process.
 
-    Without this, a full collection takes 0.8 s for 449,000 objects.
+    Without this, a full collection takes 0.8 s for 449,000 objects. The youngest generation is collected ten times less
+    often than by default, as requests make few cycles: collections took 3 % of the event loop's time.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(7000, 10, 10)
 
 
 def resident() -> int:

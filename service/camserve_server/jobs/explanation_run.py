@@ -92,8 +92,8 @@ class ExplanationRun:
         """Run methods that need only the unchanged image, for every target."""
         results: dict[int, RowResult] = {}
         rows = [self.row(target, calls) for target in targets]
-        # Feature maps belong to the image and do not depend on the target: one row returns them for all.
-        rows[0] = replace(rows[0], features=features)
+        if features:  # they belong to the image and do not depend on the target: one row returns them for all
+            rows[0] = replace(rows[0], features=True)
         await self.row_runner.run(self._unchanged_pass(), rows, results.__setitem__)
         return [results[index] for index in range(len(rows))]
 

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -73,6 +72,9 @@ class RowRunner:
 
     async def run(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
         """Run rows; call `collect` with the index and the result of each row as soon as it is available."""
+        if len(rows) <= self._chunk:
+            await self._run_chunk(pass_, rows, collect)
+            return
         for start in range(0, len(rows), self._chunk):
             await self._run_chunk(pass_, rows[start : start + self._chunk], partial(_collect_from, start, collect))
 
@@ -88,8 +90,12 @@ class RowRunner:
         slots = _Slots(self._chunk)
 
         async def run(rows: int, part: Callable[[], Awaitable[T]]) -> T:
-            async with slots.take(min(rows, self._chunk)):
+            needed = min(rows, self._chunk)
+            await slots.acquire(needed)
+            try:
                 return await part()
+            finally:
+                slots.release(needed)
 
         tasks = [asyncio.ensure_future(run(*part)) for part in parts]
         try:
@@ -99,8 +105,11 @@ class RowRunner:
                 task.cancel()
 
     async def _run_chunk(self, pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-        async with self._slots.take(len(rows)):
+        await self._slots.acquire(len(rows))
+        try:
             await self._submit(pass_, rows, collect)
+        finally:
+            self._slots.release(len(rows))
         self._done += len(rows)
         self._progress(self._done, self._rows)
 
@@ -116,30 +125,22 @@ class _Slots:
         self._free = count
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    @asynccontextmanager
-    async def take(self, count: int) -> AsyncIterator[None]:
-        """Hold slots inside the block, at most as many as the semaphore has."""
-        if self._waiters or count > self._free:
-            await self._wait(count)
-        else:
+    async def acquire(self, count: int) -> None:
+        """Take slots, at most as many as the semaphore has, or wait for them."""
+        if not self._waiters and count <= self._free:
             self._free -= count
-        try:
-            yield
-        finally:
-            self._release(count)
-
-    async def _wait(self, count: int) -> None:
-        """Wait for slots, which `_release` takes for this task."""
+            return
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append((count, waiter))
         try:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():  # the slots came in the same turn of the event loop
-                self._release(count)
+                self.release(count)
             raise
 
-    def _release(self, count: int) -> None:
+    def release(self, count: int) -> None:
+        """Return slots, and give them to the tasks that wait."""
         self._free += count
         while self._waiters and (self._waiters[0][1].done() or self._waiters[0][0] <= self._free):
             needed, waiter = self._waiters.popleft()

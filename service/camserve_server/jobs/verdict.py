@@ -1,8 +1,7 @@
 """Verdicts on raw maps: a map can be read as an explanation, or a reason why not."""
 
+import math
 from enum import Enum
-
-import numpy as np
 
 from camserve_server.core.arrays import Map
 
@@ -24,10 +23,11 @@ def judge(heatmap: Map, *, zero_gradient: bool) -> Verdict:
         heatmap: the map, float32 [h,w].
         zero_gradient: True if the gradient that it was made from is zero everywhere.
     """
-    if not np.isfinite(heatmap).all():
+    lowest, highest = float(heatmap.min()), float(heatmap.max())  # both are NaN if any value is
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
         return Verdict.NON_FINITE
     if zero_gradient:
         return Verdict.ZERO_GRADIENT
-    if heatmap.max() == heatmap.min():
+    if highest == lowest:
         return Verdict.FLAT
-    return Verdict.OK if heatmap.max() > 0 else Verdict.ALL_NEGATIVE
+    return Verdict.OK if highest > 0 else Verdict.ALL_NEGATIVE

@@ -214,8 +214,11 @@ class Admission:
     def _register(self, caller: str) -> int:
         """Record that a caller is present; return the share of each caller."""
         now = asyncio.get_running_loop().time()
-        self._last_seen.pop(caller, None)
+        if caller not in self._last_seen or len(self._last_seen) > 1:
+            self._last_seen.pop(caller, None)
         self._last_seen[caller] = now
+        if len(self._last_seen) == 1:
+            return self._share()
         while self._last_seen[oldest := next(iter(self._last_seen))] < now - PRESENCE_TIMEOUT:
             del self._last_seen[oldest]
             if self._held[oldest] or oldest in self._waiters:

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from camserve_server.core.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -25,6 +24,7 @@ from camserve_server.scheduling.capacity import Capacity
 from camserve_server.scheduling.dispatcher import Dispatcher
 from camserve_server.scheduling.executor import Executor
 from camserve_server.scheduling.queue import Collect, PendingRequest, Queue, Stats
+from camserve_server.scheduling.threads import ThreadPool
 from camserve_server.scheduling.worker_handle import Run, WorkerHandle
 from camserve_server.telemetry import IN_PROCESS, Origin, RequestTimings, TelemetrySink
 
@@ -77,7 +77,7 @@ class Batcher:
             max_delay=max_delay,
         )
         parallel = 2 if partitioned or streams else 1
-        self._workers = [WorkerHandle(run, ThreadPoolExecutor(parallel, thread_name_prefix="engine")) for run in runs]
+        self._workers = [WorkerHandle(run, ThreadPool(parallel, "engine")) for run in runs]
         self._unavailable = ""  # the reason why no worker will be available soon
         self._tasks: list[asyncio.Task[None]] = []
         self.resume()
@@ -94,7 +94,7 @@ class Batcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_waiting(Unavailable("the server is shutting down", shed_reason="draining"))
         for worker in self._workers:
-            await asyncio.to_thread(worker.threads.shutdown)  # not on the event loop: the batch that runs may hang
+            await asyncio.to_thread(worker.threads.close)  # not on the event loop: the batch that runs may hang
 
     @property
     def telemetry(self) -> TelemetrySink | None:

@@ -100,7 +100,8 @@ class PendingRequest:
     @property
     def inputs(self) -> int:
         """Number of distinct inputs of the waiting rows."""
-        return len({row.input for row in self.rows[self.taken : self.taken + self.waiting]})
+        waiting = self.waiting
+        return waiting if waiting < 2 else len({row.input for row in self.rows[self.taken : self.taken + waiting]})  # noqa: PLR2004 -- one row is one input
 
     def take(self, budget: BatchBudget, row_seconds: float, max_inputs: int) -> "list[RowRef]":
         """Take rows for a batch until its budget is spent, or it has `max_inputs` distinct inputs."""
@@ -336,5 +337,11 @@ class Queue:
         def urgency(request: PendingRequest) -> tuple[bool, int]:
             return policy.request_urgency(now, deadline=request.deadline, waiting_rows=request.waiting)
 
-        queues_in_order = [sorted(queue.requests, key=urgency) for queue in queues]
-        return queues_in_order[0] if len(queues) == 1 else policy.take_turns(queues_in_order)
+        def in_order(requests: dict[PendingRequest, None]) -> list[PendingRequest]:
+            if self.has_long or any(request.deadline < math.inf or len(request.rows) > 1 for request in requests):
+                return sorted(requests, key=urgency)
+            return list(requests)  # all are equally urgent
+
+        if len(queues) == 1:
+            return in_order(queues[0].requests)
+        return policy.take_turns([in_order(queue.requests) for queue in queues])

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from camserve_server.core.errors import Internal
 from camserve_server.engine.values import Partition, Row, RowResult
 from camserve_server.models.values import Pass
-from camserve_server.scheduling.threads import in_thread
+from camserve_server.scheduling.threads import ThreadPool, in_thread
 
 Run: TypeAlias = Callable[..., list[RowResult]]
 """Function that runs one batch: takes a `Pass` and rows, returns results, and blocks its thread.
@@ -37,7 +36,7 @@ class WorkerHandle:
     """
 
     run: Run
-    threads: ThreadPoolExecutor
+    threads: ThreadPool
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
     shared: asyncio.Event = field(default_factory=asyncio.Event)
     inputs: list[int] = field(default_factory=lambda: [0, 0])
