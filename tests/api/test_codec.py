@@ -981,3 +981,45 @@ def test_default_of_a_parameter_can_be_text():
     described = replies.parameter_info(Parameter("finish", "How.", "max", 0, 0))
 
     assert described.default_value.text == "max"
+
+
+# ---------------------------------------------------------------------------------------------- remembered options
+
+
+def test_requests_with_the_same_options_share_a_job_and_keep_their_own_image():
+    first = ask(image=b"one", model="resnet50", methods=[method("gradcam")])
+    second = ask(image=b"two", model="resnet50", methods=[method("gradcam")])
+
+    assert first.job is second.job
+    assert (first.image, second.image) == (b"one", b"two")
+
+
+def test_other_options_model_version_or_limits_get_a_job_of_their_own():
+    options = {"methods": [method("smoothgrad", samples=3)], "top_k": 2}
+    jobs = [
+        ask(**options).job,
+        ask(methods=[method("smoothgrad", samples=4)], top_k=2).job,
+        ask(**options, model="large").job,
+        ask(Limits(rows=99), **options).job,
+        codec.read_explanation(
+            explain_pb2.ExplainRequest(**options), {"resnet50": replace(NET, version=2)}, Limits()
+        ).job,
+    ]
+
+    assert len({id(job) for job in jobs}) == len(jobs)
+    assert jobs[-1].model.version == 2
+
+
+def test_reading_a_request_does_not_change_it():
+    request = explain_pb2.ExplainRequest(image=b"one", methods=[method("smoothgrad", samples=3)], top_k=2)
+    before = request.SerializeToString(deterministic=True)
+    codec.read_explanation(request, MODELS, Limits())
+
+    assert request.SerializeToString(deterministic=True) == before
+
+
+def test_image_of_a_similarity_target_is_not_remembered():
+    def target():
+        return explain_pb2.Target(similarity=explain_pb2.Similarity(image=b"other"))
+
+    assert ask(model="vectors", targets=[target()]).job is not ask(model="vectors", targets=[target()]).job

@@ -196,6 +196,18 @@ async def check_internal_and_logged(server, logged):
     assert (line["level"], line["code"]) == ("info", "INTERNAL")
 
 
+@pytest.mark.parametrize(("share", "lines"), [(0.0, 0), (1.0, 4)])
+async def test_share_of_the_successful_calls_is_logged_and_every_failed_one(serving, logged, share, lines):
+    async with serving(access_log_share=share) as server:
+        for _ in range(4):
+            await server.explain(request())
+        await refusal_of(server.explain(request(model="none")))
+        await wait_in_loop_until(lambda: any(line.get("code") == "NOT_FOUND" for line in logged()))
+
+    codes = [line["code"] for line in logged() if "code" in line]
+    assert codes == ["OK"] * lines + ["NOT_FOUND"]
+
+
 async def test_every_call_is_logged_with_its_outcome(server, logged):
     await server.explain(request(top_k=2), metadata=[("x-request-id", "good")])
     await refusal_of(server.explain(request(model="none"), metadata=[("x-request-id", "bad")]))

@@ -95,6 +95,7 @@ def test_every_setting_can_be_in_the_environment_and_in_the_file(name, toml):
         "admin": True,
         "metrics_address": "127.0.0.1:7",
         "traces": True,
+        "access_log_share": 0.5,
     }.get(name, 7)
     from_environment = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
     written = config.load(toml(f"{name} = {json.dumps(value)}"), environment={})

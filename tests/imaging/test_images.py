@@ -21,6 +21,7 @@ from skimage import data
 from sklearn.datasets import load_sample_images
 from timm.data import create_transform
 from torchvision import models, transforms
+from torchvision.transforms.v2 import functional
 
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
@@ -574,3 +575,28 @@ def test_read_only_photo_is_not_written_to():
     for interpolation in ("nearest", "bilinear"):
         seen, _ = images.fit(photo, preprocess(interpolation=interpolation))
         assert seen.flags.c_contiguous
+
+
+def test_pairs_of_bytes_are_counted_like_bytes_count():
+    rng = np.random.default_rng(0)
+    for size in [*range(12), 1000, 1001]:
+        data = bytes(rng.integers(0xFD, 0x100, size, dtype=np.uint8))
+
+        assert images._count_pairs(data, 0xFF, 0xFD) == data.count(b"\xff\xfd")
+
+
+@pytest.mark.parametrize("size", [(256, 341), (64, 48), (500, 400)])
+def test_direct_resize_equals_torchvisions_byte_for_byte(size):
+    image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (375, 500, 3), dtype=np.uint8)).permute(2, 0, 1)
+    expected = functional.resize_image(image, list(size), transforms.InterpolationMode.BILINEAR, antialias=True)
+
+    assert torch.equal(images._resize(image, size, "bilinear"), expected)
+
+
+def test_processor_without_a_kernel_for_bytes_gets_torchvisions_resize(monkeypatch):
+    photo = np.random.default_rng(0).integers(0, 256, (75, 100, 3), dtype=np.uint8)
+    recipe = Preprocess((56, 56), 64, "bilinear", (0, 0, 0), (1, 1, 1))
+    expected, _ = images.fit(photo, recipe)
+    monkeypatch.setattr(images, "_HAS_BYTE_KERNEL", False)
+
+    check_equal(images.fit(photo, recipe)[0], expected)

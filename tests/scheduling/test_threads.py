@@ -1,19 +1,61 @@
 """Functions that run in threads, without blocking the event loop."""
 
 import asyncio
+import gc
+import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from contextlib import closing
+from functools import partial
 
 import pytest
 
 from camserve_server.scheduling.admission import FairThreads
-from camserve_server.scheduling.threads import in_thread
+from camserve_server.scheduling.threads import ThreadPool, in_thread
 
 
 @pytest.fixture
 def pool():
-    with ThreadPoolExecutor(1) as threads:
+    with closing(ThreadPool(1, "test")) as threads:
         yield threads
+
+
+def test_closing_a_pool_runs_what_was_submitted_and_ends_its_threads():
+    ran, go = [], threading.Event()
+    pool = ThreadPool(2, "closing")
+    pool.submit(lambda: go.wait(10))
+    for number in range(20):
+        pool.submit(lambda number=number: ran.append(number))
+    go.set()
+    pool.close()
+
+    assert sorted(ran) == list(range(20))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("closing")]
+
+
+def test_thread_outlives_a_function_that_raises(pool, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("camserve_server"), "propagate", True)
+    done = threading.Event()
+    pool.submit(lambda: 1 / 0)
+    pool.submit(done.set)
+
+    assert done.wait(10)
+    assert "a function in a thread failed" in caplog.text
+
+
+def test_idle_thread_keeps_no_reference_to_its_last_function(pool):
+    class Photo:
+        pass
+
+    photo, done = Photo(), threading.Event()
+    gone = weakref.ref(photo)
+    pool.submit(partial(id, photo))
+    del photo
+    pool.submit(done.set)
+    assert done.wait(10)
+    gc.collect()
+
+    assert gone() is None
 
 
 async def test_function_runs_in_a_thread_and_its_result_is_returned(pool):
