@@ -290,6 +290,8 @@ def _check_scans(data: bytes) -> None:
 def _count_pairs(data: bytes, first: int, second: int) -> int:
     """Count the places where a byte follows another one: 7 us for 57 KB, where `bytes.count` takes 63."""
     pair = first | second << 8
+    if len(data) < 3:  # noqa: PLR2004 -- numpy refuses empty buffers
+        return data.count(bytes((first, second)))
     even = np.frombuffer(data, "<u2", len(data) // 2)
     odd = np.frombuffer(data, "<u2", (len(data) - 1) // 2, 1)
     return int(np.count_nonzero(even == pair) + np.count_nonzero(odd == pair))
