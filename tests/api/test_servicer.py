@@ -447,13 +447,13 @@ async def test_internal_errors_of_a_stream_are_logged_with_their_request_ids(ser
 
 async def test_stream_is_read_only_up_to_its_limit_of_requests_in_flight(serving, monkeypatch):
     items = []
-    read_next = streams._next
+    count = streams.IdleTimer.request_started
 
-    async def record_next(state, requests, timer):
-        items.append(await read_next(state, requests, timer))
-        return items[-1]
+    def record(timer):
+        items.append(timer)
+        count(timer)
 
-    monkeypatch.setattr(streams, "_next", record_next)
+    monkeypatch.setattr(streams.IdleTimer, "request_started", record)
     async with serving(stream_in_flight=4) as server:
         server.batcher.pause()
         call = server.stream(item(f"r{k}") for k in range(20))

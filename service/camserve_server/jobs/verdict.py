@@ -3,6 +3,8 @@
 import math
 from enum import Enum
 
+import numpy as np
+
 from camserve_server.core.arrays import Map
 
 
@@ -23,7 +25,7 @@ def judge(heatmap: Map, *, zero_gradient: bool) -> Verdict:
         heatmap: the map, float32 [h,w].
         zero_gradient: True if the gradient that it was made from is zero everywhere.
     """
-    lowest, highest = float(heatmap.min()), float(heatmap.max())  # both are NaN if any value is
+    lowest, highest = float(np.minimum.reduce(heatmap, None)), float(np.maximum.reduce(heatmap, None))  # NaN if any is
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return Verdict.NON_FINITE
     if zero_gradient:
