@@ -79,7 +79,7 @@ def explain(port, name, samples, count):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("name", "samples", "count"), [("smoothgrad", 16, 100), ("rise", 4096, 1)])
+@pytest.mark.parametrize(("name", "samples", "count"), [("smoothgrad", 16, 48), ("rise", 2048, 1)])
 def test_default_server_works_within_its_memory_limit(group, tmp_path, name, samples, count):
     folder, kills = group
     with serve_in_group(folder, tmp_path / "log.txt") as (process, port):
