@@ -11,6 +11,7 @@ COMPILER = missing("a C compiler", "apt-get install gcc libc6-dev")
 CUDA = "a CUDA device is missing: run this on a machine with a GPU"
 CUDA_BUILD = missing("torch for CUDA", "make setup on Linux")
 DOCKER = missing("a Docker engine that answers", "apt-get install docker.io")
+HAPROXY = missing("HAProxy", "apt-get install haproxy")
 IMAGE = missing(
     "a built image", "docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test"
 )

@@ -108,6 +108,19 @@ def test_call_cancelled_by_the_client_raises_cancelled() -> None:
     assert type(translate("CANCELLED", "CANCELLED")) is camserve.Unavailable
 
 
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        ("CANCELLED", "Stream removed (RST_STREAM (Received RST_STREAM with error code 8))"),
+        ("CANCELLED", "Received RST_STREAM with error code 8"),
+        ("UNKNOWN", "Stream removed (Data frame with END_STREAM flag received)"),
+    ],
+)
+def test_response_that_a_proxy_cuts_off_raises_unavailable(code: str, details: str) -> None:
+    assert isinstance(translate(code, details), camserve.Unavailable)
+    assert type(translate("DATA_LOSS", details)) is camserve.CamserveError
+
+
 @pytest.mark.parametrize("packed", [b"\xff\xff", "text", b""])
 def test_malformed_details_are_ignored(packed: Any) -> None:
     error = translate("INTERNAL", "broken", ((_errors.DETAILS_TRAILER, packed),))

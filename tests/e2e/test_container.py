@@ -31,6 +31,7 @@ from support import PHOTOS
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "service/Dockerfile").read_text("utf-8")
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
+HAPROXY = ROOT / "deploy/haproxy/haproxy.cfg"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 LOCKED = ["--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pids-limit=200"]
@@ -133,9 +134,33 @@ def test_compose_memory_limit_covers_the_measured_need(service):
     assert int(re.search(r":-(\d+)g", service["mem_limit"])[1]) >= limit
 
 
-@services
-def test_compose_publishes_the_port_on_loopback_only(service):
-    assert service["ports"] == [f"127.0.0.1:${{CAMSERVE_PORT:-50051}}:{last('EXPOSE')}"]
+@pytest.mark.parametrize("name", ["camserve", "gpu", "balancer"])
+def test_compose_publishes_the_port_on_loopback_only(name):
+    assert COMPOSE["services"][name]["ports"] == [f"127.0.0.1:${{CAMSERVE_PORT:-50051}}:{last('EXPOSE')}"]
+
+
+def test_compose_balancer_calls_replicas_that_have_no_port_of_their_own():
+    balancer, replica = COMPOSE["services"]["balancer"], COMPOSE["services"]["replica"]
+
+    assert "ports" not in replica
+    assert balancer["environment"] == {"CAMSERVE_SERVERS": f"replica:{last('EXPOSE')}"}
+    assert balancer["depends_on"] == {"replica": {"condition": "service_healthy"}}
+    assert (balancer["profiles"], replica["profiles"]) == (["balanced"], ["balanced"])
+
+
+def test_compose_balancer_runs_a_pinned_image_with_the_configuration_of_deploy():
+    service = COMPOSE["services"]["balancer"]
+    mounted, path, mode = service["volumes"][0].split(":")
+
+    assert re.fullmatch(r"haproxy:\d+\.\d+\.\d+-alpine", service["image"])
+    assert (ROOT / mounted, path, mode) == (HAPROXY, "/usr/local/etc/haproxy/haproxy.cfg", "ro")
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+
+
+def test_compose_stop_period_of_the_balancer_is_longer_than_its_own():
+    (seconds,) = re.findall(r"^ +hard-stop-after (\d+)s", HAPROXY.read_text("utf-8"), re.MULTILINE)
+
+    assert int(COMPOSE["services"]["balancer"]["stop_grace_period"][:-1]) > int(seconds) > SETTINGS.drain_seconds
 
 
 @services
@@ -171,10 +196,12 @@ def test_compose_keeps_the_models_in_a_volume(service):
     assert ENVIRONMENT["HF_HOME"].startswith(path)
 
 
-@pytest.mark.parametrize(("name", "path"), [("prometheus", "/-/healthy"), ("grafana", "/api/health")])
-def test_compose_checks_the_health_of_monitoring_services(name, path):
+@pytest.mark.parametrize(
+    ("name", "port", "path"),
+    [("prometheus", 9090, "/-/healthy"), ("grafana", 3000, "/api/health"), ("balancer", 8404, "/ready")],
+)
+def test_compose_checks_the_health_of_services_from_other_projects(name, port, path):
     service = COMPOSE["services"][name]
-    (port,) = (mapping.rpartition(":")[2] for mapping in service["ports"])
 
     assert service["healthcheck"]["test"] == ["CMD", "wget", "-q", "--spider", f"http://127.0.0.1:{port}{path}"]
 
@@ -348,9 +375,19 @@ def test_server_can_write_to_a_new_volume(image):
 
 
 @pytest.mark.usefixtures("_compose")
-@pytest.mark.parametrize("profile", [[], ["--profile", "gpu"]], ids=["cpu", "gpu"])
-def test_compose_accepts_its_file(profile):
-    docker("compose", "--project-directory", str(ROOT), *profile, "config", "--quiet")
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [
+        ([], {"camserve"}),
+        (["gpu"], {"gpu"}),
+        (["balancer"], {"balancer", "replica"}),
+        (["grafana"], {"grafana", "prometheus"}),
+    ],
+)
+def test_compose_starts_these_services(arguments, started):
+    text = docker("compose", "--project-directory", str(ROOT), "config", "--format", "json", *arguments)
+
+    assert json.loads(text)["services"].keys() == started
 
 
 @pytest.mark.usefixtures("_compose")

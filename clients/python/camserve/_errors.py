@@ -47,6 +47,9 @@ _STATUS_LOST = "Internal error from Core"
 # When a gRPC server stops, it cancels the calls that it has received but not yet passed to a handler; no work was done
 # for them. A call that the client cancels has other details, such as "Channel closed!".
 _NOT_HANDLED = grpc.StatusCode.CANCELLED, "CANCELLED"
+# gRPC's details of a response that a proxy cut off, usually because its server died: HAProxy resets the stream with
+# CANCEL, or ends it without a status.
+_CUT_OFF = ("Stream removed", "Received RST_STREAM")
 # Details of gRPC itself, and what they mean here. The asynchronous client detects both cases without them.
 _GRPC_DETAILS = {
     "Channel closed!": CLIENT_CLOSED_DURING_CALL,
@@ -132,7 +135,7 @@ class Unavailable(CamserveError):
 
 
 class StatusLost(Unavailable):
-    """The stream broke during a write, and gRPC lost the server's status."""
+    """The call broke, and gRPC or a proxy lost the server's status."""
 
 
 class Unauthenticated(CamserveError):
@@ -232,8 +235,14 @@ def _translate(error: grpc.RpcError, address: str, request_id: str) -> CamserveE
         return StatusLost("the stream broke", request_id=request_id)
     if (error.code(), error.details()) == _NOT_HANDLED:
         return Unavailable(f"the server at {address} stopped before it handled the request", request_id=request_id)
+    if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN) and _is_cut_off(error):
+        return StatusLost(f"the response of the server at {address} was cut off", request_id=request_id)
     details = ErrorDetails(status.request_id or request_id, status.fields, _to_seconds(trailers.get(PUSHBACK_TRAILER)))
     return make(error.code(), _to_readable(error.details() or "", address), details)
+
+
+def _is_cut_off(error: grpc.RpcError) -> bool:
+    return (error.details() or "").startswith(_CUT_OFF)
 
 
 def _decode_status(packed: str | bytes | None) -> ErrorDetails:

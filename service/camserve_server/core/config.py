@@ -119,7 +119,7 @@ class Settings(BaseModel):
         gt=0,
         le=604_800,
         description="Age of a connection, in seconds, after which it accepts no new calls. Clients then open another"
-        " one automatically.",
+        " one automatically. gRPC varies the age at random by up to 10 %.",
     )
     connection_grace_seconds: float = Field(
         default=900.0,
