@@ -105,3 +105,44 @@ class CallAttempts:
         if pause is not None and elsewhere and self._may_switch:
             self._may_switch, pause = False, 0.0
         return pause if pause is not None and time.monotonic() + pause < self._deadline else None
+
+
+class StreamAttempts:
+    """Count of the streams that broke without a response in between.
+
+    Args:
+        retry: The rule for opening another stream.
+        timeout: Seconds that the server may take to start.
+
+    Attributes:
+        wait_for_start: True after a stream that broke because the server is starting.
+    """
+
+    def __init__(self, retry: Retry, timeout: float) -> None:
+        self._retry = retry
+        self._timeout = timeout
+        self._breaks = 0
+        self._starting_since = 0.0
+        self.wait_for_start = False
+
+    def succeeded(self) -> None:
+        """Reset the count after a response."""
+        self._breaks, self.wait_for_start = 0, False
+
+    def pause(self, error: CamserveError) -> float:
+        """Return the seconds before the next stream.
+
+        Raises:
+            CamserveError: No retry is left, or the server does not start in time.
+        """
+        now = time.monotonic()
+        if not is_starting(error):
+            self._breaks += 1
+        elif not self.wait_for_start:
+            self._starting_since = now
+        self.wait_for_start = is_starting(error)
+        waited = now - self._starting_since if self.wait_for_start else 0.0
+        pause = self._retry.pause(self._breaks, error)
+        if pause is None or waited + pause > self._timeout:
+            raise error
+        return pause

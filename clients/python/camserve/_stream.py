@@ -24,7 +24,7 @@ from camserve._errors import (
     StatusLost,
     Unavailable,
 )
-from camserve._retry import is_starting
+from camserve._retry import StreamAttempts, is_starting
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -146,16 +146,15 @@ class InFlightWindow:
         self._slots: dict[str, _Slot] = {}
         self._suspects: set[str] = set()
         self._images_added = 0
-        self._breaks = 0
         self._last_activity = 0.0
         self._input_ended = False
         self._progress_changed = False
-        self._starting_since: float | None = None
+        self._attempts = StreamAttempts(retry, timeout)
 
     @property
     def server_starts(self) -> bool:
         """True if the window waits because the server is starting."""
-        return self._starting_since is not None
+        return self._attempts.wait_for_start
 
     @property
     def has_room(self) -> bool:
@@ -258,7 +257,7 @@ class InFlightWindow:
         if outcome is None:
             return
         # Progress does not reset the count. Otherwise a request that crashes the server halfway is sent forever.
-        self._breaks, self._starting_since = 0, None
+        self._attempts.succeeded()
         if isinstance(outcome, CamserveError):
             self._retry_or_fail(response.request_id, outcome)
         else:
@@ -297,7 +296,7 @@ class InFlightWindow:
                 self._slots[key].send_at = 0.0
 
     def _resend(self, lost: list[str], error: CamserveError) -> None:
-        send_at = time.monotonic() + self._pause_after_break(error)
+        send_at = time.monotonic() + self._attempts.pause(error)
         for key in lost:
             slot = self._slots[key]
             slot.tries -= is_starting(error)
@@ -305,22 +304,6 @@ class InFlightWindow:
                 self._finish(key, error)
             else:
                 slot.send_at = send_at
-
-    def _pause_after_break(self, error: CamserveError) -> float:
-        """Return the seconds before lost requests are sent again.
-
-        Raises:
-            CamserveError: The server is lost, or does not start in time.
-        """
-        if is_starting(error):
-            self._starting_since = self._starting_since or time.monotonic()
-        else:
-            self._breaks, self._starting_since = self._breaks + 1, None
-        waited = time.monotonic() - self._starting_since if self._starting_since else 0.0
-        pause = self._retry.pause(self._breaks, error)
-        if pause is None or waited + pause > self._timeout:
-            raise error
-        return pause
 
 
 def prepare_request(
