@@ -93,7 +93,7 @@ class Pool:
         assert report
         report((("camserve-process", process),) if process else ())
 
-    def processes(self) -> list[str | None]:
+    def processes(self) -> list[str]:
         return [connection.process for connection in self.pool._connections]
 
 
@@ -111,7 +111,7 @@ def test_connections_are_opened_until_each_process_has_one(pool: Pool) -> None:
     for process in ("0/3", "0/3", "2/3", "2/3", "1/3"):
         pool.call(process)
 
-    assert sorted(map(str, pool.processes())) == ["0/3", "1/3", "2/3"]
+    assert sorted(pool.processes()) == ["0/3", "1/3", "2/3"]
     assert pool.opened == 5
 
 
@@ -159,10 +159,30 @@ def test_connection_that_reaches_another_process_is_replaced(pool: Pool) -> None
 def test_restart_with_fewer_processes_closes_the_others(pool: Pool) -> None:
     for number in range(4):
         pool.call(f"{number}/4")
-    for _ in range(9):
-        pool.call("")
+    for number in range(9):
+        pool.call(f"{number % 2}/2")
 
-    assert pool.processes() == [""]
+    assert sorted(pool.processes()) == ["0/2", "1/2"]
+
+
+def test_call_that_finds_no_server_keeps_the_number_of_connections(pool: Pool) -> None:
+    for process in ("0/2", "1/2", "", ""):
+        pool.call(process)
+
+    assert sorted(pool.processes()) == ["0/2", "1/2"]
+
+
+def test_failed_connection_may_have_left_its_process_to_another(pool: Pool) -> None:
+    for number in range(3):
+        pool.call(f"{number}/3")
+    failed, moved, _ = (pool.pool.acquire() for _ in range(3))
+
+    pool.pool.report_failure(failed, GONE)
+    pool.report(moved, "0/3")
+    assert not moved.retired
+    pool.report(failed, "1/3")
+    assert not failed.retired
+    assert pool.opened == 3
 
 
 def test_hostile_number_of_processes_is_limited(pool: Pool) -> None:

@@ -56,8 +56,8 @@ class Connection(Generic[S]):
 
     Attributes:
         stubs: Stubs on the connection's channel.
-        process: The server's process that sent the last reply, as in the metadata; empty if the server is a single
-            process, None before the first reply.
+        process: The server's process that the connection reaches, as in the metadata; empty if it is not known, or if
+            the server is a single process.
         in_flight: The number of calls in flight. A stream counts as one, and so does each of its images.
         last_used: Sequence number of the last call; 0 before the first one.
         failed_until: The time until which other connections are preferred, because this one failed.
@@ -65,7 +65,7 @@ class Connection(Generic[S]):
     """
 
     stubs: S
-    process: str | None = None
+    process: str = ""
     in_flight: int = 0
     last_used: int = 0
     failed_until: float = -math.inf
@@ -81,7 +81,7 @@ def least_loaded(connections: Sequence[Connection[S]], now: float) -> Connection
 
 
 def process_of(metadata: ReplyMetadata) -> str:
-    """Return the process that sent a reply, from the reply's metadata; empty if the server is a single process.
+    """Return the process that sent a reply, from the reply's metadata; empty if they do not name it.
 
     >>> process_of((("x-request-id", "1"), ("camserve-process", "0/2"))), process_of(None)
     ('0/2', '')
@@ -161,6 +161,7 @@ class ConnectionPool(Generic[S]):
         with self._lock:
             now = time.monotonic()
             connection.failed_until = now + FAILURE_PENALTY
+            connection.process = ""  # gRPC connects again, perhaps to another process
             return any(each.failed_until <= now for each in self._connections)
 
     def close(self) -> list[S]:
@@ -172,7 +173,7 @@ class ConnectionPool(Generic[S]):
 
     def _report(self, connection: Connection[S], metadata: ReplyMetadata) -> None:
         process = process_of(metadata)
-        if process == connection.process:
+        if process in {"", connection.process}:  # a call that found no server has no metadata
             return
         with self._lock:
             connection.process = process
