@@ -30,7 +30,7 @@ def test_generated_client_is_up_to_date():
     [
         ("_sync", "timeout: float | None = None", "timeout: float = 1.0"),
         ("_sync", "Load or reload a model", "Load a model"),
-        ("_async", "await self._call(self._stubs.models.ListModels", "await self._call(self._stubs.models.GetModel"),
+        ("_async", "lambda stubs: stubs.models.ListModels", "lambda stubs: stubs.models.GetModel"),
         ("_async", "Load or reload a model", "Load a model"),
     ],
 )

@@ -30,9 +30,10 @@ from api.running_server import (
 )
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2
 from camserve_server.api import deserialization, grpc_server, rpc, statuses, streams
+from camserve_server.app import server as app_server
 from camserve_server.app.server import serve
 from camserve_server.core import config, logs
-from camserve_server.core.errors import ConfigError, ServiceError, WorkerLost
+from camserve_server.core.errors import ConfigError, ServiceError, Unavailable, WorkerLost
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import render
 from camserve_server.methods import METHODS, Cam, Parameter
@@ -89,6 +90,19 @@ async def test_error_status_has_the_request_id_the_field_and_the_retry_delay(kin
     assert error.detail(error_details_pb2.RequestInfo).request_id == "call-7"
     (violation,) = error.detail(error_details_pb2.BadRequest).field_violations
     assert (violation.field, violation.description) == ("targets[0].label", "words for the caller")
+
+
+async def test_error_has_the_state_of_the_server_that_caused_it(server):
+    def fail(_pass, _rows):
+        raise Unavailable("words for the caller", shed_reason="queue_full")
+
+    server.batcher._workers[0].run = fail
+    caused = await refusal_of(server.explain(request()))
+    other = await refusal_of(server.explain(request(model="tinny")))
+
+    info = caused.detail(error_details_pb2.ErrorInfo)
+    assert (info.reason, info.domain) == ("QUEUE_FULL", "camserve")
+    assert other.detail(error_details_pb2.ErrorInfo) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -781,8 +795,40 @@ async def test_port_is_open_before_the_models_are_loaded_but_calls_are_refused(n
         (grpc.StatusCode.UNAVAILABLE, "1000")
     }
     assert all("starting" in error.message for error in early)
+    assert {error.detail(error_details_pb2.ErrorInfo).reason for error in early} == {"STARTING"}
     assert after == [SERVING] * 3
     assert statuses_seen == [NOT_SERVING, SERVING, NOT_SERVING]
+
+
+async def test_process_of_several_is_in_the_metadata_of_every_reply(monkeypatch, serving):
+    state = rpc.ServerState
+    monkeypatch.setattr(app_server, "ServerState", lambda *args, **rest: state(*args, **{**rest, "process": "1/2"}))
+    async with serving() as server:
+        call = server.explain(request())
+        await call
+        failed = await refusal_of(server.explain(request(model="tinny")))
+        stream = server.stream()
+        initial = await stream.initial_metadata()  # arrives before the first request is sent
+        await stream.write(item("r0"))
+        outcome = await stream.read()
+        await stream.done_writing()
+        metadata = [await call.trailing_metadata(), failed.trailers, initial, await stream.trailing_metadata()]
+
+    assert [dict(each)["camserve-process"] for each in metadata] == ["1/2"] * 4
+    assert outcome.WhichOneof("outcome") == "response"
+
+
+async def test_server_of_one_process_sends_no_further_metadata(server):
+    call = server.explain(request())
+    await call
+    failed = await refusal_of(server.explain(request(model="tinny")))
+    stream = server.stream([item("r0")])
+    await stream.read()
+
+    assert set(dict(await call.trailing_metadata())) == {"x-request-id"}
+    assert set(failed.trailers) == {"x-request-id", "grpc-status-details-bin"}
+    assert not any(key.startswith("camserve") for key, _ in await call.initial_metadata())
+    assert not any(key.startswith("camserve") for key, _ in await stream.initial_metadata())
 
 
 async def test_two_models_of_one_name_are_refused_with_a_hint(nets, serving):

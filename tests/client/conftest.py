@@ -55,6 +55,7 @@ class Refusal:
     fields: dict[str, str] = field(default_factory=dict)
     request_id: str = ""
     trailers: tuple[tuple[str, str | bytes], ...] = ()
+    reason: str = ""
 
     def abort(self, context: grpc.ServicerContext) -> None:
         context.set_trailing_metadata((*self.trailers, ("grpc-status-details-bin", self.packed())))
@@ -68,7 +69,8 @@ class Refusal:
                 for name, text in self.fields.items()
             ]
         )
-        for detail in (request, error_details_pb2.RequestInfo(request_id=self.request_id)):
+        cause = error_details_pb2.ErrorInfo(reason=self.reason, domain="camserve")
+        for detail in (request, error_details_pb2.RequestInfo(request_id=self.request_id), cause):
             packed = any_pb2.Any()
             packed.Pack(detail)
             status.details.append(packed)

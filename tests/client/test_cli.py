@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -181,6 +182,31 @@ def test_missing_server_is_a_one_line_error(command: str) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("error: no server answers at 127.0.0.1:1")
     assert done.stderr.count("\n") == 1
+
+
+def test_commands_wait_for_a_server_that_starts_and_say_so(
+    run: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's; a command has none
+    unavailable = {"code": grpc.StatusCode.UNAVAILABLE, "message": "the server is starting", "reason": "STARTING"}
+    server.refusals = [server.refusal(**unavailable, trailers=(("grpc-retry-pushback-ms", "20"),))] * 9
+
+    done = run("models")
+
+    assert done.exit_code == 0
+    assert "tiny" in done.stdout
+    assert done.stderr == f"waiting for the server at {server.address}: it is starting\n"
+
+
+def test_commands_give_up_at_their_timeout_if_the_server_still_starts(run: Any, server: Any) -> None:
+    unavailable = {"code": grpc.StatusCode.UNAVAILABLE, "message": "the server is starting", "reason": "STARTING"}
+    server.refusals = [server.refusal(**unavailable, trailers=(("grpc-retry-pushback-ms", "200"),))] * 99
+
+    done = run("models", "--timeout", "1")
+
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: the server is starting [request ")
+    assert 1 < len(server.calls) <= 6
 
 
 def test_models_are_listed(run: Any) -> None:

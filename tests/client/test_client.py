@@ -231,6 +231,54 @@ async def test_deadline_covers_all_tries(connect: Any, server: Any, refuse: Any,
     assert [round(call.time_remaining / 100) for call in server.calls] == [10, 9, 8, 7]
 
 
+async def test_reason_of_an_error_is_decoded(client: Any, refuse: Any) -> None:
+    refuse("RESOURCE_EXHAUSTED", 5, reason="QUEUE_FULL")
+
+    with pytest.raises(camserve.ResourceExhausted) as caught:
+        await client.explain(b"1")
+
+    assert caught.value.reason == "QUEUE_FULL"
+
+
+STARTING = {"message": "the server is starting", "reason": "STARTING", "trailers": (("grpc-retry-pushback-ms", "20"),)}
+
+
+async def test_client_waits_for_a_server_that_starts(
+    client: Any, server: Any, refuse: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse("UNAVAILABLE", 12, **STARTING)
+
+    await client.explain(b"1")
+    refuse("UNAVAILABLE", 12, **STARTING)
+    _ = [result async for result in client.explain_many([b"1"])]
+
+    assert len(server.calls) == 26
+    assert [record.getMessage() for record in caplog.records if record.name == "camserve"] == [
+        f"waiting for the server at {server.address}: it is starting"
+    ]
+
+
+async def test_wait_for_a_server_that_starts_ends_at_the_timeout(
+    connect: Any, server: Any, refuse: Any, pauses: list[float]
+) -> None:
+    refuse("UNAVAILABLE", 99, **{**STARTING, "trailers": (("grpc-retry-pushback-ms", "100000"),)})
+
+    with pytest.raises(camserve.Unavailable, match="the server is starting"):
+        await connect(server.address, timeout=1000).explain(b"1")
+
+    assert pauses == [100] * 9
+    assert len(server.calls) == 10
+
+
+async def test_health_of_a_server_that_starts_is_not_retried(client: Any, server: Any, refuse: Any) -> None:
+    refuse("UNAVAILABLE", 2, **STARTING)
+    with pytest.raises(camserve.Unavailable):
+        await client.explain(b"1", timeout=0.01)
+
+    assert await client.health("asleep") is camserve.Health.NOT_SERVING
+    assert len(server.calls) == 1
+
+
 async def test_silent_server_raises_deadline_exceeded(client: Any, server: Any) -> None:
     server.hold.clear()
 

@@ -64,6 +64,38 @@ def test_no_pause_exceeds_the_deadline() -> None:
     assert attempts.pause(camserve.Unavailable("", retry_after=11)) is None
 
 
+def test_retries_of_a_starting_server_do_not_count() -> None:
+    starting = camserve.Unavailable("", retry_after=1, reason="STARTING")
+    attempts = CallAttempts(camserve.Retry(attempts=1), timeout=60)
+
+    assert [attempts.pause(starting) for _ in range(20)] == [1] * 20
+    assert attempts.pause(BUSY) is not None
+    assert attempts.pause(starting) == 1
+    assert attempts.pause(BUSY) is None
+
+
+def test_starting_server_is_not_tried_without_retries_or_beyond_the_deadline() -> None:
+    starting = camserve.Unavailable("", retry_after=11, reason="STARTING")
+
+    assert CallAttempts(camserve.Retry(attempts=0), timeout=60).pause(starting) is None
+    assert CallAttempts(camserve.Retry(), timeout=10).pause(starting) is None
+
+
+def test_starting_server_without_a_requested_pause_is_retried_after_the_first_pause() -> None:
+    starting = camserve.Unavailable("", reason="STARTING")
+
+    assert 1 <= (camserve.Retry(first=2).pause(0, starting) or 0) <= 2
+
+
+def test_first_retry_on_another_connection_has_no_pause() -> None:
+    attempts = CallAttempts(camserve.Retry(attempts=2, first=1), timeout=60)
+
+    assert attempts.pause(BUSY, elsewhere=True) == 0
+    assert attempts.pause(BUSY, elsewhere=True) != 0
+    assert attempts.pause(BUSY, elsewhere=True) is None
+    assert CallAttempts(camserve.Retry(attempts=0), timeout=60).pause(BUSY, elsewhere=True) is None
+
+
 def test_try_gets_the_remaining_time() -> None:
     assert 9 < CallAttempts(camserve.Retry(), 10).start() <= 10
     assert CallAttempts(camserve.Retry(), -1).start() == 0

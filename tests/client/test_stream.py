@@ -30,6 +30,11 @@ def due_ids(sending: _stream.InFlightWindow) -> list[str]:
     return [request.request_id for request in sending.take_due()]
 
 
+def end_stream(sending: _stream.InFlightWindow, error: camserve.CamserveError) -> None:
+    """End the only stream, on which every request in flight was sent."""
+    sending.handle(_stream.StreamBreak(error, frozenset(sending._slots)))
+
+
 def response(request_id: str) -> explain_pb2.ExplainStreamResponse:
     return explain_pb2.ExplainStreamResponse(
         request_id=request_id, response=explain_pb2.ExplainResponse(request_id=request_id)
@@ -107,7 +112,7 @@ def test_break_without_images_in_flight_is_ignored() -> None:
     (only,) = send(sending, 1)
     sending.handle(response(only))
 
-    sending.handle(camserve.Unavailable("drained"))
+    end_stream(sending, camserve.Unavailable("drained"))
 
     assert finished_ids(sending) == [only]
 
@@ -116,7 +121,7 @@ def test_images_in_flight_are_sent_again_in_order() -> None:
     sending = window(first=0)
     sent = send(sending, 3)
 
-    sending.handle(camserve.Unavailable("gone"))
+    end_stream(sending, camserve.Unavailable("gone"))
 
     assert due_ids(sending) == sent
 
@@ -126,12 +131,12 @@ def test_suspects_are_sent_one_at_a_time_and_only_the_culprit_fails() -> None:
     first, second, third = send(sending, 3)
     broken = camserve.Internal("broken")
 
-    sending.handle(broken)
+    end_stream(sending, broken)
     assert due_ids(sending) == [first]
     assert sending.take_due() == []
     sending.handle(response(first))
     assert due_ids(sending) == [second]
-    sending.handle(broken)
+    end_stream(sending, broken)
     assert due_ids(sending) == [third]
     sending.handle(response(third))
 
@@ -151,14 +156,14 @@ def test_fatal_status_is_raised(code: str) -> None:
     error.code = grpc.StatusCode[code]
 
     with pytest.raises(camserve.CamserveError):
-        sending.handle(error)
+        end_stream(sending, error)
 
 
 def test_response_resets_the_count_of_breaks() -> None:
     sending = window(limit=99, attempts=1, first=0)
     sent = send(sending, 9)
     for request_id in sent:
-        sending.handle(camserve.Unavailable("gone"))
+        end_stream(sending, camserve.Unavailable("gone"))
         assert sending.take_due()
         sending.handle(response(request_id))
 
@@ -209,12 +214,12 @@ def test_request_that_crashes_the_server_halfway_is_not_sent_forever() -> None:
 
     for _ in range(2):
         sending.handle(progress(only, 1, 9))
-        sending.handle(gone)
+        end_stream(sending, gone)
         assert sending.take_due()
     sending.handle(progress(only, 1, 9))
 
     with pytest.raises(camserve.Unavailable, match="gone"):
-        sending.handle(gone)
+        end_stream(sending, gone)
 
 
 def test_response_of_an_unknown_kind_is_ignored() -> None:
@@ -225,3 +230,72 @@ def test_response_of_an_unknown_kind_is_ignored() -> None:
     sending.handle(response(only))
 
     assert finished_ids(sending) == [only]
+
+
+def starting() -> camserve.Unavailable:
+    return camserve.Unavailable("starting", retry_after=10, reason="STARTING")
+
+
+def test_only_requests_of_the_stream_that_ended_are_sent_again() -> None:
+    sending = window(first=0)
+    first, second, third = send(sending, 3)
+
+    sending.handle(_stream.StreamBreak(camserve.Unavailable("gone"), frozenset({second})))
+
+    assert due_ids(sending) == [second]
+    for request_id in (first, second, third):
+        sending.handle(response(request_id))
+    assert finished_ids(sending) == [first, second, third]
+
+
+def test_image_that_crashes_every_process_is_not_sent_forever() -> None:
+    """Other processes answer other images meanwhile, so the server is not lost."""
+    sending = window(limit=99, attempts=1, first=0)
+    culprit = send(sending, 1)[0]
+    breaks = 0
+    while not (outcomes := list(sending.pop_finished())):
+        sending.handle(response(send(sending, 1)[0]))
+        sending.handle(_stream.StreamBreak(camserve.Unavailable("gone"), frozenset({culprit})))
+        breaks += 1
+        assert due_ids(sending) in ([culprit], [])
+
+    assert [type(outcome) for outcome in outcomes] == [camserve.Unavailable] + [camserve.Result] * breaks
+    assert breaks == 11
+
+
+def test_server_that_starts_is_tried_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(_stream.time, "monotonic", lambda: now[0])
+    sending = window(attempts=1)
+    send(sending, 1)
+    assert not sending.server_starts
+    for _ in range(3):
+        end_stream(sending, starting())
+        assert sending.server_starts
+        assert sending.take_due() == []
+        now[0] += 10
+        assert sending.take_due()
+
+    with pytest.raises(camserve.Unavailable, match="starting"):
+        end_stream(sending, starting())
+
+
+def test_start_of_the_server_ends_with_the_first_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(_stream.time, "monotonic", lambda: now[0])
+    sending = window(limit=99, attempts=1)
+    for _ in range(9):
+        (only,) = send(sending, 1)
+        end_stream(sending, starting())
+        now[0] += 20
+        assert due_ids(sending) == [only]
+        sending.handle(response(only))
+        assert not sending.server_starts
+
+
+def test_starting_server_is_not_tried_again_without_retries() -> None:
+    sending = window(attempts=0)
+    send(sending, 1)
+
+    with pytest.raises(camserve.Unavailable, match="starting"):
+        end_stream(sending, starting())

@@ -36,6 +36,9 @@ DETAILS_TRAILER = "grpc-status-details-bin"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 REQUEST_ID = "x-request-id"
 
+STARTING = "STARTING"
+"""``reason`` of an error of a server whose models are not warm yet."""
+
 NEVER_RETRY = -1.0
 """``retry_after`` of an error whose request must not be sent again."""
 
@@ -67,6 +70,8 @@ class CamserveError(Exception):
         fields: The faults of the request by field name.
         retry_after: Seconds after which the server accepts the request again; negative for never,
             None if the server did not specify it.
+        reason: The state of the server that caused the error, such as STARTING or QUEUE_FULL; empty
+            if the server did not specify it.
     """
 
     code = grpc.StatusCode.UNKNOWN
@@ -78,12 +83,14 @@ class CamserveError(Exception):
         request_id: str = "",
         fields: Mapping[str, str] | None = None,
         retry_after: float | None = None,
+        reason: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
         self.request_id = request_id
         self.fields: Mapping[str, str] = dict(fields or {})
         self.retry_after = retry_after
+        self.reason = reason
 
     def __str__(self) -> str:
         other_faults = [f"{name}: {fault}" for name, fault in self.fields.items() if fault not in self.message]
@@ -181,6 +188,7 @@ class ErrorDetails:
     request_id: str = ""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     retry_after: float | None = None
+    reason: str = ""
 
 
 def make(code: grpc.StatusCode, message: str, details: ErrorDetails) -> CamserveError:
@@ -190,6 +198,7 @@ def make(code: grpc.StatusCode, message: str, details: ErrorDetails) -> Camserve
         request_id=details.request_id,
         fields=details.fields,
         retry_after=details.retry_after,
+        reason=details.reason,
     )
     error.code = code
     return error
@@ -237,7 +246,8 @@ def _translate(error: grpc.RpcError, address: str, request_id: str) -> CamserveE
         return Unavailable(f"the server at {address} stopped before it handled the request", request_id=request_id)
     if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN) and _is_cut_off(error):
         return StatusLost(f"the response of the server at {address} was cut off", request_id=request_id)
-    details = ErrorDetails(status.request_id or request_id, status.fields, _to_seconds(trailers.get(PUSHBACK_TRAILER)))
+    retry_after = _to_seconds(trailers.get(PUSHBACK_TRAILER))
+    details = ErrorDetails(status.request_id or request_id, status.fields, retry_after, status.reason)
     return make(error.code(), _to_readable(error.details() or "", address), details)
 
 
@@ -246,20 +256,22 @@ def _is_cut_off(error: grpc.RpcError) -> bool:
 
 
 def _decode_status(packed: str | bytes | None) -> ErrorDetails:
-    """Decode BadRequest and RequestInfo of a google.rpc.Status; return empty details if it is malformed."""
+    """Decode BadRequest, RequestInfo and ErrorInfo of a google.rpc.Status; return no details if it is malformed."""
     status = status_pb2.Status()
     violations = error_details_pb2.BadRequest()
-    info = error_details_pb2.RequestInfo()
+    request = error_details_pb2.RequestInfo()
+    cause = error_details_pb2.ErrorInfo()
     try:
         status.ParseFromString(packed if isinstance(packed, bytes) else b"")
         for detail in status.details:
             # Unpack does nothing if the type differs.
             detail.Unpack(violations)
-            detail.Unpack(info)
+            detail.Unpack(request)
+            detail.Unpack(cause)
     except DecodeError:
         return ErrorDetails()
     pairs = ((violation.field, violation.description) for violation in violations.field_violations)
-    return ErrorDetails(info.request_id, join_faults(pairs))
+    return ErrorDetails(request.request_id, join_faults(pairs), reason=cause.reason)
 
 
 def _to_seconds(pushback: str | bytes | None) -> float | None:

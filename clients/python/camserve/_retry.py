@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from camserve._errors import InvalidArgument
+from camserve._errors import STARTING, InvalidArgument
 
 if TYPE_CHECKING:
     from camserve._errors import CamserveError
@@ -27,6 +27,9 @@ class Retry:
     Only UNAVAILABLE and RESOURCE_EXHAUSTED are retried. If the server asks for a pause, the client
     waits exactly that long. Otherwise the pauses double. Each is shortened at random by up to a half,
     so that clients that were refused at the same time do not all retry at the same time.
+
+    A server that is starting is tried again until the call's timeout, and these retries do not count.
+    Only ``attempts=0`` prevents that.
 
     >>> Retry(attempts=0)  # no retries
     Retry(attempts=0, first=0.25, longest=5.0)
@@ -49,20 +52,25 @@ class Retry:
         """Return the seconds to wait before the next try, or None to give up.
 
         Args:
-            tries: The number of tries so far.
+            tries: The number of tries so far that count.
             error: The error of the last try.
         """
-        if tries > self.attempts or not _is_retryable(error):
+        if not self.attempts or tries > self.attempts or not _is_retryable(error):
             return None
         if error.retry_after is not None:
             return error.retry_after if error.retry_after <= MAX_PUSHBACK else None
-        ceiling = min(self.longest, self.first * 2.0 ** (tries - 1))
+        ceiling = min(self.longest, self.first * 2.0 ** max(tries - 1, 0))
         return ceiling * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter is no secret
 
 
 def _is_retryable(error: CamserveError) -> bool:
     forbidden = error.retry_after is not None and error.retry_after < 0
     return error.code in RETRYABLE and not too_large(error) and not forbidden
+
+
+def is_starting(error: CamserveError) -> bool:
+    """Return True if the server is starting, so that a retry does not count."""
+    return error.reason == STARTING
 
 
 def too_large(error: CamserveError) -> bool:
@@ -77,14 +85,64 @@ class CallAttempts:
         self._retry = retry
         self._deadline = time.monotonic() + timeout
         self._tries = 0
+        self._may_switch = True
 
     def start(self) -> float | None:
         """Start a try; return its timeout in seconds, or None for no limit."""
-        self._tries += 1
         remaining = self._deadline - time.monotonic()
         return None if math.isinf(remaining) else max(remaining, 0.0)
 
-    def pause(self, error: CamserveError) -> float | None:
-        """Return the seconds before the next try, or None if no retry or no time is left."""
+    def pause(self, error: CamserveError, *, elsewhere: bool = False) -> float | None:
+        """Return the seconds before the next try, or None if no retry or no time is left.
+
+        Args:
+            error: The error of the try.
+            elsewhere: True if the next try uses another connection, which has not failed. The first such try is made
+                at once.
+        """
+        self._tries += not is_starting(error)
         pause = self._retry.pause(self._tries, error)
+        if pause is not None and elsewhere and self._may_switch:
+            self._may_switch, pause = False, 0.0
         return pause if pause is not None and time.monotonic() + pause < self._deadline else None
+
+
+class StreamAttempts:
+    """Count of the streams that broke without a response in between.
+
+    Args:
+        retry: The rule for opening another stream.
+        timeout: Seconds that the server may take to start.
+
+    Attributes:
+        wait_for_start: True after a stream that broke because the server is starting.
+    """
+
+    def __init__(self, retry: Retry, timeout: float) -> None:
+        self._retry = retry
+        self._timeout = timeout
+        self._breaks = 0
+        self._starting_since = 0.0
+        self.wait_for_start = False
+
+    def succeeded(self) -> None:
+        """Reset the count after a response."""
+        self._breaks, self.wait_for_start = 0, False
+
+    def pause(self, error: CamserveError) -> float:
+        """Return the seconds before the next stream.
+
+        Raises:
+            CamserveError: No retry is left, or the server does not start in time.
+        """
+        now = time.monotonic()
+        if not is_starting(error):
+            self._breaks += 1
+        elif not self.wait_for_start:
+            self._starting_since = now
+        self.wait_for_start = is_starting(error)
+        waited = now - self._starting_since if self.wait_for_start else 0.0
+        pause = self._retry.pause(self._breaks, error)
+        if pause is None or waited + pause > self._timeout:
+            raise error
+        return pause

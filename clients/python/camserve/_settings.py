@@ -31,12 +31,15 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, str | int], ...]] = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5000),
+    # Otherwise all channels of a program to one address would share one connection, and so one process of the server.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 # Call the servers in turn. A server that drains or still starts reports that by its health check and gets no calls.
 _ROUND_ROBIN: Final = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
 )
 _MULTI_ADDRESS_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:")
+_UNIX_SCHEMES: Final = ("unix:", "unix-abstract:")
 HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
 
 
@@ -45,7 +48,7 @@ class Settings:
     """Settings of a client's channel and calls.
 
     Raises:
-        InvalidArgument: The address is not HOST:PORT, or the timeout is not above 0.
+        InvalidArgument: The address is not HOST:PORT, or the timeout or the number of connections is not above 0.
 
     Attributes:
         address: Address of the server.
@@ -54,6 +57,7 @@ class Settings:
         metadata: Metadata of every call.
         credentials: Credentials of the channel; None for no encryption.
         channel_options: Options of the channel.
+        connections: The number of connections; None for one to each process of the server.
     """
 
     address: str
@@ -62,11 +66,19 @@ class Settings:
     metadata: Mapping[str, str] = field(repr=False)  # it may hold a token
     credentials: grpc.ChannelCredentials | None
     channel_options: tuple[tuple[str, str | int], ...]
+    connections: int | None = None
 
     def __post_init__(self) -> None:
         if not self.address or self.address.startswith(("http://", "https://")):
             raise InvalidArgument(f"the address must be HOST:PORT, such as {DEFAULT_ADDRESS}, not {self.address!r}")
+        if self.connections is not None and self.connections < 1:
+            raise InvalidArgument(f"connections must be at least 1, not {self.connections}")
         self.timeout_for(self.timeout)
+
+    @property
+    def one_server(self) -> bool:
+        """True if the address stands for one server, as far as gRPC knows."""
+        return not self.address.startswith(_MULTI_ADDRESS_SCHEMES)
 
     def timeout_for(self, timeout: float | None) -> float:
         """Return the timeout of a call in seconds: its own, or else the client's.
@@ -94,6 +106,7 @@ class ClientOptions:
         credentials: gRPC's channel credentials.
         metadata: Metadata of every call.
         own_channel: True if the caller passed a channel.
+        connections: The number of connections; None for as many as the server's processes need.
     """
 
     timeout: float
@@ -101,6 +114,7 @@ class ClientOptions:
     credentials: grpc.ChannelCredentials | None
     metadata: Mapping[str, str] | None
     own_channel: bool = False
+    connections: int | None = None
 
 
 def make_settings(address: str, options: ClientOptions, access_options: AccessOptions) -> Settings:
@@ -115,6 +129,8 @@ def make_settings(address: str, options: ClientOptions, access_options: AccessOp
         raise InvalidArgument(
             "credentials and tls are for a channel that the client opens: encrypt the channel that you pass"
         )
+    if options.own_channel and options.connections is not None:
+        raise InvalidArgument("connections is for channels that the client opens: pass either connections or a channel")
     if options.credentials and access.tls:
         raise InvalidArgument("credentials and tls both set the encryption: pass only one of them")
     retry = options.retries if isinstance(options.retries, Retry) else Retry(attempts=options.retries)
@@ -125,7 +141,10 @@ def make_settings(address: str, options: ClientOptions, access_options: AccessOp
     channel_options = CHANNEL_OPTIONS + access.channel_options + load_balancing_options(address)
     if credentials is None:
         channel_options += (("grpc.enable_http_proxy", 0),)  # a proxy could read and change unencrypted calls
-    return Settings(address, options.timeout, retry, metadata, credentials, channel_options)
+    connections = options.connections
+    if connections is None and (options.own_channel or address.startswith(_UNIX_SCHEMES)):
+        connections = 1  # several processes cannot listen on one Unix socket
+    return Settings(address, options.timeout, retry, metadata, credentials, channel_options, connections)
 
 
 def load_balancing_options(address: str) -> tuple[tuple[str, str], ...]:

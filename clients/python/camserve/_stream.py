@@ -1,7 +1,8 @@
-"""State of a stream of explanations: the images in flight and what to do next.
+"""State of the images that a client explains over streams: those in flight and what to do next.
 
 This module does no I/O, so both clients share it. A client repeats four steps: add an image if the window has room,
-send the requests that are due, handle the next event, and yield the finished outcomes. The window makes every decision.
+send the requests that are due, handle the next event, and yield the finished outcomes. The window makes every decision,
+except which stream a request is sent on: a client has one on each of its connections.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from camserve._errors import (
     StatusLost,
     Unavailable,
 )
+from camserve._retry import StreamAttempts, is_starting
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
 Outcome: TypeAlias = "Result | CamserveError"
 """Result of one image, or its error."""
 
-Event: TypeAlias = "explain_pb2.ExplainStreamResponse | CamserveError | None"
-"""A response, the error that ended the stream, or None if neither arrived in time."""
+Event: TypeAlias = "explain_pb2.ExplainStreamResponse | StreamBreak | None"
+"""A response, the end of a stream, or None if neither arrived in time."""
 
 PreparedRequest: TypeAlias = "explain_pb2.ExplainRequest | CamserveError | None"
 """Request for one image, the error of an image that cannot be read, or None after the last image."""
@@ -51,6 +53,10 @@ STREAM_END_TIMEOUT: Final = 1.0
 """Seconds that the server may take to end a stream after its last response."""
 
 _MAX_WAIT: Final = 3600.0  # seconds
+
+# Streams that may break with an image in flight, for each try that its retries allow, although other images have been
+# answered meanwhile. Without a limit, an image that crashes every process it reaches would be sent forever.
+_BREAKS_PER_RETRY: Final = 5
 
 # A stream that ends with one of these codes would end the same way again, whatever is sent.
 _FATAL_CODES: Final = frozenset(
@@ -67,6 +73,24 @@ _FATAL_CODES: Final = frozenset(
 def stream_ended() -> Unavailable:
     """Return the error of a stream that ended with status OK before the last response, as when a server drains."""
     return Unavailable("the server ended the stream")
+
+
+def is_final(response: explain_pb2.ExplainStreamResponse) -> bool:
+    """Return True if a response is the last one to its request: a result or an error, but not progress."""
+    return response.WhichOneof("outcome") in {"response", "error"}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBreak:
+    """The end of a stream.
+
+    Attributes:
+        error: The error that ended it.
+        unanswered: Ids of the requests that were sent on it and have no response.
+    """
+
+    error: CamserveError
+    unanswered: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -95,7 +119,7 @@ class _Slot:
 class InFlightWindow:
     """Bounded window of images between the input iterable and the consumer, in their order.
 
-    After a stream breaks, the client opens another one, and the window sends the images in flight again. If the
+    After a stream breaks, the client opens another one, and the window sends its images in flight again. If the
     status shows that a request caused the break, the images that were in flight are sent one at a time. Only the image
     that breaks the stream again fails.
 
@@ -122,10 +146,15 @@ class InFlightWindow:
         self._slots: dict[str, _Slot] = {}
         self._suspects: set[str] = set()
         self._images_added = 0
-        self._breaks = 0
         self._last_activity = 0.0
         self._input_ended = False
         self._progress_changed = False
+        self._attempts = StreamAttempts(retry, timeout)
+
+    @property
+    def server_starts(self) -> bool:
+        """True if the window waits because the server is starting."""
+        return self._attempts.wait_for_start
 
     @property
     def has_room(self) -> bool:
@@ -173,10 +202,10 @@ class InFlightWindow:
         return min(_MAX_WAIT, max(0.0, min(times, default=0.0) - time.monotonic()))
 
     def handle(self, event: Event) -> None:
-        """Process a response, the error that ended the stream, or the absence of both.
+        """Process a response, the end of a stream, or the absence of both.
 
         Raises:
-            CamserveError: The stream cannot continue.
+            CamserveError: The explanation of the images cannot continue.
         """
         if isinstance(event, explain_pb2.ExplainStreamResponse):
             self._handle_response(event)
@@ -228,7 +257,7 @@ class InFlightWindow:
         if outcome is None:
             return
         # Progress does not reset the count. Otherwise a request that crashes the server halfway is sent forever.
-        self._breaks = 0
+        self._attempts.succeeded()
         if isinstance(outcome, CamserveError):
             self._retry_or_fail(response.request_id, outcome)
         else:
@@ -248,8 +277,9 @@ class InFlightWindow:
         slot.outcome, slot.request = outcome, None
         self._suspects.discard(key)
 
-    def _handle_break(self, error: CamserveError) -> None:
-        lost = self._keys_in_flight()
+    def _handle_break(self, end: StreamBreak) -> None:
+        error = end.error
+        lost = [key for key in self._keys_in_flight() if key in end.unanswered]
         if error.code in _FATAL_CODES:
             raise error
         if not lost:
@@ -266,12 +296,14 @@ class InFlightWindow:
                 self._slots[key].send_at = 0.0
 
     def _resend(self, lost: list[str], error: CamserveError) -> None:
-        self._breaks += 1
-        pause = self._retry.pause(self._breaks, error)
-        if pause is None or pause > self._timeout:
-            raise error
+        send_at = time.monotonic() + self._attempts.pause(error)
         for key in lost:
-            self._slots[key].send_at = time.monotonic() + pause
+            slot = self._slots[key]
+            slot.tries -= is_starting(error)
+            if slot.tries > _BREAKS_PER_RETRY * (self._retry.attempts + 1):
+                self._finish(key, error)
+            else:
+                slot.send_at = send_at
 
 
 def prepare_request(

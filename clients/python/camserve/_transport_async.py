@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import grpc.aio
@@ -28,15 +29,20 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Self
 
+    from camserve._async.connection import Stubs
+    from camserve._connections import Connection, ConnectionPool, ReplyMetadata
     from camserve._settings import Settings
-    from camserve.v1 import explain_pb2, explain_pb2_grpc
+    from camserve.v1 import explain_pb2
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
 
+_Report: TypeAlias = "Callable[[ReplyMetadata], None] | None"
+"""Function that takes the metadata of a reply, or None if the client does not need it."""
+
 _RequestQueue: TypeAlias = "asyncio.Queue[explain_pb2.ExplainStreamRequest | None]"
-_EventQueue: TypeAlias = "asyncio.Queue[explain_pb2.ExplainStreamResponse | Exception]"
+_EventQueue: TypeAlias = "asyncio.Queue[tuple[_Stream, explain_pb2.ExplainStreamResponse | Exception]]"
 
 OPENS_CHANNEL_AT_ONCE: Final[bool] = False
 """A grpc.aio channel belongs to the event loop in which it is made, so the first call makes it."""
@@ -66,6 +72,7 @@ async def send(
     request: Q,
     timeout: float | None,
     metadata: tuple[tuple[str, str], ...],
+    report: _Report,
 ) -> R:
     """Send a request once and return the response.
 
@@ -73,14 +80,28 @@ async def send(
         Cancelled: The client was closed, which cancels the call but not the task that awaits it.
         Internal: The response cannot be parsed.
     """
+    call = rpc(request, timeout=timeout, metadata=metadata)
     try:
-        response = cast("R | None", await rpc(request, timeout=timeout, metadata=metadata))
+        response = cast("R | None", await call)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         raise Cancelled(CLIENT_CLOSED_DURING_CALL) from error
+    except grpc.RpcError as error:
+        if report:
+            report(cast("ReplyMetadata", error.trailing_metadata()))
+        raise
+    if report:
+        report(cast("ReplyMetadata", await call.trailing_metadata()))
     return _parsed(response)
+
+
+async def release(pool: ConnectionPool[Stubs], connection: Connection[Stubs], calls: int = 1) -> None:
+    """Count calls on a connection as ended; close the connection if it was retired and these were the last ones."""
+    stubs = pool.release(connection, calls)
+    if stubs:
+        await stubs.channel.close()
 
 
 def _parsed(response: R | None) -> R:
@@ -99,18 +120,35 @@ async def iterate(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
             yield item
 
 
-class StreamConnection:
-    """Connection that has at most one open stream; sending opens another stream when none is open.
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """An open stream.
+
+    Attributes:
+        connection: Its connection, on which it counts as a call in flight, and so does each unanswered request.
+        call: gRPC's call.
+        requests: Requests to send; None ends the stream.
+        unanswered: Ids of the requests without a response.
+        reader: Task that reads the responses.
+    """
+
+    connection: Connection[Stubs]
+    call: grpc.aio.Call
+    requests: _RequestQueue
+    unanswered: set[str] = field(default_factory=set[str])
+    reader: asyncio.Task[None] | None = None
+
+
+class Streams:
+    """Streams to the server, at most one on each connection of the client. Sending opens those that are needed.
 
     Requests and responses go through queues, so that waiting for a response can time out.
     """
 
-    def __init__(self, stub: explain_pb2_grpc.ExplainServiceAsyncStub, settings: Settings) -> None:
-        self._stub = stub
+    def __init__(self, pool: ConnectionPool[Stubs], settings: Settings) -> None:
+        self._pool = pool
         self._settings = settings
-        self._call: grpc.aio.Call | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._requests: _RequestQueue = asyncio.Queue()
+        self._streams: dict[Connection[Stubs], _Stream] = {}
         self._events: _EventQueue = asyncio.Queue()
         self._reopen_delay = 0.0
 
@@ -118,56 +156,81 @@ class StreamConnection:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._cancel()
+        for stream in list(self._streams.values()):
+            await self._cancel(stream)
 
     async def send(self, requests: Sequence[explain_pb2.ExplainStreamRequest]) -> None:
-        """Send requests; open a stream if none is open."""
-        if requests and self._call is None:
-            self._open()
+        """Send each request on the least loaded connection; open a stream if it has none."""
         for request in requests:
-            self._requests.put_nowait(request)
+            connection = self._pool.acquire()
+            stream = self._streams.get(connection) or await self._open(connection)
+            stream.unanswered.add(request.request_id)
+            stream.requests.put_nowait(request)
 
     async def next_event(self, seconds: float) -> _stream.Event:
-        """Wait for a response or for the error that ends the stream; return None after a timeout.
+        """Wait for a response or for the end of a stream; return None after a timeout.
 
         Raises:
             Exception: The caller's own channel raised it, and it is not an error of gRPC.
         """
         try:
             async with asyncio.timeout(seconds):
-                event = await self._events.get()
+                stream, event = await self._events.get()
         except TimeoutError:
             return None
         if isinstance(event, CamserveError):
-            self._reopen_delay = REOPEN_DELAY if isinstance(event, StatusLost) else 0.0
-            await self._cancel()
-        elif isinstance(event, Exception):
+            return await self._handle_end(stream, event)
+        if isinstance(event, Exception):
             raise event
+        if _stream.is_final(event) and event.request_id in stream.unanswered:
+            self._handle_answer(stream, event.request_id)
         return event
 
     async def finish(self) -> None:
-        """End the stream without cancelling it, so that the server does not record a cancelled call."""
-        if self._call is not None:
-            self._requests.put_nowait(None)
-            await self.next_event(_stream.STREAM_END_TIMEOUT)
+        """End the streams without cancelling them, so that the server does not record cancelled calls."""
+        for stream in self._streams.values():
+            stream.requests.put_nowait(None)
+        while self._streams and await self.next_event(_stream.STREAM_END_TIMEOUT):
+            pass
 
-    def _open(self) -> None:
-        self._requests, self._events = asyncio.Queue(), asyncio.Queue()
+    async def _open(self, connection: Connection[Stubs]) -> _Stream:
+        """Open a stream. It takes over the call in flight that its first request counts as, and adds its own."""
+        requests: _RequestQueue = asyncio.Queue()
         request_id = new_request_id()
-        with translate_errors(self._settings.address, request_id):
-            call = self._stub.ExplainStream(
-                _until_none(self._requests, self._reopen_delay), metadata=self._settings.metadata_with(request_id)
-            )
+        try:
+            with translate_errors(self._settings.address, request_id):
+                call = connection.stubs.explain.ExplainStream(
+                    _until_none(requests, self._reopen_delay), metadata=self._settings.metadata_with(request_id)
+                )
+        except BaseException:
+            await release(self._pool, connection)
+            raise
+        self._pool.hold(connection)
+        stream = self._streams[connection] = _Stream(connection, call, requests)
         errors = translate_errors(self._settings.address, request_id)
-        self._reader = asyncio.create_task(_read(call, self._events, errors))
-        self._call = call
+        stream.reader = asyncio.create_task(_read(stream, self._events, errors, self._pool.reporter(connection)))
+        return stream
 
-    async def _cancel(self) -> None:
-        self._requests.put_nowait(None)
-        if self._call is not None and self._reader is not None:
-            self._call.cancel()
-            await asyncio.wait({self._reader})
-            self._call = None
+    def _handle_answer(self, stream: _Stream, request_id: str) -> None:
+        stream.unanswered.remove(request_id)
+        self._pool.release(stream.connection)
+        if stream.connection.retired and not stream.unanswered:
+            stream.requests.put_nowait(None)
+
+    async def _handle_end(self, stream: _Stream, error: CamserveError) -> _stream.StreamBreak:
+        self._reopen_delay = REOPEN_DELAY if isinstance(error, StatusLost) else 0.0
+        if stream.unanswered:  # otherwise the server may have ended a stream that was idle
+            self._pool.report_failure(stream.connection, error)
+        await self._cancel(stream)
+        return _stream.StreamBreak(error, frozenset(stream.unanswered))
+
+    async def _cancel(self, stream: _Stream) -> None:
+        del self._streams[stream.connection]
+        stream.requests.put_nowait(None)
+        stream.call.cancel()
+        if stream.reader is not None:
+            await asyncio.wait({stream.reader})
+        await release(self._pool, stream.connection, 1 + len(stream.unanswered))
 
 
 async def _until_none(requests: _RequestQueue, delay: float) -> AsyncIterator[explain_pb2.ExplainStreamRequest]:
@@ -176,23 +239,21 @@ async def _until_none(requests: _RequestQueue, delay: float) -> AsyncIterator[ex
         yield request
 
 
-async def _read(
-    responses: AsyncIterable[Any],
-    events: _EventQueue,
-    errors: AbstractContextManager[None],
-) -> None:
+async def _read(stream: _Stream, events: _EventQueue, errors: AbstractContextManager[None], report: _Report) -> None:
     """Put every response into the queue, and last the error that ended the stream."""
     try:
         with errors:
-            await _put_responses(responses, events)
-        events.put_nowait(_stream.stream_ended())
+            await _put_responses(stream, events, report)
+        events.put_nowait((stream, _stream.stream_ended()))
     except Exception as error:  # noqa: BLE001 -- the consumer waits for whatever ends the stream
-        events.put_nowait(error)
+        events.put_nowait((stream, error))
 
 
-async def _put_responses(responses: AsyncIterable[Any], events: _EventQueue) -> None:
+async def _put_responses(stream: _Stream, events: _EventQueue, report: _Report) -> None:
     try:
-        async for response in responses:
-            events.put_nowait(_parsed(response))
+        if report:
+            report(cast("ReplyMetadata", await stream.call.initial_metadata()))
+        async for response in cast("AsyncIterable[Any]", stream.call):
+            events.put_nowait((stream, _parsed(response)))
     except asyncio.CancelledError as error:
         raise Cancelled(CLIENT_CLOSED_DURING_CALL) from error

@@ -8,7 +8,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -21,16 +22,21 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Self
 
+    from camserve._connections import Connection, ConnectionPool, ReplyMetadata
     from camserve._settings import Settings
-    from camserve.v1 import explain_pb2, explain_pb2_grpc
+    from camserve._sync.connection import Stubs
+    from camserve.v1 import explain_pb2
 
 P = ParamSpec("P")
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
 
+_Report: TypeAlias = "Callable[[ReplyMetadata], None] | None"
+"""Function that takes the metadata of a reply, or None if the client does not need it."""
+
 _RequestQueue: TypeAlias = "queue.SimpleQueue[explain_pb2.ExplainStreamRequest | None]"
-_EventQueue: TypeAlias = "queue.SimpleQueue[explain_pb2.ExplainStreamResponse | Exception]"
+_EventQueue: TypeAlias = "queue.SimpleQueue[tuple[_Stream, explain_pb2.ExplainStreamResponse | Exception]]"
 
 OPENS_CHANNEL_AT_ONCE: Final[bool] = True
 """Threads share a client. A channel that the constructor opens needs no lock."""
@@ -56,9 +62,25 @@ def send(
     request: Q,
     timeout: float | None,
     metadata: tuple[tuple[str, str], ...],
+    report: _Report,
 ) -> R:
     """Send a request once and return the response."""
-    return rpc(request, timeout=timeout, metadata=metadata)
+    if report is None:  # for example on the caller's own channel, which need not have `with_call`
+        return rpc(request, timeout=timeout, metadata=metadata)
+    try:
+        response, call = rpc.with_call(request, timeout=timeout, metadata=metadata)
+    except grpc.RpcError as error:
+        report(cast("ReplyMetadata", error.trailing_metadata()))
+        raise
+    report(cast("ReplyMetadata", call.trailing_metadata()))
+    return response
+
+
+def release(pool: ConnectionPool[Stubs], connection: Connection[Stubs], calls: int = 1) -> None:
+    """Count calls on a connection as ended; close the connection if it was retired and these were the last ones."""
+    stubs = pool.release(connection, calls)
+    if stubs:
+        stubs.channel.close()
 
 
 def iterate(items: Iterable[T]) -> Iterator[T]:
@@ -66,84 +88,122 @@ def iterate(items: Iterable[T]) -> Iterator[T]:
     return iter(items)
 
 
-class StreamConnection:
-    """Connection that has at most one open stream; sending opens another stream when none is open.
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """An open stream.
+
+    Attributes:
+        connection: Its connection, on which it counts as a call in flight, and so does each unanswered request.
+        call: gRPC's call.
+        requests: Requests to send; None ends the stream.
+        unanswered: Ids of the requests without a response.
+    """
+
+    connection: Connection[Stubs]
+    call: grpc.Call
+    requests: _RequestQueue
+    unanswered: set[str] = field(default_factory=set[str])
+
+
+class Streams:
+    """Streams to the server, at most one on each connection of the client. Sending opens those that are needed.
 
     Requests and responses go through queues: gRPC takes requests in its own thread, and another
     thread reads the responses, so that waiting for a response can time out.
     """
 
-    def __init__(self, stub: explain_pb2_grpc.ExplainServiceStub, settings: Settings) -> None:
-        self._stub = stub
+    def __init__(self, pool: ConnectionPool[Stubs], settings: Settings) -> None:
+        self._pool = pool
         self._settings = settings
-        self._call: grpc.RpcContext | None = None
-        self._requests: _RequestQueue = queue.SimpleQueue()
+        self._streams: dict[Connection[Stubs], _Stream] = {}
         self._events: _EventQueue = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cancel()
+        for stream in list(self._streams.values()):
+            self._cancel(stream)
 
     def send(self, requests: Sequence[explain_pb2.ExplainStreamRequest]) -> None:
-        """Send requests; open a stream if none is open."""
-        if requests and self._call is None:
-            self._open()
+        """Send each request on the least loaded connection; open a stream if it has none."""
         for request in requests:
-            self._requests.put(request)
+            connection = self._pool.acquire()
+            stream = self._streams.get(connection) or self._open(connection)
+            stream.unanswered.add(request.request_id)
+            stream.requests.put(request)
 
     def next_event(self, seconds: float) -> _stream.Event:
-        """Wait for a response or for the error that ends the stream; return None after a timeout.
+        """Wait for a response or for the end of a stream; return None after a timeout.
 
         Raises:
             Exception: The caller's own channel raised it, and it is not an error of gRPC.
         """
         try:
-            event = self._events.get(timeout=seconds)
+            stream, event = self._events.get(timeout=seconds)
         except queue.Empty:
             return None
         if isinstance(event, CamserveError):
-            self._cancel()
-        elif isinstance(event, Exception):
+            return self._handle_end(stream, event)
+        if isinstance(event, Exception):
             raise event
+        if _stream.is_final(event) and event.request_id in stream.unanswered:
+            self._handle_answer(stream, event.request_id)
         return event
 
     def finish(self) -> None:
-        """End the stream without cancelling it, so that the server does not record a cancelled call."""
-        if self._call is not None:
-            self._requests.put(None)
-            self.next_event(_stream.STREAM_END_TIMEOUT)
+        """End the streams without cancelling them, so that the server does not record cancelled calls."""
+        for stream in self._streams.values():
+            stream.requests.put(None)
+        while self._streams and self.next_event(_stream.STREAM_END_TIMEOUT):
+            pass
 
-    def _open(self) -> None:
-        self._requests, self._events = queue.SimpleQueue(), queue.SimpleQueue()
+    def _open(self, connection: Connection[Stubs]) -> _Stream:
+        """Open a stream. It takes over the call in flight that its first request counts as, and adds its own."""
+        requests: _RequestQueue = queue.SimpleQueue()
         request_id = new_request_id()
-        with translate_errors(self._settings.address, request_id):
-            call = self._stub.ExplainStream(
-                iter(self._requests.get, None), metadata=self._settings.metadata_with(request_id)
-            )
+        try:
+            with translate_errors(self._settings.address, request_id):
+                call = connection.stubs.explain.ExplainStream(
+                    iter(requests.get, None), metadata=self._settings.metadata_with(request_id)
+                )
+        except BaseException:
+            release(self._pool, connection)
+            raise
+        self._pool.hold(connection)
+        stream = self._streams[connection] = _Stream(connection, call, requests)
         errors = translate_errors(self._settings.address, request_id)
-        reader = threading.Thread(target=_read, args=(call, self._events, errors), daemon=True)
-        reader.start()
-        self._call = call
+        arguments = (stream, self._events, errors, self._pool.reporter(connection))
+        threading.Thread(target=_read, args=arguments, daemon=True).start()
+        return stream
 
-    def _cancel(self) -> None:
-        self._requests.put(None)  # otherwise gRPC's thread would wait for a request forever
-        if self._call is not None:
-            self._call.cancel()
-            self._call = None
+    def _handle_answer(self, stream: _Stream, request_id: str) -> None:
+        stream.unanswered.remove(request_id)
+        self._pool.release(stream.connection)
+        if stream.connection.retired and not stream.unanswered:
+            stream.requests.put(None)
+
+    def _handle_end(self, stream: _Stream, error: CamserveError) -> _stream.StreamBreak:
+        if stream.unanswered:  # otherwise the server may have ended a stream that was idle
+            self._pool.report_failure(stream.connection, error)
+        self._cancel(stream)
+        return _stream.StreamBreak(error, frozenset(stream.unanswered))
+
+    def _cancel(self, stream: _Stream) -> None:
+        del self._streams[stream.connection]
+        stream.requests.put(None)  # otherwise gRPC's thread would wait for a request forever
+        stream.call.cancel()
+        release(self._pool, stream.connection, 1 + len(stream.unanswered))
 
 
-def _read(
-    responses: Iterable[Any],
-    events: _EventQueue,
-    errors: AbstractContextManager[None],
-) -> None:
+def _read(stream: _Stream, events: _EventQueue, errors: AbstractContextManager[None], report: _Report) -> None:
     """Put every response into the queue, and last the error that ended the stream."""
     try:
         with errors:
-            for response in responses:
-                events.put(response)
-        events.put(_stream.stream_ended())
+            if report:
+                report(cast("ReplyMetadata", stream.call.initial_metadata()))
+            for response in cast("Iterable[Any]", stream.call):
+                events.put((stream, response))
+        events.put((stream, _stream.stream_ended()))
     except Exception as error:  # noqa: BLE001 -- the consumer waits for whatever ends the stream
-        events.put(error)
+        events.put((stream, error))

@@ -112,7 +112,7 @@ class _Context:
         return "in-process"
 
     def set_trailing_metadata(self, _trailers: Metadata) -> None:
-        """Do nothing: a client does not read the trailers of a call that succeeds."""
+        """Do nothing: on a channel that it was given, a client reads no trailers of a call that succeeds."""
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         self._callbacks.append(callback)

@@ -39,6 +39,9 @@ RPC_NAMES: Mapping[str, str] = {
 }
 """Full names of the RPCs by their short names, which are unique."""
 
+PROCESS_KEY = "camserve-process"
+"""Key of the metadata with the process of a server that has several. Clients open a connection to each process."""
+
 MAX_ID_LENGTH = 128  # characters of a request id
 MAX_TRACED_METHODS = 9  # methods of a request that its trace names; the trace begins before the request is checked
 DEADLINE_TOLERANCE = (
@@ -60,6 +63,8 @@ class ServerState:
         telemetry: telemetry of requests; None if it is off.
         names: names of spans by the short names of the RPCs.
         log_share: share of the successful calls that are logged, 0 to 1.
+        process: index of this process and number of processes, as "0/2", if several processes listen on one port;
+            else empty.
     """
 
     stream_in_flight: int
@@ -71,6 +76,12 @@ class ServerState:
     telemetry: Telemetry | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     log_share: float = 1.0
+    process: str = ""
+
+    @property
+    def process_metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata that tells a caller which of several processes its connection has reached."""
+        return ((PROCESS_KEY, self.process),) if self.process else ()
 
     def require_open(self) -> Pipeline:
         """Return the pipeline for a new request.
@@ -203,7 +214,9 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
     context.add_done_callback(lambda _context: call.until_sent.close())  # type: ignore[arg-type]  # accepts any callable
     logs.REQUEST_ID.set(call.request_id)
     call.begin(state, rpc, context)
-    context.set_trailing_metadata((("x-request-id", call.request_id),))
+    context.set_trailing_metadata((("x-request-id", call.request_id), *state.process_metadata))
+    if state.process and rpc in STREAMS:  # the trailing metadata of a stream would arrive too late
+        await context.send_initial_metadata(state.process_metadata)
     code = grpc.StatusCode.CANCELLED
     try:
         with state.count_call():
@@ -212,7 +225,8 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
     except Exception as error:  # noqa: BLE001 -- every error must become a gRPC status
         service_error = service_error_of(error)
         code = call.fail(service_error)
-        await context.abort(code, service_error.message, trailers_of(service_error, call.request_id))
+        trailers = (*trailers_of(service_error, call.request_id), *state.process_metadata)
+        await context.abort(code, service_error.message, trailers)
     finally:
         call.end(rpc, code, began, state.log_share)
 

@@ -13,6 +13,9 @@ from camserve_server.core.errors import Internal, ServiceError
 
 log = logging.getLogger(__name__)
 
+ERROR_DOMAIN = "camserve"
+"""Domain of the reasons in the ErrorInfo of an error."""
+
 STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
@@ -42,9 +45,14 @@ def service_error_of(error: Exception) -> ServiceError:
 
 
 def trailers_of(error: ServiceError, request_id: str) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the trailing metadata of a failed call: request id, google.rpc.Status, and the time before a retry."""
+    """Return the trailing metadata of a failed call: request id, google.rpc.Status, and the time before a retry.
+
+    If the state of the server caused the error, an ErrorInfo in the Status names that state, such as STARTING.
+    """
     status = status_pb2.Status(code=code_pb2.Code.Value(STATUS[type(error)].name), message=error.message)
     status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
+    if error.shed_reason:
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.shed_reason.upper(), domain=ERROR_DOMAIN))
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))

@@ -1,17 +1,23 @@
-"""Channel of a client, and the retry loop of its calls."""
+"""Connections of a client, and the retry loop of its calls."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from camserve import _codec
 from camserve import _transport_async as transport
+from camserve._connections import ConnectionPool
 from camserve._errors import CamserveError, FailedPrecondition, translate_errors
-from camserve._retry import CallAttempts
+from camserve._retry import CallAttempts, is_starting
 from camserve._settings import HEALTH_CHECK, new_request_id
 from camserve.v1 import evaluate_pb2_grpc, explain_pb2_grpc, models_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import grpc.aio
 
     from camserve._retry import Retry
@@ -21,74 +27,104 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 
+log = logging.getLogger("camserve")
+
+START_NOTICE_INTERVAL: Final = 60.0
+"""Seconds between two lines in the log which say that a client waits for a server that starts."""
+
+
 class Stubs:
     """Stubs of the server's services on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
         self.explain = explain_pb2_grpc.ExplainServiceStub(channel)
         self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(channel)
         self.models = models_pb2_grpc.ModelServiceStub(channel)
         self.check_health: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_CHECK)
 
 
-class Connection:
-    """Base class of the client's groups of calls: its settings, its channel and its retries.
+class Calls:
+    """Base class of the client's groups of calls: its settings, its connections and its retries.
 
     Args:
-        settings: Settings of the channel and of every call.
-        channel: The caller's own channel; None to open one.
+        settings: Settings of the channels and of every call.
+        channel: The caller's own channel; None to open channels.
     """
 
     def __init__(self, settings: Settings, channel: grpc.aio.Channel | None) -> None:
         self._settings = settings
-        self._channel = channel
-        self._open_stubs: Stubs | None = None
+        self._own_channel = channel
+        self._open_pool: ConnectionPool[Stubs] | None = None
         self._closed = False
+        self._start_noticed_at = -math.inf
         if transport.OPENS_CHANNEL_AT_ONCE:
             self._open()
 
     async def close(self) -> None:
-        """Close the connection; calls in progress end with Cancelled."""
+        """Close the connections; calls in progress end with Cancelled."""
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        if self._open_pool is not None:
+            for stubs in self._open_pool.close():
+                await stubs.channel.close()
+        elif self._own_channel is not None:
+            await self._own_channel.close()
 
-    def _open(self) -> Stubs:
-        if self._channel is None:
-            self._channel = transport.open_channel(self._settings)
-        self._open_stubs = Stubs(self._channel)
-        return self._open_stubs
+    def _open(self) -> ConnectionPool[Stubs]:
+        settings = self._settings
+        self._open_pool = ConnectionPool(self._new_stubs, settings.connections, one_server=settings.one_server)
+        return self._open_pool
+
+    def _new_stubs(self) -> Stubs:
+        return Stubs(transport.open_channel(self._settings) if self._own_channel is None else self._own_channel)
 
     @property
-    def _stubs(self) -> Stubs:
-        self._check_open()
-        return self._open_stubs or self._open()
-
-    def _check_open(self) -> None:
+    def _pool(self) -> ConnectionPool[Stubs]:
         # A call on a closed channel can hang in gRPC, for example if the channel has interceptors.
         if self._closed:
             raise FailedPrecondition("the client is closed")
+        return self._open_pool or self._open()
 
     async def _call(
         self,
-        rpc: grpc.aio.UnaryUnaryMultiCallable[Q, R],
+        rpc: Callable[[Stubs], grpc.aio.UnaryUnaryMultiCallable[Q, R]],
         request: Q,
         timeout: float | None = None,
         retry: Retry | None = None,
     ) -> R:
+        """Send a request until it succeeds or no retry is left; return the response.
+
+        Args:
+            rpc: Function that returns the RPC of the stubs on one connection.
+            request: The request.
+            timeout: Seconds, instead of the client's.
+            retry: The rule for retries, instead of the client's.
+        """
         request_id = new_request_id()
         metadata = self._settings.metadata_with(request_id)
         attempts = CallAttempts(retry or self._settings.retry, self._settings.timeout_for(timeout))
         while True:
-            self._check_open()
+            pool = self._pool
+            connection = pool.acquire()
             try:
                 with translate_errors(self._settings.address, request_id):
-                    return await transport.send(rpc, request, attempts.start(), metadata)
+                    report = pool.reporter(connection)
+                    return await transport.send(rpc(connection.stubs), request, attempts.start(), metadata, report)
             except CamserveError as error:
-                pause = attempts.pause(error)
+                pause = attempts.pause(error, elsewhere=pool.report_failure(connection, error))
                 if pause is None:
                     raise
+                self._notice_start(waiting=is_starting(error) and pause > 0)
+            finally:
+                await transport.release(pool, connection)
             await transport.sleep(pause)
+
+    def _notice_start(self, *, waiting: bool) -> None:
+        """Log that the client waits for a server that starts; without a configured log, the line is on stderr."""
+        now = time.monotonic()
+        if waiting and now - self._start_noticed_at >= START_NOTICE_INTERVAL:
+            self._start_noticed_at = now
+            log.warning("waiting for the server at %s: it is starting", self._settings.address)
 
     def _file_of(self, image: _codec.ImageLike) -> bytes:
         """Return the encoded image file that the client sends.

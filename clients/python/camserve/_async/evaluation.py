@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from camserve import _codec, _metrics
 from camserve import _transport_async as transport
-from camserve._async.connection import Connection
+from camserve._async.connection import Calls
 from camserve.v1 import evaluate_pb2
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from camserve._targets import BoxLike
 
 
-class EvaluationCalls(Connection):
+class EvaluationCalls(Calls):
     """Calls that evaluate explanations by metrics."""
 
     async def evaluate(
@@ -46,9 +46,9 @@ class EvaluationCalls(Connection):
         question = _codec.ExplainRequestBuilder(**options).request()
         question = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))
         request = _metrics.request(question, metrics, box)
-        return _metrics.evaluation(await self._call(self._stubs.evaluate.Evaluate, request, timeout))
+        return _metrics.evaluation(await self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
 
     async def metrics(self) -> tuple[MetricInfo, ...]:
         """List the server's metrics and their parameters."""
-        response = await self._call(self._stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
+        response = await self._call(lambda stubs: stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
         return tuple(map(_metrics.metric, response.metrics))

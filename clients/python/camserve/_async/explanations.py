@@ -142,4 +142,4 @@ class ExplanationCalls(StreamCalls):
         if on_progress is not None:
             return await self._explain_with_progress(image, question, on_progress, timeout)
         request = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))
-        return _codec.result(await self._call(self._stubs.explain.Explain, request, timeout), request.targets)
+        return _codec.result(await self._call(lambda stubs: stubs.explain.Explain, request, timeout), request.targets)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from camserve import _codec, _inspection_codec
 from camserve import _transport_async as transport
-from camserve._async.connection import Connection
+from camserve._async.connection import Calls
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from camserve._inspection import Features, Inspection
 
 
-class InspectionCalls(Connection):
+class InspectionCalls(Calls):
     """Calls that look inside a model: at all of its layers, or at the channels of one."""
 
     async def inspect(
@@ -37,7 +37,9 @@ class InspectionCalls(Connection):
         request = await transport.run_blocking(
             lambda: _inspection_codec.inspection_request(self._file_of(image), options)
         )
-        return _inspection_codec.inspection(await self._call(self._stubs.explain.InspectLayers, request, timeout))
+        return _inspection_codec.inspection(
+            await self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout)
+        )
 
     async def features(
         self,
@@ -59,4 +61,6 @@ class InspectionCalls(Connection):
         request = await transport.run_blocking(
             lambda: _inspection_codec.features_request(self._file_of(image), options)
         )
-        return _inspection_codec.features(await self._call(self._stubs.explain.ExtractFeatures, request, timeout))
+        return _inspection_codec.features(
+            await self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
+        )

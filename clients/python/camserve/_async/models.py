@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from camserve import _codec
-from camserve._async.connection import Connection
+from camserve._async.connection import Calls
 from camserve._retry import Retry
 from camserve._settings import decode_health, encode_health_request
 from camserve.v1 import models_pb2
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from camserve._values import Health, Layer, MethodInfo, Model
 
 
-class ModelCalls(Connection):
+class ModelCalls(Calls):
     """Calls about the server: its models, their layers, its methods and its health."""
 
     async def models(self) -> tuple[Model, ...]:
         """List the server's models; the first one is the default."""
-        response = await self._call(self._stubs.models.ListModels, models_pb2.ListModelsRequest())
+        response = await self._call(lambda stubs: stubs.models.ListModels, models_pb2.ListModelsRequest())
         return tuple(map(_codec.model, response.models))
 
     async def model(self, name: str = "") -> Model:
         """Describe one model, including its labels. Without a name it is the server's first model."""
-        response = await self._call(self._stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
+        response = await self._call(lambda stubs: stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
         return _codec.model(response.model, response.labels)
 
     async def load_model(
@@ -42,7 +42,7 @@ class ModelCalls(Connection):
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
         """
         request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
-        response = await self._call(self._stubs.models.LoadModel, request, timeout)
+        response = await self._call(lambda stubs: stubs.models.LoadModel, request, timeout)
         return _codec.model(response.model)
 
     async def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
@@ -55,17 +55,19 @@ class ModelCalls(Connection):
         Raises:
             FailedPrecondition: The server does not allow it.
         """
-        response = await self._call(self._stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout)
+        response = await self._call(
+            lambda stubs: stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout
+        )
         return _codec.model(response.model)
 
     async def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run."""
-        response = await self._call(self._stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
+        response = await self._call(lambda stubs: stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
         return tuple(map(_codec.layer, response.layers))
 
     async def methods(self) -> tuple[MethodInfo, ...]:
         """List the server's methods and their parameters."""
-        response = await self._call(self._stubs.models.ListMethods, models_pb2.ListMethodsRequest())
+        response = await self._call(lambda stubs: stubs.models.ListMethods, models_pb2.ListMethodsRequest())
         return tuple(map(_codec.method, response.methods))
 
     async def health(self, service: str = "") -> Health:
@@ -76,4 +78,4 @@ class ModelCalls(Connection):
             Unavailable: No server answers.
         """
         request = encode_health_request(service)
-        return decode_health(await self._call(self._stubs.check_health, request, retry=Retry(attempts=0)))
+        return decode_health(await self._call(lambda stubs: stubs.check_health, request, retry=Retry(attempts=0)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from camserve import _codec, _stream
 from camserve import _transport_async as transport
-from camserve._async.connection import Connection
+from camserve._async.connection import Calls
 from camserve._progress import CallbackProgress
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from camserve.v1 import explain_pb2
 
 
-class StreamCalls(Connection):
+class StreamCalls(Calls):
     """Explanations over a stream: of many images, or of one image with its progress."""
 
     async def _explain_stream(
@@ -31,21 +31,22 @@ class StreamCalls(Connection):
     ) -> AsyncGenerator[_stream.Outcome, None]:
         source = transport.iterate(images)
         with progress as reporter:
-            async with transport.StreamConnection(self._stubs.explain, self._settings) as connection:
+            async with transport.Streams(self._pool, self._settings) as streams:
                 while not window.done:
                     if window.has_room:
                         image = await anext(source, _stream.END)
                         window.add(
                             await transport.run_blocking(_stream.prepare_request, question, image, self._file_of)
                         )
-                    await connection.send(window.take_due())
-                    window.handle(await connection.next_event(window.seconds_to_wait()))
+                    await streams.send(window.take_due())
+                    window.handle(await streams.next_event(window.seconds_to_wait()))
+                    self._notice_start(waiting=window.server_starts)
                     if rows := window.take_progress():
                         reporter.rows_done(rows)
                     for outcome in window.pop_finished():
                         reporter.image_done()
                         yield outcome
-                await connection.finish()
+                await streams.finish()
 
     async def _explain_with_progress(
         self,

@@ -37,20 +37,22 @@ class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
         timeout: Seconds that a call may take, including retries and pauses; ``math.inf`` for no
             limit.
         retries: The largest number of retries of a call if the server is unavailable or its queue is
-            full; a ``Retry`` also sets the pauses.
+            full; a ``Retry`` also sets the pauses. A server that is starting is tried until the timeout.
         credentials: gRPC's channel credentials, in place of ``tls``. Default: no encryption.
         metadata: Metadata that is sent with every call.
         channel: A channel to use instead of one to the address: for interceptors, for tests, or for
             a server in the same process. The client closes it. The address then only appears in
             errors, and a token is sent whether or not the channel is encrypted. docs/channels.md
             lists the methods that a channel needs.
+        connections: The number of connections to the server. Calls and images go to the one with the
+            fewest in flight. Default: one, or one to each process if the server has several.
         **access: TLS and the token: see ``AccessOptions``.
 
     Raises:
         InvalidArgument: An argument is out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- every one is an option of the client
         self,
         address: str = DEFAULT_ADDRESS,
         *,
@@ -59,9 +61,11 @@ class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,
         channel: grpc.Channel | None = None,
+        connections: int | None = None,
         **access: Unpack[AccessOptions],
     ) -> None:
-        options = ClientOptions(timeout, retries, credentials, metadata, own_channel=channel is not None)
+        own_channel = channel is not None
+        options = ClientOptions(timeout, retries, credentials, metadata, own_channel, connections)
         super().__init__(make_settings(address, options, access), channel)
 
     def __enter__(self) -> Self:

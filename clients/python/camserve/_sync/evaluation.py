@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from camserve import _codec, _metrics
 from camserve import _transport_sync as transport
-from camserve._sync.connection import Connection
+from camserve._sync.connection import Calls
 from camserve.v1 import evaluate_pb2
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from camserve._targets import BoxLike
 
 
-class EvaluationCalls(Connection):
+class EvaluationCalls(Calls):
     """Calls that evaluate explanations by metrics."""
 
     def evaluate(
@@ -47,9 +47,9 @@ class EvaluationCalls(Connection):
         question = _codec.ExplainRequestBuilder(**options).request()
         question = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
         request = _metrics.request(question, metrics, box)
-        return _metrics.evaluation(self._call(self._stubs.evaluate.Evaluate, request, timeout))
+        return _metrics.evaluation(self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
 
     def metrics(self) -> tuple[MetricInfo, ...]:
         """List the server's metrics and their parameters."""
-        response = self._call(self._stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
+        response = self._call(lambda stubs: stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
         return tuple(map(_metrics.metric, response.metrics))

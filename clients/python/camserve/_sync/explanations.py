@@ -142,4 +142,4 @@ class ExplanationCalls(StreamCalls):
         if on_progress is not None:
             return self._explain_with_progress(image, question, on_progress, timeout)
         request = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
-        return _codec.result(self._call(self._stubs.explain.Explain, request, timeout), request.targets)
+        return _codec.result(self._call(lambda stubs: stubs.explain.Explain, request, timeout), request.targets)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from camserve import _codec, _inspection_codec
 from camserve import _transport_sync as transport
-from camserve._sync.connection import Connection
+from camserve._sync.connection import Calls
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from camserve._inspection import Features, Inspection
 
 
-class InspectionCalls(Connection):
+class InspectionCalls(Calls):
     """Calls that look inside a model: at all of its layers, or at the channels of one."""
 
     def inspect(
@@ -36,7 +36,7 @@ class InspectionCalls(Connection):
             CamserveError: The subclass gives the reason.
         """
         request = transport.run_blocking(lambda: _inspection_codec.inspection_request(self.file_of(image), options))
-        return _inspection_codec.inspection(self._call(self._stubs.explain.InspectLayers, request, timeout))
+        return _inspection_codec.inspection(self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout))
 
     def features(
         self,
@@ -56,4 +56,4 @@ class InspectionCalls(Connection):
             CamserveError: The subclass gives the reason.
         """
         request = transport.run_blocking(lambda: _inspection_codec.features_request(self.file_of(image), options))
-        return _inspection_codec.features(self._call(self._stubs.explain.ExtractFeatures, request, timeout))
+        return _inspection_codec.features(self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout))

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 from camserve import _codec
 from camserve._retry import Retry
 from camserve._settings import decode_health, encode_health_request
-from camserve._sync.connection import Connection
+from camserve._sync.connection import Calls
 from camserve.v1 import models_pb2
 
 if TYPE_CHECKING:
     from camserve._values import Health, Layer, MethodInfo, Model
 
 
-class ModelCalls(Connection):
+class ModelCalls(Calls):
     """Calls about the server: its models, their layers, its methods and its health."""
 
     def models(self) -> tuple[Model, ...]:
         """List the server's models; the first one is the default."""
-        response = self._call(self._stubs.models.ListModels, models_pb2.ListModelsRequest())
+        response = self._call(lambda stubs: stubs.models.ListModels, models_pb2.ListModelsRequest())
         return tuple(map(_codec.model, response.models))
 
     def model(self, name: str = "") -> Model:
         """Describe one model, including its labels. Without a name it is the server's first model."""
-        response = self._call(self._stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
+        response = self._call(lambda stubs: stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
         return _codec.model(response.model, response.labels)
 
     def load_model(self, name: str, *, weights: str = "", sha256: str = "", timeout: float | None = None) -> Model:
@@ -41,7 +41,7 @@ class ModelCalls(Connection):
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
         """
         request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
-        response = self._call(self._stubs.models.LoadModel, request, timeout)
+        response = self._call(lambda stubs: stubs.models.LoadModel, request, timeout)
         return _codec.model(response.model)
 
     def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
@@ -54,17 +54,17 @@ class ModelCalls(Connection):
         Raises:
             FailedPrecondition: The server does not allow it.
         """
-        response = self._call(self._stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout)
+        response = self._call(lambda stubs: stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout)
         return _codec.model(response.model)
 
     def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run."""
-        response = self._call(self._stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
+        response = self._call(lambda stubs: stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
         return tuple(map(_codec.layer, response.layers))
 
     def methods(self) -> tuple[MethodInfo, ...]:
         """List the server's methods and their parameters."""
-        response = self._call(self._stubs.models.ListMethods, models_pb2.ListMethodsRequest())
+        response = self._call(lambda stubs: stubs.models.ListMethods, models_pb2.ListMethodsRequest())
         return tuple(map(_codec.method, response.methods))
 
     def health(self, service: str = "") -> Health:
@@ -75,4 +75,4 @@ class ModelCalls(Connection):
             Unavailable: No server answers.
         """
         request = encode_health_request(service)
-        return decode_health(self._call(self._stubs.check_health, request, retry=Retry(attempts=0)))
+        return decode_health(self._call(lambda stubs: stubs.check_health, request, retry=Retry(attempts=0)))

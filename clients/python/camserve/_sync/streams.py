@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from camserve import _codec, _stream
 from camserve import _transport_sync as transport
 from camserve._progress import CallbackProgress
-from camserve._sync.connection import Connection
+from camserve._sync.connection import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from camserve.v1 import explain_pb2
 
 
-class StreamCalls(Connection):
+class StreamCalls(Calls):
     """Explanations over a stream: of many images, or of one image with its progress."""
 
     def _explain_stream(
@@ -32,19 +32,20 @@ class StreamCalls(Connection):
     ) -> Generator[_stream.Outcome, None, None]:
         source = transport.iterate(images)
         with progress as reporter:
-            with transport.StreamConnection(self._stubs.explain, self._settings) as connection:
+            with transport.Streams(self._pool, self._settings) as streams:
                 while not window.done:
                     if window.has_room:
                         image = next(source, _stream.END)
                         window.add(transport.run_blocking(_stream.prepare_request, question, image, self.file_of))
-                    connection.send(window.take_due())
-                    window.handle(connection.next_event(window.seconds_to_wait()))
+                    streams.send(window.take_due())
+                    window.handle(streams.next_event(window.seconds_to_wait()))
+                    self._notice_start(waiting=window.server_starts)
                     if rows := window.take_progress():
                         reporter.rows_done(rows)
                     for outcome in window.pop_finished():
                         reporter.image_done()
                         yield outcome
-                connection.finish()
+                streams.finish()
 
     def _explain_with_progress(
         self,

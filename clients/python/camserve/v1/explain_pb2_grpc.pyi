@@ -8,8 +8,15 @@ and target.
 
 A failed call ends with a gRPC status code and a google.rpc.Status in the trailer "grpc-status-details-bin". The
 Status holds a RequestInfo with the request id and, if a field of the request is at fault, a BadRequest that names
-it. The trailer "x-request-id" holds the request id too. Where a retry makes sense, the trailer
-"grpc-retry-pushback-ms" holds the time to wait, in milliseconds.
+it. If the state of the server caused the failure, an ErrorInfo of the domain "camserve" names that state as its
+reason: STARTING, DRAINING, QUEUE_FULL, MODEL_LOADING, MODEL_FAILED, NO_ENGINE, ENGINE_LOST or OUT_OF_MEMORY. The
+trailer "x-request-id" holds the request id too. Where a retry makes sense, the trailer "grpc-retry-pushback-ms"
+holds the time to wait, in milliseconds.
+
+A server may consist of several processes that share one port. All calls on one connection reach the same process.
+Its index and the number of processes, such as "0/2", are in the trailer "camserve-process" of every call, and for a
+stream also in its initial metadata. A client with many calls should open a connection to each process. A server that
+is a single process does not send this metadata.
 
 Every RPC can fail with these codes:
   - INVALID_ARGUMENT: a field is missing, malformed or out of range, or an image cannot be decoded.
