@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from camserve_server import models
-from camserve_server.models import ModelSpec
+from camserve_server.models import ModelSpec, probe_cache
 from camserve_server.workers import fork_server
 from methods.tools import Toy, photo
 from robustness.forking import running_fork_server
@@ -26,6 +26,15 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def real_cache_folder():
+    """Keep tests from the user's cache of probed models; the value is the function that this replaces."""
+    folder = probe_cache.folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe_cache, "folder", lambda: None)
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,9 @@ from typing import NoReturn
 TESTS = Path(__file__).parent
 SERVER = "from camserve_server.cli import main; main()"
 """The program `camserve-server`."""
+NO_CACHE = {"XDG_CACHE_HOME": os.devnull}
+"""Environment of programs that must not use the user's cache of probed models."""
+
 _NUMBER, _MAX_REQUEST = struct.Struct("i"), 2**20  # a process id or exit code; bytes
 
 
@@ -80,7 +83,7 @@ def start(code, *arguments, cwd=None, stdout=None, stderr=None, pass_fds=()):
     """Start a program, as `subprocess.Popen([sys.executable, "-c", code, *arguments])` does."""
     own_socket, child_socket = socket.socketpair()
     request = {"code": code, "arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd())}
-    request |= {"environment": dict(os.environ), "pass_fds": list(pass_fds)}
+    request |= {"environment": os.environ | NO_CACHE, "pass_fds": list(pass_fds)}
     with child_socket:
         standard = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
         numbers = [
@@ -124,6 +127,7 @@ def serve(number):
     from camserve_server import cli  # noqa: F401, PLC0415 -- so that forks need not
     from camserve_server.app import server  # noqa: F401, PLC0415 -- so that forks need not
     from camserve_server.cli import commands  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.models import zoo  # noqa: F401, PLC0415 -- so that forks need not
     from camserve_server.workers import in_process  # noqa: F401, PLC0415 -- so that forks need not
 
     gc.collect()

@@ -6,7 +6,7 @@ import torch
 from torchvision.models import resnet18
 
 from camserve_server.models.hooks import hook_count
-from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
+from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
 
 
 def trained():

@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass
 
 import camserve
+from fork_server import NO_CACHE
 from support import wait_until
 
 COMMAND = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
@@ -41,7 +42,7 @@ def server_process(models, *flags):
     """
     address = f"127.0.0.1:{free_port()}"
     model_flags = [part for model in models for part in ("--model", model)]
-    environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES}
+    environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES} | NO_CACHE
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*COMMAND, *model_flags, "--address", address, *flags], stderr=log, env=environment)
 

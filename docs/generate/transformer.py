@@ -31,7 +31,7 @@ from torchvision.transforms import v2
 import camserve
 from camserve_server import running
 from camserve_server.methods import METHODS, Attention
-from camserve_server.models.sources import DEFAULT_PREPROCESS
+from camserve_server.models.source import DEFAULT_PREPROCESS
 
 FOLDER = Path(__file__).parent.parent
 PICTURES = FOLDER / "images" / "gallery"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from camserve_server.core.process import without_collection
+
 if TYPE_CHECKING:
     from camserve_server.app.explainer import Explainer
 
@@ -21,7 +23,8 @@ def __getattr__(name: str) -> Any:
     """Import `Explainer` on its first use: it needs the extra [server], and importing torch takes seconds."""
     if name != "Explainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from camserve_server.app.explainer import Explainer  # noqa: PLC0415 -- on its first use
+    with without_collection():
+        from camserve_server.app.explainer import Explainer  # noqa: PLC0415 -- on its first use
 
     return Explainer
 
@@ -45,8 +48,9 @@ def running(
     Raises:
         ConfigError: a setting or a model is invalid.
     """
-    from camserve_server.app import server  # noqa: PLC0415 -- it needs the extra [server]
-    from camserve_server.core import config  # noqa: PLC0415 -- it needs the extra [server]
+    with without_collection():
+        from camserve_server.app import server  # noqa: PLC0415 -- it needs the extra [server]
+        from camserve_server.core import config  # noqa: PLC0415 -- it needs the extra [server]
 
     flags = {"address": "127.0.0.1:0", "isolation": "thread", **settings}
     if isinstance(models, Mapping):

@@ -1,6 +1,8 @@
 """Memory of a serving process: it keeps freed memory for the next batch, up to a limit."""
 
+import contextlib
 import ctypes
+import gc
 import platform
 import resource
 import subprocess
@@ -193,3 +195,15 @@ def test_sufficient_open_file_limit_is_kept():
     process.allow_files(1)
 
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_off_inside_the_block_and_as_before_after_it(enabled):
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(ImportError), process.without_collection():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

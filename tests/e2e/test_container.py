@@ -192,6 +192,7 @@ def test_compose_keeps_the_models_in_a_volume(service):
 
     assert name in COMPOSE["volumes"]
     assert path == last("WORKDIR")
+    assert ENVIRONMENT["XDG_CACHE_HOME"].startswith(path)
     assert ENVIRONMENT["TORCH_HOME"].startswith(path)
     assert ENVIRONMENT["HF_HOME"].startswith(path)
 

@@ -12,7 +12,7 @@ import camserve
 import camserve_server
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import Preprocess, Source
-from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
+from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
 from methods.tools import error_ratio, noise
 from networks import changes, gradcam, state_of, trained
 from support import PHOTOS

@@ -21,7 +21,7 @@ from skimage import data
 from sklearn.datasets import load_sample_images
 from timm.data import create_transform
 from torchvision import models, transforms
-from torchvision.transforms.v2 import functional
+from torchvision.transforms.v2.functional import _geometry
 
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
@@ -513,6 +513,30 @@ def test_input_is_black_where_the_crop_exceeds_the_photo(shape, interpolation):
     assert box.bottom > shape[0]
 
 
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("shape", "resize"), [((40, 61), 32), ((97, 64), (97, 64)), ((33, 50), 80), ((224, 225), 224)])
+def test_fit_has_the_bytes_of_torchvisions_resize(shape, resize, interpolation, fast, monkeypatch):
+    """`fast` is whether torch has instructions of the processor for uint8, as on x86 with AVX2."""
+    monkeypatch.setattr(images, "_has_fast_bilinear", lambda: fast)
+    monkeypatch.setattr(_geometry, "_do_native_uint8_resize_on_cpu", lambda mode: fast or mode.value == "bicubic")
+    photo = np.random.default_rng(3).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    image, mode = torch.from_numpy(photo).permute(2, 0, 1), transforms.InterpolationMode(interpolation)
+    resized = _geometry.resize_image(image, [resize] if isinstance(resize, int) else list(resize), mode)
+    expected = resized.permute(1, 2, 0).numpy()
+
+    size = expected.shape[0], expected.shape[1]
+    seen, _ = images.fit(photo, Preprocess(size, size, interpolation, (0, 0, 0), (1, 1, 1)))
+
+    assert (seen == expected).all()
+
+
+def test_processor_has_fast_bilinear_where_torchvision_says_so():
+    assert images._has_fast_bilinear() == _geometry._do_native_uint8_resize_on_cpu(
+        transforms.InterpolationMode.BILINEAR
+    )
+
+
 @pytest.mark.parametrize("shape", [(3, 700), (700, 3), (40, 2000), (2000, 301), (7, 100)])
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
 def test_long_photo_equals_the_photo_resized_whole(shape, interpolation):
@@ -525,7 +549,7 @@ def test_long_photo_equals_the_photo_resized_whole(shape, interpolation):
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
 def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatch):
     """Resizing computes at most eight times as many pixels as are kept."""
-    whole, part, made = images.functional.resize_image, Image.Image.resize, [0]
+    whole, part, made = images.functional.interpolate, Image.Image.resize, [0]
 
     def resized(tensor, size, **how):
         made.append(size[0] * size[1])
@@ -535,7 +559,7 @@ def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatc
         made.append(size[0] * size[1])
         return part(image, size, *how, **more)
 
-    monkeypatch.setattr(images.functional, "resize_image", resized)
+    monkeypatch.setattr(images.functional, "interpolate", resized)
     monkeypatch.setattr(Image.Image, "resize", resized_part)
     photo = np.full((*shape, 3), 77, np.uint8)
     with at_most_mb(100):
@@ -583,20 +607,3 @@ def test_pairs_of_bytes_are_counted_like_bytes_count():
         data = bytes(rng.integers(0xFD, 0x100, size, dtype=np.uint8))
 
         assert images._count_pairs(data, 0xFF, 0xFD) == data.count(b"\xff\xfd")
-
-
-@pytest.mark.parametrize("size", [(256, 341), (64, 48), (500, 400)])
-def test_direct_resize_equals_torchvisions_byte_for_byte(size):
-    image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (375, 500, 3), dtype=np.uint8)).permute(2, 0, 1)
-    expected = functional.resize_image(image, list(size), transforms.InterpolationMode.BILINEAR, antialias=True)
-
-    assert torch.equal(images._resize(image, size, "bilinear"), expected)
-
-
-def test_processor_without_a_kernel_for_bytes_gets_torchvisions_resize(monkeypatch):
-    photo = np.random.default_rng(0).integers(0, 256, (75, 100, 3), dtype=np.uint8)
-    recipe = Preprocess((56, 56), 64, "bilinear", (0, 0, 0), (1, 1, 1))
-    expected, _ = images.fit(photo, recipe)
-    monkeypatch.setattr(images, "_HAS_BYTE_KERNEL", False)
-
-    check_equal(images.fit(photo, recipe)[0], expected)

@@ -95,11 +95,11 @@ def test_colours_are_those_of_matplotlib(name, tolerance):
 
 @pytest.mark.parametrize("name", render.COLORMAPS)
 def test_every_colour_map_can_be_drawn(name):
-    assert render.COLORMAPS[name].shape == (256, 3)
-    assert render.COLORMAPS[name].dtype == np.uint8
+    assert render.colormap(name).shape == (256, 3)
+    assert render.colormap(name).dtype == np.uint8
     ramp = np.arange(256, dtype=np.float32)[None]
     picture = alone(np.zeros((1, 256, 3), np.uint8), ramp, Box(0, 0, 256, 1), colormap=name)
-    assert np.array_equal(picture[0], render.COLORMAPS[name])
+    assert np.array_equal(picture[0], render.colormap(name))
 
 
 @pytest.mark.parametrize(

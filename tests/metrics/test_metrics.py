@@ -230,6 +230,12 @@ def test_similarity_of_maps_is_spearmans_rank_correlation():
         assert repetition.rank_correlation(first, second) == pytest.approx(expected, abs=1e-12)
 
 
+def test_ranks_are_those_of_scipy():
+    random = np.random.default_rng(0)
+    for values in (random.standard_normal((7, 9)).astype(np.float32), random.integers(0, 4, (7, 9)), np.zeros((2, 3))):
+        assert (repetition._ranks(values) == stats.rankdata(values)).all()
+
+
 def test_sparseness_is_the_gini_index_and_complexity_the_entropy(lite0, photos):
     heatmap = np.random.default_rng(0).standard_normal((7, 7)).astype(np.float32)
     shown = shown_to(lite0, photos["chelsea"], heatmap)

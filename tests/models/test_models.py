@@ -16,7 +16,7 @@ from torchvision.models import VisionTransformer
 from camserve_server import models
 from camserve_server.core.errors import ConfigError
 from camserve_server.engine.values import Row
-from camserve_server.models import ModelSpec, parse, sources
+from camserve_server.models import ModelSpec, parse, sources, zoo
 from camserve_server.models.load import digest
 from camserve_server.models.values import Layout
 from camserve_server.targets.values import ClassTarget, RankTarget
@@ -331,9 +331,9 @@ USUAL_OF_TIMM = {
 def test_transformer_without_weights_has_the_size_it_is_built_for():
     """torchvision's weights for vit_h_14 are for 518 pixels; without weights it is built for 224."""
     transform = torchvision.models.ViT_H_14_Weights.DEFAULT.transforms()
-    actual = sources._torchvision_preprocess(transform, built_for=224)
+    actual = zoo._torchvision_preprocess(transform, built_for=224)
     assert (actual.size, actual.resize) == ((224, 224), 224)
-    assert sources._torchvision_preprocess(transform, built_for=518).size == (518, 518)
+    assert zoo._torchvision_preprocess(transform, built_for=518).size == (518, 518)
 
 
 # --- a user's own module ---

@@ -258,7 +258,7 @@ def drawn(*heatmaps, image=None, titles=("a",)):
     """Return the pixels of a picture of tiles."""
     shown = [tiles.Tile(f"#{k}", 1.0, np.asarray(each, np.float32)) for k, each in enumerate(heatmaps)]
     image = np.full((8, 8, 3), (255, 0, 0), np.uint8) if image is None else image
-    picture = tiles.draw(image, shown, titles, render.COLORMAPS["viridis"], "png")
+    picture = tiles.draw(image, shown, titles, render.colormap("viridis"), "png")
     return np.asarray(Image.open(io.BytesIO(picture.data)))
 
 
@@ -272,7 +272,7 @@ def cell(pixels, tile, row, column, cells=2):
 
 def test_tile_is_coloured_from_its_lowest_to_its_highest_value():
     pixels = drawn([[-4, 0], [-2, 4]], [[1000, 3000], [1000, 1000]])
-    colours = render.COLORMAPS["viridis"]
+    colours = render.colormap("viridis")
 
     assert cell(pixels, 0, 1, 1) == (255, 0, 0)  # what the model saw comes first
     assert cell(pixels, 1, 0, 0) == cell(pixels, 2, 0, 0) == tuple(colours[0])
@@ -283,9 +283,9 @@ def test_tile_is_coloured_from_its_lowest_to_its_highest_value():
 def test_constant_tile_has_the_lowest_colour_and_non_finite_cells_are_grey():
     pixels = drawn([[5, 5], [5, 5]], [[np.nan, 1], [np.inf, 2]])
 
-    assert cell(pixels, 1, 1, 1) == tuple(render.COLORMAPS["viridis"][0])
+    assert cell(pixels, 1, 1, 1) == tuple(render.colormap("viridis")[0])
     assert cell(pixels, 2, 1, 0) == (128, 128, 128)
-    assert cell(pixels, 2, 1, 1) == tuple(render.COLORMAPS["viridis"][255])
+    assert cell(pixels, 2, 1, 1) == tuple(render.colormap("viridis")[255])
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (7, 7), (3, 50), (50, 3), (112, 112), (300, 200)])

@@ -22,7 +22,7 @@ from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
 from camserve_server.imaging import inputs
 from camserve_server.models import ModelSpec, Source, parse, search_current_folder, spec_of_network
 from camserve_server.models.live import Output
-from camserve_server.models.sources import IMAGENET_MEAN, IMAGENET_STD
+from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
 from camserve_server.models.values import Task
 
 if TYPE_CHECKING:

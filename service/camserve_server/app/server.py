@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from camserve_server.api import auth, grpc_server, oip
+from camserve_server.api import auth, grpc_server, oip, warmup
 from camserve_server.api.health import HealthServicer
 from camserve_server.api.rpc import RPC_NAMES, ServerState
 from camserve_server.app import metrics_endpoint
@@ -172,7 +172,7 @@ async def serve(
         await server.start()
         try:
             async with open_pipeline(settings, health.set_healthy, state.telemetry, specs) as pipeline:
-                _start_serving(state, health, pipeline, port)
+                await _start_serving(state, health, pipeline, port)
                 ready(port, pipeline)
                 await stop.requested.wait()
                 health.set_warm(warm=False)
@@ -181,8 +181,9 @@ async def serve(
             await server.stop(None)
 
 
-def _start_serving(state: ServerState, health: grpc_server.Health, pipeline: Pipeline, port: int) -> None:
-    """Turn the health to SERVING, and pass requests to the pipeline."""
+async def _start_serving(state: ServerState, health: grpc_server.Health, pipeline: Pipeline, port: int) -> None:
+    """Warm this process up, turn the health to SERVING, and pass requests to the pipeline."""
+    await warmup.warm_up(pipeline)
     health.set_warm(warm=True)
     state.pipeline = pipeline
     log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))

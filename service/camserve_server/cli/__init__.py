@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from camserve_server.core.process import configure_allocator
+from camserve_server.core.process import configure_allocator, without_collection
 
 
 def _stop(*_: object) -> None:
@@ -25,7 +25,8 @@ def main() -> None:
     # until the server installs its own.
     signal.signal(signal.SIGTERM, _stop)
     try:
-        from camserve_server.cli.commands import program  # noqa: PLC0415 -- its dependencies may not be installed
+        with without_collection():
+            from camserve_server.cli.commands import program  # noqa: PLC0415 -- its dependencies may not be installed
 
         program()
     except ModuleNotFoundError as error:

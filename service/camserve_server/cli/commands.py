@@ -14,7 +14,7 @@ import click
 from camserve import cli as client_cli
 from camserve.terminal import echo, print_table
 from camserve_server.api import tokens
-from camserve_server.core import config, logs
+from camserve_server.core import config, logs, process
 from camserve_server.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +73,15 @@ def _search_current_folder(specs: Iterable[str]) -> None:
         models.search_current_folder(models.parse(text))
 
 
+def _import_libraries(specs: Iterable[str]) -> None:
+    """Import what the models need, so that worker processes share it with the fork server."""
+    from camserve_server import models  # noqa: PLC0415 -- as above
+
+    with process.without_collection():
+        for text in specs:
+            models.import_libraries(models.parse(text))
+
+
 @contextmanager
 def _usage_errors() -> Iterator[None]:
     """Report a ConfigError as one line, without a traceback."""
@@ -98,13 +107,16 @@ def serve(path: str | None, **flags: Any) -> int:
     Every setting can also be set in the TOML file, such as max_queue_rows = 64, or in the environment, such as
     CAMSERVE_MAX_QUEUE_ROWS=64. Flags override the environment, and the environment overrides the file.
     """
-    from camserve_server import workers  # noqa: PLC0415 -- it imports torch, which takes seconds
-    from camserve_server.app import server  # noqa: PLC0415 -- it imports torch, which takes seconds
+    with process.without_collection():
+        from camserve_server import workers  # noqa: PLC0415 -- it imports torch, which takes seconds
+        from camserve_server.app import server  # noqa: PLC0415 -- it imports torch, which takes seconds
 
     with _usage_errors():
         settings = _load(path, flags)
         logs.configure(settings.log_level, settings.log_format)
         if settings.isolation == "process":
+            _import_libraries(settings.models)
+            process.freeze_objects()  # before the fork: each process would look at the same objects again
             workers.open_fork_server()
         with asyncio.Runner(loop_factory=_event_loop) as runner:
             return runner.run(server.serve_until_signal(settings))

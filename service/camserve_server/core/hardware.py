@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,15 @@ def cores() -> int:
         return max(1, min(allowed, int(quota) // int(period)))
     except (OSError, ValueError):  # no such file, or "max" for no limit
         return allowed
+
+
+def processor() -> str:
+    """Return the name of the processor's model, or of its architecture."""
+    try:
+        lines = (ROOT / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    return next((line for line in lines if line.startswith("model name")), platform.machine())
 
 
 def memory_limit() -> int:

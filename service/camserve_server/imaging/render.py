@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, cast
 
 import numpy as np
@@ -61,10 +60,8 @@ def _gray() -> Pixels:
     return np.repeat(np.arange(256, dtype=np.uint8)[:, None], 3, axis=1)
 
 
-COLORMAPS: Mapping[str, Pixels] = MappingProxyType(
-    {name: _built_in(name) for name in _OPENCV_COLORMAPS.split()} | {"coolwarm": _coolwarm(), "gray": _gray()}
-)
-"""RGB of the intensities 0 to 255, uint8 [256, 3], by name."""
+COLORMAPS = (*_OPENCV_COLORMAPS.split(), "coolwarm", "gray")
+"""Names of the colour maps."""
 
 
 def colormap(name: str) -> Pixels:
@@ -80,7 +77,13 @@ def colormap(name: str) -> Pixels:
             + did_you_mean(short, COLORMAPS),
             field="rendering.colormap",
         )
-    return COLORMAPS[name]
+    return _pixels_of(name)
+
+
+@functools.cache  # not when the module is imported: OpenCV's tables for coolwarm take 0.1 s
+def _pixels_of(name: str) -> Pixels:
+    own = {"coolwarm": _coolwarm, "gray": _gray}
+    return own[name]() if name in own else _built_in(name)
 
 
 def intensity(heatmap: Map, top: float = 1.0) -> Map:

@@ -10,8 +10,6 @@ from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage, sparse
-from scipy.sparse import linalg
 
 from camserve_server.methods.values import Edit
 from camserve_server.metrics.kinds import Array, Curve, MetricInput, Reading
@@ -71,6 +69,8 @@ def ranks(pixels: Array) -> NDArray[np.intp]:
 
 def blur(image: Array) -> Array:
     """Blur an image [3,H,W]; beyond its edges it is 0."""
+    from scipy import ndimage  # noqa: PLC0415 -- SciPy takes 0.4 s to import, and few requests need it
+
     # The authors' kernel: a filtered impulse of 11 pixels. SciPy mirrors the Gaussian's tails at the impulse's ends.
     kernel = ndimage.gaussian_filter1d(np.eye(1, BLUR_TAPS, BLUR_TAPS // 2)[0], BLUR_SIGMA)
     columns = ndimage.convolve1d(image, kernel, axis=1, mode="constant")
@@ -132,6 +132,8 @@ def impute(image: Array, removed: NDArray[np.bool_], noise: float, random: np.ra
     For each removed pixel x, Σ_n w_n (x − x_n) = 0 over its neighbours n inside the image: a sparse system, solved for
     the three colours at once.
     """
+    from scipy.sparse import linalg  # noqa: PLC0415 -- as above
+
     # The index of each unknown on the padded grid; -1 is a known pixel, -2 is beyond the edge.
     index = np.full((removed.shape[0] + 2, removed.shape[1] + 2), -2)
     index[1:-1, 1:-1] = np.where(removed, (np.cumsum(removed) - 1).reshape(removed.shape), -1)
@@ -155,6 +157,8 @@ def _sparse_matrix(
     entries: list[tuple[NDArray[np.intp], NDArray[np.intp], float]], diagonal: NDArray[np.float64]
 ) -> object:
     """Return the matrix with this diagonal and these entries: rows, columns and their common value."""
+    from scipy import sparse  # noqa: PLC0415 -- as above
+
     rows, columns = (np.concatenate([entry[axis] for entry in entries]) for axis in (0, 1))
     values = np.concatenate([np.full(len(row), value) for row, _, value in entries])
     size = len(diagonal)

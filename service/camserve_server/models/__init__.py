@@ -5,7 +5,8 @@ It may import `imaging` and `telemetry` and the rooms below.
 
 from camserve_server.imaging.values import Preprocess
 from camserve_server.models.load import LoadedModel, digest, load
-from camserve_server.models.sources import Source, check, search_current_folder, spec_of_network
+from camserve_server.models.source import Source
+from camserve_server.models.sources import check, import_libraries, search_current_folder, spec_of_network
 from camserve_server.models.spec import EMBEDDED, ModelSpec, parse
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Source",
     "check",
     "digest",
+    "import_libraries",
     "load",
     "parse",
     "search_current_folder",

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
-from torchvision.ops import FeaturePyramidNetwork
 
 from camserve_server.core.errors import ConfigError
+from camserve_server.core.imported import imported
 from camserve_server.imaging.values import Preprocess
 
 
@@ -25,12 +24,19 @@ def preprocess_of(model: nn.Module, default: Preprocess) -> Preprocess:
         model: the model.
         default: the preprocessing of any other model.
     """
-    transform = getattr(model, "transform", None)
-    if not isinstance(transform, GeneralizedRCNNTransform):
+    transform = _transform_of(model)
+    if transform is None:
         return default
     width, height = transform.fixed_size or (transform.min_size[-1],) * 2
     mean, std = (_triple(values) for values in (transform.image_mean, transform.image_std))
     return Preprocess((height, width), (height, width), "bilinear", mean, std)
+
+
+def _transform_of(model: nn.Module) -> Any:
+    """Return the transform by which a detector of torchvision resizes and normalises; None for any other model."""
+    transform = getattr(model, "transform", None)
+    kinds = imported("torchvision.models.detection.transform", "GeneralizedRCNNTransform")
+    return transform if isinstance(transform, kinds) else None
 
 
 def _triple(values: Sequence[float]) -> tuple[float, float, float]:
@@ -48,8 +54,8 @@ def disable_preprocessing(model: nn.Module, size: tuple[int, int]) -> None:
     Raises:
         ConfigError: the detector would pad an input of that size.
     """
-    transform = getattr(model, "transform", None)
-    if not isinstance(transform, GeneralizedRCNNTransform):
+    transform = _transform_of(model)
+    if transform is None:
         return
     if any(side % transform.size_divisible for side in size):
         raise ConfigError(f"size= must be a multiple of {transform.size_divisible} for this model, not {size[0]}")
@@ -133,7 +139,8 @@ def layers_before_pyramid(model: nn.Module, pyramid: Pyramid, outputs: Mapping[s
         pyramid: its recorded feature maps.
         outputs: the output of each module, on the graph, by name.
     """
-    pyramid_modules = [name for name, module in model.named_modules() if isinstance(module, FeaturePyramidNetwork)]
+    kinds = imported("torchvision.ops.feature_pyramid_network", "FeaturePyramidNetwork")
+    pyramid_modules = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     ancestors = [_ancestors(feature_map.grad_fn) for feature_map in pyramid.maps]
     return {
         name

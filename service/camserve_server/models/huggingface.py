@@ -18,7 +18,6 @@ import safetensors.torch
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torchvision.transforms.v2 import InterpolationMode, functional
 
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import Preprocess
@@ -355,6 +354,8 @@ def _closest(candidates: Sequence[Preprocess], expected: Sequence[tuple[Photo, T
 
 def _preprocess(photo: Photo, preprocess: Preprocess) -> Tensor:
     """Return a photo as the model receives it, before normalisation: 0 to 1 [3,h,w]."""
+    from torchvision.transforms.v2 import InterpolationMode, functional  # noqa: PLC0415 -- it takes seconds to import
+
     image, resize = torch.from_numpy(photo).permute(2, 0, 1), preprocess.resize
     mode = InterpolationMode(preprocess.interpolation)
     image = functional.resize(image, [resize] if isinstance(resize, int) else list(resize), mode).float() / 255

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from camserve_server.core.devices import restore_settings
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import Preprocess
-from camserve_server.models import checkpoint, detectors, live, probe, tasks
+from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, tasks
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import CorruptFileError, printable
-from camserve_server.models.sources import Source, build
+from camserve_server.models.probe_cache import Probed
+from camserve_server.models.source import Source
+from camserve_server.models.sources import build
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import ModelInfo, Pass
 
@@ -174,26 +176,60 @@ def _accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
-    trial = tasks.Trial(spec.task or source.task, source.labels)
-    layers, classes = probe.probe(source.module, source.preprocess.size, device, trial)
-    trunk = layers if trial.trunk is None else {name: layer for name, layer in layers.items() if name in trial.trunk}
+    probed, sha256 = _probe_or_recall(spec, source, device)
+    classes = probed.classes
     if (spec.labels or (spec.live and source.labels)) and len(source.labels) != classes:
         raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
     return ModelInfo(
         name=spec.name,
         source=spec.origin,
         weights=weights,
-        digest=digest(source.module),
-        labels=source.labels if len(source.labels) == classes and trial.task != "embed" else (),
+        digest=sha256,
+        labels=source.labels if len(source.labels) == classes and probed.task != "embed" else (),
         classes=classes,
         parameters=sum(p.numel() for p in source.module.parameters()),
         preprocess=source.preprocess,
-        layers=layers,
-        default_layer=probe.default_layer(source.module, trunk),
+        layers=probed.layers,
+        default_layer=probed.default_layer,
         precision=spec.precision,
         device=device,
+        task=probed.task,
+        embedding=probed.embedding,
+    )
+
+
+def _probe_or_recall(spec: ModelSpec, source: Source, device: str) -> tuple[Probed, str]:
+    """Probe a model, unless an earlier start has left the result; return it with the digest of the weights."""
+    module = source.module
+    if not probe_cache.is_cacheable(spec, device):
+        return _probe(spec, source, device), digest(module)
+    sha256, state = digest(module), _state_of(module)
+    key = probe_cache.key_of(spec, source.preprocess.size, len(source.labels), sha256)
+    if probed := probe_cache.load(key, module):
+        return probed, sha256
+    probed = _probe(spec, source, device)
+    if _state_of(module) != state:  # the model changes its buffers while it runs
+        return probed, digest(module)
+    probe_cache.store(key, probed)
+    return probed, sha256
+
+
+def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the memory address and the number of changes in place of all parameters and buffers, by name."""
+    state = module.state_dict(keep_vars=True)
+    return {name: (tensor.data_ptr(), tensor._version) for name, tensor in state.items()}  # noqa: SLF001 -- as in `hooks`
+
+
+def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
+    trial, module = tasks.Trial(spec.task or source.task, source.labels), source.module
+    layers, classes = probe.probe(module, source.preprocess.size, device, trial)
+    trunk = layers if trial.trunk is None else {name: layer for name, layer in layers.items() if name in trial.trunk}
+    return Probed(
         task=trial.task,
-        embedding=tasks.embedding_layer(source.module, layers, classes) if trial.task in VECTOR_TASKS else "",
+        classes=classes,
+        layers=layers,
+        default_layer=probe.default_layer(module, trunk),
+        embedding=tasks.embedding_layer(module, layers, classes) if trial.task in VECTOR_TASKS else "",
     )
 
 

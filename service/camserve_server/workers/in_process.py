@@ -16,6 +16,7 @@ from camserve_server.core.devices import Device, device_for
 from camserve_server.core.errors import OutOfMemory, Unavailable
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Partition, Row, RowResult
+from camserve_server.jobs.footprint import typical
 from camserve_server.methods import add_plugins
 from camserve_server.models import LoadedModel, load
 from camserve_server.models.spec import ModelSpec
@@ -23,6 +24,7 @@ from camserve_server.models.values import Kind, ModelInfo, Pass
 from camserve_server.telemetry import Memory
 from camserve_server.workers import sizing
 from camserve_server.workers.messages import Setup
+from camserve_server.workers.sizing import rows_of
 from camserve_server.workers.warmup import warm_up, warm_up_all_sizes
 
 log = logging.getLogger(__name__)
@@ -145,6 +147,12 @@ class InProcessWorker:
         except BaseException:  # a model may call sys.exit
             models.pop(name, None)
             raise
+
+    def warm(self, name: str) -> None:
+        """Run a batch of a model in the calling thread, if that runs batches: on a GPU the lanes have their own."""
+        if self._device.is_cpu:
+            info = self._models[name].info
+            self.run(typical(info, "cam", name), rows_of(info, "cam", 1))
 
     def drop(self, name: str) -> None:
         """Drop a model; see `WorkerProtocol.drop`."""

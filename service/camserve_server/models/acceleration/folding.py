@@ -11,9 +11,9 @@ and 1.35.
 from collections import OrderedDict
 from typing import NamedTuple, cast
 
-import timm.layers
 from torch import Tensor, nn
 
+from camserve_server.core.imported import imported
 from camserve_server.models.acceleration.usage import Usage
 from camserve_server.models.hooks import has_forward_hooks
 
@@ -49,9 +49,15 @@ def find_foldable(module: nn.Module, usage: Usage) -> list[FoldablePair]:
 
 
 def _is_foldable_norm(module: nn.Module) -> bool:
-    if type(module) not in (nn.BatchNorm2d, timm.layers.BatchNormAct2d) or has_forward_hooks(module):
+    if type(module) not in (nn.BatchNorm2d, *_with_activation()) or has_forward_hooks(module):
         return False
     return isinstance(module, nn.BatchNorm2d) and module.running_mean is not None
+
+
+def _with_activation() -> tuple[type, ...]:
+    """Return the types of batch norms that contain the dropout and the activation after them."""
+    embedded = imported("camserve_server.models.efficientnet_lite", "BatchNormAct2d")
+    return imported("timm.layers", "BatchNormAct2d") + embedded
 
 
 def _is_only_before(module: nn.Module, pair: FoldablePair, usage: Usage) -> bool:
@@ -75,7 +81,7 @@ def folded_parameters(module: nn.Module, pair: FoldablePair) -> tuple[Tensor, Te
 
 
 def without_normalisation(norm: nn.Module) -> nn.Module:
-    """Return the rest of a folded batch norm: an identity, or the dropout and activation of one from timm."""
-    if not isinstance(norm, timm.layers.BatchNormAct2d):
+    """Return the rest of a folded batch norm: an identity, or the dropout and activation that it contains."""
+    if not isinstance(norm, _with_activation()):
         return nn.Identity()
-    return nn.Sequential(OrderedDict(drop=norm.drop, act=norm.act))
+    return nn.Sequential(OrderedDict(drop=norm.get_submodule("drop"), act=norm.get_submodule("act")))
