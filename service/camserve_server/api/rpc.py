@@ -20,6 +20,7 @@ from camserve_server.methods import METHODS
 from camserve_server.models.values import KnownModel
 from camserve_server.scheduling.admission import address_of
 from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.repository import ModelChanges
 from camserve_server.telemetry import RequestTrace, Telemetry
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class ServerState:
         arrived: the number of calls since the server started.
         telemetry: telemetry of requests; None if it is off.
         names: names of spans by the short names of the RPCs.
+        process: number of this process and of all that share the port, such as "0/2"; empty for one process.
+        changes: loads and unloads models in all processes; None for one process.
     """
 
     stream_in_flight: int
@@ -69,6 +72,8 @@ class ServerState:
     arrived: int = 0
     telemetry: Telemetry | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    process: str = ""
+    changes: ModelChanges | None = None
 
     def require_open(self) -> Pipeline:
         """Return the pipeline for a new request.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 
@@ -53,16 +53,17 @@ def _default_text(default: object) -> str:
 
 
 def _metavar(annotation: Any) -> str:
-    if choices := get_args(annotation):
-        return f"[{'|'.join(choices)}]"
-    return {int: "INTEGER", float: "FLOAT"}.get(annotation, "TEXT")
+    if get_origin(annotation) is Union:
+        return "|".join(_metavar(part).strip("[]") for part in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return f"[{'|'.join(get_args(annotation))}]"
+    return {int: "INTEGER", float: "FLOAT"}.get(getattr(annotation, "__origin__", annotation), "TEXT")
 
 
-def _load(path: str | None, flags: dict[str, Any]) -> config.Settings:
+def _settings(path: str | None, flags: dict[str, Any]) -> config.Settings:
+    """Load the settings of a command; its models are not parsed yet."""
     flags["models"] = flags["models"] or None
-    settings = config.load(path, flags)
-    _search_current_folder(settings.models)
-    return settings
+    return config.load(path, flags)
 
 
 def _search_current_folder(specs: Iterable[str]) -> None:
@@ -98,15 +99,26 @@ def serve(path: str | None, **flags: Any) -> int:
     Every setting can also be set in the TOML file, such as max_queue_rows = 64, or in the environment, such as
     CAMSERVE_MAX_QUEUE_ROWS=64. Flags override the environment, and the environment overrides the file.
     """
+    from camserve_server.app import sharing, supervisor  # noqa: PLC0415 -- only this command needs them
+
+    with _usage_errors():
+        settings = _settings(path, flags)
+        logs.configure(settings.log_level, settings.log_format)
+        processes = sharing.processes_of(settings)
+        if processes > 1:
+            return supervisor.run(settings, processes)
+        return _serve_alone(settings.model_copy(update={"processes": 1}))
+
+
+def _serve_alone(settings: config.Settings) -> int:
+    """Serve in this process; return the exit code."""
     from camserve_server import workers  # noqa: PLC0415 -- it imports torch, which takes seconds
     from camserve_server.app import server  # noqa: PLC0415 -- it imports torch, which takes seconds
 
-    with _usage_errors():
-        settings = _load(path, flags)
-        logs.configure(settings.log_level, settings.log_format)
-        if settings.isolation == "process":
-            workers.open_fork_server()
-        return asyncio.run(server.serve_until_signal(settings))
+    _search_current_folder(settings.models)
+    if settings.isolation == "process":
+        workers.open_fork_server()
+    return asyncio.run(server.serve_until_signal(settings))
 
 
 @program.command("check-config")
@@ -376,7 +388,8 @@ def ray_serve(
     from camserve_server.cluster import application, commands  # noqa: PLC0415 -- as above
 
     with _usage_errors():
-        settings = _load(path, flags)
+        settings = _settings(path, flags)
+        _search_current_folder(settings.models)
         logs.configure(settings.log_level, settings.log_format)
         application.check(settings)
         with commands.cluster(cluster, commands.engines_of(count, rows, cpus, gpus), settings.device) as engines:

@@ -1,4 +1,4 @@
-"""Memory and file limits of a long-running process."""
+"""Memory and file limits of a long-running process, and its tie to its parent."""
 
 import contextlib
 import ctypes
@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import platform
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +24,8 @@ SERVER_FREE_MEMORY = 2**26  # freed bytes that a server keeps for reuse when its
 HEAP_GROWTH = 2**25  # bytes by which either may grow beyond that before it returns freed memory to the kernel
 TRIM_INTERVAL = 1.0  # least seconds between two returns of freed memory
 IDLE_TIMEOUT = 5.0  # seconds after its last batch until a worker returns freed memory
+
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 # glibc's options: the environment variable, and the number in malloc.h.
 ALLOCATOR = (("MALLOC_ARENA_MAX", -8), ("MALLOC_MMAP_THRESHOLD_", -3), ("MALLOC_TRIM_THRESHOLD_", -1))
@@ -45,6 +49,14 @@ def configure_allocator(limit: int = WORKER_FREE_MEMORY) -> None:
     for (name, option), value in zip(ALLOCATOR, (1, limit // 2, limit), strict=True):
         if name not in os.environ:
             libc.mallopt(option, value)
+
+
+def follow_parent() -> None:
+    """Ignore signals that are meant for the parent process, and end with the thread that started this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd send them to all processes
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def release_free_memory() -> None:
