@@ -21,7 +21,7 @@ from camserve_server import telemetry
 from camserve_server.api import exposure, oip, tokens
 from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.api.rpc import RPC_NAMES
-from camserve_server.app import metrics_endpoint, server
+from camserve_server.app import merged_metrics, metrics_endpoint, server
 from camserve_server.core import config, errors
 from camserve_server.core.errors import ConfigError
 from camserve_server.jobs.verdict import Verdict
@@ -296,7 +296,7 @@ def test_metrics_page_lists_every_metric_with_its_type_and_labels():
     metrics.add_worker(0, "cpu")
     own = {"le"}
     results = set()
-    for family in metrics.registry.collect():
+    for family in [*metrics.registry.collect(), *merged_metrics.own_metrics([True], [0])]:
         if family.name.startswith("camserve_"):
             name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
             labels = {

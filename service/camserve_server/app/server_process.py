@@ -60,8 +60,9 @@ class ServerProcess:
         """
         own, theirs = socket.socketpair()
         with theirs:
-            # Inherited by the process: Ctrl-C, which reaches it too, must not end it before it ignores signals.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            # Inherited by the process: Ctrl-C, which reaches it too, must not end it before it ignores signals. The
+            # process is started before the first suspension of this coroutine, so others cannot interfere.
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -74,7 +75,7 @@ class ServerProcess:
                 own.close()
                 raise
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         reader, writer = await asyncio.open_unix_connection(sock=own, limit=control.MAX_LINE)
         server = cls(number, process, reader, writer, on_message)
         server.send("start", settings=settings.model_dump(mode="json"), process=number, processes=settings.sharing)

@@ -194,7 +194,7 @@ def run(number: str) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # blocked since before the start
     process.configure_allocator()
     link = SupervisorLink(int(number))
-    logs.configure(link.settings.log_level, link.settings.log_format, str(link.process))
+    logs.configure(link.settings.log_level, link.settings.log_format, link.process)
     try:
         sys.exit(_serve(link))
     except ConfigError as error:

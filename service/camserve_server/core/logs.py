@@ -12,7 +12,8 @@ CALLER: ContextVar[str] = ContextVar("caller", default="")
 """Name of the token that a call was authenticated with; never the token itself."""
 
 
-_process = ""  # number of this server process among several; set once, and inherited by the workers that it forks
+_process: int | None = None
+"""Number of this server process among several: set once, and inherited by the workers that it forks."""
 
 
 class TextFormatter(logging.Formatter):
@@ -54,7 +55,7 @@ def _printable(text: str) -> str:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = dict(getattr(record, "fields", {}))
-    if _process:
+    if _process is not None:
         fields.setdefault("process", _process)
     if caller := CALLER.get():
         fields["caller"] = caller
@@ -70,16 +71,16 @@ def fields(**values: Any) -> dict[str, Any]:
     return {"fields": values}
 
 
-def configure(level: str, form: str, process: str = "") -> None:
+def configure(level: str, form: str, process: int | None = None) -> None:
     """Log to standard error.
 
     Args:
         level: the lowest level that is logged.
         form: "text" or "json".
-        process: number of this server process among several; empty to keep the current one.
+        process: number of this server process among several; None to keep the current one.
     """
     global _process  # noqa: PLW0603 -- set at the start of a process
-    _process = process or _process
+    _process = _process if process is None else process
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logger = logging.getLogger("camserve_server")
