@@ -288,6 +288,21 @@ async def test_process_whose_event_loop_hangs_is_replaced(run, tmp_path, monkeyp
     assert "a process hangs" in caplog.messages
 
 
+async def test_first_process_of_a_container_collects_orphans(run, monkeypatch):
+    collected = []
+    monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.01)
+    monkeypatch.setattr(supervisor.process, "reap_orphans", collected.append)
+    async with run() as running:
+        await running.until_serving()
+        await asyncio.sleep(0.05)
+        assert collected == []
+        monkeypatch.setattr(supervisor, "FIRST_PROCESS", os.getpid())
+        await running.until(lambda: collected)
+        own = {running.pids(0)[0], running.pids(1)[0]}
+
+    assert collected[-1] == own
+
+
 async def change(running, number, operation, **arguments):
     """Let a process pass a change on, as if it were a client's; return the reply that it receives."""
     origin = running.supervisor._servers[number]

@@ -77,6 +77,7 @@ def start(tmp_path):
         def begin(**flags):
             server = Server(tmp_path, **flags)
             stack.callback(server.close)
+            stack.callback(server.process.wait)
             stack.callback(server.process.kill)
             return server
 
@@ -122,8 +123,9 @@ def samples(server, family):
 def test_second_stop_ends_a_server_at_once(start):
     server = start(drain_seconds=3600, metrics_address="127.0.0.1:1")  # the supervisor opens the address
     server.open()
+    requests = Queue()
     with grpc.insecure_channel(server.address) as channel:
-        call = channel.stream_stream("/camserve.v1.ExplainService/ExplainStream")(iter(Queue().get, None))
+        call = channel.stream_stream("/camserve.v1.ExplainService/ExplainStream")(iter(requests.get, None))
         wait_until(lambda: samples(server, "camserve_calls_in_flight")[0][-1] == 1)
         server.send("stop")
         wait_until(lambda: "draining" in server.log.read_text())
@@ -131,6 +133,7 @@ def test_second_stop_ends_a_server_at_once(start):
 
         assert server.process.wait(60) == 1
         call.cancel()
+        requests.put(None)
 
 
 def test_server_and_its_workers_end_without_a_supervisor(start):

@@ -132,7 +132,7 @@ def test_second_server_on_the_port_is_refused(processes, server, tmp_path):
     result = fork_server.run(fork_server.SERVER, *flags, cwd=tmp_path)
 
     assert result.returncode == 2
-    assert f"Error: cannot listen on {server.address}: is the port taken, or the host unknown?" in result.stderr
+    assert f"error: cannot listen on {server.address}: is the port taken, or the host unknown?" in result.stderr
 
 
 def versions(server):
@@ -245,7 +245,7 @@ def test_settings_are_refused_before_a_process_starts(flags, error, tmp_path):
     result = fork_server.run(fork_server.SERVER, "serve", *flags, cwd=tmp_path)
 
     assert result.returncode == 2
-    assert [line for line in result.stderr.splitlines() if line.startswith("Error: ")] == [
+    assert [line for line in result.stderr.splitlines() if line.startswith("error: ")] == [
         line for line in result.stderr.splitlines() if error in line
     ]
 

@@ -93,6 +93,11 @@ class ServerProcess:
             reply.set_exception(ConnectionError("the process has ended"))
         return code
 
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
     def open(self) -> None:
         """Tell the process to open the port."""
         self.state, self.opened = "open", True

@@ -6,6 +6,7 @@ of them on a signal, passes loads and unloads of models on to all of them, and s
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from camserve_server.app.control import Message
 from camserve_server.app.model_changes import ModelChanges
 from camserve_server.app.server_process import ServerProcess
 from camserve_server.app.sharing import share
-from camserve_server.core import hardware, logs
+from camserve_server.core import hardware, logs, process
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError
 
@@ -28,6 +29,7 @@ MAX_PAUSE = 30.0  # seconds between two attempts to replace a process that ends 
 PING_INTERVAL = 10.0  # seconds between two checks of a process's event loop
 MAX_UNANSWERED = 6  # checks without an answer after which a process is considered hung
 METRICS_TIMEOUT = 5.0  # seconds that a process has to return its metrics; half of what Prometheus waits by default
+FIRST_PROCESS = 1  # of a container: the children of processes that ended become its own
 STOP_TIMEOUT = 5.0  # seconds that a process may take longer to stop than the settings allow
 
 
@@ -84,6 +86,8 @@ class Supervisor:
             stopping = asyncio.create_task(self._stop.wait())
             await asyncio.wait((stopping, *keepers), return_when=asyncio.FIRST_COMPLETED)
             await self._shut_down(keepers)
+        for task in self._tasks:
+            task.cancel()
         if self._error:
             raise self._error
         return int(self._failed or self._stop_now.is_set())
@@ -170,12 +174,14 @@ class Supervisor:
         self._stop.set()
 
     async def _watch(self) -> None:
-        """Kill processes whose event loop hangs.
+        """Kill processes whose event loop hangs, and collect the workers of processes that died.
 
         Checks are counted, not seconds: the machine may have been suspended.
         """
         while True:
             await asyncio.sleep(PING_INTERVAL)
+            if os.getpid() == FIRST_PROCESS:
+                process.reap_orphans({server.pid for server in self._servers.values()})
             for server in self._servers.values():
                 if server.unanswered >= MAX_UNANSWERED:
                     log.error("a process hangs", extra=logs.fields(process=server.number))
@@ -234,6 +240,6 @@ class Supervisor:
                 families: list[Any] = (await server.ask("metrics"))["families"]
                 return families
 
-        servers = dict(self._servers)
-        replies = await asyncio.gather(*map(ask, servers.values()), return_exceptions=True)
-        return {number: reply for number, reply in zip(servers, replies, strict=True) if isinstance(reply, list)}
+        servers = [server for server in self._servers.values() if server.state not in ("starting", "ended")]
+        replies = await asyncio.gather(*map(ask, servers), return_exceptions=True)
+        return {each.number: reply for each, reply in zip(servers, replies, strict=True) if isinstance(reply, list)}

@@ -9,6 +9,7 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 try:
@@ -57,6 +58,19 @@ def follow_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Collect the exit codes of children that other processes left behind, as the first process of a container must.
+
+    Args:
+        own: ids of the children whose exit codes are collected elsewhere.
+    """
+    with contextlib.suppress(ChildProcessError):  # there is no child
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return  # it is collected soon, and hides the others until then
+            os.waitpid(ended.si_pid, 0)
 
 
 def release_free_memory() -> None:
