@@ -6,6 +6,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import camserve
 import fork_server
 from camserve_server.app import control, sharing
+from camserve_server.app import server as app_server
 from camserve_server.core import config
 from support import TINY, alive, children, wait_until
 
@@ -101,6 +103,14 @@ def test_server_opens_its_port_only_when_the_supervisor_lets_it(isolation, start
     entries = server.log.read_text().splitlines()
     assert len(entries) > 3
     assert all("process=1" in entry for entry in entries)
+
+
+async def test_server_knows_its_number_and_the_number_of_all():
+    settings = config.load(environment={})
+    link = SimpleNamespace(position="1/2")
+
+    assert app_server._Server.build(settings, link).state.process == "1/2"
+    assert app_server._Server.build(settings, None).state.process == ""
 
 
 def test_server_ignores_the_signals_that_its_supervisor_passes_on(start):
