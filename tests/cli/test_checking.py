@@ -135,6 +135,7 @@ def test_load_reports_a_broken_model_at_its_line(check, tmp_path):
         ("threads = 1\nthreads: 3", "camserve.toml:2: camserve.toml is not valid TOML: "),
         (b"address = '\xff'", "camserve.toml: camserve.toml is not valid TOML: "),
         ("address = '0.0.0.0:1'", "camserve.toml:1: 0.0.0.0:1 can be reached from other machines"),
+        ("address = 'unix:x'\nprocesses = 2", "camserve.toml:2: processes = 2: a Unix socket serves one process"),
         ("models = []", "camserve.toml:1: models = []: "),
         ("models = 3", "camserve.toml:1: models = 3: "),
         ("[server]\nthreads = 1", 'camserve.toml:1: unknown setting "server"'),

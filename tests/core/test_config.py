@@ -154,6 +154,10 @@ OUT_OF_RANGE = [
     ("threads", "many", "valid integer"),
     ("threads", 1.5, "valid integer"),
     ("drain_seconds", "soon", "valid number"),
+    ("processes", 0, 'write a number from 1 to 64, or "auto"'),
+    ("processes", 65, 'write a number from 1 to 64, or "auto"'),
+    ("processes", "many", 'write a number from 1 to 64, or "auto"'),
+    ("processes", True, 'write a number from 1 to 64, or "auto"'),
 ]
 
 
@@ -177,6 +181,12 @@ def test_address_without_a_valid_port_is_refused(address):
 )
 def test_address_is_a_host_and_port_or_a_unix_socket(address):
     assert config.load(flags={"address": address}, environment={}).address == address
+
+
+@pytest.mark.parametrize(("written", "processes"), [("auto", "auto"), ("4", 4), (4, 4)])
+def test_processes_are_a_number_or_auto(written, processes, toml):
+    assert config.load(flags={"processes": written}, environment={}).processes == processes
+    assert config.load(toml(f"processes = {json.dumps(written)}"), environment={}).processes == processes
 
 
 def test_all_invalid_settings_are_reported_at_once():

@@ -305,6 +305,31 @@ def test_memory_is_limited_by_every_control_group_around_a_process(monkeypatch, 
     assert hardware.memory_limit() == machine
 
 
+@pytest.mark.parametrize(
+    ("group", "files", "count"),
+    [
+        ("0::/", {"cpu.max": "250000 100000"}, 2),
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        ("4:cpu,cpuacct:/a", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("4:memory:/a", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, None),
+        ("0::/", {"cpu.max": "9000000 100000"}, None),  # more than the machine has
+    ],
+)
+def test_cores_are_limited_by_every_control_group_around_a_process(monkeypatch, tmp_path, group, files, count):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "GROUPS_OF_THIS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    (tmp_path / "cgroup").write_text(f"1:name=systemd:/\n{group}\n")
+
+    assert hardware.cores() == (count or 16)
+
+
 def test_only_one_module_of_the_server_uses_cuda():
     """All other code calls a `devices.Device`. Strings of users and files may contain the word."""
     package = Path(devices.__file__).parents[1]

@@ -28,9 +28,9 @@ def lines(monkeypatch):
     """Configure the log in a format; return a function that reads its lines."""
     written = io.StringIO()
 
-    def configure(form, level="info"):
+    def configure(form, level="info", process=None):
         monkeypatch.setattr(logs.sys, "stderr", written)
-        logs.configure(level, form)
+        logs.configure(level, form, process)
         return lambda: written.getvalue().split("\n")[:-1]
 
     return configure
@@ -55,6 +55,18 @@ def test_text_line_has_time_level_message_and_named_fields(lines):
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO model net is warm layer=features ms=1\.5", read()[0]
     )
+
+
+def test_process_among_several_is_a_field_of_every_line(lines, monkeypatch):
+    monkeypatch.setattr(logs, "_process", None)
+    read = lines("text", process=3)
+    LOG.info("one")
+    logs.configure("info", "json")  # a worker, which inherits the number
+    LOG.info("two")
+    LOG.info("of another", extra=logs.fields(process=0))
+
+    assert read()[0].endswith("INFO one process=3")
+    assert [json.loads(line)["process"] for line in read()[1:]] == [3, 0]
 
 
 def test_json_line_is_one_object_with_the_same_fields(lines):

@@ -70,6 +70,26 @@ heap.check()
 print((process.resident() - before) // 2**20)
 """
 
+ORPHANS = """
+import ctypes, os, subprocess, sys, time
+from camserve_server.core import process
+
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process, as in a container
+process.reap_orphans(())
+sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+own = subprocess.Popen(sleeps)
+start = f"import subprocess; print(subprocess.Popen({sleeps}, stdout=subprocess.DEVNULL).pid)"
+orphan = int(subprocess.run([sys.executable, "-S", "-c", start], stdout=subprocess.PIPE).stdout)
+process.reap_orphans((own.pid,))
+os.kill(orphan, 9)
+while os.path.exists(f"/proc/{orphan}"):
+    process.reap_orphans((own.pid,))
+own.kill()
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+process.reap_orphans((own.pid,))
+print(own.wait())
+"""
+
 COLLECT = """
 import gc, weakref
 from camserve_server.core import process
@@ -188,6 +208,13 @@ def test_open_file_limit_is_raised_for_connections_as_far_as_allowed(hard, soft)
 
     assert int(done.stdout) == soft
     assert ("lower max_connections" in done.stderr) is (soft < 1256)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_orphans_are_collected_and_own_children_are_not():
+    done = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "-9"
 
 
 def test_sufficient_open_file_limit_is_kept():

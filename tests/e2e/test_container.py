@@ -23,7 +23,7 @@ import camserve
 import fork_server
 import needs
 from camserve import cli
-from camserve_server.api import auth
+from camserve_server.api import exposure
 from camserve_server.core import config, devices
 from camserve_server.core.errors import ConfigError
 from support import PHOTOS
@@ -182,8 +182,8 @@ def test_compose_sets_only_existing_settings(service):
 def test_insecure_is_set_only_in_compose(service):
     assert service["environment"]["CAMSERVE_INSECURE"] == "${CAMSERVE_INSECURE:-true}"
     with pytest.raises(ConfigError, match="CAMSERVE_INSECURE=true"):
-        auth.check(SETTINGS)
-    auth.check(config.load(environment={**ENVIRONMENT, "CAMSERVE_INSECURE": "true"}))
+        exposure.check(SETTINGS)
+    exposure.check(config.load(environment={**ENVIRONMENT, "CAMSERVE_INSECURE": "true"}))
 
 
 @services

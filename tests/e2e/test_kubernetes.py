@@ -15,7 +15,7 @@ import torch
 import yaml
 
 import needs
-from camserve_server.api import auth, grpc_server
+from camserve_server.api import exposure, grpc_server
 from camserve_server.core import config
 from camserve_server.serving import pool_sizing
 from camserve_server.telemetry import prometheus
@@ -138,7 +138,7 @@ def test_settings_are_valid_for_the_server():
     dockerfile = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
     address = re.search(r"CAMSERVE_ADDRESS=(\S+)", dockerfile)[1]
     settings = config.Settings.model_validate({**SETTINGS, "address": address})
-    auth.check(settings)
+    exposure.check(settings)
 
     assert config.ADDRESS.fullmatch(address)["port"] == str(ports(POD["spec"])["grpc"])
     assert config.ADDRESS.fullmatch(settings.metrics_address)["port"] == str(ports(POD["spec"])["metrics"])

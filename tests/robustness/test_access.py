@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import camserve
 from camserve import cli
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server.api import auth, grpc_server, oip, tokens
+from camserve_server.api import auth, exposure, grpc_server, oip, tokens
 from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.app import server
 from camserve_server.cli import commands
@@ -336,14 +336,14 @@ def test_public_port_without_access_control_needs_insecure(address):
     tls, keys = {"tls_cert": "a", "tls_key": "b"}, {"tokens_file": "c"}
     for changes in ({}, tls, keys, {"tls_client_ca": "d"}):
         with pytest.raises(ConfigError, match=r"can be reached from other machines: set tls_cert.*--insecure"):
-            auth.check(settings(address=address, **changes))
+            exposure.check(settings(address=address, **changes))
     for changes in ({**tls, **keys}, {**tls, "tls_client_ca": "d"}, {"insecure": True}):
-        auth.check(settings(address=address, **changes))
+        exposure.check(settings(address=address, **changes))
 
 
 @pytest.mark.parametrize("address", LOCAL)
 def test_local_port_needs_no_access_control(address):
-    auth.check(settings(address=address))
+    exposure.check(settings(address=address))
 
 
 async def test_unprotected_server_is_refused_before_it_loads_models():
@@ -352,7 +352,7 @@ async def test_unprotected_server_is_refused_before_it_loads_models():
 
 
 def test_insecure_is_logged_as_a_warning(our_log):
-    auth.check(settings(address="0.0.0.0:1", insecure=True))
+    exposure.check(settings(address="0.0.0.0:1", insecure=True))
 
     assert [record.levelname for record in our_log.records] == ["WARNING"]
 

@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 import camserve
 import fork_server
 from camserve_server import telemetry
-from camserve_server.api import auth, oip, tokens
+from camserve_server.api import exposure, oip, tokens
 from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.api.rpc import RPC_NAMES
-from camserve_server.app import metrics_endpoint, server
+from camserve_server.app import merged_metrics, metrics_endpoint, server
 from camserve_server.core import config, errors
 from camserve_server.core.errors import ConfigError
 from camserve_server.jobs.verdict import Verdict
@@ -296,7 +296,7 @@ def test_metrics_page_lists_every_metric_with_its_type_and_labels():
     metrics.add_worker(0, "cpu")
     own = {"le"}
     results = set()
-    for family in metrics.registry.collect():
+    for family in [*metrics.registry.collect(), *merged_metrics.own_metrics([True], [0])]:
         if family.name.startswith("camserve_"):
             name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
             labels = {
@@ -363,9 +363,9 @@ def test_port_without_a_host_is_on_loopback():
 def test_public_metrics_port_needs_tls_and_tokens():
     for address in ("0.0.0.0:9464", "[::]:9464", "10.0.0.1:9464"):
         with pytest.raises(ConfigError, match=rf"{re.escape(address)} can be reached from other machines.*--insecure"):
-            auth.check(settings(metrics_address=address))
-        auth.check(settings(metrics_address=address, tls_cert="a", tls_key="b", tokens_file="c"))
-        auth.check(settings(metrics_address=address, insecure=True))
+            exposure.check(settings(metrics_address=address))
+        exposure.check(settings(metrics_address=address, tls_cert="a", tls_key="b", tokens_file="c"))
+        exposure.check(settings(metrics_address=address, insecure=True))
 
 
 def test_metrics_need_a_token_with_the_role_observe(tmp_path):

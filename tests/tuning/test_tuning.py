@@ -213,6 +213,15 @@ def test_other_settings_of_a_file_are_kept(tmp_path):
     assert "# Because.\n" in path.read_text()
 
 
+def test_processes_that_fit_are_proposed_and_not_written():
+    result = tuned(*cells(TWO, b1=0.1))
+    several = dataclasses.replace(result, processes=4)
+
+    proposal = "Not measured: 4 processes fit this machine, with --processes auto."
+    assert several.summary() == [*result.summary(), proposal]
+    assert several.settings() == result.settings()
+
+
 def test_unwritable_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: No such file or directory"):
         report.write(tmp_path / "gone" / "camserve.toml", {"threads": 2}, [])

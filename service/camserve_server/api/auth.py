@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import ipaddress
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -49,48 +48,6 @@ REQUIRED_ROLES: Mapping[str, str] = (
 
 PUBLIC_PREFIX = f"/{health.SERVICE_NAME}/"
 """Prefix of the RPCs that require no token. Orchestrators and load balancers check the health without one."""
-
-
-def check(settings: Settings) -> None:
-    """Refuse settings that let anyone call from other machines.
-
-    Raises:
-        ConfigError: the address can be reached from other machines, without TLS or without authentication.
-    """
-    secure = settings.tls_cert and (settings.tokens_file or settings.tls_client_ca)
-    for address in filter(None, (settings.address, settings.metrics_address)):
-        if not (secure or is_local(address)):
-            _check_insecure(settings, address)
-
-
-def _check_insecure(settings: Settings, address: str) -> None:
-    if not settings.insecure:
-        raise ConfigError(
-            f"{address} can be reached from other machines: set tls_cert, tls_key and tokens_file (or "
-            "tls_client_ca), or listen on 127.0.0.1. If anyone who reaches the port may call, as when a container's "
-            "port is published on 127.0.0.1 only, set --insecure (CAMSERVE_INSECURE=true)"
-        )
-    if address == settings.metrics_address:
-        log.warning("insecure: anyone who reaches the port may read the metrics", extra=logs.fields(address=address))
-        return
-    admin = ", and load and unload models" if settings.admin else ""
-    log.warning("insecure: anyone who reaches the port may call%s", admin, extra=logs.fields(address=address))
-
-
-def is_local(address: str) -> bool:
-    """Return whether only this machine can reach an address: a loopback address or a socket in the file system.
-
-    Example:
-        >>> is_local("localhost:1"), is_local("[::1]:1"), is_local("unix:/run/camserve"), is_local("0.0.0.0:1")
-        (True, True, True, False)
-    """
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name: any other than localhost may resolve to any address
-        return host == "localhost"
 
 
 def credentials(settings: Settings) -> grpc.ServerCredentials | None:
@@ -164,7 +121,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, path: str, state: ServerState) -> None:
-        self._file = tokens_file(path)
+        self._file = tokens.file(path)
         self._state = state
         self._tokens, self._checked_at = self._file.current(), -RECHECK_INTERVAL
 
@@ -208,27 +165,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if now - self._checked_at >= RECHECK_INTERVAL:
             self._checked_at, self._tokens = now, self._file.current()
         return self._tokens
-
-
-def tokens_file(path: str) -> reloading_file.ReloadingFile[Tokens]:
-    """Return a file of tokens that is read again when it changes.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    return reloading_file.ReloadingFile("tokens", (path,), lambda contents: _parse_tokens(path, contents))
-
-
-def _parse_tokens(path: str, contents: reloading_file.Contents) -> Tokens:
-    try:
-        result = tokens.parse(contents[0].decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file in UTF-8") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if not result:
-        log.warning("the file contains no tokens: every call is refused", extra=logs.fields(file=path))
-    return result
 
 
 def _refusal(state: ServerState, method: str, error: ServiceError) -> Handler:

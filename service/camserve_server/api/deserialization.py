@@ -34,7 +34,7 @@ MAX_FIELDS = 32_768  # fields of a message, including those of nested messages
 INLINE_FIELDS = 1000  # fields of a message that is parsed on the event loop, in about a millisecond
 INLINE_BYTES = 2**20  # bytes of such a message
 MAX_RECEIVING = 4  # messages of one caller's calls received at the same time, and as many of its streams
-MESSAGE_MEMORY = 64 * 2**20  # bytes of all messages that are not answered yet; others wait, mostly unread
+MESSAGE_MEMORY = 64 * 2**20  # bytes of all unanswered messages, of all processes; others wait, mostly unread
 MEMORY_FACTOR = 4  # memory of one parsed message, as a multiple of the largest message that may be sent
 
 
@@ -48,7 +48,8 @@ class DeserializationInterceptor(Interceptor):
 
     def __init__(self, settings: Settings, state: ServerState) -> None:
         super().__init__()
-        self._state, self._parser = state, MessageParser(settings.max_message_mib * 2**20, MESSAGE_MEMORY)
+        self._state = state
+        self._parser = MessageParser(settings.max_message_mib * 2**20, MESSAGE_MEMORY // settings.sharing)
         self._limiters = ReceiveLimiter(MAX_RECEIVING), ReceiveLimiter(MAX_RECEIVING)
 
     def wrap(self, method: str, handler: Any) -> Handler:

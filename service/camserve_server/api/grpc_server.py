@@ -187,7 +187,8 @@ def _options(settings: Settings) -> tuple[tuple[str, int], ...]:
         # gRPC refuses at random between its soft and its hard limit, so both have the same value.
         ("grpc.max_metadata_size", settings.max_metadata_kib * 2**10),
         ("grpc.absolute_max_metadata_size", settings.max_metadata_kib * 2**10),
-        ("grpc.so_reuseport", 0),  # so that a second server on the same port fails instead of sharing the port
+        # Processes of one server share the port. A second server on it fails instead.
+        ("grpc.so_reuseport", int(settings.sharing > 1)),
         *connection_limits.options(settings),
     )
 

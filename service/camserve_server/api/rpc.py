@@ -20,6 +20,7 @@ from camserve_server.methods import METHODS
 from camserve_server.models.values import KnownModel
 from camserve_server.scheduling.admission import address_of
 from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.repository import ModelChanges
 from camserve_server.telemetry import RequestTrace, Telemetry
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ class ServerState:
         telemetry: telemetry of requests; None if it is off.
         names: names of spans by the short names of the RPCs.
         log_share: share of the successful calls that are logged, 0 to 1.
-        process: index of this process and number of processes, as "0/2", if several processes listen on one port;
-            else empty.
+        process: number of this process and of all that share the port, such as "0/2"; empty for one process.
+        changes: loads and unloads models in all processes; None for one process.
     """
 
     stream_in_flight: int
@@ -77,6 +78,7 @@ class ServerState:
     names: Mapping[str, str] = field(default_factory=dict)
     log_share: float = 1.0
     process: str = ""
+    changes: ModelChanges | None = None
 
     @property
     def process_metadata(self) -> tuple[tuple[str, str], ...]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 from collections.abc import Iterable
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import TypeAlias
 
+from camserve_server.core import logs, reloading_file
 from camserve_server.core.errors import ConfigError, Unauthenticated
+
+log = logging.getLogger(__name__)
 
 ROLES = ("explain", "observe", "admin")
 """Roles of a token.
@@ -62,6 +66,27 @@ def new(name: str, roles: Iterable[str], last_day: date | None = None) -> tuple[
         raise ConfigError(f"invalid name {name!r}: a name has 1 to 64 letters, digits and characters of . _ @ -")
     secret = f"camserve_{secrets.token_urlsafe(32)}"  # the prefix lets scanners recognise leaked secrets
     return secret, Token(name, _roles(",".join(roles)), _digest(secret), last_day)
+
+
+def file(path: str) -> reloading_file.ReloadingFile[Tokens]:
+    """Return a file of tokens that is read again when it changes.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return reloading_file.ReloadingFile("tokens", (path,), lambda contents: _parse_tokens(path, contents))
+
+
+def _parse_tokens(path: str, contents: reloading_file.Contents) -> Tokens:
+    try:
+        result = parse(contents[0].decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not result:
+        log.warning("the file contains no tokens: every call is refused", extra=logs.fields(file=path))
+    return result
 
 
 def parse(text: str) -> Tokens:

@@ -7,19 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
-from camserve_server.api import auth, tokens
+from camserve_server.api import tokens
 from camserve_server.core import logs
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError, ServiceError, Unauthenticated
 from camserve_server.telemetry import ServerSnapshot, Telemetry, telemetry
 
 if TYPE_CHECKING:
-    from camserve_server.telemetry.prometheus import PrometheusMetrics
+    from prometheus_client import CollectorRegistry
 
 log = logging.getLogger(__name__)
 clock = time.monotonic
@@ -30,14 +30,25 @@ SLOW_AFTER = 2.0  # seconds after which a new connection may replace an open one
 CONNECTION_TIMEOUT = 10.0  # seconds that a connection has in total, for TLS, its request and the response
 POLL_INTERVAL = 0.1  # seconds between two checks for a stop, so the longest time that stopping takes
 
+Encode: TypeAlias = Callable[[str], tuple[str, bytes]]
+"""Function that returns the content type and the text of all metrics, in the format that an Accept header requests."""
+
+Publish: TypeAlias = Callable[["CollectorRegistry"], object]
+"""Function that receives the metrics of a server whose supervisor serves them."""
+
 
 @contextmanager
-def open_telemetry(settings: Settings, state: Callable[[], ServerSnapshot]) -> Iterator[Telemetry | None]:
+def open_telemetry(
+    settings: Settings,
+    state: Callable[[], ServerSnapshot],
+    publish: Publish | None = None,
+) -> Iterator[Telemetry | None]:
     """Serve the metrics and export the traces of a server inside the block.
 
     Args:
         settings: settings of the server; both are disabled by default.
         state: function that returns the server's state, called at each request of Prometheus.
+        publish: function that receives the metrics, for a supervisor that serves them; None to serve them here.
 
     Yields:
         The telemetry, or None if both are disabled.
@@ -50,19 +61,34 @@ def open_telemetry(settings: Settings, state: Callable[[], ServerSnapshot]) -> I
         yield None
         return
     try:
-        if enabled.prometheus_metrics is None:
+        with _serving(settings, enabled, publish):
             yield enabled
-        else:
-            with _serve_metrics(settings, enabled.prometheus_metrics):
-                yield enabled
     finally:
         if enabled.traces:
             enabled.traces.close()
 
 
+def _serving(settings: Settings, enabled: Telemetry, publish: Publish | None) -> AbstractContextManager[None]:
+    if enabled.prometheus_metrics is None:
+        return nullcontext()
+    if publish is None:
+        return serve_metrics(settings, enabled.prometheus_metrics.encode)
+    publish(enabled.prometheus_metrics.registry)
+    return nullcontext()
+
+
 @contextmanager
-def _serve_metrics(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> Iterator[None]:
-    server = _listen(settings, prometheus_metrics)
+def serve_metrics(settings: Settings, encode: Encode) -> Iterator[None]:
+    """Serve metrics at the metrics address inside the block.
+
+    Args:
+        settings: settings of the server.
+        encode: function that returns the metrics; called in the endpoint's threads.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    server = _listen(settings, encode)
     log.info("metrics", extra=logs.fields(address=settings.metrics_address, port=server.server_address[1]))
     thread = threading.Thread(target=server.serve_forever, args=(POLL_INTERVAL,), name="metrics", daemon=True)
     thread.start()
@@ -74,9 +100,9 @@ def _serve_metrics(settings: Settings, prometheus_metrics: "PrometheusMetrics") 
         thread.join()
 
 
-def _listen(settings: Settings, prometheus_metrics: "PrometheusMetrics") -> "_Server":
+def _listen(settings: Settings, encode: Encode) -> "_Server":
     try:
-        return _Server(settings, prometheus_metrics)
+        return _Server(settings, encode)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"cannot listen on {settings.metrics_address}: is the port taken, or the host unknown?"
@@ -88,18 +114,18 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
 
     Args:
         settings: settings of the server.
-        prometheus_metrics: the metrics.
+        encode: function that returns the metrics.
     """
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, settings: Settings, prometheus_metrics: "PrometheusMetrics") -> None:
+    def __init__(self, settings: Settings, encode: Encode) -> None:
         host, _, port = settings.metrics_address.rpartition(":")
         self.address_family = AF_INET6 if host.startswith("[") else AF_INET
-        self.metrics = prometheus_metrics.encode
+        self.metrics = encode
         self._settings = settings
-        self._tokens = auth.tokens_file(settings.tokens_file) if settings.tokens_file else None
+        self._tokens = tokens.file(settings.tokens_file) if settings.tokens_file else None
         self._open: dict[Any, tuple[float, socket]] = {}
         """Start time of each connection, and a duplicate of its socket, which TLS does not wrap; the oldest first."""
         super().__init__((host.strip("[]"), int(port)), _Handler)

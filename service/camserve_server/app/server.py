@@ -9,14 +9,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, closing, contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
 
 from torch import nn
 
-from camserve_server.api import auth, grpc_server, oip, warmup
+from camserve_server.api import auth, exposure, grpc_server, oip, warmup
 from camserve_server.api.health import HealthServicer
 from camserve_server.api.rpc import RPC_NAMES, ServerState
 from camserve_server.app import metrics_endpoint
+from camserve_server.app.supervisor_link import SupervisorLink
 from camserve_server.core import logs, process
 from camserve_server.core.config import Settings
 from camserve_server.core.devices import device_for, parse_devices
@@ -27,6 +29,7 @@ from camserve_server.models import ModelSpec, Source, parse, spec_of_network
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import FairThreads
 from camserve_server.scheduling.threads import ThreadPool
+from camserve_server.serving import memory
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.model_loading import LOADING_THREAD
 from camserve_server.serving.pool_health import HealthListener
@@ -70,7 +73,8 @@ async def open_pipeline(
             repository = ModelRepository(workers, specs, settings)
             try:
                 await repository.start()
-                yield Pipeline(repository, workers.batcher, FairThreads(pool), settings.limits)
+                photos = memory.photo_budget(settings.sharing)
+                yield Pipeline(repository, workers.batcher, FairThreads(pool), settings.limits, photos)
             finally:
                 await repository.close()
 
@@ -139,54 +143,91 @@ async def serve(
     stop: grpc_server.Stop,
     ready: Ready = lambda _port, _pipeline: None,
     specs: Mapping[str, ModelSpec] | None = None,
+    link: SupervisorLink | None = None,
 ) -> None:
     """Serve until `stop` is set.
 
-    The port is open from the start; the health is NOT_SERVING until the models are warm. On a stop, the health turns to
-    NOT_SERVING, new calls are refused, and accepted calls are finished before this returns.
+    The port is open from the start, with the health NOT_SERVING until the models are warm. A process among several
+    opens it later: the kernel gives it connections as soon as it listens. On a stop, accepted calls are finished first.
 
     Args:
         settings: settings of the server.
         stop: request to stop.
         ready: callback for when the models are warm.
         specs: models by name, instead of those in the settings.
+        link: link to the supervisor of several processes; None for a single process.
 
     Raises:
         ConfigError: the address, a certificate or the tokens file cannot be used, or no model can be loaded.
     """
-    state = ServerState(
-        settings.stream_in_flight,
-        settings.idle_seconds,
-        names={**RPC_NAMES, **oip.NAMES},
-        log_share=settings.access_log_share,
-    )
-    checks = HealthServicer()
-    auth.check(settings)
-    credentials = auth.credentials(settings)
-    health = grpc_server.Health(checks)
-    inference = oip.InferenceServicer(state, lambda: health.serving, settings.max_queue_delay_ms)
-    server = grpc_server.build(settings, state, checks, inference)
-    with metrics_endpoint.open_telemetry(settings, lambda: _metrics_state(state, health)) as state.telemetry:
-        port = grpc_server.listen(server, settings.address, credentials)
-        health.set_live()
-        await server.start()
+    server = _Server.build(settings, link)
+    state, health, publish = server.state, server.health, link.publish if link else None
+    with metrics_endpoint.open_telemetry(settings, lambda: _metrics_state(state, health), publish) as state.telemetry:
+        port = 0 if link else await server.open_port(settings.address)
         try:
             async with open_pipeline(settings, health.set_healthy, state.telemetry, specs) as pipeline:
-                await _start_serving(state, health, pipeline, port)
+                await warmup.warm_up(pipeline)
+                if link:
+                    await link.open_with_others(pipeline.repository)
+                state.pipeline = pipeline
+                health.set_warm(warm=True)
+                port = port or await server.open_port(settings.address)
+                log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
                 ready(port, pipeline)
                 await stop.requested.wait()
                 health.set_warm(warm=False)
-                await grpc_server.drain(server, state, settings.drain_seconds, stop)
+                await grpc_server.drain(server.grpc, state, settings.drain_seconds, stop)
         finally:
-            await server.stop(None)
+            await server.grpc.stop(None)
 
 
-async def _start_serving(state: ServerState, health: grpc_server.Health, pipeline: Pipeline, port: int) -> None:
-    """Warm this process up, turn the health to SERVING, and pass requests to the pipeline."""
-    await warmup.warm_up(pipeline)
-    health.set_warm(warm=True)
-    state.pipeline = pipeline
-    log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server before its models are loaded.
+
+    Attributes:
+        grpc: the gRPC server.
+        state: state that its RPCs share.
+        health: its health.
+        credentials: credentials for TLS, or None.
+    """
+
+    grpc: Any
+    state: ServerState
+    health: grpc_server.Health
+    credentials: Any
+
+    @classmethod
+    def build(cls, settings: Settings, link: SupervisorLink | None) -> Self:
+        """Build a server that does not listen yet; see `serve`."""
+        position = link.position if link else ""
+        names = {**RPC_NAMES, **oip.NAMES}
+        state = ServerState(
+            settings.stream_in_flight,
+            settings.idle_seconds,
+            names=names,
+            log_share=settings.access_log_share,
+            process=position,
+            changes=link,
+        )
+        if link is None:  # otherwise the supervisor has checked it
+            exposure.check(settings)
+        credentials = auth.credentials(settings)
+        checks = HealthServicer()
+        health = grpc_server.Health(checks)
+        inference = oip.InferenceServicer(state, lambda: health.serving, settings.max_queue_delay_ms)
+        return cls(grpc_server.build(settings, state, checks, inference), state, health, credentials)
+
+    async def open_port(self, address: str) -> int:
+        """Listen on an address and answer health checks; return the port.
+
+        Raises:
+            ConfigError: the server cannot listen on the address.
+        """
+        port = grpc_server.listen(self.grpc, address, self.credentials)
+        self.health.set_live()
+        await self.grpc.start()
+        return port
 
 
 def _metrics_state(state: ServerState, health: grpc_server.Health) -> ServerSnapshot:
@@ -207,8 +248,8 @@ def _metrics_state(state: ServerState, health: grpc_server.Health) -> ServerSnap
     )
 
 
-async def serve_until_signal(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; a second signal ends the drain at once.
+async def serve_until_signal(settings: Settings, link: SupervisorLink | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, which a link passes on; a second signal ends the drain at once.
 
     The function exits the process instead of returning where a thread would keep it alive: one that still loads a
     model, or one in which a model hangs.
@@ -216,23 +257,22 @@ async def serve_until_signal(settings: Settings) -> int:
     Returns:
         The exit code: 0 after a clean stop; 1 if a second signal ended the drain or accepted calls were not answered.
     """
-    stop, loop, warm = grpc_server.Stop(), asyncio.get_running_loop(), asyncio.Event()
-    tasks: list[asyncio.Task[None]] = []
+    stop, warm, tasks = grpc_server.Stop(), asyncio.Event(), list[asyncio.Task[None]]()
     process.allow_files(settings.max_connections)
     if settings.isolation == "process":  # batches run in other processes; this one holds photos and messages
         process.configure_allocator(process.SERVER_FREE_MEMORY)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.handle_signal)
+    _handle_signals(stop, link)
 
     def ready(_port: int, _pipeline: Pipeline) -> None:
         process.freeze_objects()
         if settings.isolation == "process":
-            tasks.append(
-                loop.create_task(_trim_regularly(process.Heap(process.SERVER_FREE_MEMORY + process.HEAP_GROWTH)))
-            )
+            heap = process.Heap(process.SERVER_FREE_MEMORY + process.HEAP_GROWTH)
+            tasks.append(asyncio.create_task(_trim_regularly(heap)))
         warm.set()
+        if link:
+            link.send("serving")
 
-    serving = asyncio.ensure_future(serve(settings, stop, ready))
+    serving = asyncio.ensure_future(serve(settings, stop, ready, link=link))
     stopping, stop_now = asyncio.ensure_future(stop.requested.wait()), asyncio.ensure_future(stop.stop_now.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not (serving.done() or warm.is_set()):
@@ -247,6 +287,15 @@ async def serve_until_signal(settings: Settings) -> int:
     if any(thread.name == LOADING_THREAD for thread in threading.enumerate()):
         os._exit(stop.code)  # the model is not needed any more
     return stop.code
+
+
+def _handle_signals(stop: grpc_server.Stop, link: SupervisorLink | None) -> None:
+    loop = asyncio.get_running_loop()
+    if link:
+        link.listen(loop, stop.handle_signal)
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.handle_signal)
 
 
 async def _trim_regularly(heap: process.Heap) -> None:
@@ -270,6 +319,8 @@ def serve_in_thread(settings: Settings, specs: Mapping[str, ModelSpec] | None = 
     Raises:
         ConfigError: the server cannot start.
     """
+    if settings.processes != 1:
+        raise ConfigError("processes: only the command `camserve-server serve` starts several")
     started: Future[tuple[asyncio.AbstractEventLoop, grpc_server.Stop, int]] = Future()
 
     async def main() -> None:

@@ -1,20 +1,19 @@
 """Commands of `camserve-server`: serve, check settings, tune, and explain files without a server."""
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 
 from camserve import cli as client_cli
 from camserve.terminal import echo, print_table
 from camserve_server.api import tokens
-from camserve_server.core import config, logs, process
+from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,16 +52,17 @@ def _default_text(default: object) -> str:
 
 
 def _metavar(annotation: Any) -> str:
-    if choices := get_args(annotation):
-        return f"[{'|'.join(choices)}]"
-    return {int: "INTEGER", float: "FLOAT"}.get(annotation, "TEXT")
+    if get_origin(annotation) is Union:
+        return "|".join(_metavar(part).strip("[]") for part in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return f"[{'|'.join(get_args(annotation))}]"
+    return {int: "INTEGER", float: "FLOAT"}.get(getattr(annotation, "__origin__", annotation), "TEXT")
 
 
-def _load(path: str | None, flags: dict[str, Any]) -> config.Settings:
+def _settings(path: str | None, flags: dict[str, Any]) -> config.Settings:
+    """Load the settings of a command; its models are not parsed yet."""
     flags["models"] = flags["models"] or None
-    settings = config.load(path, flags)
-    _search_current_folder(settings.models)
-    return settings
+    return config.load(path, flags)
 
 
 def _search_current_folder(specs: Iterable[str]) -> None:
@@ -71,15 +71,6 @@ def _search_current_folder(specs: Iterable[str]) -> None:
 
     for text in specs:
         models.search_current_folder(models.parse(text))
-
-
-def _import_libraries(specs: Iterable[str]) -> None:
-    """Import what the models need, so that worker processes share it with the fork server."""
-    from camserve_server import models  # noqa: PLC0415 -- as above
-
-    with process.without_collection():
-        for text in specs:
-            models.import_libraries(models.parse(text))
 
 
 @contextmanager
@@ -107,28 +98,15 @@ def serve(path: str | None, **flags: Any) -> int:
     Every setting can also be set in the TOML file, such as max_queue_rows = 64, or in the environment, such as
     CAMSERVE_MAX_QUEUE_ROWS=64. Flags override the environment, and the environment overrides the file.
     """
-    with process.without_collection():
-        from camserve_server import workers  # noqa: PLC0415 -- it imports torch, which takes seconds
-        from camserve_server.app import server  # noqa: PLC0415 -- it imports torch, which takes seconds
+    from camserve_server.app import sharing, start, supervisor  # noqa: PLC0415 -- only this command needs them
 
     with _usage_errors():
-        settings = _load(path, flags)
+        settings = _settings(path, flags)
         logs.configure(settings.log_level, settings.log_format)
-        if settings.isolation == "process":
-            _import_libraries(settings.models)
-            process.freeze_objects()  # before the fork: each process would look at the same objects again
-            workers.open_fork_server()
-        with asyncio.Runner(loop_factory=_event_loop) as runner:
-            return runner.run(server.serve_until_signal(settings))
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop, on which a request takes a tenth less of the process; asyncio's without uvloop."""
-    try:
-        import uvloop  # noqa: PLC0415 -- not on Windows
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+        processes = sharing.processes_of(settings)
+        if processes > 1:
+            return supervisor.run(settings, processes)
+        return start.run(settings.model_copy(update={"processes": 1}))
 
 
 @program.command("check-config")
@@ -398,7 +376,8 @@ def ray_serve(
     from camserve_server.cluster import application, commands  # noqa: PLC0415 -- as above
 
     with _usage_errors():
-        settings = _load(path, flags)
+        settings = _settings(path, flags)
+        _search_current_folder(settings.models)
         logs.configure(settings.log_level, settings.log_format)
         application.check(settings)
         with commands.cluster(cluster, commands.engines_of(count, rows, cpus, gpus), settings.device) as engines:

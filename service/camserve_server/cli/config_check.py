@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from camserve_server import models
-from camserve_server.api import auth
+from camserve_server.api import auth, exposure, tokens
+from camserve_server.app import sharing
 from camserve_server.core import config, devices
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError
@@ -113,10 +114,11 @@ def _check_environment(settings: Settings) -> Iterator[tuple[str, str]]:
 
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("device", lambda: devices.parse_devices(settings.device)),
-        ("address", lambda: auth.check(settings.model_copy(update={"metrics_address": None}))),
-        ("metrics_address", lambda: auth.check(settings.model_copy(update={"address": LOCAL_ADDRESS}))),
+        ("processes", lambda: sharing.check(settings)),
+        ("address", lambda: exposure.check(settings.model_copy(update={"metrics_address": None}))),
+        ("metrics_address", lambda: exposure.check(settings.model_copy(update={"address": LOCAL_ADDRESS}))),
         ("tls_cert" if settings.tls_cert else "tls_key", lambda: auth.credentials(settings)),
-        ("tokens_file", lambda: settings.tokens_file and auth.tokens_file(settings.tokens_file)),
+        ("tokens_file", lambda: settings.tokens_file and tokens.file(settings.tokens_file)),
         ("model_folder", check_model_folder),
         ("", add_plugins),
     )

@@ -67,6 +67,8 @@ def check(settings: Settings) -> None:
     for name, reason in reasons.items():
         if getattr(settings, name):
             raise ConfigError(f"{name} is not supported with Ray: {reason}")
+    if settings.processes != 1:
+        raise ConfigError("processes is not supported with Ray: set the number of engines")
     if not settings.insecure:
         raise ConfigError(
             "Ray's proxy listens on every interface, without TLS and tokens: set insecure if its network is trusted"

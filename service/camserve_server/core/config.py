@@ -5,9 +5,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from camserve_server.core.errors import ConfigError, did_you_mean
@@ -16,6 +16,19 @@ from camserve_server.core.limits import Limits
 ENVIRONMENT = "CAMSERVE_"  # prefix of the environment variables
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\[\]]+):(?P<port>\d{1,5})", re.ASCII)
 LAST_PORT = 65_535
+MAX_PROCESSES = 64
+
+
+def _read_processes(value: object) -> object:
+    """Refuse anything but a number and "auto" with one message; pydantic has one for each of the two."""
+    text = str(value)
+    if value != "auto" and not (re.fullmatch(r"\d{1,3}", text, re.ASCII) and 1 <= int(text) <= MAX_PROCESSES):
+        raise PydanticCustomError("processes", f'write a number from 1 to {MAX_PROCESSES}, or "auto"')
+    return value if value == "auto" else int(text)
+
+
+Processes = Annotated[Annotated[int, Field(ge=1, le=MAX_PROCESSES)] | Literal["auto"], BeforeValidator(_read_processes)]
+"""Number of server processes."""
 
 
 class Settings(BaseModel):
@@ -45,6 +58,11 @@ class Settings(BaseModel):
         default="process",
         description="Where workers run. `process` gives each worker a process of its own, which is monitored and"
         " restarted when it dies or hangs. `thread` runs workers in threads of the server.",
+    )
+    processes: Processes = Field(
+        default=1,
+        description="Server processes that share the port, each with its own workers. They divide the cores and the"
+        " limits among them. `auto` chooses the number by cores and memory. Linux only.",
     )
     metrics_address: str = Field(
         default="",
@@ -203,6 +221,11 @@ class Settings(BaseModel):
         if value and not ((match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT):
             raise PydanticCustomError("address", f"write HOST:PORT, or a port alone, from 0 to {LAST_PORT}")
         return value
+
+    @property
+    def sharing(self) -> int:
+        """The number of server processes that divide this machine: 1 until `auto` is resolved."""
+        return 1 if self.processes == "auto" else self.processes
 
     @property
     def limits(self) -> Limits:

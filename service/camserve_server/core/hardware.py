@@ -16,11 +16,20 @@ NVIDIA, DISPLAY = "0x10de", "0x03"  # on the PCI bus: the ID of the vendor, and 
 def cores() -> int:
     """Return the number of cores that this process may use; in a container, its quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return max(1, min(allowed, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or "max" for no limit
-        return allowed
+    return max(1, min([allowed, *_quotas()]))
+
+
+def _quotas() -> Iterator[int]:
+    """Yield the quota of each control group that has one, in whole cores."""
+    for folder, legacy in _groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # no such file here, or "max"
+            if legacy:
+                quota = int((folder / "cpu.cfs_quota_us").read_text(encoding="ascii"))
+                period = int((folder / "cpu.cfs_period_us").read_text(encoding="ascii"))
+            else:
+                quota, period = map(int, (folder / "cpu.max").read_text(encoding="ascii").split())
+            if quota > 0:  # version 1 has -1 for no quota
+                yield quota // period
 
 
 def processor() -> str:
@@ -36,26 +45,34 @@ def memory_limit() -> int:
     """Return the bytes of memory that this process may use: the lowest limit of the machine and its control groups."""
     if not hasattr(os, "sysconf"):  # Windows
         return sys.maxsize
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        groups = GROUPS_OF_THIS.read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return machine
-    return min([machine, *(limit for group in groups for limit in _limits_of(group))])
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_memory_limits()])
 
 
-def _limits_of(group: str) -> Iterator[int]:
-    """Yield the memory limits of a control group, as `/proc/self/cgroup` names it, and of its parent groups."""
-    _, controllers, path = group.split(":", 2)
-    if controllers and "memory" not in controllers.split(","):
-        return
-    root, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
-    inner = root / path.lstrip("/")
-    for folder in (inner, *inner.parents):
+def _memory_limits() -> Iterator[int]:
+    for folder, legacy in _groups("memory"):
         with contextlib.suppress(OSError, ValueError):  # no such file here, or "max"
-            yield int((folder / name).read_text(encoding="ascii"))
-        if folder == root:
-            return
+            yield int((folder / ("memory.limit_in_bytes" if legacy else "memory.max")).read_text(encoding="ascii"))
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control groups and of their parents, for one controller.
+
+    Each is yielded with True if it belongs to version 1 of control groups, in which every controller has its own tree.
+    """
+    try:
+        lines = GROUPS_OF_THIS.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CGROUPS / controller if controllers else CGROUPS
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            yield folder, bool(controllers)
+            if folder == root:
+                break
 
 
 def has_nvidia_gpu() -> bool:

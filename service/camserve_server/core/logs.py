@@ -13,6 +13,10 @@ CALLER: ContextVar[str] = ContextVar("caller", default="")
 """Name of the token that a call was authenticated with; never the token itself."""
 
 
+_process: int | None = None
+"""Number of this server process among several: set once, and inherited by the workers that it forks."""
+
+
 class _Formatter(logging.Formatter):
     """Base class of the formats: formats the date once for all records of a second."""
 
@@ -69,6 +73,8 @@ def _printable(text: str) -> str:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = dict(getattr(record, "fields", {}))
+    if _process is not None:
+        fields.setdefault("process", _process)
     if caller := CALLER.get():
         fields["caller"] = caller
     if request_id := REQUEST_ID.get():
@@ -91,13 +97,16 @@ def write_access_line(logger: logging.Logger, message: str, values: dict[str, ob
         logger.handle(record)
 
 
-def configure(level: str, form: str) -> None:
+def configure(level: str, form: str, process: int | None = None) -> None:
     """Log to standard error.
 
     Args:
         level: the lowest level that is logged.
         form: "text" or "json".
+        process: number of this server process among several; None to keep the current one.
     """
+    global _process  # noqa: PLW0603 -- set at the start of a process
+    _process = _process if process is None else process
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logger = logging.getLogger("camserve_server")

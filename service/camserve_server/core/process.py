@@ -1,4 +1,4 @@
-"""Memory and file limits of a long-running process."""
+"""Memory and file limits of a long-running process, and its tie to its parent."""
 
 import contextlib
 import ctypes
@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import platform
+import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 try:
@@ -23,6 +25,8 @@ SERVER_FREE_MEMORY = 2**26  # freed bytes that a server keeps for reuse when its
 HEAP_GROWTH = 2**25  # bytes by which either may grow beyond that before it returns freed memory to the kernel
 TRIM_INTERVAL = 1.0  # least seconds between two returns of freed memory
 IDLE_TIMEOUT = 5.0  # seconds after its last batch until a worker returns freed memory
+
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 # glibc's options: the environment variable, and the number in malloc.h.
 ALLOCATOR = (("MALLOC_ARENA_MAX", -8), ("MALLOC_MMAP_THRESHOLD_", -3), ("MALLOC_TRIM_THRESHOLD_", -1))
@@ -46,6 +50,27 @@ def configure_allocator(limit: int = WORKER_FREE_MEMORY) -> None:
     for (name, option), value in zip(ALLOCATOR, (1, limit // 2, limit), strict=True):
         if name not in os.environ:
             libc.mallopt(option, value)
+
+
+def follow_parent() -> None:
+    """Ignore signals that are meant for the parent process, and end with the thread that started this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd send them to all processes
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Collect the exit codes of children that other processes left behind, as the first process of a container must.
+
+    Args:
+        own: ids of the children whose exit codes are collected elsewhere.
+    """
+    with contextlib.suppress(ChildProcessError):  # there is no child
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return  # it is collected soon, and hides the others until then
+            os.waitpid(ended.si_pid, 0)
 
 
 def release_free_memory() -> None:

@@ -23,9 +23,9 @@ FLOAT = 4  # bytes of a number of a map
 MASK = FLOAT  # bytes of a pixel of the mask by which an image is edited
 
 
-def photo_budget() -> MemoryBudget:
-    """Return a new budget for decoded photos whose requests wait."""
-    return MemoryBudget(PHOTO_BUDGET)
+def photo_budget(processes: int = 1) -> MemoryBudget:
+    """Return a new budget for decoded photos whose requests wait; several processes divide it."""
+    return MemoryBudget(max(PHOTO_BUDGET // processes, MAX_WAITING_PHOTO))
 
 
 def image_memory() -> Admission:

@@ -55,7 +55,7 @@ class PoolSizing:
         """Memory that a batch may take on a CPU, in bytes; 0 on a GPU, which is asked once it has a model."""
         if not self.any_cpu:
             return 0
-        budget = min(self.settings.max_batch_mib * 2**20, memory_limit() // LIMIT_SHARE)
+        budget = min(self.settings.max_batch_mib * 2**20, memory_limit() // (LIMIT_SHARE * self.settings.sharing))
         return budget // (len(self.devices) * (2 if self.partitioned else 1))
 
     def gpu_batch_bytes(self, free_bytes: list[int | None]) -> int:
@@ -66,5 +66,9 @@ class PoolSizing:
         Args:
             free_bytes: free memory of each worker's GPU; None or 0 if it is unknown.
         """
-        shares = [(free or 0) // self.devices.count(name) for free, name in zip(free_bytes, self.devices, strict=False)]
+        processes = self.settings.sharing
+        shares = [
+            (free or 0) // (processes * self.devices.count(name))
+            for free, name in zip(free_bytes, self.devices, strict=False)
+        ]
         return int(GPU_SHARE * min(filter(None, shares), default=0)) // (2 if self.streams else 1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from camserve_server.core import logs
 from camserve_server.core.config import Settings
@@ -30,6 +30,16 @@ T = TypeVar("T")
 DROP_TIMEOUT = 5.0  # seconds that a load waits for the requests that hold the old version
 _PATH_PART = re.compile(r"[\w-][\w.-]*", re.ASCII)  # no parent folder, and nothing hidden
 _SUFFIXES = (".safetensors", ".pth", ".pt")
+
+
+class ModelChanges(Protocol):
+    """Object that loads and unloads models: the repository of this process, or a relay to those of several."""
+
+    async def load(self, request: LoadRequest) -> ModelInfo:
+        """Load a model, or load it again; see `ModelRepository.load`."""
+
+    async def unload(self, name: str) -> KnownModel:
+        """Unload a model; see `ModelRepository.unload`."""
 
 
 class ModelRepository:
@@ -90,8 +100,8 @@ class ModelRepository:
             return error
         return None
 
-    async def load(self, request: LoadRequest) -> ModelInfo:
-        """Load a model, or load it again.
+    async def load(self, request: LoadRequest, version: int = 0) -> ModelInfo:
+        """Load a model, or load it again, as a version with this number; 0 for the next number.
 
         A load whose caller is cancelled before its turn does not start. One that has started goes on.
 
@@ -104,7 +114,7 @@ class ModelRepository:
         spec = self._resolve_spec(request)
         await self._lock.acquire()
         try:
-            return await asyncio.shield(self._start(self._replace_or_log(spec), self._lock.release))
+            return await asyncio.shield(self._start(self._replace_or_log(spec, version), self._lock.release))
         except ConfigError as error:
             current = self._registry.models[spec.name]
             still = f" again: version {current.version} goes on answering" if isinstance(current, ModelInfo) else ""
@@ -120,14 +130,17 @@ class ModelRepository:
         async with self._lock:
             return await self._replace(self._specs[name])
 
-    async def unload(self, name: str) -> KnownModel:
+    async def unload(self, name: str, version: int = 0) -> KnownModel:
         """Unload a model, and return when its last request is answered. A model that is not loaded stays so.
+
+        A number other than 0 becomes the number of its version.
 
         Raises:
             FailedPrecondition: unloading is not allowed.
         """
         self._check_allowed()
         async with self._lock:
+            self._versions[name] = version or self._versions[name]
             model = self._registry.models[name]
             if isinstance(model, UnavailableModel) and model.state == "unloading":
                 return model
@@ -159,20 +172,20 @@ class ModelRepository:
             task.exception()  # marks it as retrieved; it is in the log already, in case no caller waits for it
         then()
 
-    async def _replace_or_log(self, spec: ModelSpec) -> ModelInfo:
+    async def _replace_or_log(self, spec: ModelSpec, version: int) -> ModelInfo:
         """Load a model, and log an error, because its caller may be gone."""
         try:
-            return await self._replace(spec)
+            return await self._replace(spec, version)
         except ConfigError as error:
             _log_failure(spec, error)
             raise
 
-    async def _replace(self, spec: ModelSpec) -> ModelInfo:
-        """Load the next version of a model, and drop the old one."""
+    async def _replace(self, spec: ModelSpec, version: int = 0) -> ModelInfo:
+        """Load a version of a model, 0 for the next one, and drop the old one."""
         name, old = spec.name, self._registry.models[spec.name]
         if isinstance(old, UnavailableModel):
             self._mark(name, "loading")
-        version = self._versions[name] + 1
+        version = version or self._versions[name] + 1
         try:
             info = replace(await self._pool.load(f"{name}@{version}", spec), version=version)
         except Exception as error:
@@ -204,7 +217,7 @@ class ModelRepository:
         spec = self._specs[request.name]
         if request.weights:
             folder = os.path.realpath(self._folder)
-            weights = str(self._file(request.weights))
+            weights = str(_file(self._folder, request.weights))
             return replace(spec, weights=weights, sha256=request.sha256, model_folder=folder)
         if request.sha256 and spec.weights in ("default", "none"):
             fault = f"belongs to a file of weights, and the configuration of {spec.name} names none"
@@ -213,25 +226,26 @@ class ModelRepository:
             raise InvalidArgument(f"the configuration of {spec.name} has another sha256", field="sha256")
         return replace(spec, sha256=request.sha256 or spec.sha256)
 
-    def _file(self, name: str) -> Path:
-        """Return the path of a file of weights in the model folder. Nothing outside of the folder is accessed.
 
-        Raises:
-            FailedPrecondition: the setting model_folder is empty.
-            InvalidArgument: the name is not a path inside of the folder.
-            NotFound: the file does not exist, or is a link to a file outside.
-        """
-        if not self._folder:
-            fault = "cannot be chosen: the server's setting model_folder is empty"
-            raise FailedPrecondition.of_field("weights", fault)
-        if not (name.endswith(_SUFFIXES) and all(map(_PATH_PART.fullmatch, name.split("/")))):
-            fault = f"must be a path inside of the model folder, such as net-2.safetensors: {', '.join(_SUFFIXES)}"
-            raise InvalidArgument.of_field("weights", fault)
-        folder = os.path.realpath(self._folder)
-        path = Path(os.path.realpath(Path(folder, name)))
-        if not (path.is_relative_to(folder) and path.is_file()):
-            raise NotFound("no such file in the model folder", field="weights")
-        return path
+def _file(model_folder: str, name: str) -> Path:
+    """Return the path of a file of weights in the model folder. Nothing outside of the folder is accessed.
+
+    Raises:
+        FailedPrecondition: the setting model_folder is empty.
+        InvalidArgument: the name is not a path inside of the folder.
+        NotFound: the file does not exist, or is a link to a file outside.
+    """
+    if not model_folder:
+        fault = "cannot be chosen: the server's setting model_folder is empty"
+        raise FailedPrecondition.of_field("weights", fault)
+    if not (name.endswith(_SUFFIXES) and all(map(_PATH_PART.fullmatch, name.split("/")))):
+        fault = f"must be a path inside of the model folder, such as net-2.safetensors: {', '.join(_SUFFIXES)}"
+        raise InvalidArgument.of_field("weights", fault)
+    folder = os.path.realpath(model_folder)
+    path = Path(os.path.realpath(Path(folder, name)))
+    if not (path.is_relative_to(folder) and path.is_file()):
+        raise NotFound("no such file in the model folder", field="weights")
+    return path
 
 
 def _log_failure(spec: ModelSpec, error: ConfigError) -> None:

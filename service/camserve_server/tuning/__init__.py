@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from camserve_server.app import server
+from camserve_server.app.sharing import Machine, fitting_processes
 from camserve_server.core import devices, hardware
 from camserve_server.tuning import bench
 from camserve_server.tuning.choice import choose
@@ -47,13 +48,15 @@ def tune(models: Sequence[str], device: str, constraints: Constraints) -> Tuning
     with bench.restore_threads():
         torch.set_num_threads(cores)
         name = devices.parse_devices(device)[0]  # only the first worker is measured; the others are its equals
+        machine = Machine(cores, hardware.memory_limit(), tuple(filter(None, [devices.device_for(name).free_memory()])))
         prepared = bench.prepare(specs, name)
         threads = tuple(dict.fromkeys((cores, max(1, cores // 2), 1))) if name == "cpu" else (cores,)
         similarities = prepared.similarities()
         variants = prepared.variants(threads, precisions)
         survey = measure(variants, prepared.run, constraints.seconds, constraints.max_batch_seconds)
     choice = choose(survey, precisions, constraints.max_batch_seconds, any_precision=constraints.any_precision)
-    return TuningResult(survey, choice, similarities, dict(zip(specs, models, strict=True)))
+    processes = fitting_processes(machine, len(specs))
+    return TuningResult(survey, choice, similarities, dict(zip(specs, models, strict=True)), processes)
 
 
 __all__ = ["HEADINGS", "Constraints", "TuningResult", "check_writable", "toml", "tune", "write"]

@@ -28,12 +28,14 @@ class TuningResult:
         choice: the chosen settings.
         similarities: similarity of each precision's maps to those in float32.
         models: models by name, in the format of the command line.
+        processes: number of server processes that fit this machine.
     """
 
     survey: Survey
     choice: Choice
     similarities: Similarities
     models: Mapping[str, str]
+    processes: int = 1
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table of the measurements, sorted by model, precision, threads and batch size."""
@@ -61,6 +63,8 @@ class TuningResult:
         if left_out := self.survey.left_out:
             variants = ", ".join(_describe(variant, batch) for variant, batch in left_out)
             lines.append(f"Not measured, for lack of time: {variants}")
+        if self.processes > 1:
+            lines.append(f"Not measured: {self.processes} processes fit this machine, with --processes auto")
         return [f"{line}." for line in lines]
 
     def _precision_line(self, name: str) -> str:

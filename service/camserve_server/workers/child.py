@@ -6,11 +6,9 @@ workers for every thread that ever computed, and with more of them than cores, a
 of the main thread.
 """
 
-import ctypes
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 LARGE_RESPONSE = 8 * 2**20  # bytes; after a larger one, the memory of its copies is given back to the system
 
 
@@ -175,20 +172,12 @@ def _exit_without_device(device: str, error: RuntimeError) -> NoReturn:
     os._exit(DEVICE_LOST)
 
 
-def follow() -> None:
-    """Ignore signals that are meant for the server, and end with the thread that started this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd send them to all processes
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-
-
 def run(number: int) -> None:
     """Run a worker process until its server is gone.
 
     Args:
         number: file descriptor of the socket to the server.
     """
-    follow()
+    process.follow_parent()
     process.configure_allocator()
     _Child(Connection(number)).work()

@@ -18,6 +18,7 @@ import warnings
 from contextlib import suppress
 from typing import NoReturn, Protocol
 
+from camserve_server.core import process
 from camserve_server.workers import child
 
 # -P: without it Python would search the current folder for modules first.
@@ -127,7 +128,7 @@ def begin(number: int) -> Process:
 
 def _serve_forks(server_socket: socket.socket) -> NoReturn:
     """Serve the requests of the server: fork a worker process, or kill one and collect its exit code. Never return."""
-    child.follow()
+    process.follow_parent()
     with open(os.devnull, "rb") as devnull:  # noqa: PTH123 -- a file descriptor is needed, to replace the server's stdin
         os.dup2(devnull.fileno(), 0)
     gc.collect()

@@ -84,7 +84,7 @@ async def load_model(state: ServerState, request: models_pb2.LoadModelRequest) -
     """
     pipeline = state.require_open()
     load_request = codec.read_loading(request, pipeline.models, pipeline.limits)
-    return await _unless_draining(state, pipeline.repository.load(load_request))
+    return await _unless_draining(state, (state.changes or pipeline.repository).load(load_request))
 
 
 async def unload_model(state: ServerState, request: models_pb2.UnloadModelRequest) -> KnownModel:
@@ -95,7 +95,7 @@ async def unload_model(state: ServerState, request: models_pb2.UnloadModelReques
     """
     pipeline = state.require_open()
     name = codec.read_unloading(request, pipeline.models, pipeline.limits)
-    return await _unless_draining(state, pipeline.repository.unload(name))
+    return await _unless_draining(state, (state.changes or pipeline.repository).unload(name))
 
 
 async def _unless_draining(state: ServerState, work: Coroutine[Any, Any, K]) -> K:

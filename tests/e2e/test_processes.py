@@ -1,0 +1,269 @@
+"""`serve --processes 2`: two servers on one port, as a user starts them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+import camserve
+import fork_server
+from server_process import TEST_VARIABLES, free_port
+from support import TINY, children, wait_until
+
+PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+COUNT = "camserve_request_duration_seconds_count"
+CONNECTIONS = 24
+"""Connections of a test. The kernel chooses the process of each at random: that all get the same one is a chance of
+one to eight million."""
+
+
+class Server:
+    """A server of two processes."""
+
+    def __init__(self, folder):
+        self.port, self.metrics_port, self.log = free_port(), free_port(), folder / "log"
+        self.address = f"127.0.0.1:{self.port}"
+        (folder / "process_nets.py").write_text(TINY)
+        flags = f"--processes 2 --threads 2 --address {self.address} --metrics-address {self.metrics_port} --admin"
+        flags += f" --model tiny=process_nets:tiny?size=32 --model-folder {folder} --log-format json"
+        code = "from camserve_server.cli import main; main()"
+        environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, "serve", *flags.split()],
+                cwd=folder,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def entries(self):
+        """Return the complete entries of the log."""
+        return [json.loads(line) for line in self.log.read_text().split("\n")[:-1]]
+
+    def logged(self, message):
+        assert self.process.poll() is None, self.log.read_text()
+        return [entry for entry in self.entries() if entry["message"] == message]
+
+    def samples(self):
+        """Return the value of every sample by name and labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def counted(self, **labels):
+        """Return the number of requests with these labels, by process."""
+        counts = Counter()
+        for (name, pairs), value in self.samples().items():
+            if name == COUNT and labels.items() <= set(pairs):
+                counts[dict(pairs)["process"]] += int(value)
+        return counts
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("processes"))
+    try:
+        wait_until(lambda: server.logged("every process serves"))
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@contextlib.contextmanager
+def connections(server, count=CONNECTIONS):
+    """Yield clients with a connection each."""
+    with contextlib.ExitStack() as stack:
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        channels = [stack.enter_context(grpc.insecure_channel(server.address, options)) for _ in range(count)]
+        yield [stack.enter_context(camserve.Client(channel=channel, retries=0)) for channel in channels]
+
+
+def test_processes_share_the_requests_and_the_merged_metrics_count_all(server):
+    before = server.counted(rpc="Explain", code="OK")
+    with connections(server) as clients, ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda client: client.explain(PHOTO), clients * 3))
+        healths = {client.health() for client in clients}
+    counted = wait_until(
+        lambda: (now := server.counted(rpc="Explain", code="OK") - before).total() >= 3 * CONNECTIONS and now
+    )
+
+    assert healths == {camserve.Health.SERVING}
+    assert counted.total() == len(results) == 3 * CONNECTIONS
+    assert set(counted) == {"0", "1"}
+    assert len({result.explanations[0].score for result in results}) == 1
+
+
+def test_each_process_has_its_share_of_the_queue_and_the_supervisor_is_counted(server):
+    samples = server.samples()
+
+    for number in "01":
+        process = frozenset({("process", number)})
+        assert samples["camserve_queue_limit_rows", process] == 512
+        assert samples["camserve_process_up", process] == samples["camserve_ready", process] == 1
+
+
+def test_log_says_which_process(server):
+    assert {entry["process"] for entry in server.logged("serving")} == {0, 1}
+    assert not any("process" in entry for entry in server.logged("every process serves"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_second_server_on_the_port_is_refused(processes, server, tmp_path):
+    flags = ("serve", "--processes", processes, "--address", server.address)
+    result = fork_server.run(fork_server.SERVER, *flags, cwd=tmp_path)
+
+    assert result.returncode == 2
+    assert f"error: cannot listen on {server.address}: is the port taken, or the host unknown?" in result.stderr
+
+
+def versions(server):
+    with connections(server) as clients:
+        return {client.models()[0].version for client in clients}
+
+
+def scores(server):
+    with connections(server) as clients:
+        return {client.explain(PHOTO).explanations[0].score for client in clients}
+
+
+def save_weights(server):
+    """Write weights that differ from those of the model; return their name."""
+    namespace = {}
+    exec(TINY, namespace)  # noqa: S102 -- the source of the test's own model
+    state = {name: 2 * value for name, value in namespace["tiny"]().state_dict().items()}
+    torch.save(state, server.log.with_name("double.pt"))
+    return "double.pt"
+
+
+def supervised(server):
+    """Return the ids of the two processes."""
+    return children(server.process.pid)
+
+
+class Callers:
+    """Clients that explain photos until they are stopped, each request over a new connection."""
+
+    def __init__(self, server, retries):
+        self.outcomes, self._stop = Counter(), threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(server, retries)) for _ in range(4)]
+
+    def _work(self, server, retries):
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        while not self._stop.is_set():
+            try:
+                with (
+                    grpc.insecure_channel(server.address, options) as channel,
+                    camserve.Client(channel=channel, retries=retries) as client,
+                ):
+                    client.explain(PHOTO, overlay=None)
+                self.outcomes["OK"] += 1
+            except camserve.CamserveError as error:
+                self.outcomes[type(error).__name__] += 1
+                time.sleep(0.02)
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        wait_until(lambda: self.outcomes["OK"] > 10)
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_killed_process_is_replaced_under_load_with_the_models_of_the_other(server):
+    old = scores(server)
+    with connections(server, 1) as (client,):
+        loaded = client.load_model("tiny", weights=save_weights(server))
+    new = scores(server)
+    assert (len(old), len(new), old & new) == (1, 1, set())
+    assert versions(server) == {loaded.version} == {2}
+
+    first, second = sorted(supervised(server))
+    with Callers(server, retries=10) as callers:
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: len(server.logged("serving")) == 3)
+        answered = callers.outcomes["OK"]
+        wait_until(lambda: callers.outcomes["OK"] > answered + 20)
+
+    assert set(callers.outcomes) == {"OK"}
+    assert first not in supervised(server)
+    assert second in supervised(server)
+    assert versions(server) == {2}
+    assert scores(server) == new
+    before = wait_until(lambda: (now := server.counted(rpc="Explain")) == server.counted(rpc="Explain") and now)
+    assert len(scores(server)) == 1
+    counted = wait_until(lambda: (now := server.counted(rpc="Explain") - before).total() >= CONNECTIONS and now)
+    assert counted.total() == CONNECTIONS
+    assert set(counted) == {"0", "1"}
+
+
+def test_ctrl_c_drains_every_process_under_load(server):
+    """A terminal sends SIGINT to the supervisor, the processes and their workers. It is the last test of the server."""
+    before = len([entry for entry in server.entries() if entry["message"] == "Explain" and entry["code"] == "OK"])
+    with Callers(server, retries=0) as callers:
+        os.killpg(server.process.pid, signal.SIGINT)
+        code = server.process.wait()
+    explained = [entry["code"] for entry in server.entries() if entry["message"] == "Explain"]
+
+    assert code == 0
+    assert explained.count("OK") - before == callers.outcomes["OK"]
+    assert set(callers.outcomes) <= {"OK", "Unavailable"}
+    assert len([entry for entry in server.entries() if entry["message"] == "stopped"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--processes", "2", "--address", "unix:socket"), "a Unix socket serves one process; listen on HOST:PORT"),
+        (("--processes", "0"), "processes = '0': write a number from 1 to 64, or \"auto\""),
+        (("--processes", "2", "--address", "0.0.0.0:0"), "0.0.0.0:0 can be reached from other machines"),
+    ],
+)
+def test_settings_are_refused_before_a_process_starts(flags, error, tmp_path):
+    result = fork_server.run(fork_server.SERVER, "serve", *flags, cwd=tmp_path)
+
+    assert result.returncode == 2
+    assert [line for line in result.stderr.splitlines() if line.startswith("error: ")] == [
+        line for line in result.stderr.splitlines() if error in line
+    ]
+
+
+def test_supervisor_of_the_command_imports_no_torch(tmp_path):
+    code = """
+import sys
+from camserve_server.app import supervisor
+supervisor.run = lambda settings, count: print(count, {"torch", "camserve_server.models"} & set(sys.modules)) or 0
+from camserve_server.cli import main
+main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, "serve", "--processes", "3"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+
+    assert result.stdout == "3 set()\n"
