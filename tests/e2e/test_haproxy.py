@@ -457,7 +457,7 @@ def test_haproxy_accepts_the_configuration_without_warnings(name, tmp_path, tls)
         ["haproxy", "-c", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True, check=False
     )
 
-    assert (checked.returncode, checked.stdout) == (0, "Configuration file is valid\n"), checked.stderr
+    assert (checked.returncode, "WARNING" in checked.stderr) == (0, False), checked.stderr
 
 
 def test_client_with_tls_is_served(tmp_path, servers, tls):
