@@ -39,7 +39,7 @@ UNDIVIDED = {
         "connection_grace_seconds",
     },
     "of access": {"tls_cert", "tls_key", "tls_client_ca", "tokens_file", "insecure", "admin", "model_folder"},
-    "of stops and logs": {"drain_seconds", "log_level", "log_format"},
+    "of stops and logs": {"access_log_share", "drain_seconds", "log_level", "log_format"},
 }
 """Settings that every process gets unchanged, by what they are about."""
 
