@@ -17,8 +17,8 @@ import logging
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,17 +120,26 @@ def store(key: dict[str, Any], probed: Probed) -> None:
     path = _path(key)
     if path is None:
         return
-    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_bytes(_FILE.dump_json(_File(key, probed)))
-        temporary.replace(path)  # a server that starts at the same time sees the old file or the new one
+        _replace(path, _FILE.dump_json(_File(key, probed)))
         for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-MAX_FILES]:
             old.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: an environment variable that is no valid text
         log.debug("nothing is cached in %s: %s", path.parent, error)
-        with suppress(OSError):
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file at once: a server that starts at the same time sees the old file or the new one."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            file.write(data)
+            file.flush()
+            temporary.replace(path)
+        except OSError:
             temporary.unlink(missing_ok=True)
+            raise
 
 
 def folder() -> Path | None:
