@@ -516,3 +516,15 @@ def test_number_of_inputs_follows_from_measured_rows_and_the_memory_that_is_allo
         results.append((inputs(capacity, CAM), inputs(capacity, SALIENCY), capacity.may_share(SALIENCY)))
 
     assert results == [(64, 64, True), (1, 1, False), (10, 1, True), (64, 9, True), (64, 64, True)]
+
+
+def test_batch_has_more_edits_of_a_small_layer_than_images():
+    capacity = capacity_of(early=2**20, deep=2**18)
+    early, deep = (Pass("net", "score", (8, 8), (name,)) for name in ("early", "deep"))
+    whole = Pass("net", "score", (8, 8))
+
+    assert [inputs(capacity, each) for each in (whole, early, deep)] == [64, 64, 256]
+    capacity.allow(8 * capacity._input_bytes(whole))
+    assert [inputs(capacity, each) for each in (whole, early, deep)] == [8, 8, 32]
+    capacity.allow(capacity._input_bytes(whole) - 1)
+    assert not any(map(capacity.may_share, (whole, early, deep)))

@@ -1,8 +1,9 @@
 """Run batches of rows on a model, and return logits and raw maps as plain values. No other package calls a model.
 
-A batch runs one forward pass over its distinct inputs, and as many backward passes as one input has rows at most. So
-the methods and targets of one image share as much as possible: ten classes by five CAMs cost 1.34 times one class by
-Grad-CAM (resnet50, float32).
+A batch runs one forward pass over its distinct inputs, and as many backward passes as one input has rows at most. Eight
+of these passes run together if only a small head follows the layer (`joined`). So the methods and targets of one image
+share as much as possible: ten classes by five CAMs cost 1.34 times one class by Grad-CAM (resnet50, float32). Rows that
+silence channels of a layer share everything up to the layer (`score`).
 
 This package may import `metrics` and the packages below.
 """

@@ -207,11 +207,18 @@ def score_passes(outputs: Outputs, unique: UniqueInputs, rows: Sequence[Row]) ->
     pause.
     """
     for indices in unique.backward_rows:
-        at = unique.index_of(indices, outputs.values.device)
-        pass_outputs = outputs[at]
-        fixed, scores = resolve_targets(pass_outputs, [rows[index] for index in indices])
-        inputs = [unique.input_of_row[index] for index in indices]
-        yield BackwardPass(indices, inputs, at, fixed, scores.detach(), targets.summary(pass_outputs)), scores
+        yield score_pass(outputs, unique, rows, indices)
+
+
+def score_pass(
+    outputs: Outputs, unique: UniqueInputs, rows: Sequence[Row], indices: list[int]
+) -> tuple[BackwardPass, Tensor]:
+    """Return a backward pass for the rows with these indices before it runs, and the scores [b] of its rows."""
+    at = unique.index_of(indices, outputs.values.device)
+    pass_outputs = outputs[at]
+    fixed, scores = resolve_targets(pass_outputs, [rows[index] for index in indices])
+    inputs = [unique.input_of_row[index] for index in indices]
+    return BackwardPass(indices, inputs, at, fixed, scores.detach(), targets.summary(pass_outputs)), scores
 
 
 def resolve_targets(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:

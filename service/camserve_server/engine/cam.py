@@ -18,6 +18,7 @@ from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.attention import PlainAttention
 from camserve_server.engine.batch import (
     BackwardPass,
+    UniqueInputs,
     find_unique_inputs,
     forward,
     in_row_order,
@@ -26,6 +27,7 @@ from camserve_server.engine.batch import (
     run_backward_passes,
     score_passes,
 )
+from camserve_server.engine.joined import can_join, run_joined_passes
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import Cam, method_of
 from camserve_server.methods.cams import principal
@@ -34,6 +36,7 @@ from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel
 from camserve_server.models.grid import to_grid
 from camserve_server.models.hooks import Capture, capture_layers
+from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import Layout, ModelInfo, Pass
 
 
@@ -84,11 +87,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     results: dict[int, RowResult] = {}
     with torch.enable_grad(), capture_layers(modules) as captures:
         outputs = forward(model, make_inputs(model.info, unique.rows))
-        captured = (
-            (backward, [take_tensors(model.info, captures, name, backward.at) for name in pass_.layers])
-            for backward in run_backward_passes(outputs, unique, rows)
-        )
-        for passes in _gather(captured):
+        for passes in _gather(_captured_passes(model.info, pass_.layers, captures, outputs, unique, rows)):
             results |= _results(passes, rows)
             large = _bytes_of(passes) >= LARGE_ROW_BYTES * sum(len(backward.rows) for backward, _ in passes)
             passes.clear()
@@ -109,6 +108,25 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
             layers = [_differentiate_twice(model.info, captures, name, backward.at, scores) for name in pass_.layers]
             results |= _results([(backward, layers)], rows)
     return in_row_order(results)
+
+
+def _captured_passes(
+    info: ModelInfo,
+    layers: Sequence[str],
+    captures: Mapping[str, Capture],
+    outputs: Outputs,
+    unique: UniqueInputs,
+    rows: Sequence[Row],
+) -> Iterator[_CapturedPass]:
+    """Run the backward passes of a batch, several together where that is faster, and yield each with its tensors."""
+    if len(layers) == 1 and layers[0] in captures and can_join(outputs, unique, rows, captures[layers[0]]):
+        capture, layout = _check_capture(info, captures, layers[0])
+        for backward, gradients in run_joined_passes(outputs, unique, rows, capture):
+            activations = to_grid(capture.activation, layout)[backward.at]
+            yield backward, [LayerTensors(activations, to_grid(gradients, layout))]
+        return
+    for backward in run_backward_passes(outputs, unique, rows):
+        yield backward, [take_tensors(info, captures, name, backward.at) for name in layers]
 
 
 def _gather(captured: Iterable[_CapturedPass]) -> Iterator[list[_CapturedPass]]:

@@ -1,40 +1,133 @@
-"""Run passes without gradients: the model's outputs for images, whole or edited."""
+"""Run passes without gradients: the model's outputs for images, whole or edited, or with channels of a layer silenced.
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+Rows that silence channels of a layer for one image share everything up to that layer: the modules before it run once,
+and those after it for all the rows. A trial decides for each layer whether the model allows that. Otherwise the whole
+model runs for each row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from camserve_server import targets
-from camserve_server.core.devices import fetch_arrays
+from camserve_server.core.devices import device_for, fetch_arrays
 from camserve_server.core.errors import FailedPrecondition
-from camserve_server.engine.batch import find_unique_inputs, forward, make_inputs, resolve_targets
+from camserve_server.engine.batch import (
+    UniqueInputs,
+    find_unique_inputs,
+    forward,
+    in_row_order,
+    make_inputs,
+    resolve_targets,
+)
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
-from camserve_server.models.hooks import zero_channels
+from camserve_server.models.hooks import output_of, replace_output, zero_channels
+from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import Pass
+
+ROUNDING = 0.02
+"""The largest distance of two outputs that are equal but for rounding, as a share of their norm, in any precision."""
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch; if the pass has a layer, the rows' edits silence channels of it."""
-    unique = find_unique_inputs(rows)
     # Not in inference mode: code compiled for the passes that differentiate does not accept its tensors. It would save
     # nothing: no_grad took 0.98 to 1.02 of its time.
-    with torch.no_grad(), _silence(model, pass_, unique.rows):
-        outputs = forward(model, make_inputs(model.info, unique.rows))
-        outputs = outputs[unique.index_of(range(len(rows)), outputs.values.device)]
-        fixed, scores = resolve_targets(outputs, rows)
-        score_array, *summaries = fetch_arrays([scores, *targets.summary(outputs)])
+    with torch.no_grad():
+        if pass_.layers:
+            return _run_silenced(model, pass_.layers[0], rows)
+        unique = find_unique_inputs(rows)
+        return _results(forward(model, make_inputs(model.info, unique.rows)), unique, rows)
+
+
+def _results(outputs: Outputs, unique: UniqueInputs, rows: Sequence[Row]) -> list[RowResult]:
+    """Return the results of rows, given the outputs for their distinct inputs."""
+    outputs = outputs[unique.index_of(range(len(rows)), outputs.values.device)]
+    fixed, scores = resolve_targets(outputs, rows)
+    score_array, *summaries = fetch_arrays([scores, *targets.summary(outputs)])
     return [RowResult(*result) for result in zip(summaries, fixed, score_array.tolist(), strict=True)]
 
 
-def _silence(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> AbstractContextManager[None]:
-    if not pass_.layers:
-        return nullcontext()
-    (name,) = pass_.layers
-    layout = model.info.layers[name].layout
+def _run_silenced(model: LoadedModel, name: str, rows: Sequence[Row]) -> list[RowResult]:
+    """Run rows whose edits silence channels of a layer."""
+    info = model.info
+    layout = info.layers[name].layout
     if layout is None:
-        raise FailedPrecondition(f'layer "{name}" cannot be explained: {model.info.layers[name].reason}')
-    return zero_channels(
-        model.module.get_submodule(name), layout, [row.edit.silenced if row.edit else None for row in rows]
-    )
+        raise FailedPrecondition(f'layer "{name}" cannot be explained: {info.layers[name].reason}')
+    layer, shares = model.module.get_submodule(name), _shares_image(model, name, rows[0])
+    results: dict[int, RowResult] = {}
+    for indices in _by_image(rows) if shares else _few(rows, info.rows_after()[name]):
+        part = [rows[index] for index in indices]
+        unique = find_unique_inputs(part)
+        channels = [row.edit.silenced if row.edit else None for row in unique.rows]
+        inputs = make_inputs(info, [_without_silence(row) for row in unique.rows[: 1 if shares else None]])
+        with zero_channels(layer, layout, channels):
+            outputs = forward(model, inputs)
+        results |= zip(indices, _results(outputs, unique, part), strict=True)
+    return in_row_order(results)
+
+
+def _without_silence(row: Row) -> Row:
+    """Return a row without the part of its edit that silences a channel."""
+    if row.edit is None or not (row.edit.keep is None and row.edit.fill is None):
+        return row
+    return replace(row, edit=None)
+
+
+def _by_image(rows: Sequence[Row]) -> list[list[int]]:
+    """Return the indices of the rows of each image."""
+    by_image: dict[object, list[int]] = {}
+    for index, row in enumerate(rows):
+        by_image.setdefault(_without_silence(row).input, []).append(index)
+    return list(by_image.values())
+
+
+def _few(rows: Sequence[Row], share: int) -> Iterator[list[int]]:
+    """Yield the indices of rows, at most a share of the batch at a time: it may have more rows than whole images."""
+    size = max(1, len(rows) // share)
+    for start in range(0, len(rows), size):
+        yield list(range(start, min(start + size, len(rows))))
+
+
+def _shares_image(model: LoadedModel, name: str, row: Row) -> bool:
+    """Return whether the modules after a layer can run for several versions of its output; tried once for each layer.
+
+    Args:
+        model: the model.
+        name: the layer.
+        row: row of the image to try it with.
+    """
+    if name not in model.runs_versions:
+        model.runs_versions[name] = model.info.layers[name].calls == 1 and _runs_versions(model, name, row)
+    return model.runs_versions[name]
+
+
+def _runs_versions(model: LoadedModel, name: str, row: Row) -> bool:
+    """Try it with a layer's output and its negative: the outputs must be those of each version alone.
+
+    It fails if later modules join tensors from before the layer to its output, or mix the images of a batch. It also
+    fails if both versions have the same outputs, because the trial then shows nothing.
+    """
+    layer, image = model.module.get_submodule(name), make_inputs(model.info, [_without_silence(row)])
+
+    def outputs(version: Tensor) -> Tensor:
+        with replace_output(layer, version.clone()):  # the model may change it in place
+            return forward(model, image).values
+
+    try:
+        output = output_of(model.module, name, image.to(model.dtype))
+        first, second = outputs(output), outputs(-output)
+        both = outputs(torch.cat([output, -output]))
+    except Exception as error:  # a user's model may raise anything; it can run for each row
+        if device_for(model.info.device).is_out_of_memory(error):
+            raise
+        return False
+    return not _equal(first, second) and _equal(both, torch.cat([first, second]))
+
+
+def _equal(some: Tensor, others: Tensor) -> bool:
+    """Return whether outputs are equal but for rounding."""
+    return some.shape == others.shape and bool((some - others).norm() <= ROUNDING * others.norm())

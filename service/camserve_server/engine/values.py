@@ -34,6 +34,7 @@ class Row:
         views: views of the image, applied one after the other.
         edit: edit of the input; rows with the same edit share the object.
         features: True to return the layers' feature maps, in a "cam" pass.
+        targets: the number of targets that its request explains; their rows may be in different batches.
     """
 
     image: Input
@@ -43,6 +44,7 @@ class Row:
     views: tuple[View, ...] = ()
     edit: Edit | None = None
     features: bool = False
+    targets: int = 1
 
     @property
     def input(self) -> Hashable:

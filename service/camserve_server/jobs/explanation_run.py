@@ -57,7 +57,7 @@ class ExplanationRun:
 
     def row(self, target: FixedTarget, calls: tuple[MethodCall, ...] = (), copy: int | None = None) -> Row:
         """Return a row of this image."""
-        return Row(self.image, target, calls, copy, self.views)
+        return Row(self.image, target, calls, copy, self.views, targets=len(self.job.targets))
 
     def pass_(self, kind: Kind, layers: Sequence[str] = ()) -> Pass:
         """Return a pass over this run's model."""

@@ -6,6 +6,9 @@ The growth of the process on a CPU for each input, in MiB, measured / estimated:
   16 targets 137 / 130; FullGrad 165 / 167; ShapleyCAM on the first layer 186 / 239.
 - resnet50: forward 8 / 15; Grad-CAM on the first layer 93 / 112.
 
+In a pass that silences channels of a layer, an input is one edit of the layer's output. The modules before the layer
+run for one image at a time, and those after it for all its edits.
+
 A GPU uses other kernels and precisions. There, one pass of each kind is measured when the model is loaded. The estimate
 of every other pass of that kind, at other layers, is scaled by that measurement.
 """
@@ -37,6 +40,7 @@ class Footprint:
         layers: bytes of the outputs of all innermost modules.
         after: bytes of the outputs of the innermost modules after a layer, by the layer's name.
         outputs: bytes of a layer's own output, by its name.
+        rows_after: `ModelInfo.rows_after`.
         scales: measured bytes as a share of the estimate, by kind of pass; empty on a CPU.
     """
 
@@ -44,6 +48,7 @@ class Footprint:
     layers: int
     after: dict[str, int]
     outputs: dict[str, int]
+    rows_after: dict[str, int]
     scales: Mapping[Kind, float] = field(default_factory=dict)
 
     @classmethod
@@ -55,14 +60,17 @@ class Footprint:
             measured: measured bytes of one input in the typical pass of each kind; empty or None on a CPU.
         """
         outputs = {name: FLOAT * math.prod(layer.shape) for name, layer in model.layers.items()}
-        outer = {name.rpartition(".")[0] for name in outputs}
-        inner = [0 if name in outer else size for name, size in outputs.items()]
+        inner = [FLOAT * size for size in model.inner_sizes()]
         sums = list(accumulate(reversed(inner), initial=0))
         after = dict(zip(reversed(outputs), sums, strict=False))
-        plain = cls(LIVE_OUTPUTS * max(inner, default=0), sums[-1], after, outputs)
+        plain = cls(LIVE_OUTPUTS * max(inner, default=0), sums[-1], after, outputs, model.rows_after())
         estimates = {kind: plain.input_bytes(typical(model, kind)) for kind in measured or ()}
         scales = {kind: size / estimates[kind] for kind, size in (measured or {}).items() if estimates[kind]}
         return replace(plain, scales=scales)
+
+    def edits_per_image(self, pass_: Pass) -> int:
+        """Return how many inputs of a pass take the memory of one image: more than 1 if they are edits of a layer."""
+        return self.rows_after.get(pass_.layers[0], 1) if pass_.kind == "score" and pass_.layers else 1
 
     def input_bytes(self, pass_: Pass) -> int:
         """Return the bytes of one input in a batch of a pass; a kind without a measurement gets the largest scale."""
@@ -71,7 +79,7 @@ class Footprint:
 
     def _estimate(self, pass_: Pass) -> int:
         if pass_.kind == "score":
-            return self.forward
+            return math.ceil(self.forward / self.edits_per_image(pass_))
         if not pass_.layers or pass_.kind == "inspect":  # an inspection keeps no output of the layers that it measures
             return max(self.forward, round(self.layers * (KEPT_WITH_BIASES if pass_.kind == "bias" else KEPT)))
         after = max(self.after.get(name, 0) for name in pass_.layers)

@@ -130,16 +130,19 @@ def _observe_hook(name: str, observer: OutputObserver) -> ForwardHook:
 def zero_channels(layer: nn.Module, layout: Layout, channels: Sequence[int | None]) -> Iterator[None]:
     """Set channels of a layer's output to zero inside the block.
 
+    If the output is that of one image, the model continues with a copy of it for each item of `channels`.
+
     Args:
         layer: the module.
         layout: the layout of its output.
-        channels: for each image of the batch, the index of a channel; None leaves the image unchanged.
+        channels: for each image of the batch, or each copy, the index of a channel; None leaves it unchanged.
     """
 
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         parts, structure = pytree.tree_flatten(output)
         index = next(i for i, part in enumerate(parts) if _is_float_tensor(part))
-        parts[index] = parts[index].clone()
+        is_repeated = len(parts[index]) == 1 < len(channels)
+        parts[index] = torch.cat([parts[index]] * len(channels)) if is_repeated else parts[index].clone()
         for image, channel in enumerate(channels):
             if channel is not None:
                 _channel_view(parts[index][image], layout, channel).zero_()

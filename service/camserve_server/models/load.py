@@ -46,6 +46,8 @@ class LoadedModel:
         random_weights: random weights for the model, by seed and by name; see `randomise`.
         accelerate: True if the model may be accelerated.
         is_callers_own: True if the module is the caller's own network, whose modes are restored after each batch.
+        runs_versions: by layer, True if the modules after it can run for several versions of its output for one image;
+            see `engine.score`.
     """
 
     info: ModelInfo
@@ -55,6 +57,7 @@ class LoadedModel:
     random_weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     accelerate: bool = True
     is_callers_own: bool = False
+    runs_versions: dict[str, bool] = field(default_factory=dict)
 
     def evaluation_mode(self) -> AbstractContextManager[None]:
         """Keep the module in evaluation mode inside the block, if it is the caller's own network."""

@@ -1,7 +1,9 @@
 """Descriptions of models, layers and passes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from camserve_server.imaging.values import Preprocess
@@ -125,6 +127,21 @@ class ModelInfo:
     def label(self, index: int) -> str:
         """Return the label of a class; empty if the model has no labels."""
         return self.labels[index] if index < len(self.labels) else ""
+
+    def inner_sizes(self) -> list[int]:
+        """Return the number of values that each layer returns, in order; 0 for layers that contain others."""
+        outer = {name.rpartition(".")[0] for name in self.layers}
+        return [0 if name in outer else math.prod(layer.shape) for name, layer in self.layers.items()]
+
+    def rows_after(self) -> dict[str, int]:
+        """Return, by layer, how many copies of its output can continue in the memory of one image.
+
+        It is the largest output of the whole model as a multiple of the largest one from the layer on.
+        """
+        inner = self.inner_sizes()
+        largest_after = reversed(list(accumulate(reversed(inner), max)))
+        largest, by_layer = max(inner, default=0), zip(self.layers.items(), largest_after, strict=True)
+        return {name: max(1, largest // max(1, math.prod(layer.shape), after)) for (name, layer), after in by_layer}
 
 
 @dataclass(frozen=True, slots=True)

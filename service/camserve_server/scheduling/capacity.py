@@ -105,8 +105,12 @@ class Capacity:
         self._costs: dict[RowKind, float] = {}  # seconds for one row on a whole worker; the latest measured last
 
     def budget(self, pass_: Pass, max_inputs: int) -> BatchBudget:
-        """Return the budget of a new batch that should have at most `max_inputs` distinct inputs."""
-        return BatchBudget(min(max_inputs, max(1, self._fitting_inputs(pass_))), self.seconds)
+        """Return the budget of a new batch that should have at most `max_inputs` distinct inputs.
+
+        Inputs that are edits of a layer's output take less memory than images, so the batch may have more of them.
+        """
+        inputs = max_inputs * self._edits_per_image(pass_)
+        return BatchBudget(min(inputs, max(1, self._fitting_inputs(pass_))), self.seconds)
 
     def learn(self, key: str, model: ModelInfo, measured: Mapping[Kind, int] | None = None) -> None:
         """Record how much memory a model takes.
@@ -126,16 +130,17 @@ class Capacity:
         self._batch_bytes = batch_bytes
 
     def may_share(self, pass_: Pass) -> bool:
-        """Return True if a batch may run beside another one: not if a single input takes more memory than a batch may.
+        """Return True if a batch may run beside another one: not if a single image takes more memory than a batch may.
 
-        Such an input runs alone.
+        Such an image runs alone.
         """
-        return self._fitting_inputs(pass_) > 0
+        return self._fitting_inputs(pass_) >= self._edits_per_image(pass_)
 
     def _fitting_inputs(self, pass_: Pass) -> int:
         """Return how many inputs fit in the memory of a batch; 0 if a single one does not."""
         needed = self._input_bytes(pass_)
-        fitting = self._batch_bytes // needed if self._batch_bytes and needed else self.inputs
+        unlimited = self.inputs * self._edits_per_image(pass_)
+        fitting = self._batch_bytes // needed if self._batch_bytes and needed else unlimited
         cap = self._caps.get((pass_.model, pass_.kind))
         return min(fitting, cap.size // max(1, needed)) if cap else fitting
 
@@ -143,6 +148,11 @@ class Capacity:
         """Return how much memory an input takes in a batch of a pass; 0 if that is unknown."""
         footprint = self._footprints.get(pass_.model)
         return footprint.input_bytes(pass_) if footprint else 0
+
+    def _edits_per_image(self, pass_: Pass) -> int:
+        """Return how many inputs of a pass take the memory of one image; see `Footprint`."""
+        footprint = self._footprints.get(pass_.model)
+        return footprint.edits_per_image(pass_) if footprint else 1
 
     def seconds_of(self, kind: RowKind) -> float:
         """Return how many seconds a row is expected to take."""
