@@ -40,6 +40,7 @@ FIGURES: Mapping[str, Figure] = {
     "front and workers ms": lambda turn: turn.many.front + turn.many.workers,
     "p50 ms of one under way": lambda turn: turn.alone.p50,
     "load generator ms": lambda turn: turn.many.client,
+    "ms between answers": lambda turn: 1 / turn.many.rate,
 }
 """Figures of a turn in seconds, by their names in milliseconds."""
 
