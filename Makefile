@@ -16,7 +16,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
+.PHONY: setup node demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -175,6 +175,9 @@ architectures: setup  ## compare every architecture with autograd, and write doc
 
 bench: setup  ## run the benchmarks: some minutes; FULL=1 runs all and writes benchmarks/RESULTS.md: half an hour
 	$(BIN)/python -m benchmarks $(if $(FULL),--full --write,--quick)
+
+bench-front: setup  ## measure what surrounds the model; AGAINST=PATH compares it with another checkout: some minutes
+	$(BIN)/python -m benchmarks front $(if $(AGAINST),--against $(AGAINST))
 
 bench-torchserve: setup  ## compare with TorchServe, in a venv of its own; needs Java; QUICK=1 runs half of it
 	$(BIN)/python -m benchmarks.torchserve $(if $(QUICK),--quick)

@@ -1,6 +1,7 @@
 """Amount of measurements: everything, what fits into some minutes, or just enough to see that it runs."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 RESNET, MOBILENET, CONVNEXT, VIT = "resnet50", "mobilenet_v3_large", "convnext_tiny", "vit_b_16"
 
@@ -34,6 +35,8 @@ class Scale:
         calls: the number of calls in each stretch with or without other callers.
         threads: of torch; 0 for one a core.
         compiled: whether compiled models are timed too: compiling takes a minute or more, for each batch size.
+        processes: numbers of processes that a server is measured with, for the front.
+        against: another checkout that the front is compared with; None to measure this one alone.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Scale:
     calls: int = 300
     threads: int = 0
     compiled: bool = False
+    processes: tuple[int, ...] = (1, 2)
+    against: Path | None = None
 
     def of(self, models: tuple[str, ...]) -> "Scale":
         """Measure these models instead; each in the precisions that it has, or else in float32."""
@@ -89,6 +94,7 @@ QUICK = replace(
     sizes=(384,),
     photos=0,
     calls=100,
+    processes=(1,),
 )
 TINY = replace(
     QUICK,

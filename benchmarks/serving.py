@@ -82,18 +82,21 @@ def cpu_of(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def serving(models: Sequence[str], *flags: str, program: Sequence[str] = SERVE) -> Iterator[Process]:
+def serving(
+    models: Sequence[str], *flags: str, program: Sequence[str] = SERVE, tree: Path | None = None
+) -> Iterator[Process]:
     """Serve models inside the block.
 
     Args:
         models: as on a command line.
         flags: of `camserve-server serve`.
         program: what Python is to run.
+        tree: another checkout to run the server of; None for this one.
     """
     address = f"127.0.0.1:{_free_port()}"
     named = [word for model in models for word in ("--model", model)]
     command = [sys.executable, *program, *named, "--address", address, *flags]
-    with tempfile.TemporaryFile() as log, _started(command, log) as process:
+    with tempfile.TemporaryFile() as log, _started(command, log, tree) as process:
         try:
             _wait(process, address)
             yield Process(process.pid, address, process)
@@ -105,12 +108,21 @@ def serving(models: Sequence[str], *flags: str, program: Sequence[str] = SERVE) 
             _stop(process)
 
 
-def _started(command: Sequence[str], log: IO[bytes]) -> "subprocess.Popen[str]":
-    environment = {key: value for key, value in os.environ.items() if key not in OURS_ALONE}
+def _started(command: Sequence[str], log: IO[bytes], tree: Path | None) -> "subprocess.Popen[str]":
+    environment = environment_of(tree)
     pipe = subprocess.PIPE
     return subprocess.Popen(  # noqa: S603 -- our own program
         command, stdin=pipe, stdout=pipe, stderr=log, cwd=HERE.parent, env=environment, text=True
     )
+
+
+def environment_of(tree: Path | None) -> dict[str, str]:
+    """Return the environment of a server: a user's own, or one in which Python imports another checkout."""
+    environment = {key: value for key, value in os.environ.items() if key not in OURS_ALONE}
+    if tree is not None:
+        folders = (tree / "service", tree / "clients" / "python", HERE.parent)  # the last one for `benchmarks` itself
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+    return environment
 
 
 def _free_port() -> int:
